@@ -1,0 +1,155 @@
+"""The k-tied Normal: independent normals whose standard deviations form a matrix of rank k."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import check_positive, check_shape
+from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, normal_image
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.linear_maps import LinearMap
+
+
+class KTiedNormal(WeightDistribution):
+    r"""Independent normals with :math:`\sigma = R C^\top`, ``R (out, k)`` and ``C (in, k)``.
+
+    The elementwise square of a matrix of rank k has rank k(k+1)/2,
+
+    .. math:: \sigma_{ij}^2 = \sum_{a \le b} c_{ab} (R_{ia} R_{ib}) (C_{ja} C_{jb}),
+        \qquad c_{ab} = 1 \text{ if } a = b \text{ else } 2,
+
+    so that the variance of the image takes thin products only, (out + in) k(k+1)/2 per example
+    instead of out x in. With k = 1 it is the matrix normal with diagonal factors.
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        row_scale: ``R``, ``(*batch, out, k)``, positive.
+        column_scale: ``C``, ``(*batch, in, k)``, positive.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a scale is not positive.
+
+    Example:
+        >>> q = KTiedNormal(torch.zeros(2, 3), torch.full((2, 1), 0.5), torch.full((3, 1), 2.0))
+        >>> q.stddev
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+        >>> q.image(torch.tensor([3.0, 0.0, 4.0])).variance
+        tensor([25., 25.])
+
+    References:
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.
+    """
+
+    arg_constraints: ClassVar = {
+        "loc": constraints.real,
+        "row_scale": constraints.positive,
+        "column_scale": constraints.positive,
+    }
+    _parameters = ("loc", "row_scale", "column_scale")
+    row_scale: Tensor
+    column_scale: Tensor
+
+    def __init__(
+        self,
+        loc: Tensor,
+        row_scale: Tensor,
+        column_scale: Tensor,
+        validate_args: bool | None = None,
+    ) -> None:
+        batch_dim = max(row_scale.dim() - 2, 0)
+        if loc.dim() - batch_dim < 2:
+            raise ValueError(
+                f"`loc` must have shape (*batch, out, *rest) with the {batch_dim} batch dimensions "
+                f"of `row_scale` and a weight of at least two, but got {tuple(loc.shape)}."
+            )
+        parameters = {"loc": loc, "row_scale": row_scale, "column_scale": column_scale}
+        super().__init__(parameters, loc.dim() - batch_dim, validate_args)
+        if self._validate_args:
+            out, size = self._matrix(loc).shape[-2:]
+            rank = row_scale.shape[-1] if row_scale.dim() else 1
+            check_shape("row_scale", row_scale, (*self.batch_shape, out, rank), "(*batch, out, k)")
+            check_shape(
+                "column_scale", column_scale, (*self.batch_shape, size, rank), "(*batch, in, k)"
+            )
+            check_positive("row_scale", row_scale)
+            check_positive("column_scale", column_scale)
+
+    @property
+    def rank(self) -> int:
+        """The rank k of the matrix of standard deviations."""
+        return self.row_scale.shape[-1]
+
+    @property
+    def stddev(self) -> Tensor:
+        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
+        return (self.row_scale @ self.column_scale.mT).reshape(self.loc.shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.stddev.square()
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, from k x k products: ``sum((R'R) * (C'C))``."""
+        rows = self.row_scale.mT @ self.row_scale
+        columns = self.column_scale.mT @ self.column_scale
+        return (rows * columns).sum((-2, -1))
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)``, diagonal."""
+        return self._mean_field.covariance_matrix
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats.
+
+        The one term whose cost is out x in; with k = 1 not even that.
+        """
+        if self.rank > 1:
+            return 2 * self._event_sum(self.stddev.log())
+        rows, columns = self.row_scale.squeeze(-1), self.column_scale.squeeze(-1)
+        return 2 * (
+            columns.shape[-1] * rows.log().sum(-1) + rows.shape[-1] * columns.log().sum(-1)
+        )
+
+    @property
+    def _mean_field(self) -> MeanFieldNormal:
+        return MeanFieldNormal(self.loc, self.stddev, len(self.event_shape), validate_args=False)
+
+    def _mahalanobis(self, difference: Tensor) -> Tensor:
+        return self._mean_field._mahalanobis(difference)
+
+    def _perturbation(self, shape: torch.Size) -> Tensor:
+        return self._mean_field._perturbation(shape)
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+    ) -> MeanFieldNormal:
+        """Return the law of ``linear_map(x, W) + bias``: independent normals."""
+        bias_loc, bias_variance = bias_moments(bias)
+        hidden = linear_map.bank(x.square(), _pairwise_products(self.column_scale).mT)
+        return normal_image(
+            linear_map,
+            mean=linear_map(x, self._matrix(self.loc), bias_loc),
+            variance=linear_map.mix(
+                hidden, _pairwise_products(self.row_scale, off_diagonal=2.0), bias_variance
+            ),
+        )
+
+
+def _pairwise_products(factor: Tensor, off_diagonal: float = 1.0) -> Tensor:
+    """Return ``c_ab F_a F_b`` for a <= b, turning ``(*b, n, k)`` into ``(*b, n, k (k + 1) / 2)``."""
+    columns = factor.unbind(-1)
+    products = [
+        column * other if a == b else off_diagonal * column * other
+        for a, column in enumerate(columns)
+        for b, other in enumerate(columns[a:], start=a)
+    ]
+    return torch.stack(products, -1)

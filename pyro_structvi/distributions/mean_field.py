@@ -1,0 +1,116 @@
+"""Independent normals, one mean and one standard deviation for each weight."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints, register_kl
+from torch.distributions.kl import kl_divergence
+
+from pyro_structvi._checks import check_broadcastable, check_positive
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.linear_maps import LinearMap
+
+
+class MeanFieldNormal(WeightDistribution):
+    r"""Independent normals, :math:`W_{ij} \sim N(\mu_{ij}, \sigma_{ij}^2)`.
+
+    Its image under ``x`` is again one of these, with variance :math:`\sum_j \sigma_{ij}^2 x_j^2`
+    (local reparameterization).
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        scale: Standard deviations, positive, broadcastable to ``loc``.
+        event_dim: How many trailing dimensions are the weight; all of them when None.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If ``scale`` does not broadcast to ``loc``, or is not positive.
+
+    Example:
+        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(0.5))
+        >>> q.image(torch.tensor([3.0, 0.0, 4.0])).variance
+        tensor([6.2500, 6.2500])
+
+    References:
+        Kingma, Salimans and Welling (2015), "Variational dropout and the local reparameterization
+        trick", Eq. 6.
+    """
+
+    arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
+    _parameters = ("loc", "scale")
+    scale: Tensor
+
+    def __init__(
+        self,
+        loc: Tensor,
+        scale: Tensor,
+        event_dim: int | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        super().__init__(
+            {"loc": loc, "scale": scale}, loc.dim() if event_dim is None else event_dim, validate_args
+        )
+        if self._validate_args:
+            check_broadcastable("scale", scale, loc.shape, "the shape of `loc`")
+            check_positive("scale", scale)
+        self.scale = scale.expand(loc.shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.scale.square()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)``, diagonal."""
+        return torch.diag_embed(self.variance.reshape(*self.batch_shape, -1))
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        return 2 * self._event_sum(self.scale.log())
+
+    def _mahalanobis(self, difference: Tensor) -> Tensor:
+        return self._event_sum((difference / self.scale).square())
+
+    def _perturbation(self, shape: torch.Size) -> Tensor:
+        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+        return noise * self.scale
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+    ) -> "MeanFieldNormal":
+        """Return the law of ``linear_map(x, W) + bias``: independent normals."""
+        bias_loc, bias_variance = bias_moments(bias)
+        return normal_image(
+            linear_map,
+            mean=linear_map(x, self._matrix(self.loc), bias_loc),
+            variance=linear_map(x.square(), self._matrix(self.variance), bias_variance),
+        )
+
+
+def bias_moments(
+    bias: "Tensor | WeightDistribution | None",
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mean and the variance of a bias; no variance where it is a plain tensor."""
+    if isinstance(bias, WeightDistribution):
+        return bias.mean, bias.variance
+    return bias, None
+
+
+def normal_image(linear_map: LinearMap, mean: Tensor, variance: Tensor) -> MeanFieldNormal:
+    """Return independent normals over the output of a map.
+
+    The square root has a floor in the dtype's own scale: a variance of zero (an input of zeros), or
+    one that a convolution's rounding turned negative, keeps a finite gradient.
+    """
+    scale = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+    return MeanFieldNormal(mean, scale, event_dim=-linear_map.channel_dim, validate_args=False)
+
+
+@register_kl(WeightDistribution, MeanFieldNormal)
+def _kl_weight_mean_field(q: WeightDistribution, p: MeanFieldNormal) -> Tensor:
+    """A mean-field distribution in the place of the prior is a set of independent normals."""
+    return kl_divergence(q, torch.distributions.Normal(p.loc, p.scale, validate_args=False))

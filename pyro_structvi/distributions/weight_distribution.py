@@ -1,0 +1,220 @@
+"""The contract: what every distribution over a weight must define, may define, and obeys."""
+
+import math
+from typing import Any, ClassVar, Self
+
+import torch
+from pyro.distributions import Independent, Normal
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints, register_kl
+from torch.distributions.kl import kl_divergence
+
+from pyro_structvi._checks import check_same_kind
+from pyro_structvi.lazy_weight import LazyWeight, SiteUse
+from pyro_structvi.linear_maps import DenseMap, LinearMap
+
+
+class WeightDistribution(TorchDistribution):
+    r"""A Gaussian over a weight :math:`W` that knows the law of :math:`W x`.
+
+    The event shape is the weight's own, ``(out, *rest)``, seen as a matrix ``(out, in)`` with
+    ``in = prod(rest)``; a vector ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in
+    front. All covariances are over the row-major ``vec(W)``, of length ``D = out * in``.
+
+    A structure obeys these laws, and is tested for each:
+
+    1. ``rsample`` has ``mean`` and ``covariance_matrix``.
+    2. ``log_prob`` and ``entropy`` are those of the dense multivariate normal.
+    3. ``kl_divergence(q, p)`` is the dense one, for every independent normal ``p``.
+    4. ``image(x)`` has the mean and covariance of ``W x``.
+    5. Gradients equal those of the dense path.
+    6. ``expand`` and batches commute with all of these.
+
+    **A structure must define** ``arg_constraints``, ``_parameters`` (the names of its arguments,
+    ``loc`` first, each with batch dimensions in front), ``variance``, ``covariance_matrix``,
+    ``log_det_covariance``, ``_mahalanobis``, ``_perturbation`` and ``image_under``.
+
+    **It may define** ``variance_sum``, where that is cheaper than summing ``variance``.
+
+    Attributes:
+        loc: The mean, ``(*batch_shape, *event_shape)``.
+        site_use: Set by a guide: how a draw at its sample site may be put off. None by default, and
+            then a draw is an ordinary tensor.
+    """
+
+    has_rsample = True
+    _parameters: ClassVar[tuple[str, ...]]
+    loc: Tensor
+
+    def __init__(
+        self, parameters: dict[str, Tensor], event_dim: int, validate_args: bool | None
+    ) -> None:
+        for name, value in parameters.items():
+            setattr(self, name, value)
+        self.site_use: SiteUse | None = None
+        split = self.loc.dim() - event_dim
+        super().__init__(self.loc.shape[:split], self.loc.shape[split:], validate_args=False)
+        self._validate_args = type(self)._validate_args if validate_args is None else validate_args
+
+    @constraints.dependent_property(is_discrete=False)
+    def support(self) -> Any:
+        """Every real tensor of the event shape."""
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    # ---- what a structure must define ------------------------------------------------------------
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        raise NotImplementedError
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
+        raise NotImplementedError
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        raise NotImplementedError
+
+    def _mahalanobis(self, difference: Tensor) -> Tensor:
+        """Return ``d' Sigma^-1 d`` for ``d (*sample, *batch_shape, *event_shape)``."""
+        raise NotImplementedError
+
+    def _perturbation(self, shape: torch.Size) -> Tensor:
+        """Draw ``W - loc`` with shape ``(*sample_shape, *batch_shape, *event_shape)``."""
+        raise NotImplementedError
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+    ) -> TorchDistribution | None:
+        """Return the law of ``linear_map(x, W) + bias``, independent over examples.
+
+        Args:
+            linear_map: A dense map or a convolution.
+            x: Its input.
+            bias: Nothing, a tensor ``(out,)``, or the distribution of one, independent of ``W``.
+
+        Returns:
+            A distribution over the map's whole output, or None where this structure has no image
+            under that map; the weight is then drawn. Over the positions of one example the noise is
+            independent: each output has its exact law, correlations between positions are dropped.
+        """
+        raise NotImplementedError
+
+    # ---- what a structure may define -------------------------------------------------------------
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, ``(*batch_shape,)``."""
+        return self._event_sum(self.variance)
+
+    # ---- what follows ----------------------------------------------------------------------------
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean, ``(*batch_shape, *event_shape)``."""
+        return self.loc
+
+    def image(self, x: Tensor) -> TorchDistribution:
+        """Return the law of ``W x``, independently for every ``x``.
+
+        Args:
+            x: Inputs ``(*batch, in)``. Leading dimensions broadcast against ``batch_shape``.
+
+        Returns:
+            A distribution over ``(*batch, out)`` with ``mean``, ``variance``,
+            ``covariance_matrix`` and ``rsample``; its event is the last dimension.
+
+        Raises:
+            ValueError: If the last dimension of ``x``, its dtype or device do not fit the weight.
+        """
+        size = self._matrix(self.loc).shape[-1]
+        if x.dim() < 1 or x.shape[-1] != size:
+            raise ValueError(
+                f"`x` must have shape (*batch, in) with in = {size}, but got {tuple(x.shape)}."
+            )
+        check_same_kind("x", x, "loc", self.loc)
+        image = self.image_under(DenseMap(), x)
+        assert image is not None, f"{type(self).__name__} must have an image under a dense map."
+        return image
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        return self.loc + self._perturbation(self._extended_shape(torch.Size(sample_shape)))
+
+    def __call__(self, sample_shape: Any = ()) -> Tensor:
+        """Draw as ``pyro.sample`` does; at a guide's site the draw may be put off."""
+        if self.site_use is not None and not sample_shape and not self.batch_shape:
+            return LazyWeight(self, self.site_use)
+        return self.rsample(sample_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
+        if self._validate_args:
+            self._validate_sample(value)
+        constant = self.event_shape.numel() * math.log(2 * math.pi)
+        return -0.5 * (self._mahalanobis(value - self.loc) + self.log_det_covariance + constant)
+
+    def entropy(self) -> Tensor:
+        """Return the differential entropy ``(*batch_shape,)``, in nats."""
+        constant = self.event_shape.numel() * (1 + math.log(2 * math.pi))
+        return 0.5 * (self.log_det_covariance + constant)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
+        """Return this distribution with a larger batch shape, sharing memory."""
+        batch_shape = torch.Size(batch_shape)
+        new = self._get_checked_instance(type(self), _instance)
+        expanded = {}
+        for name in self._parameters:
+            value = getattr(self, name)
+            own = value.shape[len(self.batch_shape) :]
+            expanded[name] = value.expand(batch_shape + own)
+        WeightDistribution.__init__(new, expanded, len(self.event_shape), self._validate_args)
+        new.site_use = self.site_use
+        return new
+
+    def _matrix(self, tensor: Tensor) -> Tensor:
+        """View ``(*batch_shape, *event_shape)`` as ``(*batch_shape, out, in)``."""
+        return tensor.reshape(*self.batch_shape, self.event_shape[0], -1)
+
+    def _event_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the event dimensions; a scalar event has none, and torch would then sum all."""
+        event = tuple(range(-len(self.event_shape), 0))
+        return tensor.sum(event) if event else tensor
+
+
+def _is_uniform(tensor: Tensor, event_dim: int) -> bool:
+    """Whether every entry of an event is one and the same number in memory."""
+    event = range(-event_dim, 0)
+    return all(tensor.shape[dim] == 1 or tensor.stride(dim) == 0 for dim in event)
+
+
+@register_kl(WeightDistribution, Normal)
+def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
+    r"""KL from any Gaussian to independent normals, in nats, ``(*batch_shape,)``.
+
+    .. math:: \tfrac12 \sum_i \left[ \frac{\Sigma_{ii} + (\mu_i - m_i)^2}{s_i^2} - 1
+        + \log s_i^2 \right] - \tfrac12 \log\det\Sigma
+
+    so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
+    """
+    shape = q.batch_shape + q.event_shape
+    loc, scale = p.loc.expand(shape), p.scale.expand(shape)
+    squared_distance = (q.mean - loc).square()
+    if _is_uniform(scale, len(q.event_shape)):
+        scale = scale[(..., *(0 for _ in q.event_shape))]
+        moment = (q.variance_sum + q._event_sum(squared_distance)) / scale.square()
+        log_det_prior = 2 * q.event_shape.numel() * scale.log()
+    else:
+        moment = q._event_sum((q.variance + squared_distance) / scale.square())
+        log_det_prior = 2 * q._event_sum(scale.log())
+    return 0.5 * (moment - q.event_shape.numel() + log_det_prior - q.log_det_covariance)
+
+
+@register_kl(WeightDistribution, Independent)
+def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
+    """Unwrap ``Independent``; whatever is inside then finds its own rule, or none."""
+    return kl_divergence(q, p.base_dist)

@@ -1,0 +1,16 @@
+"""Families: the variational parameters of one site, one family per file."""
+
+from pyro_structvi.families.family import Family, LatentSite, Plate, SitePosterior
+from pyro_structvi.families.k_tied import KTied
+from pyro_structvi.families.mean_field import MeanField
+from pyro_structvi.families.transformed import TransformedMeanField
+
+__all__ = [
+    "Family",
+    "KTied",
+    "LatentSite",
+    "MeanField",
+    "Plate",
+    "SitePosterior",
+    "TransformedMeanField",
+]

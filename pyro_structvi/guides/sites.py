@@ -1,0 +1,126 @@
+"""Which latent sites a model has, and how often it uses each: by looking, or by one run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.nn import PyroModule
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from pyro_structvi.families import LatentSite, Plate
+from pyro_structvi.lazy_weight import CountedWeight, SiteUse
+
+
+@dataclass
+class FoundSite:
+    """A latent site as it was found.
+
+    Attributes:
+        site: What a family may know of it.
+        prior: Its distribution in the model.
+        initial: The value it had before the net was made Bayesian, if it had one.
+        use: How often one pass used it, with ``count`` None where no pass was run.
+    """
+
+    site: LatentSite
+    prior: Any
+    initial: Tensor | None
+    use: SiteUse
+
+
+def find_declared_sites(model: Any) -> dict[str, FoundSite]:
+    """Find the ``PyroSample`` attributes of a module tree, without running it.
+
+    Args:
+        model: Any callable; only a ``PyroModule`` declares sites.
+
+    Returns:
+        The sites by name, in the order of the tree.
+    """
+    found: dict[str, FoundSite] = {}
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if not isinstance(module, PyroModule):
+            continue
+        for attribute, prior in module._pyro_samples.items():
+            if not hasattr(prior, "sample"):
+                prior = prior(module)
+            if isinstance(prior, Tensor):  # a tied weight: its value is another site's
+                continue
+            name = f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
+            initial = module.__dict__.get("initial_values", {}).get(attribute)
+            shape = torch.Size(prior.shape())
+            site = LatentSite(name, shape, len(shape), prior.support)
+            found[name] = FoundSite(site, prior, initial, SiteUse(name))
+    return found
+
+
+def find_sites_by_running(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, FoundSite]:
+    """Run the model once on draws from its prior, and record its latent sites and their uses.
+
+    Buffers of the model, such as running statistics, are put back afterwards.
+
+    Args:
+        model: The model.
+        args: Its arguments, observations included.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The sites by name, in the order of execution.
+
+    Raises:
+        NotImplementedError: If a latent site stands in a subsampled plate.
+    """
+    recorder = _SiteRecorder()
+    with torch.no_grad(), _buffers_kept(model), poutine.block(), recorder:
+        model(*args, **kwargs)
+    declared = find_declared_sites(model)
+    for name, found in recorder.found.items():
+        found.initial = declared[name].initial if name in declared else None
+    return recorder.found
+
+
+class _SiteRecorder(Messenger):
+    """Records each latent site, and hands the model a value that counts its uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, FoundSite] = {}
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        name, infer = msg["name"], msg["infer"]
+        if msg["is_observed"] or site_is_subsample(msg) or infer.get("is_observation"):
+            return
+        frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
+        for frame in frames:
+            if frame.full_size not in (None, frame.size):
+                raise NotImplementedError(
+                    f"The latent site '{name}' stands in the plate '{frame.name}', which is "
+                    f"subsampled ({frame.size} of {frame.full_size}). Structured guides serve "
+                    "global sites and full plates. Take the site out, with "
+                    f"`poutine.block(model, hide=['{name}'])`, and write a guide of its own."
+                )
+        value: Tensor = msg["value"]
+        event_dim = msg["fn"].event_dim if frames else value.dim()
+        plates = tuple(Plate(frame.name, frame.size, frame.dim) for frame in frames)
+        site = LatentSite(name, value.shape, event_dim, msg["fn"].support, plates)
+        use = SiteUse(name)
+        self.found[name] = FoundSite(site, msg["fn"], None, use)
+        msg["value"] = CountedWeight(value, use)
+
+
+@contextmanager
+def _buffers_kept(model: Any) -> Iterator[None]:
+    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
+    kept = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, kept, strict=True):
+            buffer.copy_(value)

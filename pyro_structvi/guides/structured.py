@@ -1,0 +1,329 @@
+"""A guide that puts a family on each latent site of a model."""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import Any, TypedDict, Unpack
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.infer.autoguide.initialization import init_to_median
+from pyro.poutine.runtime import _PYRO_PARAM_STORE, am_i_wrapped, effectful
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_structvi._checks import check_positive_number
+from pyro_structvi.distributions import WeightDistribution
+from pyro_structvi.families import Family, LatentSite, MeanField, SitePosterior, TransformedMeanField
+from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
+from pyro_structvi.lazy_weight import LocalReparam, SiteUse
+
+InitLocFn = Callable[[dict[str, Any]], Tensor]
+
+
+class GuideOptions(TypedDict, total=False):
+    """Options that every guide takes; see :class:`StructuredGuide`."""
+
+    init_scale: float
+    init_loc_fn: InitLocFn | None
+    local_reparam: LocalReparam
+
+
+class StructuredGuide(nn.Module):
+    r"""A guide made of one posterior for each latent site, each of the family chosen for it.
+
+    Sites that a module tree declares (``PyroSample``) have their parameters from the start, so a
+    state dict can be loaded before any data was seen. Sites drawn inside a function are found by
+    running the model once, at the first call or by :meth:`initialize`; that run also counts how
+    often each weight is used.
+
+    The guide owns its parameters. Pyro's param store mirrors them under the guide's class name, and
+    is never read: save and restore a guide by ``state_dict``.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        families: A family for each pattern of site names, such as ``{"net.0.*": KTied(2), "*":
+            MeanField()}``; wildcards as in a shell. The first pattern wins whose family can serve
+            the site. Vectors, scalars and constrained sites that no pattern serves get mean field;
+            an unserved weight is an error.
+        init_scale: Standard deviation of each element at the start, in the unconstrained space.
+        init_loc_fn: Where a posterior is centred at the start, a function of a site as in
+            :mod:`pyro.infer.autoguide.initialization`. By default a weight starts at the value it
+            had in the net given to ``bayesianize``, any other weight at a He draw, N(0, 2 / in), a
+            vector or scalar at the prior's median.
+        local_reparam: True to draw the outputs of linear layers and convolutions wherever there is
+            a rule for it; "exact" to do so only where that leaves the joint law of an example exact
+            (one position for each example); False to draw weights always.
+
+    Raises:
+        ValueError: If a weight has no family, if a family cannot serve a site that is named
+            outright, or if a site is discrete.
+
+    Example:
+        >>> from pyro_structvi import Classifier, StructuredELBO, bayesianize
+        >>> from pyro_structvi.families import KTied
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> model = Classifier(bayesianize(net, prior=1.0), num_data=20)
+        >>> guide = StructuredGuide(model, {"net.0.weight": MeanField(), "*": KTied(rank=2)})
+        >>> svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), StructuredELBO())
+        >>> isinstance(svi.step(torch.randn(20, 4), torch.zeros(20, dtype=torch.long)), float)
+        True
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        families: Mapping[str, Family],
+        *,
+        init_scale: float = 0.01,
+        init_loc_fn: InitLocFn | None = None,
+        local_reparam: LocalReparam = True,
+    ) -> None:
+        super().__init__()
+        if local_reparam not in (True, False, "exact"):
+            raise ValueError(
+                f'`local_reparam` must be True, False or "exact", but got {local_reparam!r}.'
+            )
+        for pattern, family in families.items():
+            if not isinstance(family, Family):
+                raise TypeError(
+                    f"The family for '{pattern}' must be a Family such as `KTied(rank=2)`, but got "
+                    f"{family!r}."
+                )
+        self._model = (model,)  # in a tuple, so that it does not become a submodule
+        self.families = dict(families)
+        self.init_scale = check_positive_number("init_scale", init_scale)
+        self.init_loc_fn = init_loc_fn
+        self.local_reparam = local_reparam
+        self.posteriors = nn.ModuleDict()
+        self._uses: dict[str, SiteUse] = {}
+        self._initialized = False
+        self._adopt(find_declared_sites(model))
+
+    @property
+    def model(self) -> Callable[..., Any] | None:
+        """The model, or None after unpickling."""
+        return self._model[0]
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Run the model once to find the sites it draws itself, and to count the uses of each.
+
+        The first call of the guide does this. Call it beforehand to load a state dict into the
+        guide of a function, or again when the model's path has changed. Parameters that exist are
+        kept.
+
+        Args:
+            *args: The model's arguments, observations included; their values do not matter.
+            **kwargs: The model's keyword arguments.
+
+        Raises:
+            ValueError: If a pattern matches no site, if a weight has no family, or if the model has
+                no latent site.
+            RuntimeError: If the guide was unpickled and has no model.
+        """
+        if self.model is None:
+            raise RuntimeError(
+                "This guide was unpickled without its model. Make a new guide from the model and "
+                "call `new.load_state_dict(old.state_dict())`."
+            )
+        found = find_sites_by_running(self.model, args, kwargs)
+        self._check_patterns(found)
+        self._adopt(found)
+        # The order of execution, which Pyro's mean-field ELBO expects of a guide. A declared site
+        # that the model does not visit keeps its parameters and is not sampled.
+        self._uses = {name: found[name].use for name in found}
+        self._initialized = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample every site, as a guide does.
+
+        Under ``Predictive`` the sites of plates are left to the model, whose plates may then have
+        another size.
+
+        Args:
+            *args: The model's arguments.
+            **kwargs: The model's keyword arguments.
+
+        Returns:
+            The sampled values by site; weights may not have been drawn yet.
+        """
+        predicting = poutine.get_mask() is False
+        if not self._initialized and not predicting:
+            self.initialize(*args, **kwargs)
+        self._declare_parameters()
+        values = {}
+        for posterior in self._site_posteriors():
+            site = posterior.site
+            if site.plates and predicting:
+                continue
+            distribution = posterior()
+            if isinstance(distribution, WeightDistribution):
+                distribution.site_use = self._uses[site.name]
+            with ExitStack() as stack:
+                for plate in site.plates:
+                    stack.enter_context(pyro.plate(plate.name, plate.size, dim=plate.dim))
+                values[site.name] = pyro.sample(site.name, distribution)
+        return values
+
+    def draw(self) -> dict[str, Tensor]:
+        """Draw all global sites once, as ordinary tensors; needs no data.
+
+        Returns:
+            One joint draw of the posterior: with it the model is one consistent function.
+        """
+        return {
+            posterior.site.name: posterior().rsample()
+            for posterior in self._site_posteriors()
+            if not posterior.site.plates
+        }
+
+    @torch.no_grad()
+    def median(self) -> dict[str, Tensor]:
+        """Return the posterior median of each global site; for normals, the mean."""
+        medians = {}
+        for posterior in self._site_posteriors():
+            if not posterior.site.plates:
+                distribution = posterior()
+                base = getattr(distribution, "base_dist", distribution)
+                value = base.mean
+                for transform in getattr(distribution, "transforms", ()):
+                    value = transform(value)
+                medians[posterior.site.name] = value.clone()
+        return medians
+
+    def __getitem__(self, name: str) -> SitePosterior:
+        """Return the posterior of a site, which holds its parameters."""
+        if _key(name) not in self.posteriors:
+            raise KeyError(f"'{name}' is none of the sites {list(self._uses)}.")
+        posterior = self.posteriors[_key(name)]
+        assert isinstance(posterior, SitePosterior)
+        return posterior
+
+    def _site_posteriors(self) -> Iterator[SitePosterior]:
+        for name in self._uses:
+            yield self[name]
+
+    # ---- setting up ------------------------------------------------------------------------------
+
+    def _adopt(self, found: dict[str, FoundSite]) -> None:
+        """Make posteriors for the sites that have none, all of them or none on an error."""
+        chosen = {
+            name: self._choose_family(item.site)
+            for name, item in found.items()
+            if _key(name) not in self.posteriors
+        }
+        unserved = [name for name, family in chosen.items() if family is None]
+        if unserved:
+            raise ValueError(
+                f"No family was given for the weights {unserved}. The patterns are "
+                f"{list(self.families)}, the model's sites {list(found)}. Add a pattern, for "
+                f"instance {{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
+            )
+        with torch.no_grad():
+            made = {
+                name: self._make_posterior(found[name], family)
+                for name, family in chosen.items()
+                if family is not None
+            }
+        for name, posterior in made.items():
+            self.posteriors[_key(name)] = posterior
+        for name, item in found.items():
+            item.use.local_reparam = self.local_reparam
+            self._uses[name] = item.use
+
+    def _choose_family(self, site: LatentSite) -> Family | None:
+        if site.support.is_discrete:
+            raise ValueError(
+                f"The latent site '{site.name}' is discrete. If it is an observation, pass its "
+                "value to the model; otherwise enumerate it and hide it from the guide with "
+                f"`poutine.block(model, hide=['{site.name}'])`."
+            )
+        for pattern, family in self.families.items():
+            if not fnmatchcase(site.name, pattern):
+                continue
+            if family.fits(site):
+                return family
+            if pattern == site.name:
+                raise ValueError(
+                    f"{family} needs {family.needs}, but the site '{site.name}' has shape "
+                    f"{tuple(site.shape)} and support {site.support}. Give it another family, such "
+                    "as `MeanField()`, or leave it out to get the default."
+                )
+        if not site.is_real:
+            return TransformedMeanField()
+        return MeanField() if site.plates or len(site.shape) < 2 else None
+
+    def _make_posterior(self, found: FoundSite, family: Family) -> SitePosterior:
+        site, message = found.site, {"name": found.site.name, "fn": found.prior}
+        like = found.prior.sample()
+        if self.init_loc_fn is not None:
+            loc = self.init_loc_fn(message)
+        elif found.initial is not None:
+            loc = found.initial.to(like)
+        elif site.is_real and not site.plates and len(site.shape) >= 2:
+            loc = torch.randn_like(like) * (2 / like[0].numel()) ** 0.5
+        else:
+            loc = init_to_median(message)
+        if loc.shape != site.shape:
+            raise ValueError(
+                f"`init_loc_fn` must return a value of shape {tuple(site.shape)} for the site "
+                f"'{site.name}', but got {tuple(loc.shape)}."
+            )
+        return SitePosterior(family, site, family.init(site, loc.detach(), self.init_scale))
+
+    def _check_patterns(self, found: dict[str, FoundSite]) -> None:
+        if not found:
+            raise ValueError(
+                "The model has no latent site for a guide to serve. Make the net Bayesian first, "
+                "with `bayesianize(net, prior=1.0)`."
+            )
+        for pattern in self.families:
+            if not any(fnmatchcase(name, pattern) for name in found):
+                raise ValueError(
+                    f"The pattern '{pattern}' matches none of the model's sites {list(found)}."
+                )
+
+    # ---- parameters and Pyro ---------------------------------------------------------------------
+
+    def _declare_parameters(self) -> None:
+        """Show the parameters to Pyro's handlers, and mirror them in the param store."""
+        if not am_i_wrapped():
+            return
+        for key, parameter in self.named_parameters(type(self).__name__):
+            if not parameter.requires_grad:
+                continue
+            parameter.unconstrained = weakref.ref(parameter)
+            _PYRO_PARAM_STORE._params[key] = parameter
+            _PYRO_PARAM_STORE._constraints[key] = constraints.real
+            _PYRO_PARAM_STORE._param_to_name[parameter] = key
+            _declare(parameter, name=key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the model and without what holds on to Pyro."""
+        for parameter in self.parameters():
+            parameter.__dict__.pop("unconstrained", None)
+        return {**self.__dict__, "_model": (None,)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StructuredGuide":
+        """Copy the parameters; the copy is a guide of the same model."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        new._model = self._model
+        return new
+
+
+def _identity(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+_declare = effectful(_identity, type="param")
+
+
+def _key(name: str) -> str:
+    """Return a site's name as a key of a module dictionary, which takes no dots."""
+    return name.replace(".", "/")
+

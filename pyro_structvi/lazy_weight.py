@@ -1,0 +1,278 @@
+"""The weight that has not been drawn yet."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from pyro.poutine.condition_messenger import ConditionMessenger
+from pyro.poutine.replay_messenger import ReplayMessenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.substitute_messenger import SubstituteMessenger
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyro_structvi.linear_maps import Application, LinearMap, parse_application
+
+if TYPE_CHECKING:
+    from pyro_structvi.distributions.weight_distribution import WeightDistribution
+
+LocalReparam = bool | Literal["exact"]
+
+
+@dataclass
+class SiteUse:
+    """How a guide's site is used by the model, and how its draws may therefore be put off.
+
+    Attributes:
+        name: The site.
+        local_reparam: True for the local rule wherever there is one, "exact" for the local rule
+            only where it gives the exact joint law (one position for each example), False for
+            weights that are always drawn.
+        count: How often one pass of the model uses the site, or None before that is known. A weight
+            used more than once must be the same weight each time, so it is drawn.
+    """
+
+    name: str
+    local_reparam: LocalReparam = True
+    count: int | None = None
+
+    def allows_image(self, application: Application) -> bool:
+        """Whether this use may be answered by the image's law instead of a drawn weight."""
+        if not self.local_reparam or self.count != 1:
+            return False
+        exact_only = self.local_reparam == "exact"
+        return not (exact_only and application.linear_map.has_positions(application.x))
+
+
+class WeightStandIn(Tensor):
+    """A tensor without storage that knows its shape, dtype and device, and gives way to a value."""
+
+    use: SiteUse
+
+    @classmethod
+    def _make(cls, like: Tensor, shape: torch.Size, use: SiteUse) -> Self:
+        stand_in: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=like.dtype, device=like.device
+        )
+        stand_in.use = use
+        return stand_in
+
+    def draw(self) -> Tensor:
+        """Return the ordinary tensor that this one stands for."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func`` with ordinary tensors, unless it only asks for the shape or the like."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(*tree_map(_value, args), **tree_map(_value, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Reached where ``__torch_function__`` is switched off; the same without the exception."""
+        return func(*tree_map(_value, args), **tree_map(_value, kwargs or {}))
+
+
+class CountedWeight(WeightStandIn):
+    """A value that counts how many calls it takes part in.
+
+    Args:
+        value: The value.
+        use: The record that keeps the count, set to zero here.
+    """
+
+    _counted: Tensor
+
+    @staticmethod
+    def __new__(cls, value: Tensor, use: SiteUse) -> Self:
+        """Make the tensor that stands for the value."""
+        weight = cls._make(value, value.shape, use)
+        weight._counted = value
+        use.count = 0
+        return weight
+
+    def draw(self) -> Tensor:
+        """Return the value, and count."""
+        self.use.count = (self.use.count or 0) + 1
+        return self._counted
+
+
+class LazyWeight(WeightStandIn):
+    """A weight at a guide's sample site that is drawn when, and as what, it is needed.
+
+    ``F.linear`` and the convolutions hand themselves to it by torch's ``__torch_function__``
+    protocol; it answers with a draw of the *outputs*, independent for each example (local
+    reparameterization). Anything else that touches it gets one ordinary draw of the weight, made
+    once and kept. Its shape, dtype and device are known without a draw.
+
+    Args:
+        distribution: The law of the weight.
+        use: The record of the site it stands at.
+
+    Example:
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
+        >>> weight = LazyWeight(q, SiteUse("weight", count=1))
+        >>> torch.nn.functional.linear(torch.ones(5, 3), weight).shape, weight.is_drawn
+        (torch.Size([5, 2]), False)
+        >>> float((weight - weight).abs().sum()), weight.is_drawn
+        (0.0, True)
+    """
+
+    distribution: "WeightDistribution"
+    _drawn: Tensor | None
+    _gave_outputs: bool
+
+    @staticmethod
+    def __new__(cls, distribution: "WeightDistribution", use: SiteUse) -> Self:
+        """Make the tensor that stands for a draw."""
+        weight = cls._make(distribution.loc, distribution.event_shape, use)
+        weight.distribution = distribution
+        weight._drawn = None
+        weight._gave_outputs = False
+        return weight
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether an ordinary weight has been drawn."""
+        return self._drawn is not None
+
+    def draw(self) -> Tensor:
+        """Return the ordinary weight, drawn at the first call and kept.
+
+        Raises:
+            RuntimeError: If the model uses the weight again after its outputs were drawn.
+        """
+        self._refuse_second_use()
+        if self._drawn is None:
+            self._drawn = self.distribution.rsample()
+        return self._drawn
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer a linear map with a draw of its outputs, anything else with a drawn weight."""
+        application = parse_application(func, args, kwargs or {})
+        if application is not None and _may_give_outputs(application):
+            outputs = application.weight._draw_outputs(application)
+            if outputs is not None:
+                return outputs
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _draw_outputs(self, application: Application) -> Tensor | None:
+        """Draw the outputs of the map, or return None where the structure has no image under it.
+
+        A lazy bias adds its variance to that of the outputs, or, where an example has several
+        positions, one draw for each example, which keeps its joint law exact.
+        """
+        linear_map, x, _, bias = application
+        self._check_input(x)
+        self._refuse_second_use()
+        shift = None
+        if isinstance(bias, LazyWeight) and bias.use.allows_image(application):
+            bias._refuse_second_use()
+            bias._gave_outputs = True
+            if linear_map.has_positions(x):
+                shift, bias = _draw_bias_per_example(bias, linear_map, x), None
+            else:
+                bias = bias.distribution
+        image = self.distribution.image_under(linear_map, x, _value(bias))
+        if image is None:
+            return None
+        self._gave_outputs = True
+        outputs: Tensor = image.rsample()
+        return outputs if shift is None else outputs + shift
+
+    def _refuse_second_use(self) -> None:
+        if self._gave_outputs and _inside_model():
+            raise RuntimeError(
+                f"The model uses the weight at site '{self.use.name}' more often in this pass than "
+                "in the pass in which its uses were counted, after its outputs were drawn. A "
+                "weight that is used more than once must be drawn: call `guide.initialize(...)` "
+                "with arguments that take this path, or pass `local_reparam=False` to the guide."
+            )
+
+    def _check_input(self, x: Tensor) -> None:
+        """Explain an input that does not fit the weight, in place of an error from the kernel."""
+        autocast = torch.is_autocast_enabled(x.device.type)
+        for attribute in ("device",) if autocast else ("device", "dtype"):
+            expected, got = getattr(self.distribution.loc, attribute), getattr(x, attribute)
+            if expected != got:
+                raise ValueError(
+                    f"The input that meets the weight at site '{self.use.name}' must have "
+                    f"{attribute} {expected}, but got {got}. Convert the data with "
+                    f"`x.to({str(expected)!r})`, or move model and guide with `.to(...)` alike."
+                )
+
+
+def _value(value: Any) -> Any:
+    return value.draw() if isinstance(value, WeightStandIn) else value
+
+
+def _may_give_outputs(application: Application) -> bool:
+    """Whether a linear map may be answered by its weight with a draw of the outputs."""
+    weight = application.weight
+    return (
+        isinstance(weight, LazyWeight)
+        and not isinstance(application.x, WeightStandIn)
+        and weight.use.allows_image(application)
+    )
+
+
+def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -> Tensor:
+    """Draw one bias for each example, shaped to meet the outputs at every position."""
+    leading = x.dim() + linear_map.channel_dim
+    batch = x.shape[: min(leading, 1)]
+    draw = bias.distribution.rsample(batch)
+    return draw.reshape(
+        *batch,
+        *(1 for _ in range(leading - len(batch))),
+        draw.shape[-1],
+        *(1 for _ in range(-linear_map.channel_dim - 1)),
+    )
+
+
+def _inside_model() -> bool:
+    """Whether the code that is running is a model that a guide's values were handed to."""
+    handlers = (ReplayMessenger, ConditionMessenger, SubstituteMessenger)
+    return any(isinstance(handler, handlers) for handler in _PYRO_STACK)
+
+
+_METADATA = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+}

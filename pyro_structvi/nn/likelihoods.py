@@ -1,0 +1,144 @@
+"""Likelihoods: a net becomes a model of classes or of real targets."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+
+from pyro_structvi._checks import (
+    check_positive,
+    check_positive_integer,
+    check_same_kind,
+    check_shape,
+)
+from pyro_structvi.nn.priors import resolve_prior, sample_from
+
+
+class Classifier(PyroModule):
+    """A net as a model of classes: ``y_n ~ Categorical(softmax(net(x_n)))``.
+
+    Args:
+        net: A module from ``(batch, ...)`` to logits ``(batch, classes)``, with sample sites.
+        num_data: Number of training examples; the log likelihood of a batch counts
+            ``num_data / batch`` times.
+
+    Raises:
+        ValueError: If ``num_data`` is not a whole number of at least 1.
+        TypeError: If ``net`` is no module.
+
+    Example:
+        >>> from pyro_structvi import bayesianize
+        >>> model = Classifier(bayesianize(nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> model(torch.zeros(5, 4)).shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(self, net: nn.Module, num_data: int) -> None:
+        super().__init__()
+        self.net = _check_net(net)
+        self.num_data = check_positive_integer("num_data", num_data)
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Sample the classes at site ``obs``, or observe them.
+
+        Args:
+            x: The net's input, first dimension the batch.
+            y: Classes ``(batch,)`` as integers, or None.
+
+        Returns:
+            The logits ``(batch, classes)``.
+
+        Raises:
+            ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
+        """
+        logits: Tensor = self.net(x)
+        if logits.dim() != 2:
+            raise ValueError(
+                "A Classifier's net must return logits of shape (batch, classes), but got "
+                f"{tuple(logits.shape)}."
+            )
+        if y is not None:
+            check_shape("y", y, logits.shape[:1], "(batch,)")
+            if y.is_floating_point() or y.is_complex():
+                raise ValueError(
+                    f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
+                )
+        _observe(dist.Categorical(logits=logits), y, self.num_data)
+        return logits
+
+
+class Regressor(PyroModule):
+    """A net as a model of real targets: ``y_n ~ N(net(x_n), noise_scale^2)``.
+
+    Args:
+        net: A module from ``(batch, ...)`` to means ``(batch, *target)``, with sample sites.
+        num_data: Number of training examples; the log likelihood of a batch counts
+            ``num_data / batch`` times.
+        noise_scale: Standard deviation of the noise, in the targets' units: a number, a tensor that
+            broadcasts to a target, or a distribution over positive numbers, which becomes the
+            latent site ``noise_scale``.
+
+    Raises:
+        ValueError: If ``num_data`` or ``noise_scale`` is not positive.
+        TypeError: If ``net`` is no module.
+
+    Example:
+        >>> from pyro_structvi import bayesianize
+        >>> net = bayesianize(nn.Linear(4, 1), prior=1.0)
+        >>> model = Regressor(net, num_data=100, noise_scale=dist.HalfNormal(1.0))
+        >>> model(torch.zeros(5, 4)).shape
+        torch.Size([5, 1])
+    """
+
+    def __init__(self, net: nn.Module, num_data: int, noise_scale: Any) -> None:
+        super().__init__()
+        self.net = _check_net(net)
+        self.num_data = check_positive_integer("num_data", num_data)
+        example = next(iter([*net.parameters(), *net.buffers()]), torch.zeros(()))
+        if isinstance(noise_scale, torch.distributions.Distribution):
+            like = example.new_zeros(noise_scale.shape())
+            prior = resolve_prior(noise_scale, "noise_scale", like)
+            sample_from(self, "noise_scale", prior, like.shape)
+        else:
+            scale = torch.as_tensor(noise_scale, dtype=example.dtype, device=example.device)
+            check_positive("noise_scale", scale)
+            self.register_buffer("noise_scale", scale)
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Sample the targets at site ``obs``, or observe them.
+
+        Args:
+            x: The net's input, first dimension the batch.
+            y: Targets of the shape of the net's output, or None.
+
+        Returns:
+            The means ``(batch, *target)``.
+
+        Raises:
+            ValueError: If ``y`` has not the shape, dtype and device of the net's output.
+        """
+        mean: Tensor = self.net(x)
+        if y is not None:
+            check_shape("y", y, mean.shape, "that of the net's output")
+            check_same_kind("y", y, "net(x)", mean)
+        _observe(dist.Normal(mean, self.noise_scale).to_event(mean.dim() - 1), y, self.num_data)
+        return mean
+
+
+def _check_net(net: Any) -> nn.Module:
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"`net` must be a torch.nn.Module, but got {type(net).__name__}.")
+    return net
+
+
+def _observe(likelihood: Any, y: Tensor | None, num_data: int) -> None:
+    """Observe a batch, scaled up to the whole data set; unobserved, it is no latent of a guide."""
+    size = likelihood.batch_shape[0]
+    if size == 0:
+        raise ValueError("`x` must hold at least one example, but its batch is empty.")
+    with poutine.scale(scale=num_data / size), pyro.plate("data", size, dim=-1):
+        pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})

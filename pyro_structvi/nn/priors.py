@@ -1,0 +1,173 @@
+"""Priors over the weights of a net: by standard deviation, by fan-in, by name, or any distribution."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroSample
+from torch import Tensor
+
+from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
+
+
+@dataclass(frozen=True)
+class FanIn:
+    """Independent normals whose standard deviation shrinks with the inputs of a unit.
+
+    A weight ``(out, *rest)`` gets the standard deviation ``scale / sqrt(prod(rest))``, so that
+    outputs have the same prior variance whatever the width; a vector gets ``vector_scale``.
+
+    Args:
+        scale: The numerator for weights; sqrt(2) keeps variances through ReLU layers.
+        vector_scale: The standard deviation of biases and other vectors.
+
+    Raises:
+        ValueError: If a scale is not a positive number.
+
+    Example:
+        >>> FanIn(scale=2.0).standard_deviation(torch.zeros(3, 16))
+        0.5
+    """
+
+    scale: float = 1.0
+    vector_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the scales."""
+        check_positive_number("scale", self.scale)
+        check_positive_number("vector_scale", self.vector_scale)
+
+    def standard_deviation(self, parameter: Tensor) -> float:
+        """Return the standard deviation of each element of a parameter."""
+        if parameter.dim() < 2:
+            return self.vector_scale
+        return self.scale / math.sqrt(parameter[0].numel())
+
+
+Prior = (
+    float
+    | Tensor
+    | FanIn
+    | dist.TorchDistribution
+    | Callable[[str, Tensor], Any]
+    | Mapping[str, Any]
+)
+
+
+def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
+    """Return the distribution of single elements that a prior means for one parameter.
+
+    Args:
+        prior: A standard deviation (a number, or a tensor that broadcasts to the parameter), a
+            :class:`FanIn`, a Pyro distribution, a function of name and parameter that returns one
+            of these, or a mapping from name patterns to these, of which the first match wins.
+        name: The parameter's name.
+        parameter: The parameter.
+
+    Returns:
+        A distribution that broadcasts to the parameter's shape, with its dtype and device.
+
+    Raises:
+        ValueError: If a standard deviation is not positive or does not fit, or no pattern matches.
+        TypeError: If the prior is none of these.
+
+    Example:
+        >>> resolve_prior({"*.bias": 1.0, "*": FanIn()}, "0.weight", torch.zeros(3, 16)).scale
+        tensor(0.2500)
+    """
+    label = f"prior for {name}"
+    if isinstance(prior, Mapping):
+        for pattern, entry in prior.items():
+            if fnmatchcase(name, pattern):
+                return resolve_prior(entry, name, parameter)
+        raise ValueError(
+            f"No pattern of the prior {list(prior)} matches the parameter '{name}'. Add one, for "
+            "instance {'*': 1.0} as the last."
+        )
+    if isinstance(prior, FanIn):
+        return resolve_prior(prior.standard_deviation(parameter), name, parameter)
+    if isinstance(prior, torch.distributions.Distribution):
+        return _element_distribution(prior, name, parameter)
+    if isinstance(prior, Tensor):
+        scale = prior.detach().to(parameter)
+        check_broadcastable(label, scale, parameter.shape, f"the shape of '{name}'")
+        check_positive(label, scale)
+        return dist.Normal(torch.zeros_like(scale), scale)
+    if callable(prior):
+        return resolve_prior(prior(name, parameter), name, parameter)
+    if not isinstance(prior, (int, float)) or isinstance(prior, bool):
+        raise TypeError(
+            f"The {label} must be a standard deviation, a FanIn, a Pyro distribution, a function "
+            f"or a mapping, but got {prior!r}."
+        )
+    return resolve_prior(torch.tensor(check_positive_number(label, prior)), name, parameter)
+
+
+def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
+    while isinstance(prior, torch.distributions.Independent):
+        prior = prior.base_dist
+    try:
+        arguments = {
+            key: getattr(prior, key).detach().to(parameter) for key in _argument_names(prior)
+        }
+        rebuilt = type(prior)(**arguments)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"The prior for '{name}' must be a distribution that its tensor arguments define, such "
+            f"as Normal, Laplace or StudentT, but got {prior!r}."
+        ) from error
+    for key, value in arguments.items():
+        check_broadcastable(f"prior for {name}: {key}", value, parameter.shape, f"that of '{name}'")
+    return rebuilt
+
+
+def _argument_names(prior: Any) -> list[str]:
+    return [key for key in prior.arg_constraints if key not in ("logits", "covariance_matrix")]
+
+
+class BufferedPrior:
+    """A prior whose arguments are buffers of its module, so that they move and convert with it.
+
+    Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
+    """
+
+    def __init__(self, attribute: str, prior: Any, shape: torch.Size) -> None:
+        self.kind = type(prior)
+        self.buffers = {key: f"{attribute}_prior_{key}" for key in _argument_names(prior)}
+        self.shape = shape
+        self._built: tuple[list[Tensor], Any] | None = None
+
+    def __call__(self, module: PyroModule) -> Any:
+        """Return the prior; built anew only where a buffer was replaced."""
+        arguments = [module._buffers[buffer] for buffer in self.buffers.values()]
+        if self._built is not None and all(
+            old is new for old, new in zip(self._built[0], arguments, strict=True)
+        ):
+            return self._built[1]
+        named = dict(zip(self.buffers, arguments, strict=True))
+        prior = self.kind(**named, validate_args=False).expand(self.shape).to_event(len(self.shape))
+        self._built = (arguments, prior)
+        return prior
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the distribution, whose tensors belong to the module."""
+        return {**self.__dict__, "_built": None}
+
+
+def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
+    """Turn an attribute of a module into a sample site.
+
+    Args:
+        module: The module.
+        attribute: The attribute's name; a parameter of that name is replaced.
+        prior: The distribution of single elements, which broadcasts to ``shape``.
+        shape: The shape of a value.
+    """
+    buffered = BufferedPrior(attribute, prior, shape)
+    for key, buffer in buffered.buffers.items():
+        module.register_buffer(buffer, getattr(prior, key).detach().clone())
+    setattr(module, attribute, PyroSample(buffered))
