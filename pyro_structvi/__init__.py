@@ -1,8 +1,10 @@
 """Structured variational inference for Bayesian neural networks in Pyro."""
 
 from pyro_structvi.guides import KTiedGuide, MeanFieldGuide, StructuredGuide
-from pyro_structvi.infer import LinearAnnealing, StructuredELBO
+from pyro_structvi.infer import LinearAnnealing, StructuredELBO, fit
+from pyro_structvi.inference_data import to_inference_data
 from pyro_structvi.nn import Classifier, FanIn, Regressor, bayesianize
+from pyro_structvi.predict import predict
 
 __version__ = "0.1.0"
 
@@ -19,4 +21,8 @@ __all__ = [
     # fitting
     "LinearAnnealing",
     "StructuredELBO",
+    "fit",
+    # using the posterior
+    "predict",
+    "to_inference_data",
 ]

@@ -108,6 +108,16 @@ class StructuredGuide(nn.Module):
         """The model, or None after unpickling."""
         return self._model[0]
 
+    @property
+    def site_names(self) -> list[str]:
+        """The latent sites, in the order in which they are sampled."""
+        return list(self._uses)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the model was run, so that all its sites and their uses are known."""
+        return self._initialized
+
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Run the model once to find the sites it draws itself, and to count the uses of each.
 

@@ -1,12 +1,15 @@
 """The objective and its optimization."""
 
 from pyro_structvi.infer.elbo import ELBOTerms, SampledKLWarning, StructuredELBO
+from pyro_structvi.infer.fit import History, fit
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
 
 __all__ = [
     "CosineDecay",
     "ELBOTerms",
+    "History",
     "LinearAnnealing",
     "SampledKLWarning",
     "StructuredELBO",
+    "fit",
 ]

@@ -1,0 +1,113 @@
+"""Cost of a training step beside the same net without a posterior, in one interleaved run.
+
+    python benchmarks/bench.py                 # every net and guide, ratios to the deterministic step
+    python benchmarks/bench.py --net wide --rounds 30
+
+A round times one step of every method in turn, so that a busy machine slows all alike. The table
+gives the median over rounds of the ratio to the deterministic step of the same round, and its
+quartiles.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pyro_structvi as ps
+
+NETS: dict[str, tuple[tuple[int, ...], int]] = {
+    "mnist": ((784, 400, 400, 10), 128),
+    "wide": ((1024, 2048, 2048, 10), 512),
+}
+
+GUIDES: dict[str, Callable[[ps.Classifier], ps.StructuredGuide]] = {
+    "mean field, drawn": lambda model: ps.MeanFieldGuide(model, local_reparam=False),
+    "mean field": lambda model: ps.MeanFieldGuide(model),
+    "k-tied, k = 1": lambda model: ps.KTiedGuide(model, rank=1),
+    "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--net", choices=NETS, action="append", help="default: every net")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, {device.type}, {kind}")
+    for name in options.net or NETS:
+        widths, batch = NETS[name]
+        torch.manual_seed(0)
+        x = torch.randn(batch, widths[0], device=device)
+        y = torch.randint(widths[-1], (batch,), device=device)
+        steps = {"deterministic": deterministic_step(make_net(widths).to(device), x, y)}
+        for title, make_guide in GUIDES.items():
+            steps[title] = guide_step(make_net(widths).to(device), make_guide, x, y)
+        report(f"MLP {'-'.join(map(str, widths))}, batch {batch}", measure(steps, options.rounds))
+
+
+def make_net(widths: tuple[int, ...]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size, out in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(size, out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def deterministic_step(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def guide_step(
+    net: nn.Module, make_guide: Callable[[ps.Classifier], nn.Module], x: Tensor, y: Tensor
+) -> Callable[[], None]:
+    model = ps.Classifier(ps.bayesianize(net, prior=0.3), num_data=60_000)
+    guide = make_guide(model)
+    loss = ps.StructuredELBO()(model, guide)
+    loss(x, y)  # the run that counts uses
+    optimizer = torch.optim.Adam(guide.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(x, y).backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {title: [] for title in steps}
+    for number in range(rounds + 2):
+        for title, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number >= 2:  # the first rounds warm up
+                seconds[title].append(time.perf_counter() - start)
+    return seconds
+
+
+def report(title: str, seconds: dict[str, list[float]]) -> None:
+    print(f"\n{title}\n{'step':<20}{'ms':>9}{'ratio':>8}{'quartiles':>14}")
+    base = seconds["deterministic"]
+    for name, times in seconds.items():
+        ratios = [own / other for own, other in zip(times, base, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        milliseconds = 1e3 * statistics.median(times)
+        print(f"{name:<20}{milliseconds:>9.2f}{middle:>8.2f}{low:>8.2f}-{high:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tests of pyro_structvi; what several of them share lies here beside conftest.py."""

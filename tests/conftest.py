@@ -1,0 +1,60 @@
+"""State that every test starts from, and which tests run where."""
+
+import zlib
+
+import pyro
+import pytest
+import torch
+
+SLOW_SAMPLE_SIZE = 5
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("pyro_structvi")
+    group.addoption("--slow", action="store_true", help="run the slow tests too")
+    group.addoption(
+        "--slow-sample",
+        action="store_true",
+        help=f"run a fixed sample of the slow tests, about one in {SLOW_SAMPLE_SIZE}",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        reason = _reason_to_skip(item, config)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _reason_to_skip(item, config):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return "no CUDA here"
+    if not item.get_closest_marker("slow") or config.getoption("--slow"):
+        return None
+    if not config.getoption("--slow-sample"):
+        return "slow; run with --slow"
+    return None if in_slow_sample(item.nodeid) else "not in the sample of slow tests"
+
+
+def in_slow_sample(nodeid):
+    """Say whether a test is in the sample: by its name, so that every process agrees."""
+    return zlib.crc32(nodeid.encode()) % SLOW_SAMPLE_SIZE == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def float64_by_default():
+    """Compute in float64, in fixtures of every scope as well."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(float64_by_default):
+    """Start each test from the same seeds, an empty param store, validation and float64."""
+    pyro.set_rng_seed(0)  # torch, numpy and random
+    pyro.clear_param_store()
+    pyro.enable_validation(True)
+    yield
+    torch.set_default_dtype(torch.float64)

@@ -1,0 +1,134 @@
+"""Textbook definitions to compare with: dense covariances, and nothing that the package computes.
+
+A weight ``W`` of shape ``(*batch, *event)`` with ``event = (out, *rest)`` is a vector ``vec(W)``, row
+by row, of length ``D = prod(event)``. Everything is written with its dense covariance ``(*batch, D,
+D)``; the functions are slow, and meant for sizes at which that does not matter.
+"""
+
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.distributions import MultivariateNormal, kl_divergence
+
+# ---- covariances of row-major vec(W) -------------------------------------------------------------
+
+
+def mean_field_covariance(scale, event_dim):
+    """Return ``diag(sigma_1^2, ..., sigma_D^2)``."""
+    return torch.diag_embed(scale.flatten(-event_dim).square())
+
+
+def k_tied_covariance(row_scale, column_scale):
+    """Return ``diag(sigma_ij^2)`` with ``sigma_ij = sum_a R_ia C_ja``, i before j."""
+    stddev = (row_scale.unsqueeze(-2) * column_scale.unsqueeze(-3)).sum(-1)
+    return torch.diag_embed(stddev.flatten(-2).square())
+
+
+# ---- densities -----------------------------------------------------------------------------------
+
+
+def dense_normal(loc, covariance, event_dim):
+    """Return the multivariate normal of ``vec(W)``."""
+    return MultivariateNormal(loc.flatten(-event_dim), covariance)
+
+
+def log_prob(value, loc, covariance, event_dim):
+    return dense_normal(loc, covariance, event_dim).log_prob(value.flatten(-event_dim))
+
+
+def entropy(covariance):
+    """Return ``log det(2 pi e Sigma) / 2``."""
+    return torch.linalg.slogdet(2 * math.pi * math.e * covariance).logabsdet / 2
+
+
+def kl_to_independent_normals(loc, covariance, prior_loc, prior_scale, event_dim):
+    """Return the KL of two multivariate normals; prior arguments broadcast to ``loc``."""
+    prior_covariance = mean_field_covariance(prior_scale.expand(loc.shape), event_dim)
+    prior = dense_normal(prior_loc.expand(loc.shape), prior_covariance, event_dim)
+    return kl_divergence(dense_normal(loc, covariance, event_dim), prior)
+
+
+# ---- the image W x -------------------------------------------------------------------------------
+
+
+def image_mean(x, loc, event_dim):
+    """Return ``M x`` for ``x (*batch, in)``, with ``M`` the mean seen as ``(out, in)``."""
+    matrix = loc if event_dim == 2 else loc.unflatten(-event_dim, (-1, 1)).flatten(1 - event_dim - 1)
+    return (matrix * x.unsqueeze(-2)).sum(-1)
+
+
+def image_covariance(x, covariance, out):
+    """Return ``(I_out kron x') Sigma (I_out kron x)``, from ``W x = (I_out kron x') vec(W)``."""
+    rows = [F.pad(x, (i * x.shape[-1], (out - 1 - i) * x.shape[-1])) for i in range(out)]
+    operator = torch.stack(rows, -2)
+    return operator @ covariance @ operator.mT
+
+
+def expected_quadratic(mean, covariance, linear, quadratic):
+    """Return ``E[a'w + w'Aw / 2]`` of a normal ``w``: ``a'm + m'Am / 2 + tr(A Sigma) / 2``."""
+    trace = (quadratic * covariance).sum((-2, -1))
+    return mean @ linear + ((mean @ quadratic) * mean).sum(-1) / 2 + trace / 2
+
+
+# ---- convolutions --------------------------------------------------------------------------------
+
+
+def patches(x, kernel, stride=1, padding=0, dilation=1, groups=1):
+    """Cut the patches that a convolution multiplies with its filters, one position at a time.
+
+    Args:
+        x: Input ``(batch, channels, *space)``.
+        kernel: Its spatial shape.
+        stride: A number, or one for each spatial dimension.
+        padding: The same, or "same" or "valid".
+        dilation: A number, or one for each spatial dimension.
+        groups: How many sets of channels are treated apart.
+
+    Returns:
+        Patches ``(batch, groups, *positions, in)`` with ``in`` the channels of a group times the
+        kernel's size.
+    """
+    stride, dilation = _per_dimension(stride, kernel), _per_dimension(dilation, kernel)
+    reach = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
+    if padding == "same":
+        sides = [(total // 2, total - total // 2) for total in reach]
+    else:
+        widths = _per_dimension(0 if padding == "valid" else padding, kernel)
+        sides = [(width, width) for width in widths]
+    padded = F.pad(x, [side for pair in reversed(sides) for side in pair])
+    counts = [
+        (full - far - 1) // step + 1
+        for full, far, step in zip(padded.shape[2:], reach, stride, strict=True)
+    ]
+    cut = []
+    for position in itertools.product(*(range(count) for count in counts)):
+        window = tuple(
+            slice(index * step, index * step + far + 1, gap)
+            for index, step, far, gap in zip(position, stride, reach, dilation, strict=True)
+        )
+        patch = padded[(slice(None), slice(None), *window)]
+        cut.append(patch.reshape(x.shape[0], groups, -1))
+    return torch.stack(cut, 2).unflatten(2, counts)
+
+
+def convolution_moments(x, loc, covariance, groups=1, **geometry):
+    """Return mean and variance of a convolution's outputs ``(batch, out, *positions)``.
+
+    Output channel ``o`` at a position with patch ``p`` is ``w_o . p``: its mean is ``m_o . p`` and its
+    variance ``p' Sigma_oo p``, where ``Sigma_oo`` is the block of the filter ``w_o``.
+    """
+    out, size = loc.shape[0], loc[0].numel()
+    cut = patches(x, loc.shape[2:], groups=groups, **geometry)
+    blocks = covariance.reshape(out, size, out, size)
+    means, variances = [], []
+    for channel in range(out):
+        patch = cut[:, channel // (out // groups)]
+        means.append(patch @ loc[channel].flatten())
+        variances.append(((patch @ blocks[channel, :, channel, :]) * patch).sum(-1))
+    return torch.stack(means, 1), torch.stack(variances, 1)
+
+
+def _per_dimension(value, kernel):
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,) * len(kernel)
