@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    kind = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} threads"
+    )
     print(f"torch {torch.__version__}, {device.type}, {kind}")
     for name in options.net or NETS:
         widths, batch = NETS[name]
@@ -53,7 +58,7 @@ def main() -> None:
 
 def make_net(widths: tuple[int, ...]) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for size, out in zip(widths[:-1], widths[1:], strict=True):
+    for size, out in pairwise(widths):
         layers += [nn.Linear(size, out), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

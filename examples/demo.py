@@ -28,13 +28,19 @@ METHODS: dict[str, Callable[[Any], nn.Module]] = {
     "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
 }
 
-REGIONS = {"on data": ((-1, -0.7), (0.5, 1)), "between": ((-0.7, 0.5),), "outside": ((-2, -1), (1, 2))}
+REGIONS = {
+    "on data": ((-1, -0.7), (0.5, 1)),
+    "between": ((-0.7, 0.5),),
+    "outside": ((-2, -1), (1, 2)),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for files")
-    parser.add_argument("--smoke", action="store_true", help="a few steps only, to see that it runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps only, to see that it runs"
+    )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -78,7 +84,9 @@ def run_regression(output: Path, smoke: bool) -> None:
         )
         parameters = sum(parameter.numel() for parameter in guide.parameters())
         bound = ps.StructuredELBO(num_particles=20 if smoke else 500).terms(model, guide, x, y).elbo
-        distances = distances_by_region(grid, predictions[title].functions, predictions["NUTS"].functions)
+        distances = distances_by_region(
+            grid, predictions[title].functions, predictions["NUTS"].functions
+        )
         rows.append([title, str(parameters), f"{bound:.1f}", f"{milliseconds:.2f}", *distances])
 
     header = ["guide", "parameters", "ELBO", "ms/step", *REGIONS]
@@ -119,7 +127,9 @@ def run_digits(smoke: bool) -> None:
     y = torch.tensor(digits.target, dtype=torch.long)
     order = torch.randperm(len(x))
     test, train = order[:360], order[360:]
-    net = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10))
+    net = nn.Sequential(
+        nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)
+    )
     model = ps.Classifier(ps.bayesianize(net, prior=ps.FanIn(2**0.5)), num_data=len(train))
 
     rows = []
@@ -149,7 +159,9 @@ def run_digits(smoke: bool) -> None:
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * width for width in widths], *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,10 @@ def main() -> None:
     )
     scores = classification_scores(prediction.mean, y_test)
     last = history.elbo[-steps // options.epochs :]
-    print(f"guide              {options.guide}" + (f", k = {options.rank}" * (options.guide == "k-tied")))
+    print(
+        f"guide              {options.guide}"
+        + (f", k = {options.rank}" * (options.guide == "k-tied"))
+    )
     print(f"parameters         {sum(p.numel() for p in guide.parameters())}")
     print(f"training           {minutes:.2f} min, {60e3 * minutes / steps:.1f} ms a step")
     print(f"-ELBO / example    {-sum(last) / len(last) / len(x_train):.4f} nats")

@@ -61,9 +61,7 @@ def to_inference_data(
     try:
         import arviz
     except ImportError as error:
-        raise ImportError(
-            'ArviZ is needed: `pip install "pyro-structvi[diagnostics]"`.'
-        ) from error
+        raise ImportError('ArviZ is needed: `pip install "pyro-structvi[diagnostics]"`.') from error
     args = as_arguments(x)
     if any(len(value) != len(y) for value in args):
         raise ValueError(
@@ -98,5 +96,3 @@ def to_inference_data(
         log_likelihood={name: stacked(log_likelihood)},
         observed_data={name: y.cpu().numpy()},
     )
-
-

@@ -52,7 +52,7 @@ class WeightStandIn(Tensor):
 
     @classmethod
     def _make(cls, like: Tensor, shape: torch.Size, use: SiteUse) -> Self:
-        stand_in: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        stand_in: Self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device
         )
         stand_in.use = use
@@ -78,7 +78,7 @@ class WeightStandIn(Tensor):
         return func(*tree_map(_value, args), **tree_map(_value, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,
@@ -99,7 +99,6 @@ class CountedWeight(WeightStandIn):
 
     _counted: Tensor
 
-    @staticmethod
     def __new__(cls, value: Tensor, use: SiteUse) -> Self:
         """Make the tensor that stands for the value."""
         weight = cls._make(value, value.shape, use)
@@ -139,7 +138,6 @@ class LazyWeight(WeightStandIn):
     _drawn: Tensor | None
     _gave_outputs: bool
 
-    @staticmethod
     def __new__(cls, distribution: "WeightDistribution", use: SiteUse) -> Self:
         """Make the tensor that stands for a draw."""
         weight = cls._make(distribution.loc, distribution.event_shape, use)
@@ -259,15 +257,9 @@ def _inside_model() -> bool:
     return any(isinstance(handler, handlers) for handler in _PYRO_STACK)
 
 
-_METADATA = {
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
-    Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized")
+
+_METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.dim,
     Tensor.size,
     Tensor.numel,

@@ -155,4 +155,3 @@ def parse_application(
     """
     parser = _PARSERS.get(function)
     return None if parser is None else parser(*args, **kwargs)
-

@@ -132,7 +132,7 @@ def find_observation(trace: Any, posterior: Posterior, site: str | None) -> str:
             f"The observed site must be one of {free}"
             + (f", but got site='{site}'." if site else ": pass its name as `site=`.")
         )
-    return candidates[0]
+    return str(candidates[0])
 
 
 @contextmanager

@@ -142,8 +142,11 @@ class _Conditional:
     @staticmethod
     def join(parts: "list[_Conditional]") -> "_Conditional":
         """Put the mini-batches back together."""
-        columns = [list(column) for column in zip(*(vars(part).values() for part in parts))]
-        return _Conditional(*(None if col[0] is None else torch.cat(col) for col in columns))  # type: ignore[arg-type]
+        joined = {
+            name: None if value is None else torch.cat([getattr(part, name) for part in parts])
+            for name, value in vars(parts[0]).items()
+        }
+        return _Conditional(**joined)  # type: ignore[arg-type]
 
 
 def _run(
@@ -178,7 +181,8 @@ def _moments(likelihood: Any) -> tuple[Tensor, Tensor, bool]:
 
 
 def _entropy(probabilities: Tensor) -> Tensor:
-    return torch.special.entr(probabilities).sum(-1)
+    entropies: Tensor = torch.special.entr(probabilities)
+    return entropies.sum(-1)
 
 
 class _Accumulator:

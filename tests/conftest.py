@@ -1,5 +1,6 @@
 """State that every test starts from, and which tests run where."""
 
+import os
 import zlib
 
 import pyro
@@ -17,6 +18,11 @@ def pytest_addoption(parser):
         action="store_true",
         help=f"run a fixed sample of the slow tests, about one in {SLOW_SAMPLE_SIZE}",
     )
+
+
+def pytest_configure(config):
+    """Compute with one thread unless told otherwise: at these sizes, more of them only wait."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(config, items):

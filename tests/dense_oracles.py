@@ -55,7 +55,7 @@ def kl_to_independent_normals(loc, covariance, prior_loc, prior_scale, event_dim
 
 def image_mean(x, loc, event_dim):
     """Return ``M x`` for ``x (*batch, in)``, with ``M`` the mean seen as ``(out, in)``."""
-    matrix = loc if event_dim == 2 else loc.unflatten(-event_dim, (-1, 1)).flatten(1 - event_dim - 1)
+    matrix = loc.unsqueeze(-1) if event_dim == 1 else loc.flatten(1 - event_dim)
     return (matrix * x.unsqueeze(-2)).sum(-1)
 
 

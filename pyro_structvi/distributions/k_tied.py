@@ -115,9 +115,7 @@ class KTiedNormal(WeightDistribution):
         if self.rank > 1:
             return 2 * self._event_sum(self.stddev.log())
         rows, columns = self.row_scale.squeeze(-1), self.column_scale.squeeze(-1)
-        return 2 * (
-            columns.shape[-1] * rows.log().sum(-1) + rows.shape[-1] * columns.log().sum(-1)
-        )
+        return 2 * (columns.shape[-1] * rows.log().sum(-1) + rows.shape[-1] * columns.log().sum(-1))
 
     @property
     def _mean_field(self) -> MeanFieldNormal:

@@ -50,7 +50,9 @@ class MeanFieldNormal(WeightDistribution):
         validate_args: bool | None = None,
     ) -> None:
         super().__init__(
-            {"loc": loc, "scale": scale}, loc.dim() if event_dim is None else event_dim, validate_args
+            {"loc": loc, "scale": scale},
+            loc.dim() if event_dim is None else event_dim,
+            validate_args,
         )
         if self._validate_args:
             check_broadcastable("scale", scale, loc.shape, "the shape of `loc`")

@@ -7,7 +7,7 @@ import torch
 from pyro.distributions import Independent, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import constraints, register_kl
+from torch.distributions import Distribution, constraints, register_kl
 from torch.distributions.kl import kl_divergence
 
 from pyro_structvi._checks import check_same_kind
@@ -55,7 +55,9 @@ class WeightDistribution(TorchDistribution):
         self.site_use: SiteUse | None = None
         split = self.loc.dim() - event_dim
         super().__init__(self.loc.shape[:split], self.loc.shape[split:], validate_args=False)
-        self._validate_args = type(self)._validate_args if validate_args is None else validate_args
+        if validate_args is None:
+            validate_args = Distribution._validate_args
+        self._validate_args: bool = validate_args
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
@@ -156,17 +158,20 @@ class WeightDistribution(TorchDistribution):
         if self._validate_args:
             self._validate_sample(value)
         constant = self.event_shape.numel() * math.log(2 * math.pi)
-        return -0.5 * (self._mahalanobis(value - self.loc) + self.log_det_covariance + constant)
+        distance = self._mahalanobis(value - self.loc) + self.log_det_covariance
+        log_density: Tensor = -0.5 * (distance + constant)
+        return log_density
 
     def entropy(self) -> Tensor:
         """Return the differential entropy ``(*batch_shape,)``, in nats."""
         constant = self.event_shape.numel() * (1 + math.log(2 * math.pi))
-        return 0.5 * (self.log_det_covariance + constant)
+        nats: Tensor = 0.5 * (self.log_det_covariance + constant)
+        return nats
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
         batch_shape = torch.Size(batch_shape)
-        new = self._get_checked_instance(type(self), _instance)
+        new: Self = self._get_checked_instance(type(self), _instance)
         expanded = {}
         for name in self._parameters:
             value = getattr(self, name)
@@ -211,7 +216,8 @@ def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
     else:
         moment = q._event_sum((q.variance + squared_distance) / scale.square())
         log_det_prior = 2 * q._event_sum(scale.log())
-    return 0.5 * (moment - q.event_shape.numel() + log_det_prior - q.log_det_covariance)
+    divergence: Tensor = moment - q.event_shape.numel() + log_det_prior - q.log_det_covariance
+    return 0.5 * divergence
 
 
 @register_kl(WeightDistribution, Independent)

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import torch
 from pyro.distributions import Normal, TransformedDistribution
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints
+from torch.distributions.transforms import ExpTransform
 
 from pyro_structvi.families.family import Family, LatentSite
 
@@ -16,7 +17,7 @@ class TransformedMeanField(Family):
     """Independent normals pushed onto the site's support; a log-normal where that is positive.
 
     The density carries the Jacobian, so every ELBO is unbiased; most such posteriors have no
-    closed-form KL, and :class:`~pyro_structvi.StructuredELBO` then samples it and says so once.
+    closed-form KL (a log-normal prior does), and :class:`~pyro_structvi.StructuredELBO` then samples it and says so once.
 
     Example:
         >>> from pyro_structvi.guides import StructuredGuide
@@ -36,7 +37,7 @@ class TransformedMeanField(Family):
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``, with the same standard deviation for each unconstrained element."""
-        unconstrained = biject_to(site.support).inv(loc).clone()
+        unconstrained = _bijection(site.support).inv(loc).clone()
         return {
             "loc": unconstrained,
             "log_scale": torch.full_like(unconstrained, scale).log(),
@@ -47,4 +48,10 @@ class TransformedMeanField(Family):
         loc, scale = parameters["loc"], parameters["log_scale"].exp()
         plates = len(site.shape) - site.event_dim
         base = Normal(loc, scale, validate_args=False).to_event(loc.dim() - plates)
-        return TransformedDistribution(base, [biject_to(site.support)], validate_args=False)
+        return TransformedDistribution(base, [_bijection(site.support)], validate_args=False)
+
+
+def _bijection(support: Any) -> Any:
+    """Return the map onto the support: exp alone for positive numbers, as in a log-normal."""
+    positive = isinstance(support, type(constraints.positive)) and support.lower_bound == 0
+    return ExpTransform() if positive else biject_to(support)

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 import pyro
 import pyro.poutine as poutine
@@ -17,7 +17,13 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import check_positive_number
 from pyro_structvi.distributions import WeightDistribution
-from pyro_structvi.families import Family, LatentSite, MeanField, SitePosterior, TransformedMeanField
+from pyro_structvi.families import (
+    Family,
+    LatentSite,
+    MeanField,
+    SitePosterior,
+    TransformedMeanField,
+)
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
 from pyro_structvi.lazy_weight import LocalReparam, SiteUse
 
@@ -299,16 +305,18 @@ class StructuredGuide(nn.Module):
     # ---- parameters and Pyro ---------------------------------------------------------------------
 
     def _declare_parameters(self) -> None:
-        """Show the parameters to Pyro's handlers, and mirror them in the param store."""
+        """Show the parameters to Pyro's handlers, and mirror them in the param store if it is used."""
         if not am_i_wrapped():
             return
+        mirror = not pyro.settings.get("module_local_params")
         for key, parameter in self.named_parameters(type(self).__name__):
             if not parameter.requires_grad:
                 continue
-            parameter.unconstrained = weakref.ref(parameter)
-            _PYRO_PARAM_STORE._params[key] = parameter
-            _PYRO_PARAM_STORE._constraints[key] = constraints.real
-            _PYRO_PARAM_STORE._param_to_name[parameter] = key
+            parameter.__dict__["unconstrained"] = weakref.ref(parameter)
+            if mirror:
+                _PYRO_PARAM_STORE._params[key] = parameter
+                _PYRO_PARAM_STORE._constraints[key] = constraints.real
+                _PYRO_PARAM_STORE._param_to_name[parameter] = key
             _declare(parameter, name=key)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -336,4 +344,3 @@ _declare = effectful(_identity, type="param")
 def _key(name: str) -> str:
     """Return a site's name as a key of a module dictionary, which takes no dots."""
     return name.replace(".", "/")
-

@@ -45,7 +45,9 @@ class ELBOTerms:
 
     def weighted(self, kl_weight: float | Tensor) -> Tensor:
         """Return the sum of log likelihoods minus ``kl_weight`` times the sum of KLs."""
-        likelihood = torch.stack(list(self.log_likelihood.values())).sum() if self.log_likelihood else 0
+        likelihood = (
+            torch.stack(list(self.log_likelihood.values())).sum() if self.log_likelihood else 0
+        )
         kl = torch.stack(list(self.kl.values())).sum() if self.kl else 0
         return torch.as_tensor(likelihood - kl_weight * kl)
 

@@ -1,7 +1,7 @@
 """A training loop: mini-batches, one optimizer, a progress bar, and a history."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +109,10 @@ def fit(
     elbo = StructuredELBO(kl_weight=kl_weight, num_particles=num_particles)
     check_positive_number("lr", lr)
     loader = _as_batches(data, batch_size, _device_of(guide))
-    total = num_steps or check_positive_integer("num_epochs", num_epochs) * len(loader)
-    check_positive_integer("num_steps", total)
+    if num_epochs is None:
+        total = check_positive_integer("num_steps", num_steps)
+    else:
+        total = check_positive_integer("num_epochs", num_epochs) * len(loader)
 
     history = History()
     batches = _endless(loader, _device_of(guide))
@@ -173,7 +175,13 @@ class _Stepper:
         self.elbo.step += 1
 
         self.optimizer.zero_grad(set_to_none=True)
-        terms = self.elbo.terms(self.model, self.guide, *args, **kwargs)
+        try:
+            terms = self.elbo.terms(self.model, self.guide, *args, **kwargs)
+        except ValueError as error:  # a distribution refuses NaN in terms of its support
+            explanation = self._explain(step, args, kwargs, None)
+            if explanation is None:
+                raise
+            raise FloatingPointError(explanation) from error
         torch.autograd.backward(-terms.weighted(weight))
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -191,8 +199,8 @@ class _Stepper:
         history.lr.append(self.optimizer.param_groups[0]["lr"])
 
     def _explain(
-        self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any], terms: ELBOTerms
-    ) -> str:
+        self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any], terms: ELBOTerms | None
+    ) -> str | None:
         """Say what is not finite: inputs first, then terms of the loss, then gradients."""
         inputs = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -203,9 +211,9 @@ class _Stepper:
         }
         kinds = {
             "the data": tensors,
-            "the log likelihood of the sites": terms.log_likelihood,
-            "the KL of the sites": terms.kl,
-            "the gradient of": gradients,
+            "the log likelihood of the sites": terms.log_likelihood if terms else {},
+            "the KL of the sites": terms.kl if terms else {},
+            "the gradient of": gradients if terms else {},
         }
         for kind, values in kinds.items():
             bad = [name for name, value in values.items() if not bool(torch.isfinite(value).all())]
@@ -214,10 +222,10 @@ class _Stepper:
                     f"At step {step}, {kind} {bad} is not finite. The parameters are those before "
                     "this step. A smaller `lr` or `init_scale`, or an annealed `kl_weight`, may help."
                 )
-        raise AssertionError("A step was refused although everything is finite.")
+        return None
 
 
-def _fused_adam(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+def _fused_adam(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=lr, fused=True)
 
 
@@ -275,7 +283,7 @@ def _as_batches(data: Any, batch_size: int | None, device: torch.device | None) 
         raise ValueError(
             "`batch_size` is for tensors and datasets; mini-batches that are given have their own."
         )
-    if not isinstance(data, Iterable) or not hasattr(data, "__len__") or len(data) == 0:
+    if not isinstance(data, Iterable) or not isinstance(data, Sized) or not len(data):
         raise TypeError(
             "`data` must be a tuple of tensors, a Dataset, or a sized iterable of mini-batches "
             f"such as a DataLoader, but got {data!r}."

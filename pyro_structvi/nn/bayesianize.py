@@ -87,8 +87,7 @@ def _point_estimates(net: nn.Module, normalization: bool) -> dict[int, Tensor]:
         id(parameter): parameter
         for module in net.modules()
         for parameter in module.parameters(recurse=False)
-        if not parameter.requires_grad
-        or (isinstance(module, _NORMALIZATION) and not normalization)
+        if not parameter.requires_grad or (isinstance(module, _NORMALIZATION) and not normalization)
     }
 
 

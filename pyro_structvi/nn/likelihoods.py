@@ -100,7 +100,7 @@ class Regressor(PyroModule):
         self.num_data = check_positive_integer("num_data", num_data)
         example = next(iter([*net.parameters(), *net.buffers()]), torch.zeros(()))
         if isinstance(noise_scale, torch.distributions.Distribution):
-            like = example.new_zeros(noise_scale.shape())
+            like = example.new_zeros(noise_scale.batch_shape + noise_scale.event_shape)
             prior = resolve_prior(noise_scale, "noise_scale", like)
             sample_from(self, "noise_scale", prior, like.shape)
         else:

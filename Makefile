@@ -1,0 +1,48 @@
+# make demo and make test are complete on a fresh machine with Python 3.11 or later: they make .venv
+# and install what they need; a second run is quick.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+INSTALLED_DOCS := .venv/installed-docs
+PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
+SMOKE ?=
+
+.PHONY: help demo test test-all lint docs bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(INSTALLED) ## posteriors beside NUTS, and handwritten digits; SMOKE=1 for a few steps only
+	$(BIN)/python examples/demo.py $(if $(SMOKE),--smoke)
+
+test: $(INSTALLED) ## the fast tests; PYTEST="--slow-sample" adds a sample of the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 $(PYTEST)
+
+test-all: ## every test
+	$(MAKE) test PYTEST="--slow"
+
+lint: $(INSTALLED) ## style, docstrings and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(INSTALLED_DOCS) ## the site, in docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+bench: $(INSTALLED) ## cost of a training step beside the deterministic net's; BENCH="--net wide"
+	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+clean: ## remove .venv and everything built
+	rm -rf .venv build dist demo_output docs/_build .mypy_cache .pytest_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv; the first time this takes a few minutes."
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) --editable ".[dev]"
+	touch $@
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	$(PIP_INSTALL) --editable ".[docs]"
+	touch $@

@@ -1,0 +1,34 @@
+"""How Sphinx builds the site: ``make docs``, or ``sphinx-build -W -b html docs docs/_build/html``."""
+
+import pyro_structvi
+
+project = "pyro-structvi"
+author = "the pyro-structvi authors"
+release = version = pyro_structvi.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "jupyter_execute", "scripts"]
+
+# Pages
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# Notebooks are executed at every build, and an error in one fails it.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_merge_streams = True
+
+# The reference, from docstrings in Google's style
+autodoc_default_options = {"show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = "pyro-structvi"
+html_copy_source = False
+html_show_copyright = False

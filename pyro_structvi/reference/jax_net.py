@@ -1,0 +1,278 @@
+"""The forward pass of a net as a function of JAX arrays, read off by symbolic tracing."""
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pyro.poutine as poutine
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor, fx, nn
+
+_LAYERS = (nn.Linear, nn.Flatten, nn.Identity, nn.Dropout)
+_ACTIVATIONS = (
+    nn.ELU,
+    nn.GELU,
+    nn.LeakyReLU,
+    nn.ReLU,
+    nn.Sigmoid,
+    nn.SiLU,
+    nn.Softplus,
+    nn.Tanh,
+)
+_CONTAINERS = (nn.Sequential, nn.Module)
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    return x @ weight.T if bias is None else x @ weight.T + bias
+
+
+def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    first, last = start_dim % x.ndim, end_dim % x.ndim
+    return x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :])
+
+
+def _leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    return jnp.where(x > 0, x, negative_slope * x)
+
+
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    return jnp.where(beta * x > threshold, x, jax.nn.softplus(beta * x) / beta)
+
+
+def _squeeze(x: Any, dim: int) -> Any:
+    return jnp.squeeze(x, dim) if x.shape[dim] == 1 else x
+
+
+# By torch's names and with torch's arguments; one name serves functions, methods and operators.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "cat": lambda tensors, dim=0: jnp.concatenate(tensors, dim),
+    "div": operator.truediv,
+    "dropout": lambda x, p=0.5, training=True, inplace=False: x,
+    "elu": lambda x, alpha=1.0, inplace=False: jax.nn.elu(x, alpha),
+    "exp": jnp.exp,
+    "flatten": _flatten,
+    "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate == "tanh"),
+    "getattr": lambda x, name: getattr(x, name),
+    "getitem": operator.getitem,
+    "leaky_relu": _leaky_relu,
+    "linear": _linear,
+    "matmul": operator.matmul,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "pow": operator.pow,
+    "relu": lambda x, inplace=False: jax.nn.relu(x),
+    "reshape": lambda x, *shape: x.reshape(*shape),
+    "sigmoid": jax.nn.sigmoid,
+    "silu": lambda x, inplace=False: jax.nn.silu(x),
+    "sin": jnp.sin,
+    "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
+    "softplus": _softplus,
+    "squeeze": _squeeze,
+    "sub": operator.sub,
+    "tanh": jnp.tanh,
+    "truediv": operator.truediv,
+    "unsqueeze": jnp.expand_dims,
+    "view": lambda x, *shape: x.reshape(*shape),
+}
+_TENSOR_ATTRIBUTES = ("shape", "T", "mT")
+
+
+def to_array(tensor: Tensor) -> Any:
+    """Return a tensor as a NumPy array, in float64 if it is floating point."""
+    tensor = tensor.detach().cpu()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+
+
+@dataclass(frozen=True)
+class SiteAttribute:
+    """An attribute of a module whose value is that of a site.
+
+    Attributes:
+        module: The module.
+        attribute: The attribute's name.
+        site: The site's name; tied weights share one.
+    """
+
+    module: PyroModule
+    attribute: str
+    site: str
+
+
+class JaxNet:
+    """The forward pass of a torch net, to be run on JAX arrays.
+
+    The net is traced once with :mod:`torch.fx`, each sample site standing for itself; each call
+    then runs the recorded functions in JAX.
+
+    Args:
+        net: The net.
+        site_attributes: Where the net reads the values of its sites.
+
+    Attributes:
+        sites: The names of the sites that the forward pass uses.
+
+    Raises:
+        NotImplementedError: If the net holds a layer or a function that has no translation, or
+            cannot be traced.
+
+    Example:
+        >>> import numpy as np
+        >>> net = JaxNet(nn.Sequential(nn.Flatten(), nn.Tanh()), [])
+        >>> net(np.zeros((5, 2, 3)), {}).shape
+        (5, 6)
+    """
+
+    def __init__(self, net: nn.Module, site_attributes: list[SiteAttribute]) -> None:
+        _check_parameters(net)
+        root = _Root(net, site_attributes)
+        with poutine.block(), poutine.trace() as trace, torch.no_grad():
+            self._graph = _Tracer().trace(root)
+        drawn = [name for name, node in trace.trace.nodes.items() if node["type"] == "sample"]
+        if drawn:
+            raise _untranslatable(f"The net draws the sites {drawn} inside a forward pass")
+        inputs, sites = list(self._graph.find_nodes(op="placeholder"))
+        self.sites = {node.args[1] for node in sites.users if node.users}
+        self._inputs = (inputs, sites)
+        self._constants = {}
+        for node in self._graph.nodes:
+            if node.op == "get_attr":
+                self._constants[node] = to_array(operator.attrgetter(node.target)(root))
+            elif node.op in ("call_function", "call_method"):
+                _check_call(node, root)
+
+    def __call__(self, x: Any, sites: Mapping[str, Any]) -> Any:
+        """Return the net's output.
+
+        Args:
+            x: The net's input, first dimension the batch.
+            sites: The values of the sites by name.
+
+        Returns:
+            The output, first dimension the batch.
+        """
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, (x, sites), strict=True))
+        values.update(self._constants)
+        for node in self._graph.nodes:
+            if node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            if node.op not in ("call_function", "call_method"):
+                continue
+            call = _bind(node)
+            arguments = fx.node.map_arg((call.args, call.kwargs), values.__getitem__)
+            values[node] = _FUNCTIONS[_name(node)](*arguments[0], **arguments[1])
+            if call.arguments.get("inplace"):
+                values[node.args[0]] = values[node]
+        raise AssertionError("a graph ends with its output")
+
+
+class _Root(nn.Module):
+    """Calls a net with given values of its sites."""
+
+    def __init__(self, net: nn.Module, site_attributes: list[SiteAttribute]) -> None:
+        super().__init__()
+        self.net = net
+        self.site_attributes = site_attributes
+
+    def forward(self, x: Any, sites: Any) -> Any:
+        """Return the net's output."""
+        with ExitStack() as stack:
+            for item in self.site_attributes:
+                context = item.module._pyro_context
+                stack.enter_context(context)
+                context.set(item.module._pyro_get_fullname(item.attribute), sites[item.site])
+            return self.net(x)
+
+
+class _Tracer(fx.Tracer):
+    """Traces into every module, and says which one it cannot trace."""
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Trace a call of a module."""
+        where = _describe(self.path_of_module(m), m)
+        kind = next(base for base in type(m).__mro__ if base.__module__.startswith("torch.nn."))
+        if kind not in (*_LAYERS, *_ACTIVATIONS, *_CONTAINERS):
+            raise _untranslatable(f"The net's module {where} has no translation to NumPyro")
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            raise _untranslatable(
+                f"The forward pass of the net's module {where} cannot be traced ({error})"
+            ) from error
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return False: the functions are translated, not the modules."""
+        return False
+
+
+def _check_parameters(net: nn.Module) -> None:
+    for path, module in net.named_modules(prefix="net"):
+        names = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+        if names:
+            raise NotImplementedError(
+                f"The net's module {_describe(path, module)} has point estimates, {names}, and a "
+                "sampler draws from a posterior of everything that is unknown. Make each a site "
+                "with `bayesianize`, or freeze it with `requires_grad_(False)`."
+            )
+
+
+def _check_call(node: fx.Node, root: _Root) -> None:
+    """Raise unless a call is one that the table knows, with arguments that it knows."""
+    path = list(node.meta.get("nn_module_stack", {"net": ("net",)}).values())[-1][0]
+    where = f"in the forward pass of the net's module {_describe(path, root.get_submodule(path))}"
+    name = _name(node)
+    if name not in _FUNCTIONS:
+        raise _untranslatable(f"The function `{name}` {where} has no translation to NumPyro")
+    try:
+        arguments = _bind(node).arguments
+    except TypeError as error:
+        raise _untranslatable(
+            f"The function `{name}` {where} has arguments without a translation to NumPyro "
+            f"({error})"
+        ) from error
+    if name == "getattr" and arguments["name"] not in _TENSOR_ATTRIBUTES:
+        raise _untranslatable(
+            f"The attribute `{arguments['name']}` of a tensor {where} has no translation to NumPyro"
+        )
+    if name == "dropout" and arguments["training"] and arguments["p"] > 0:
+        raise NotImplementedError(
+            f"Dropout {where} is active, so the net is no fixed function of its weights. Call "
+            "`model.eval()` first, or leave dropout out."
+        )
+
+
+def _name(node: fx.Node) -> str:
+    """Return torch's name of what a node calls."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    origin = (target.__module__ or "torch").split(".")[0]
+    known = origin in ("torch", "_operator", "builtins")
+    return str(target.__name__) if known else f"{target.__module__}.{target.__name__}"
+
+
+def _bind(node: fx.Node) -> inspect.BoundArguments:
+    bound = inspect.signature(_FUNCTIONS[_name(node)]).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound
+
+
+def _describe(path: str, module: nn.Module) -> str:
+    return f"'{path}' ({type(module).__name__.removeprefix('Pyro')})"
+
+
+def _untranslatable(what: str) -> NotImplementedError:
+    modules = sorted(kind.__name__ for kind in (*_LAYERS, *_ACTIVATIONS, *_CONTAINERS[:1]))
+    return NotImplementedError(
+        f"{what}. Supported are the modules {', '.join(modules)}, and modules of your own whose "
+        f"forward pass calls these or the functions {', '.join(sorted(_FUNCTIONS))}, without "
+        "control flow on values. Sample another net with Pyro's own `pyro.infer.NUTS`."
+    )

@@ -1,0 +1,198 @@
+"""The NumPyro model of a Pyro model: the same net, priors, likelihood and site names."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions
+import torch
+from pyro.nn import PyroModule
+from torch import nn
+
+from pyro_structvi.guides.sites import find_declared_sites
+from pyro_structvi.nn.bayesianize import _Tied
+from pyro_structvi.nn.likelihoods import Classifier, Regressor
+from pyro_structvi.nn.priors import BufferedPrior
+from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
+
+# Distributions of single elements that Pyro and NumPyro call by the same names.
+_ARGUMENTS = {
+    "Beta": ("concentration1", "concentration0"),
+    "Cauchy": ("loc", "scale"),
+    "Exponential": ("rate",),
+    "Gamma": ("concentration", "rate"),
+    "HalfCauchy": ("scale",),
+    "HalfNormal": ("scale",),
+    "InverseGamma": ("concentration", "rate"),
+    "Laplace": ("loc", "scale"),
+    "LogNormal": ("loc", "scale"),
+    "Normal": ("loc", "scale"),
+    "StudentT": ("df", "loc", "scale"),
+    "Uniform": ("low", "high"),
+}
+
+
+@dataclass(frozen=True)
+class ElementPrior:
+    """A prior with independent elements, with its arguments as NumPy arrays.
+
+    Attributes:
+        kind: The distribution's name.
+        arguments: Its arguments, which broadcast to ``shape``.
+        shape: The shape of a value.
+    """
+
+    kind: str
+    arguments: dict[str, Any]
+    shape: tuple[int, ...]
+
+    def build(self) -> Any:
+        """Return the NumPyro distribution, in JAX's precision of the moment."""
+        arguments = {name: jnp.asarray(value) for name, value in self.arguments.items()}
+        element = getattr(numpyro.distributions, self.kind)(**arguments)
+        return element.expand(self.shape).to_event(len(self.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class NumPyroModel:
+    """A :class:`Classifier` or :class:`Regressor` as a NumPyro model; made by :func:`to_numpyro`.
+
+    Attributes:
+        net: The net as a function of input and sites.
+        priors: The prior of each site.
+        num_data: The number of training examples.
+        noise_scale: The site of a regressor's noise scale, or its value; None for a classifier.
+    """
+
+    net: JaxNet
+    priors: dict[str, ElementPrior]
+    num_data: int
+    noise_scale: Any
+
+    def __call__(self, x: Any, y: Any = None) -> Any:
+        """Sample all sites, and observe the targets or sample them at site ``obs``.
+
+        Args:
+            x: The net's input as an array, first dimension the batch.
+            y: Classes ``(batch,)`` or targets of the shape of the net's output, or None.
+
+        Returns:
+            The net's output.
+        """
+        sites = {name: numpyro.sample(name, prior.build()) for name, prior in self.priors.items()}
+        output = self.net(x, sites)
+        likelihood = self._likelihood(output, sites)
+        size = len(output)
+        with numpyro.handlers.scale(scale=self.num_data / size), numpyro.plate("data", size):
+            numpyro.sample("obs", likelihood, obs=y)
+        return output
+
+    def _likelihood(self, output: Any, sites: dict[str, Any]) -> Any:
+        if self.noise_scale is None:
+            return numpyro.distributions.Categorical(logits=output)
+        is_site = isinstance(self.noise_scale, str)
+        scale = sites[self.noise_scale] if is_site else jnp.asarray(self.noise_scale)
+        return numpyro.distributions.Normal(output, scale).to_event(output.ndim - 1)
+
+
+def to_numpyro(model: Any) -> NumPyroModel:
+    """Translate a model to NumPyro: same net, priors, likelihood and site names.
+
+    Values of buffers and frozen parameters are copied: a later change of the Pyro model does not
+    reach the translation.
+
+    Args:
+        model: A :class:`Classifier` or :class:`Regressor` around a Bayesian net of linear layers
+            and activations.
+
+    Returns:
+        A function of arrays ``(x, y=None)`` with NumPyro's sample statements. It computes in JAX's
+        precision of the moment, for instance in float64 under ``jax.enable_x64(True)``.
+
+    Raises:
+        TypeError: If the model is neither a ``Classifier`` nor a ``Regressor``.
+        ValueError: If the model has no latent site.
+        NotImplementedError: If a prior, a layer or a function of the net has no translation.
+
+    Example:
+        >>> import numpy as np
+        >>> from numpyro.infer.util import log_density
+        >>> from pyro_structvi import bayesianize
+        >>> model = Regressor(bayesianize(nn.Linear(2, 1), prior=1.0), num_data=5, noise_scale=0.1)
+        >>> weights = {"net.weight": np.zeros((1, 2)), "net.bias": np.zeros(1)}
+        >>> data = (np.zeros((5, 2)), np.zeros((5, 1)))
+        >>> round(float(log_density(to_numpyro(model), data, {}, weights)[0]), 3)
+        4.161
+    """
+    if not isinstance(model, (Classifier, Regressor)):
+        raise TypeError(
+            "`model` must be a Classifier or a Regressor, but got "
+            f"{type(model).__name__}. Write `Regressor(bayesianize(net), num_data, noise_scale)`."
+        )
+    attributes = _site_attributes(model)
+    net = JaxNet(model.net, attributes)
+    noise_scale, used = None, net.sites
+    if isinstance(model, Regressor):
+        buffer = model._buffers.get("noise_scale")
+        name = _site_name(model, "noise_scale")
+        noise_scale = name if buffer is None else to_array(buffer)
+        used = used | ({name} if buffer is None else set())
+    priors = {
+        name: _translate_prior(name, found.prior)
+        for name, found in find_declared_sites(model).items()
+        if name in used
+    }
+    if not priors:
+        raise ValueError(
+            "`model` has no latent site to sample. Make its net Bayesian first, with "
+            "`bayesianize(net, prior=1.0)`."
+        )
+    return NumPyroModel(net, priors, model.num_data, noise_scale)
+
+
+def _site_attributes(model: nn.Module) -> list[SiteAttribute]:
+    """Return where the modules read their sites; raise where a prior may depend on other sites."""
+    found = []
+    for module in model.modules():
+        if not isinstance(module, PyroModule):
+            continue
+        for attribute, prior in module._pyro_samples.items():
+            name = _site_name(module, attribute)
+            if isinstance(prior, _Tied):
+                site = _site_name(prior.owner, prior.attribute)
+            elif isinstance(prior, (BufferedPrior, torch.distributions.Distribution)):
+                site = name
+            else:
+                raise NotImplementedError(
+                    f"The prior of the site '{name}' is a function of its module, so it may depend "
+                    "on other sites, which has no translation to NumPyro. Give it a distribution, "
+                    "as `bayesianize(net, prior=...)` does."
+                )
+            found.append(SiteAttribute(module, attribute, site))
+    return found
+
+
+def _site_name(module: PyroModule, attribute: str) -> str:
+    return f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
+
+
+def _translate_prior(name: str, prior: Any) -> ElementPrior:
+    shape = tuple(prior.shape())
+    while type(prior).__name__ in ("Independent", "ExpandedDistribution"):
+        prior = prior.base_dist
+    kind = type(prior).__name__
+    if kind not in _ARGUMENTS:
+        raise NotImplementedError(
+            f"The prior of the site '{name}' is a {kind}, which has no translation to NumPyro. "
+            f"Supported are {', '.join(_ARGUMENTS)}."
+        )
+    arguments = {key: getattr(prior, key) for key in _ARGUMENTS[kind]}
+    return ElementPrior(
+        kind, {key: to_array(_unexpand(value)) for key, value in arguments.items()}, shape
+    )
+
+
+def _unexpand(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with size 1 along each dimension of which all entries are one in memory."""
+    return value[tuple(slice(1) if step == 0 else slice(None) for step in value.stride())]

@@ -1,0 +1,229 @@
+"""NUTS in float64 for a Pyro model, through its NumPyro translation."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pyro.poutine as poutine
+import torch
+from numpyro.diagnostics import split_gelman_rubin
+from numpyro.infer import MCMC, NUTS, init_to_median
+from numpyro.infer.util import log_density
+from torch import Tensor
+
+from pyro_structvi._checks import check_no_nan, check_positive_integer
+from pyro_structvi.reference.jax_net import JaxNet, to_array
+from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
+
+_ROWS_AT_A_TIME = 1024
+
+
+class DivergenceWarning(UserWarning):
+    """Some transitions of the sampler diverged, so its draws may miss parts of the posterior."""
+
+
+class NUTSDraws(dict[str, Tensor]):
+    """Draws by site name, each ``(num_chains * num_samples, *shape)``, one chain after another.
+
+    They go as they are into ``pyro.infer.Predictive(model, posterior_samples=draws)``. The R-hat to
+    look at is that of the function values: weights are not identified, since the hidden units of a
+    net can be permuted, so chains that agree on the function may disagree on every weight.
+
+    Args:
+        draws: The draws.
+        num_chains: Number of chains.
+        divergences: Number of divergent transitions after warm-up, over all chains.
+        r_hat: Largest split R-hat of net(x) over the training inputs; NaN if nothing moved.
+        weight_r_hat: Largest split R-hat over the elements of all sites.
+
+    Example:
+        >>> draws = NUTSDraws({"w": torch.zeros(6, 3)}, 2, divergences=0, r_hat=1.0, weight_r_hat=1)
+        >>> draws["w"].shape, draws.grouped()["w"].shape
+        (torch.Size([6, 3]), (2, 3, 3))
+    """
+
+    def __init__(
+        self,
+        draws: dict[str, Tensor],
+        num_chains: int,
+        divergences: int,
+        r_hat: float,
+        weight_r_hat: float,
+    ) -> None:
+        super().__init__(draws)
+        self.num_chains = num_chains
+        self.divergences = divergences
+        self.r_hat = r_hat
+        self.weight_r_hat = weight_r_hat
+
+    def grouped(self) -> dict[str, np.ndarray]:
+        """Return the draws as arrays ``(chain, draw, *shape)``, as ArviZ wants them."""
+        return {
+            name: value.reshape(self.num_chains, -1, *value.shape[1:]).cpu().numpy()
+            for name, value in self.items()
+        }
+
+
+def nuts(
+    model: Any,
+    x: Tensor,
+    y: Tensor,
+    *,
+    num_warmup: int = 500,
+    num_samples: int = 500,
+    num_chains: int = 4,
+    target_accept_prob: float = 0.8,
+    max_tree_depth: int = 10,
+    seed: int = 0,
+    progress: bool = True,
+) -> NUTSDraws:
+    r"""Draw from the posterior of a model by the No-U-Turn Sampler, in float64.
+
+    The model is translated to NumPyro, and the translation is checked against it: at a draw from
+    the prior both must have the same log joint. JAX's configuration stays as it is. Chains start at
+    the median of 15 prior draws each, a point of moderate size at which no two hidden units are
+    alike. They run in parallel if JAX has a device for each, otherwise one after another; on a CPU,
+    ``numpyro.set_host_device_count(4)`` before JAX is first used gives four devices.
+
+    With posterior :math:`p(W \mid y) \propto p(W) \prod_n p(y_n \mid W, x_n)`, each split R-hat is
+    :math:`\sqrt{(\frac{n-1}{n} V + B) / V}`, where :math:`V` is the mean variance within half
+    chains of n draws and :math:`B` the variance of their means.
+
+    Args:
+        model: A ``Classifier`` or ``Regressor`` around a Bayesian net of linear layers and
+            activations.
+        x: All N training inputs, ``(N, ...)``.
+        y: All N targets, as the model takes them.
+        num_warmup: Number of steps of each chain that tune the sampler and are thrown away.
+        num_samples: Number of draws of each chain, at least 4.
+        num_chains: Number of chains.
+        target_accept_prob: The acceptance probability that the step size is tuned for, in (0, 1).
+            Higher means smaller steps and fewer divergences.
+        max_tree_depth: A draw takes at most ``2 ** max_tree_depth - 1`` gradients.
+        seed: Seed of JAX's generator.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The draws by site, in the dtype and on the device of the model.
+
+    Raises:
+        TypeError: If the model is neither a ``Classifier`` nor a ``Regressor``, or ``x`` or ``y``
+            is no tensor.
+        ValueError: If an argument is out of range, ``x`` or ``y`` holds NaN, or they are not all
+            of the model's data.
+        NotImplementedError: If the model has no translation to NumPyro.
+
+    Warns:
+        DivergenceWarning: If transitions diverged after warm-up.
+
+    Example:
+        >>> from pyro_structvi import Regressor, bayesianize
+        >>> net = bayesianize(torch.nn.Linear(1, 1, bias=False), prior=1.0)
+        >>> model = Regressor(net, num_data=3, noise_scale=1.0)
+        >>> x = torch.ones(3, 1)
+        >>> draws = nuts(model, x, 2 * x, num_warmup=50, num_samples=50, progress=False)
+        >>> draws["net.weight"].shape
+        torch.Size([200, 1, 1])
+
+    References:
+        Hoffman and Gelman, The No-U-Turn Sampler, JMLR 15, 2014. Gelman et al., Bayesian Data
+        Analysis, 3rd edition, section 11.4.
+    """
+    counts = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
+    for name, count in (*counts.items(), ("max_tree_depth", max_tree_depth)):
+        check_positive_integer(name, count)
+    if num_samples < 4:
+        raise ValueError(
+            f"`num_samples` must be at least 4, for R-hat's sake, but got {num_samples}."
+        )
+    if not 0 < target_accept_prob < 1:
+        raise ValueError(
+            f"`target_accept_prob` must lie between 0 and 1, but got {target_accept_prob!r}."
+        )
+    translated = to_numpyro(model)
+    _check_data(model, x, y)
+    with jax.enable_x64(True):
+        data = (to_array(x), to_array(y))
+        example = _check_translation(model, translated, x, y)
+        kernel = NUTS(
+            translated,
+            target_accept_prob=target_accept_prob,
+            max_tree_depth=max_tree_depth,
+            init_strategy=init_to_median,
+        )
+        mcmc = MCMC(kernel, chain_method=_chain_method(num_chains), progress_bar=progress, **counts)
+        mcmc.run(jax.random.PRNGKey(seed), *data)
+        chains = jax.device_get(mcmc.get_samples(group_by_chain=True))
+        r_hat = _largest_r_hat(_function_values(translated.net, chains, data[0]))
+    divergences = int(mcmc.get_extra_fields()["diverging"].sum())
+    if divergences:
+        warnings.warn(
+            f"{divergences} of {num_chains * num_samples} transitions diverged, so the draws may "
+            "miss narrow parts of the posterior. Raise `target_accept_prob` above "
+            f"{target_accept_prob}, for instance to {1 - (1 - target_accept_prob) / 4:g}.",
+            DivergenceWarning,
+            stacklevel=2,
+        )
+    draws = {
+        name: torch.as_tensor(np.array(chains[name]).reshape(-1, *value.shape)).to(value)
+        for name, value in example.items()
+    }
+    return NUTSDraws(draws, num_chains, divergences, r_hat, _largest_r_hat(chains.values()))
+
+
+def _check_data(model: Any, x: Any, y: Any) -> None:
+    for name, value in (("x", x), ("y", y)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, but got {type(value).__name__}.")
+        check_no_nan(name, value)
+    if len(x) != model.num_data:
+        raise ValueError(
+            f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
+            f"got {len(x)}: a sampler needs all the data at each step. Pass all of it, or make the "
+            "model with the `num_data` that it is to learn from."
+        )
+
+
+def _check_translation(
+    model: Any, translated: NumPyroModel, x: Tensor, y: Tensor
+) -> dict[str, Tensor]:
+    """Return a prior draw of all sites, at which Pyro and NumPyro have the same log joint."""
+    with torch.no_grad(), poutine.block():
+        trace = poutine.trace(model).get_trace(x, y)
+        log_joint = float(trace.log_prob_sum())
+    sites = {name: trace.nodes[name]["value"] for name in translated.priors}
+    arrays = {name: to_array(value) for name, value in sites.items()}
+    other = float(log_density(translated, (to_array(x), to_array(y)), {}, arrays)[0])
+    # Terms may cancel in the sum, and the model may compute in float32.
+    terms = [abs(float(node["log_prob_sum"])) for node in trace.nodes.values() if "fn" in node]
+    if math.isfinite(log_joint) and not abs(log_joint - other) <= 1e-3 * (1 + sum(terms)):
+        raise NotImplementedError(
+            "The translation to NumPyro disagrees with the model: at a draw from the prior the log "
+            f"joint of the model is {log_joint:.6g}, that of the translation {other:.6g}. The model "
+            "does what a translation of its net, priors and likelihood does not show, such as an "
+            "overridden `forward` or a hook. Sample it with Pyro's own `pyro.infer.NUTS`."
+        )
+    return sites
+
+
+def _chain_method(num_chains: int) -> str:
+    return "parallel" if jax.local_device_count() >= num_chains > 1 else "sequential"
+
+
+def _function_values(net: JaxNet, chains: dict[str, Any], x: Any) -> Iterator[Any]:
+    """Yield net(x) for some rows of x at a time, as ``(chain, draw, rows, ...)``."""
+    run = jax.jit(
+        lambda sites, rows: jax.lax.map(lambda s: jax.lax.map(lambda v: net(rows, v), s), sites)
+    )
+    for start in range(0, len(x), _ROWS_AT_A_TIME):
+        yield jax.device_get(run(chains, x[start : start + _ROWS_AT_A_TIME]))
+
+
+def _largest_r_hat(values: Any) -> float:
+    """Return the largest split R-hat of arrays ``(chain, draw, ...)``, constants left out."""
+    r_hats = np.concatenate([np.ravel(split_gelman_rubin(value)) for value in values])
+    r_hats = r_hats[~np.isnan(r_hats)]
+    return float(r_hats.max()) if r_hats.size else math.nan

@@ -1,0 +1,71 @@
+"""The structures that go through the suite of ``test_contract.py``; a new one is added here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
+from tests.dense_oracles import k_tied_covariance, mean_field_covariance
+
+VECTOR, MATRIX, CONVOLUTION = (4,), (4, 3), (4, 3, 2, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A structure, as the suite sees it.
+
+    Attributes:
+        name: What its tests are called.
+        make: A function of ``batch_shape, event_shape, dtype`` to a distribution with random
+            arguments, all of them of that dtype.
+        covariance: The dense covariance ``(*batch_shape, D, D)`` of row-major ``vec(W)``, from the
+            distribution's arguments and by its definition.
+        event_shapes: The shapes of weight it serves.
+    """
+
+    name: str
+    make: Callable
+    covariance: Callable
+    event_shapes: tuple = (MATRIX, CONVOLUTION)
+
+
+def positive(*shape, dtype):
+    """Return positive numbers around 1/2."""
+    return (0.3 * torch.randn(shape, dtype=dtype) - 0.7).exp()
+
+
+def make_mean_field(batch_shape, event_shape, dtype):
+    shape = (*batch_shape, *event_shape)
+    loc = torch.randn(shape, dtype=dtype)
+    return MeanFieldNormal(loc, positive(*shape, dtype=dtype), event_dim=len(event_shape))
+
+
+def make_k_tied(rank):
+    def make(batch_shape, event_shape, dtype):
+        out, size = event_shape[0], torch.Size(event_shape[1:]).numel()
+        return KTiedNormal(
+            torch.randn(*batch_shape, *event_shape, dtype=dtype),
+            positive(*batch_shape, out, rank, dtype=dtype),
+            positive(*batch_shape, size, rank, dtype=dtype),
+        )
+
+    return make
+
+
+CASES = [
+    Case(
+        "mean field",
+        make_mean_field,
+        lambda q: mean_field_covariance(q.scale, len(q.event_shape)),
+        event_shapes=(VECTOR, MATRIX, CONVOLUTION),
+    ),
+    *(
+        Case(
+            f"{rank}-tied",
+            make_k_tied(rank),
+            lambda q: k_tied_covariance(q.row_scale, q.column_scale),
+        )
+        for rank in (1, 2, 3)
+    ),
+]

@@ -1,0 +1,79 @@
+"""What MeanFieldNormal has beyond the contract."""
+
+import pytest
+import torch
+from torch.distributions import Normal, kl_divergence
+
+from pyro_structvi.distributions import MeanFieldNormal
+
+
+def test_scale_broadcasts_to_loc():
+    loc, scale = torch.randn(2, 4, 3), torch.rand(4, 1) + 0.1
+    q = MeanFieldNormal(loc, scale, event_dim=2)
+    assert (q.batch_shape, q.event_shape) == ((2,), (4, 3))
+    torch.testing.assert_close(q.stddev, scale.expand(2, 4, 3), check_stride=False)
+
+
+def test_scale_may_be_a_single_number():
+    assert MeanFieldNormal(torch.zeros(4, 3), torch.tensor(0.5)).variance_sum.item() == 3.0
+
+
+def test_gradient_reaches_a_scale_that_broadcasts():
+    scale = torch.full((4, 1), 0.5, requires_grad=True)
+    q = MeanFieldNormal(torch.zeros(4, 3), scale)
+    (gradient,) = torch.autograd.grad(q.entropy(), scale)
+    torch.testing.assert_close(gradient, 3 / scale.detach())
+
+
+@pytest.mark.parametrize(
+    ("event_dim", "batch_shape"), [(None, ()), (3, ()), (2, (2,)), (1, (2, 4)), (0, (2, 4, 3))]
+)
+def test_event_dim_splits_the_shape(event_dim, batch_shape):
+    q = MeanFieldNormal(torch.zeros(2, 4, 3), torch.tensor(1.0), event_dim)
+    assert q.batch_shape == batch_shape
+    assert q.log_prob(torch.zeros(2, 4, 3)).shape == batch_shape
+
+
+def test_single_numbers_equal_a_normal():
+    """A site of scalars, such as a bias in a plate, has no event dimension at all."""
+    loc, scale, value = torch.randn(5), torch.rand(5) + 0.1, torch.randn(5)
+    q, plain = MeanFieldNormal(loc, scale, event_dim=0), Normal(loc, scale)
+    torch.testing.assert_close(q.log_prob(value), plain.log_prob(value))
+    torch.testing.assert_close(q.entropy(), plain.entropy())
+    torch.testing.assert_close(q.variance_sum, plain.variance)
+
+
+def test_kl_to_itself_is_zero():
+    q = MeanFieldNormal(torch.randn(4, 3), torch.rand(4, 3) + 0.1)
+    assert kl_divergence(q, q).abs() < 1e-14
+
+
+def test_scale_that_would_enlarge_loc_is_refused():
+    message = r"`scale` must broadcast to the shape of `loc` = \(4, 3\), but got shape \(2, 4, 3\)"
+    with pytest.raises(ValueError, match=message):
+        MeanFieldNormal(torch.zeros(4, 3), torch.ones(2, 4, 3))
+
+
+def test_scale_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"`scale` must broadcast .* but got shape \(4,\)"):
+        MeanFieldNormal(torch.zeros(4, 3), torch.ones(4))
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_scale_must_be_positive_and_finite(wrong):
+    scale = torch.ones(4, 3)
+    scale[1, 2] = wrong
+    with pytest.raises(ValueError, match="`scale` must be positive and finite everywhere"):
+        MeanFieldNormal(torch.zeros(4, 3), scale)
+
+
+def test_scale_of_another_dtype_is_refused():
+    message = r"`scale` must have the dtype of `loc`, torch\.float64, but got torch\.float32"
+    with pytest.raises(ValueError, match=message):
+        MeanFieldNormal(torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.float32))
+
+
+def test_validation_can_be_switched_off():
+    q = MeanFieldNormal(torch.zeros(4, 3), torch.tensor(-1.0), validate_args=False)
+    assert q.variance.eq(1).all()
+    assert q.log_prob(torch.full((4, 3), float("nan"))).isnan()

@@ -1,0 +1,456 @@
+"""StructuredGuide: choosing families, starting values, uses, Pyro's interfaces, saving."""
+
+import copy
+import io
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide.initialization import init_to_mean, init_to_value
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import KTied, MeanField, TransformedMeanField
+from pyro_structvi.lazy_weight import LazyWeight
+from tests.models import (
+    HandWritten,
+    convolution_function,
+    linear_function,
+    local_latent_function,
+    make_classifier,
+    make_regressor,
+    recurrent_function,
+    regression_data,
+)
+
+ELBOS = [ps.StructuredELBO, TraceMeanField_ELBO, Trace_ELBO]
+
+
+def make_svi(model, guide, elbo=None, lr=1e-2):
+    return SVI(model, guide, pyro.optim.Adam({"lr": lr}), loss=elbo or ps.StructuredELBO())
+
+
+def function_cases():
+    x = torch.randn(6, 3)
+    return {
+        "linear": (linear_function, (x, torch.randn(6, 2))),
+        "convolution": (convolution_function, (x.unsqueeze(1), torch.randn(6))),
+        "recurrent": (recurrent_function, (x, torch.randn(6))),
+        "local latent": (local_latent_function, (x, torch.randn(6))),
+        "hand-written": (HandWritten(), (x, torch.randn(6, 2))),
+        "classifier": (make_classifier(), (x, torch.randint(4, (6,)))),
+        "regressor": (make_regressor(), (x, torch.randn(6, 1))),
+    }
+
+
+# ---- choosing families ---------------------------------------------------------------------------
+
+
+def test_the_first_matching_pattern_wins():
+    guide = ps.StructuredGuide(
+        make_regressor(), {"net.0.*": KTied(3), "*.weight": KTied(1), "*": MeanField()}
+    )
+    families = {name: guide[name].family for name in guide.site_names}
+    assert families == {
+        "net.0.weight": KTied(3),
+        "net.0.bias": MeanField(),  # KTied(3) cannot serve a vector; the next match does
+        "net.2.weight": KTied(1),
+        "net.2.bias": MeanField(),
+    }
+
+
+def test_vectors_and_constrained_sites_get_defaults():
+    guide = ps.StructuredGuide(make_regressor(noise_scale=dist.HalfNormal(1.0)), {"*": KTied(2)})
+    assert guide["net.0.bias"].family == MeanField()
+    assert guide["noise_scale"].family == TransformedMeanField()
+
+
+def test_an_unserved_weight_is_an_error_that_lists_sites():
+    with pytest.raises(ValueError, match=r"weights \['net.2.weight'\].*'net.2.bias'"):
+        ps.StructuredGuide(make_regressor(), {"net.0.*": KTied(2)})
+
+
+def test_a_family_named_outright_must_serve_the_site():
+    with pytest.raises(ValueError, match=r"KTied\(rank=2\) needs a real weight of at least two"):
+        ps.StructuredGuide(make_regressor(), {"net.0.bias": KTied(2), "*": MeanField()})
+
+
+def test_a_pattern_without_a_site_is_an_error_before_the_first_step():
+    guide = ps.StructuredGuide(make_regressor(), {"nothing.*": KTied(2), "*": MeanField()})
+    before = copy.deepcopy(guide.state_dict())
+    with pytest.raises(ValueError, match=r"pattern 'nothing.\*' matches none of .*net.0.weight"):
+        make_svi(make_regressor(), guide).step(*regression_data())
+    assert all(torch.equal(before[key], value) for key, value in guide.state_dict().items())
+
+
+def test_a_model_without_latent_sites_is_an_error():
+    model = ps.Regressor(nn.Linear(3, 1), num_data=12, noise_scale=0.1)
+    with pytest.raises(ValueError, match=r"no latent site.*bayesianize\(net, prior=1.0\)"):
+        ps.KTiedGuide(model).initialize(*regression_data())
+
+
+def test_a_discrete_latent_is_an_error_that_says_what_to_write():
+    def model():
+        pyro.sample("coin", dist.Bernoulli(0.5))
+
+    with pytest.raises(ValueError, match=r"'coin' is discrete.*hide=\['coin'\]"):
+        ps.MeanFieldGuide(model).initialize()
+
+
+def test_a_latent_in_a_subsampled_plate_is_an_error():
+    def model():
+        with pyro.plate("data", 100, subsample_size=10):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(NotImplementedError, match=r"'z' stands in the plate 'data'.*10 of 100"):
+        ps.MeanFieldGuide(model).initialize()
+
+
+@pytest.mark.parametrize("rank", [0, -1, 1.5, True])
+def test_rank_must_be_a_whole_number(rank):
+    with pytest.raises(ValueError, match=r"`rank` must be a whole number of at least 1"):
+        ps.KTiedGuide(make_regressor(), rank=rank)
+
+
+@pytest.mark.parametrize("init_scale", [0, -1.0, float("inf"), "small"])
+def test_init_scale_must_be_positive(init_scale):
+    with pytest.raises(ValueError, match="`init_scale` must be a positive number"):
+        ps.KTiedGuide(make_regressor(), init_scale=init_scale)
+
+
+def test_local_reparam_must_be_known():
+    with pytest.raises(ValueError, match="`local_reparam` must be True, False or"):
+        ps.KTiedGuide(make_regressor(), local_reparam="sometimes")
+
+
+def test_a_family_must_be_a_family():
+    with pytest.raises(TypeError, match=r"family for '\*' must be a Family such as `KTied"):
+        ps.StructuredGuide(make_regressor(), {"*": ps.KTiedGuide})
+
+
+# ---- starting values -----------------------------------------------------------------------------
+
+
+def test_means_start_at_the_nets_own_weights():
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    model = ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.1)
+    guide = ps.KTiedGuide(model)
+    for name, parameter in net.named_parameters():
+        assert torch.equal(guide[f"net.{name}"].loc, parameter)
+    make_svi(model, guide).step(*regression_data())
+    assert not torch.equal(guide["net.0.weight"].loc, net[0].weight)
+
+
+def test_k_tied_starts_at_the_papers_values():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(400, 300)), num_data=12, noise_scale=0.1)
+    posterior = ps.KTiedGuide(model, rank=2, init_scale=0.01)["net.weight"]
+    start = (torch.tensor(0.01).log() - torch.tensor(2.0).log()) / 2
+    for parameter in (posterior.log_row_scale, posterior.log_column_scale):
+        assert abs(parameter.mean() - start) < 5 * 0.1 / parameter.numel() ** 0.5
+        assert abs(parameter.std() / 0.1 - 1) < 5 / (2 * parameter.numel()) ** 0.5
+    assert abs(posterior().stddev.mean() / 0.01 - 1) < 0.05
+
+
+def test_weights_that_were_never_in_a_net_start_at_he_draws():
+    def model():
+        pyro.sample("weight", dist.Normal(torch.zeros(300, 200), 1.0).to_event(2))
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize()
+    loc = guide["weight"].loc
+    assert abs(loc.std() / (2 / 200) ** 0.5 - 1) < 5 / (2 * loc.numel()) ** 0.5
+
+
+def test_init_loc_fn_is_pyros():
+    values = {"net.0.weight": torch.full((5, 3), 0.25)}
+    guide = ps.KTiedGuide(make_regressor(), init_loc_fn=init_to_value(values=values))
+    assert torch.equal(guide["net.0.weight"].loc, values["net.0.weight"])
+    assert torch.equal(
+        ps.MeanFieldGuide(make_regressor(), init_loc_fn=init_to_mean)["net.2.weight"].loc,
+        torch.zeros(1, 5),
+    )
+
+
+def test_init_loc_fn_must_return_the_sites_shape():
+    with pytest.raises(ValueError, match=r"shape \(5, 3\) for the site 'net.0.weight', but got \(2,\)"):
+        ps.KTiedGuide(make_regressor(), init_loc_fn=lambda site: torch.zeros(2))
+
+
+# ---- under Pyro's and our ELBOs ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elbo", ELBOS)
+@pytest.mark.parametrize("case", function_cases())
+@pytest.mark.parametrize("guide_class", [ps.MeanFieldGuide, ps.KTiedGuide])
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_every_model_trains_under_every_elbo(case, elbo, guide_class):
+    model, args = function_cases()[case]
+    guide = guide_class(model)
+    svi = make_svi(model, guide, elbo(num_particles=2))
+    first = sum(svi.step(*args) for _ in range(10))
+    for _ in range(100):
+        svi.step(*args)
+    assert sum(svi.step(*args) for _ in range(10)) < first
+
+
+@pytest.mark.parametrize("module_local", [True, False])
+def test_two_guides_of_one_class_both_train(module_local):
+    with pyro.settings.context(module_local_params=module_local):
+        for _ in range(2):
+            model = make_regressor()
+            guide = ps.KTiedGuide(model)
+            before = copy.deepcopy(guide.state_dict())
+            svi = make_svi(model, guide)
+            svi.step(*regression_data())
+            svi.step(*regression_data())
+            assert all(not torch.equal(before[k], v) for k, v in guide.state_dict().items())
+
+
+def test_the_param_store_mirrors_the_parameters():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model)
+    make_svi(model, guide).step(*regression_data())
+    store = pyro.get_param_store()
+    assert store["KTiedGuide.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
+
+
+@pytest.mark.parametrize("guide_class", [ps.MeanFieldGuide, ps.KTiedGuide])
+@pytest.mark.parametrize("make_model", [make_regressor, make_classifier])
+def test_no_weight_is_drawn_in_a_training_step(guide_class, make_model, monkeypatch):
+    model = make_model()
+    x, y = regression_data()
+    y = y if make_model is make_regressor else torch.randint(4, (12,))
+    guide = guide_class(model)
+    guide.initialize(x, y)
+    drawn = []
+    monkeypatch.setattr(LazyWeight, "draw", lambda self: drawn.append(self.use.name))
+    make_svi(model, guide).step(x, y)
+    assert drawn == []
+
+
+def test_local_reparam_false_draws_every_weight_once():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model, local_reparam=False)
+    x, y = regression_data()
+    trace = poutine.trace(guide).get_trace(x, y)
+    poutine.replay(model, trace=trace)(x, y)
+    assert all(trace.nodes[name]["value"].is_drawn for name in guide.site_names)
+
+
+def test_frozen_variational_parameters_stay():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model)
+    guide["net.0.weight"].loc.requires_grad_(False)
+    before = guide["net.0.weight"].loc.clone()
+    make_svi(model, guide).step(*regression_data())
+    assert torch.equal(guide["net.0.weight"].loc, before)
+
+
+# ---- uses ----------------------------------------------------------------------------------------
+
+
+def test_a_weight_used_twice_is_one_weight():
+    guide = ps.MeanFieldGuide(recurrent_function, init_scale=1.0)
+    x = torch.randn(5, 3)
+    guide.initialize(x, torch.zeros(5))
+    trace = poutine.trace(guide).get_trace(x, torch.zeros(5))
+    mean = poutine.replay(recurrent_function, trace=trace)(x, torch.zeros(5))
+    weight = trace.nodes["weight"]["value"].draw()
+    torch.testing.assert_close(mean, F.linear(torch.tanh(F.linear(x, weight)), weight).sum(-1))
+
+
+def test_one_use_more_than_was_counted_is_an_error():
+    def model(x, times):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+        for _ in range(times):
+            x = F.linear(x, weight)
+        return x
+
+    guide = ps.MeanFieldGuide(model)
+    svi = make_svi(model, guide)
+    svi.step(torch.ones(2, 3), 1)
+    with pytest.raises(RuntimeError, match=r"'weight' more often in this pass.*guide.initialize"):
+        svi.step(torch.ones(2, 3), 2)
+    guide.initialize(torch.ones(2, 3), 2)
+    svi.step(torch.ones(2, 3), 2)
+
+
+def test_another_use_after_the_outputs_were_drawn_is_an_error():
+    def model(x, penalized):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+        pyro.factor("outputs", -F.linear(x, weight).square().sum())
+        if penalized:
+            pyro.factor("penalty", -weight.abs().sum())
+
+    guide = ps.MeanFieldGuide(model)
+    svi = make_svi(model, guide)
+    svi.step(torch.ones(2, 3), False)
+    with pytest.raises(RuntimeError, match="'weight' more often"):
+        svi.step(torch.ones(2, 3), True)
+
+
+def test_counting_leaves_running_statistics_alone():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    bayes_net = ps.bayesianize(net, normalization=False)
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.1)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    ps.MeanFieldGuide(model).initialize(*regression_data())
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_data_of_another_dtype_is_an_error_that_names_the_site():
+    model = make_regressor()
+    x, y = regression_data()
+    svi = make_svi(model, ps.MeanFieldGuide(model))
+    svi.step(x, y)
+    with pytest.raises(ValueError, match=r"site 'net.0.weight' must have dtype torch.float64"):
+        svi.step(x.float(), y)
+
+
+# ---- prediction, saving, copying -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_predictive_draws_consistent_functions(trained):
+    model = make_regressor()
+    x, y = regression_data()
+    guide = ps.KTiedGuide(model, init_scale=0.5)
+    if trained:
+        make_svi(model, guide).step(x, y)
+    sites = [*guide.site_names, "_RETURN"]
+    draws = Predictive(model, guide=guide, num_samples=4, return_sites=sites)(x)
+    for index in range(4):
+        w0, b0, w2, b2 = (draws[name][index].squeeze(0) for name in guide.site_names)
+        expected = F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2)
+        torch.testing.assert_close(draws["_RETURN"][index], expected)
+
+
+def test_predictive_on_another_number_of_examples():
+    guide = ps.MeanFieldGuide(local_latent_function)
+    make_svi(local_latent_function, guide).step(torch.randn(6, 3), torch.randn(6))
+    draws = Predictive(local_latent_function, guide=guide, num_samples=3)(torch.randn(11, 3))
+    assert draws["shift"].shape == draws["obs"].shape == (3, 11)
+
+
+def test_a_state_dict_loads_before_any_data_was_seen():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model)
+    make_svi(model, guide).step(*regression_data())
+    fresh = ps.KTiedGuide(make_regressor())
+    fresh.load_state_dict(guide.state_dict())
+    for name in guide.site_names:
+        assert torch.equal(fresh[name]().mean, guide[name]().mean)
+        assert torch.equal(fresh[name]().variance, guide[name]().variance)
+
+
+def test_a_state_dict_loads_into_the_guide_of_a_function():
+    x = torch.zeros(2, 3)
+    guide, fresh = (ps.KTiedGuide(linear_function) for _ in range(2))
+    guide.initialize(x, torch.zeros(2, 2))
+    fresh.initialize(x, torch.zeros(2, 2))
+    fresh.load_state_dict(guide.state_dict())
+    assert torch.equal(fresh["weight"].loc, guide["weight"].loc)
+
+
+def test_a_pickle_carries_no_data_and_no_model():
+    model = make_regressor(size=10_000)
+    guide = ps.KTiedGuide(model)
+    make_svi(model, guide).step(*regression_data(size=10_000))
+    payload = pickle.dumps(guide)
+    assert len(payload) < 20_000
+    loaded = pickle.loads(payload)
+    assert loaded.model is None
+    assert guide.model is model
+    assert loaded.draw().keys() == guide.draw().keys()
+    make_svi(model, loaded).step(*regression_data(size=10_000))
+
+
+def test_an_unpickled_guide_says_that_it_has_no_model():
+    guide = pickle.loads(pickle.dumps(ps.KTiedGuide(make_regressor())))
+    with pytest.raises(RuntimeError, match="unpickled without its model"):
+        guide.initialize(*regression_data())
+
+
+def test_torch_save_and_load_of_a_state_dict():
+    guide = ps.KTiedGuide(make_regressor())
+    buffer = io.BytesIO()
+    torch.save(guide.state_dict(), buffer)
+    buffer.seek(0)
+    guide.load_state_dict(torch.load(buffer))
+
+
+def test_a_deep_copy_is_another_guide_of_the_same_model():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model)
+    make_svi(model, guide).step(*regression_data())
+    twin = copy.deepcopy(guide)
+    assert twin.model is model
+    make_svi(model, twin).step(*regression_data())
+    assert not torch.equal(twin["net.0.weight"].loc, guide["net.0.weight"].loc)
+
+
+def test_draw_and_median_need_no_data():
+    guide = ps.StructuredGuide(
+        make_regressor(noise_scale=dist.HalfNormal(1.0)), {"*": KTied(2)}, init_scale=0.5
+    )
+    draw, median = guide.draw(), guide.median()
+    assert draw.keys() == median.keys() == set(guide.site_names)
+    assert torch.equal(median["net.0.weight"], guide["net.0.weight"].loc)
+    torch.testing.assert_close(median["noise_scale"], guide["noise_scale"].loc.exp())
+
+
+def test_sites_come_in_the_order_of_execution():
+    class Reversed(ps.nn.likelihoods.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.last = ps.bayesianize(nn.Linear(3, 3))
+            self.first = ps.bayesianize(nn.Linear(3, 3))
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    guide = ps.MeanFieldGuide(Reversed())
+    guide.initialize(torch.zeros(2, 3))
+    assert guide.site_names == ["first.weight", "first.bias", "last.weight", "last.bias"]
+
+
+def test_unknown_site_is_a_key_error():
+    with pytest.raises(KeyError, match="'net.9.weight' is none of the sites"):
+        ps.KTiedGuide(make_regressor())["net.9.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_guides_take_the_models_dtype(dtype):
+    model = make_regressor().to(dtype)
+    guide = ps.KTiedGuide(model)
+    assert {parameter.dtype for parameter in guide.parameters()} == {dtype}
+    x, y = (value.to(dtype) for value in regression_data())
+    make_svi(model, guide).step(x, y)
+
+
+def test_parameter_counts():
+    net = nn.Sequential(nn.Linear(784, 400), nn.Linear(400, 400), nn.Linear(400, 10))
+    model = ps.Classifier(ps.bayesianize(net), num_data=10)
+
+    def count(guide):
+        return sum(parameter.numel() for parameter in guide.parameters())
+
+    # Swiatkowski et al. (2020), figure 4: 957, 482, 484 and 486 thousand.
+    assert count(ps.MeanFieldGuide(model)) == 956_820
+    assert [count(ps.KTiedGuide(model, rank=k)) for k in (1, 2, 3)] == [481_614, 484_008, 486_402]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("elbo", ELBOS)
+def test_training_on_a_gpu(elbo):
+    model = make_regressor().to("cuda")
+    guide = ps.KTiedGuide(model)
+    x, y = (value.to("cuda") for value in regression_data())
+    svi = make_svi(model, guide, elbo())
+    svi.step(x, y)
+    assert {parameter.device.type for parameter in guide.parameters()} == {"cuda"}

@@ -1,0 +1,248 @@
+"""fit: what it accepts, what it trains, what it returns, and how it stops."""
+
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_structvi as ps
+from pyro_structvi.infer import CosineDecay, History
+from tests.models import linear_function, make_classifier, make_regressor, regression_data
+
+
+def make(size=12):
+    model = make_regressor(size)
+    return model, ps.KTiedGuide(model), regression_data(size)
+
+
+def snapshot(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def unchanged(module, before):
+    return all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class Pairs(TensorDataset):
+    """A data set of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: [x, y],
+        lambda x, y: Pairs(x, y),
+        lambda x, y: DataLoader(Pairs(x, y), batch_size=12),
+        lambda x, y: [(x, y), (x, y)],
+        lambda x, y: [{"x": x, "y": y}],
+    ],
+    ids=["tuple", "list", "dataset", "loader", "batches", "dicts"],
+)
+def test_it_takes_data_in_every_form(wrap):
+    model, guide, data = make()
+    history = ps.fit(model, guide, wrap(*data), num_steps=60, lr=0.05, progress=False)
+    assert len(history.elbo) == 60
+    assert sum(history.elbo[-10:]) > sum(history.elbo[:10])
+
+
+def test_epochs_count_mini_batches():
+    model, guide, data = make(size=25)
+    history = ps.fit(model, guide, data, num_epochs=3, batch_size=10, progress=False)
+    assert len(history.elbo) == 9
+
+
+def test_mini_batches_visit_each_example_once_an_epoch(monkeypatch):
+    seen = []
+    model = make_regressor(25)
+    x, y = torch.arange(75.0).reshape(25, 3), torch.zeros(25, 1)
+    forward = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda self, x, y: (seen.append(x), forward(self, x, y))[1]
+    )
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(x, y)
+    seen.clear()
+    ps.fit(model, guide, (x, y), num_epochs=1, batch_size=10, progress=False)
+    assert [len(batch) for batch in seen] == [10, 10, 5]
+    assert torch.equal(torch.cat(seen).sort(0).values, x)
+    assert not torch.equal(torch.cat(seen), x)
+
+
+def test_the_history_adds_up():
+    model, guide, data = make()
+    history = ps.fit(
+        model,
+        guide,
+        data,
+        num_steps=10,
+        lr=0.1,
+        lr_schedule=CosineDecay(10),
+        kl_weight=ps.LinearAnnealing(5),
+        progress=False,
+    )
+    assert isinstance(history, History)
+    assert history.kl_weight == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1])
+    assert history.lr == pytest.approx([0.1 * CosineDecay(10)(step) for step in range(10)])
+    parts = zip(history.log_likelihood, history.kl, strict=True)
+    assert history.elbo == pytest.approx([likelihood - kl for likelihood, kl in parts])
+    assert not history.interrupted
+
+
+def test_point_estimated_parameters_and_running_statistics_are_trained():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    bayes_net = ps.bayesianize(net, normalization=False)
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
+    guide = ps.MeanFieldGuide(model)
+    model.eval()
+    ps.fit(model, guide, regression_data(), num_steps=3, progress=False)
+    layer = model.net[1]
+    assert not torch.equal(layer.weight, torch.ones(4))
+    assert not torch.equal(layer.running_mean, torch.zeros(4))
+    assert not any(module.training for module in model.modules())
+
+
+def test_any_torch_optimizer():
+    model, guide, data = make()
+    before = snapshot(guide)
+    ps.fit(model, guide, data, num_steps=2, lr=1e-4, optimizer=torch.optim.SGD, progress=False)
+    assert not unchanged(guide, before)
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_pyros_own_guides():
+    model = make_regressor()
+    guide = AutoNormal(model)
+    history = ps.fit(model, guide, regression_data(), num_steps=200, lr=0.02, progress=False)
+    assert sum(history.elbo[-20:]) > sum(history.elbo[:20])
+
+
+def test_functions_as_models():
+    guide = ps.KTiedGuide(linear_function)
+    data = (torch.randn(6, 3), torch.randn(6, 2))
+    history = ps.fit(linear_function, guide, data, num_steps=200, lr=0.02, progress=False)
+    assert sum(history.elbo[-20:]) > sum(history.elbo[:20])
+
+
+def test_an_interrupt_returns_what_there_is(monkeypatch):
+    model, guide, data = make()
+    stepper = ps.fit.__globals__["_Stepper"]  # the function has the name of its module
+    original = stepper.step
+
+    def interrupted(self, number, *rest):
+        if number == 5:
+            raise KeyboardInterrupt
+        return original(self, number, *rest)
+
+    monkeypatch.setattr(stepper, "step", interrupted)
+    history = ps.fit(model, guide, data, num_steps=100, progress=False)
+    assert history.interrupted
+    assert len(history.elbo) == 5
+    assert guide.draw()
+
+
+def test_the_progress_bar_shows_the_elbo(capsys):
+    model, guide, data = make()
+    ps.fit(model, guide, data, num_steps=5)
+    assert "elbo=" in capsys.readouterr().err
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def test_nan_in_tensors_is_found_before_the_first_step():
+    model, guide, (x, y) = make()
+    x[3, 1] = float("nan")
+    before = snapshot(guide)
+    with pytest.raises(ValueError, match=r"`data\[0\]` holds 1 NaN of 36 values"):
+        ps.fit(model, guide, (x, y), num_steps=5, progress=False)
+    assert unchanged(guide, before)
+
+
+def test_nan_in_a_batch_names_argument_and_step_and_keeps_the_parameters():
+    model, guide, (x, y) = make()
+    bad = y.clone()
+    bad[0] = float("nan")
+    kept = {}
+
+    class Batches(list):
+        def __iter__(self):
+            yield x, y
+            kept.update(snapshot(guide))
+            yield x, bad
+
+    with pytest.raises(FloatingPointError, match=r"At step 1, the data \['argument 1'\] is not"):
+        ps.fit(model, guide, Batches([0, 0]), num_steps=2, progress=False)
+    assert unchanged(guide, kept)
+
+
+def test_a_loss_that_is_not_finite_names_site_and_step_and_keeps_the_parameters():
+    model, guide, data = make()
+    ps.fit(model, guide, data, num_steps=2, progress=False)
+    with torch.no_grad():
+        guide["net.2.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
+    before = snapshot(guide)
+    message = r"At step 0, .*(net.2.weight|obs).* is not finite. The parameters are those before"
+    with pytest.raises(FloatingPointError, match=message):
+        ps.fit(model, guide, data, num_steps=5, progress=False)
+    assert unchanged(guide, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Give one of `num_epochs` and `num_steps`"),
+        ({"num_epochs": 1, "num_steps": 1}, "Give one of `num_epochs` and `num_steps`"),
+        ({"num_steps": 0}, "`num_steps` must be a whole number of at least 1"),
+        ({"num_epochs": -1}, "`num_epochs` must be a whole number of at least 1"),
+        ({"num_steps": 1, "lr": 0.0}, "`lr` must be a positive number"),
+        ({"num_steps": 1, "batch_size": 0}, "`batch_size` must be a whole number of at least 1"),
+        ({"num_steps": 1, "kl_weight": -1.0}, "`kl_weight` must be a finite number"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    model, guide, data = make()
+    with pytest.raises(ValueError, match=message):
+        ps.fit(model, guide, data, progress=False, **options)
+
+
+def test_data_of_different_lengths():
+    model, guide, (x, y) = make()
+    with pytest.raises(ValueError, match=r"one positive length, but got \[12, 11\]"):
+        ps.fit(model, guide, (x, y[:-1]), num_steps=1, progress=False)
+
+
+def test_a_batch_size_for_ready_made_batches():
+    model, guide, data = make()
+    with pytest.raises(ValueError, match="mini-batches that are given have their own"):
+        ps.fit(model, guide, [data], num_steps=1, batch_size=3, progress=False)
+
+
+def test_data_that_are_none():
+    model, guide, _ = make()
+    with pytest.raises(TypeError, match="`data` must be a tuple of tensors, a Dataset, or"):
+        ps.fit(model, guide, iter([]), num_steps=1, progress=False)
+
+
+def test_data_of_another_dtype():
+    model, guide, (x, y) = make()
+    with pytest.raises((ValueError, RuntimeError), match="dtype"):
+        ps.fit(model, guide, (x.float(), y.float()), num_steps=1, progress=False)
+
+
+def test_a_guide_that_is_a_function():
+    model, _, data = make()
+    with pytest.raises(TypeError, match=r"`guide` must be a torch.nn.Module.*pyro.infer.SVI"):
+        ps.fit(model, lambda x, y: None, data, num_steps=1, progress=False)
+
+
+def test_classes_as_floats():
+    model = make_classifier()
+    with pytest.raises(ValueError, match="`y` must hold classes as integers"):
+        ps.fit(model, ps.KTiedGuide(model), regression_data_flat(), num_steps=1, progress=False)
+
+
+def regression_data_flat():
+    x, y = regression_data()
+    return x, y.squeeze(-1)

@@ -1,0 +1,103 @@
+"""The code in the README, in the pages of ``docs/`` and in docstrings runs, and prints what is shown.
+
+On a page, a block of output (``text``) right after a block of Python is what that block prints. If it
+starts with the name of an error or a warning, the code must raise that, with that message.
+"""
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyro_structvi
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted(ROOT.glob("docs/**/*.md")) if "kernelspec" not in page.read_text()),
+]
+MODULES = [
+    "pyro_structvi",
+    *(module.name for module in pkgutil.walk_packages(pyro_structvi.__path__, "pyro_structvi.")),
+]
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<output>.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+ANNOUNCED = re.compile(r"(?P<name>\w+(?:Error|Warning)): (?P<message>.+)")
+SLOW = {"docs/reference_posteriors.md", "pyro_structvi.reference.nuts"}
+
+
+@pytest.fixture(autouse=True)
+def float32_by_default(fresh_state):
+    """Run what users run in the dtype that they have; the suite's own is float64."""
+    torch.set_default_dtype(torch.float32)
+
+
+def with_marks(name, value):
+    return pytest.param(value, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+
+
+PAGES_WITH_CODE = [
+    with_marks(page.relative_to(ROOT).as_posix(), page)
+    for page in PAGES
+    if BLOCK.search(page.read_text())
+]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE)
+def test_page_runs_and_prints_what_it_shows(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    namespace = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        lines_above = text[: block.start("code")].count("\n")
+        code = compile("\n" * lines_above + block["code"], page, "exec")
+        run_block(code, namespace, block["output"])
+
+
+def run_block(code, namespace, expected):
+    """Run one block of a page and compare what it prints, warns of or raises with what is shown."""
+    announced = ANNOUNCED.fullmatch(squeeze(expected or ""))
+    printed, raised = io.StringIO(), []
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(
+            record=announced is not None, action="always" if announced else None
+        ) as warned,
+    ):
+        try:
+            exec(code, namespace)
+        except Exception as error:
+            if announced is None:
+                raise
+            raised = [error]
+    if announced is None:
+        assert expected is None or squeeze(printed.getvalue()) == squeeze(expected)
+        return
+    messages = [*raised, *(warning.message for warning in warned)]
+    assert [type(message).__name__ for message in messages] == [announced["name"]]
+    assert squeeze(str(messages[0])).startswith(announced["message"])
+
+
+def squeeze(text):
+    """Return a text with every run of white space as one space."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", [with_marks(name, name) for name in MODULES])
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    report = io.StringIO()
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module):
+        runner.run(test, out=report.write)
+    assert not runner.failures, report.getvalue()
