@@ -1,5 +1,8 @@
 """Structured variational inference for Bayesian neural networks in Pyro."""
 
+from importlib import import_module
+from types import ModuleType
+
 from pyro_structvi.guides import KTiedGuide, MeanFieldGuide, StructuredGuide
 from pyro_structvi.infer import LinearAnnealing, StructuredELBO, fit
 from pyro_structvi.inference_data import to_inference_data
@@ -26,3 +29,13 @@ __all__ = [
     "predict",
     "to_inference_data",
 ]
+
+# These need optional packages, so they are imported when they are first asked for.
+_OPTIONAL = ("metrics", "plots", "reference")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import an optional submodule, such as ``pyro_structvi.reference``."""
+    if name in _OPTIONAL:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -85,7 +85,7 @@ def to_inference_data(
             log_likelihood.append(likelihood.log_prob(y))
 
     def stacked(draws: list[Tensor]) -> Any:
-        values = torch.stack(draws).cpu().numpy()
+        values = torch.stack(draws).detach().cpu().numpy()
         if np.issubdtype(values.dtype, np.floating):
             values = values.astype(np.float64)
         return values.reshape(chains, total // chains, *values.shape[1:])

@@ -48,7 +48,7 @@ def plot_regressions(
     columns = min(len(predictions), 4)
     rows = -(-len(predictions) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     line, points = grid.flatten().cpu(), (x.flatten().cpu(), y.flatten().cpu())
     for panel, (title, prediction) in zip(axes, predictions.items(), strict=False):
         mean = prediction.mean.flatten().cpu()
@@ -63,7 +63,7 @@ def plot_regressions(
         panel.scatter(*points, s=6, color="C3", zorder=3, label="data")
         panel.set_title(title)
         panel.set_ylim(limits or _padded(points[1]))
-    for panel in list(axes)[len(predictions) :]:
+    for panel in axes[len(predictions) :]:
         panel.remove()
     figure.axes[0].legend(loc="upper left", fontsize="x-small")
     return figure

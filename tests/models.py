@@ -26,7 +26,7 @@ def make_classifier(size=12):
 
 
 class HandWritten(PyroModule):
-    """A module of the user's own with declared sites, one drawn in forward, and no likelihood of ours."""
+    """A module of the user's own: declared sites, one drawn in forward, its own likelihood."""
 
     def __init__(self):
         super().__init__()

@@ -46,9 +46,9 @@ def assert_moments(samples, mean, covariance, false_alarm=1e-6):
 def assert_mean(samples, expected, false_alarm=1e-6):
     """Assert that draws of any law with a few moments have the stated mean.
 
-    A z-test for each entry with its standard error as estimated from the draws, and a bound widened by
-    the first term of the Cornish-Fisher expansion of Student's statistic, with the skewness
-    estimated from the draws; meant for a thousand draws or more.
+    Student's test for each entry. The bound is that of a z-test, widened by the first terms of the
+    Cornish-Fisher expansion, for the degrees of freedom and for the skewness as estimated from the
+    draws; meant for some hundred draws or more.
 
     Args:
         samples: Independent draws ``(n, *shape)``.
@@ -66,7 +66,9 @@ def assert_mean(samples, expected, false_alarm=1e-6):
         "mean",
         samples.mean(0) - expected,
         deviation / count**0.5,
-        bound + skewness * (2 * bound**2 + 1) / (6 * count**0.5),
+        bound
+        + (bound**3 + bound) / (4 * (count - 1))
+        + skewness * (2 * bound**2 + 1) / (6 * count**0.5),
     )
 
 

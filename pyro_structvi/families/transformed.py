@@ -16,8 +16,9 @@ from pyro_structvi.families.family import Family, LatentSite
 class TransformedMeanField(Family):
     """Independent normals pushed onto the site's support; a log-normal where that is positive.
 
-    The density carries the Jacobian, so every ELBO is unbiased; most such posteriors have no
-    closed-form KL (a log-normal prior does), and :class:`~pyro_structvi.StructuredELBO` then samples it and says so once.
+    The density carries the Jacobian, so every ELBO is unbiased. Against most priors the KL has no
+    closed form (a log-normal prior is the exception);
+    :class:`~pyro_structvi.StructuredELBO` then samples it and says so once.
 
     Example:
         >>> from pyro_structvi.guides import StructuredGuide

@@ -55,7 +55,7 @@ class Classifier(PyroModule):
         Raises:
             ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
         """
-        logits: Tensor = self.net(x)
+        logits = _run_net(self.net, x)
         if logits.dim() != 2:
             raise ValueError(
                 "A Classifier's net must return logits of shape (batch, classes), but got "
@@ -121,7 +121,7 @@ class Regressor(PyroModule):
         Raises:
             ValueError: If ``y`` has not the shape, dtype and device of the net's output.
         """
-        mean: Tensor = self.net(x)
+        mean = _run_net(self.net, x)
         if y is not None:
             check_shape("y", y, mean.shape, "that of the net's output")
             check_same_kind("y", y, "net(x)", mean)
@@ -135,10 +135,18 @@ def _check_net(net: Any) -> nn.Module:
     return net
 
 
+def _run_net(net: nn.Module, x: Any) -> Tensor:
+    output: Tensor = net(x)
+    if output.dim() == 0 or len(output) == 0:
+        raise ValueError(
+            "`x` must hold at least one example, but the net's output has shape "
+            f"{tuple(output.shape)}."
+        )
+    return output
+
+
 def _observe(likelihood: Any, y: Tensor | None, num_data: int) -> None:
     """Observe a batch, scaled up to the whole data set; unobserved, it is no latent of a guide."""
     size = likelihood.batch_shape[0]
-    if size == 0:
-        raise ValueError("`x` must hold at least one example, but its batch is empty.")
     with poutine.scale(scale=num_data / size), pyro.plate("data", size, dim=-1):
         pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})

@@ -138,7 +138,9 @@ class JaxNet:
         if drawn:
             raise _untranslatable(f"The net draws the sites {drawn} inside a forward pass")
         inputs, sites = list(self._graph.find_nodes(op="placeholder"))
-        self.sites = {node.args[1] for node in sites.users if node.users}
+        for node in [node for node in sites.users if not node.users]:
+            self._graph.erase_node(node)
+        self.sites = {node.args[1] for node in sites.users}
         self._inputs = (inputs, sites)
         self._constants = {}
         for node in self._graph.nodes:

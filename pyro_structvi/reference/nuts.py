@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import torch
 from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC, NUTS, init_to_median
 from numpyro.infer.util import log_density
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import check_no_nan, check_positive_integer
@@ -85,8 +87,12 @@ def nuts(
     The model is translated to NumPyro, and the translation is checked against it: at a draw from
     the prior both must have the same log joint. JAX's configuration stays as it is. Chains start at
     the median of 15 prior draws each, a point of moderate size at which no two hidden units are
-    alike. They run in parallel if JAX has a device for each, otherwise one after another; on a CPU,
-    ``numpyro.set_host_device_count(4)`` before JAX is first used gives four devices.
+    alike.
+
+    Chains run in parallel, without a progress bar, if JAX has a device for each; on a CPU,
+    ``numpyro.set_host_device_count(4)`` before JAX is first used gives four devices. Otherwise they
+    run one after another, which on a CPU takes half the time of running them as one batch, where
+    each step waits for the longest trajectory.
 
     With posterior :math:`p(W \mid y) \propto p(W) \prod_n p(y_n \mid W, x_n)`, each split R-hat is
     :math:`\sqrt{(\frac{n-1}{n} V + B) / V}`, where :math:`V` is the mean variance within half
@@ -104,7 +110,7 @@ def nuts(
             Higher means smaller steps and fewer divergences.
         max_tree_depth: A draw takes at most ``2 ** max_tree_depth - 1`` gradients.
         seed: Seed of JAX's generator.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar, one for each chain.
 
     Returns:
         The draws by site, in the dtype and on the device of the model.
@@ -112,7 +118,7 @@ def nuts(
     Raises:
         TypeError: If the model is neither a ``Classifier`` nor a ``Regressor``, or ``x`` or ``y``
             is no tensor.
-        ValueError: If an argument is out of range, ``x`` or ``y`` holds NaN, or they are not all
+        ValueError: If an argument is out of range, ``x`` or ``y`` is not finite, or they are not all
             of the model's data.
         NotImplementedError: If the model has no translation to NumPyro.
 
@@ -133,31 +139,22 @@ def nuts(
         Analysis, 3rd edition, section 11.4.
     """
     counts = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
-    for name, count in (*counts.items(), ("max_tree_depth", max_tree_depth)):
-        check_positive_integer(name, count)
-    if num_samples < 4:
-        raise ValueError(
-            f"`num_samples` must be at least 4, for R-hat's sake, but got {num_samples}."
-        )
-    if not 0 < target_accept_prob < 1:
-        raise ValueError(
-            f"`target_accept_prob` must lie between 0 and 1, but got {target_accept_prob!r}."
-        )
+    _check_settings(counts | {"max_tree_depth": max_tree_depth}, target_accept_prob)
     translated = to_numpyro(model)
     _check_data(model, x, y)
+    example = _check_translation(model, translated, x, y)
     with jax.enable_x64(True):
-        data = (to_array(x), to_array(y))
-        example = _check_translation(model, translated, x, y)
         kernel = NUTS(
             translated,
             target_accept_prob=target_accept_prob,
             max_tree_depth=max_tree_depth,
             init_strategy=init_to_median,
         )
-        mcmc = MCMC(kernel, chain_method=_chain_method(num_chains), progress_bar=progress, **counts)
-        mcmc.run(jax.random.PRNGKey(seed), *data)
+        method, bar = _chain_method(num_chains, progress)
+        mcmc = MCMC(kernel, chain_method=method, progress_bar=bar, **counts)
+        mcmc.run(jax.random.PRNGKey(seed), to_array(x), to_array(y))
         chains = jax.device_get(mcmc.get_samples(group_by_chain=True))
-        r_hat = _largest_r_hat(_function_values(translated.net, chains, data[0]))
+        r_hat = _largest_r_hat(_function_values(translated.net, chains, to_array(x)))
     divergences = int(mcmc.get_extra_fields()["diverging"].sum())
     if divergences:
         warnings.warn(
@@ -174,11 +171,27 @@ def nuts(
     return NUTSDraws(draws, num_chains, divergences, r_hat, _largest_r_hat(chains.values()))
 
 
+def _check_settings(counts: dict[str, int], target_accept_prob: float) -> None:
+    for name, count in counts.items():
+        check_positive_integer(name, count)
+    if counts["num_samples"] < 4:
+        raise ValueError(
+            "`num_samples` must be at least 4, so that R-hat can be computed, but got "
+            f"{counts['num_samples']}."
+        )
+    if not 0 < target_accept_prob < 1:
+        raise ValueError(
+            f"`target_accept_prob` must lie between 0 and 1, but got {target_accept_prob!r}."
+        )
+
+
 def _check_data(model: Any, x: Any, y: Any) -> None:
     for name, value in (("x", x), ("y", y)):
         if not isinstance(value, Tensor):
             raise TypeError(f"`{name}` must be a torch.Tensor, but got {type(value).__name__}.")
         check_no_nan(name, value)
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"`{name}` must be finite, but it holds infinite values.")
     if len(x) != model.num_data:
         raise ValueError(
             f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
@@ -193,24 +206,49 @@ def _check_translation(
     """Return a prior draw of all sites, at which Pyro and NumPyro have the same log joint."""
     with torch.no_grad(), poutine.block():
         trace = poutine.trace(model).get_trace(x, y)
-        log_joint = float(trace.log_prob_sum())
-    sites = {name: trace.nodes[name]["value"] for name in translated.priors}
-    arrays = {name: to_array(value) for name, value in sites.items()}
-    other = float(log_density(translated, (to_array(x), to_array(y)), {}, arrays)[0])
+        trace.compute_log_prob()
+    sites = {
+        name: node["value"]
+        for name, node in trace.iter_stochastic_nodes()
+        if not site_is_subsample(node)
+    }
+    if set(sites) != set(translated.priors):
+        raise _disagreement(f"the model's sites are {[*sites]}, the other's {[*translated.priors]}")
+    with jax.enable_x64(True):
+        values = {name: to_array(value) for name, value in sites.items()}
+        data = (to_array(x), to_array(y))
+        other = float(log_density(translated, data, {}, values)[0])
+    terms = [float(node["log_prob_sum"]) for node in trace.nodes.values() if "log_prob" in node]
     # Terms may cancel in the sum, and the model may compute in float32.
-    terms = [abs(float(node["log_prob_sum"])) for node in trace.nodes.values() if "fn" in node]
-    if math.isfinite(log_joint) and not abs(log_joint - other) <= 1e-3 * (1 + sum(terms)):
-        raise NotImplementedError(
-            "The translation to NumPyro disagrees with the model: at a draw from the prior the log "
-            f"joint of the model is {log_joint:.6g}, that of the translation {other:.6g}. The model "
-            "does what a translation of its net, priors and likelihood does not show, such as an "
-            "overridden `forward` or a hook. Sample it with Pyro's own `pyro.infer.NUTS`."
+    tolerance = 1e-3 * (1 + sum(map(abs, terms)))
+    if math.isfinite(tolerance) and not abs(sum(terms) - other) <= tolerance:
+        raise _disagreement(
+            f"at a draw from the prior the model's log joint is {sum(terms):.6g}, the other's "
+            f"{other:.6g}"
         )
     return sites
 
 
-def _chain_method(num_chains: int) -> str:
-    return "parallel" if jax.local_device_count() >= num_chains > 1 else "sequential"
+def _disagreement(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"The translation to NumPyro is another model: {what}. The model does what its net, priors "
+        "and likelihood do not show, such as an overridden `forward` or a hook. Sample it with "
+        "Pyro's own `pyro.infer.NUTS`."
+    )
+
+
+def _chain_method(num_chains: int, progress: bool) -> tuple[Any, bool]:
+    """Return how to run the chains, and whether with a progress bar."""
+    if jax.local_device_count() >= num_chains > 1:
+        # NumPyro's bar for parallel chains fails in float64: its callback runs in another thread,
+        # and `enable_x64` holds for one.
+        return "parallel", False
+    # "sequential" compiles anew for each chain, unless it shows a bar.
+    return "sequential" if progress else _one_after_another, progress
+
+
+def _one_after_another(run: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(partial(jax.lax.map, run))
 
 
 def _function_values(net: JaxNet, chains: dict[str, Any], x: Any) -> Iterator[Any]:

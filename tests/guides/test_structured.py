@@ -177,7 +177,9 @@ def test_init_loc_fn_is_pyros():
 
 
 def test_init_loc_fn_must_return_the_sites_shape():
-    with pytest.raises(ValueError, match=r"shape \(5, 3\) for the site 'net.0.weight', but got \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"shape \(5, 3\) for the site 'net.0.weight', but got \(2,\)"
+    ):
         ps.KTiedGuide(make_regressor(), init_loc_fn=lambda site: torch.zeros(2))
 
 
@@ -420,7 +422,7 @@ def test_sites_come_in_the_order_of_execution():
 
 
 def test_unknown_site_is_a_key_error():
-    with pytest.raises(KeyError, match="'net.9.weight' is none of the sites"):
+    with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
         ps.KTiedGuide(make_regressor())["net.9.weight"]
 
 

@@ -48,7 +48,9 @@ def test_without_data_the_loss_is_the_same_for_every_seed(guide_name, elbo_class
     assert max(values) - min(values) < 1e-12 * abs(values[0])
     posterior = guide["weight"]()
     dense = torch.distributions.kl_divergence(
-        torch.distributions.MultivariateNormal(posterior.mean.flatten(), posterior.covariance_matrix),
+        torch.distributions.MultivariateNormal(
+            posterior.mean.flatten(), posterior.covariance_matrix
+        ),
         torch.distributions.MultivariateNormal(torch.zeros(12), 4 * torch.eye(12)),
     )
     terms = ps.StructuredELBO().terms(prior_only, guide)

@@ -1,0 +1,130 @@
+"""The laws that every distribution over a weight obeys: densities, entropies and KL divergences."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.distributions import kl_divergence
+
+from pyro_structvi.distributions import MeanFieldNormal
+from tests import dense_oracles as dense
+from tests.distributions.cases import MATRIX, positive
+from tests.distributions.subject import name_of, uniform_prior
+
+
+@pytest.mark.parametrize("sample_shape", [(), (5,)], ids=name_of)
+def test_log_prob_is_the_dense_one(subject, sample_shape):
+    q, exact = subject.q, subject.exact()
+    value = subject.randn(*sample_shape, *q.batch_shape, *q.event_shape)
+    covariance = subject.case.covariance(exact)
+    oracle = dense.log_prob(value.double(), exact.loc, covariance, subject.event_dim)
+    assert q.log_prob(value).shape == (*sample_shape, *q.batch_shape)
+    subject.assert_close(q.log_prob(value), oracle)
+
+
+def test_gradients_of_log_prob_are_the_dense_ones(subject):
+    q, exact = subject.with_leaves(), subject.exact()
+    value = subject.randn(*q.batch_shape, *q.event_shape)
+    covariance = subject.case.covariance(exact)
+    oracle = dense.log_prob(value.double(), exact.loc, covariance, subject.event_dim)
+    subject.assert_gradients_close(q.log_prob(value), q, oracle, exact)
+
+
+def test_entropy_is_the_dense_one(subject):
+    assert subject.q.entropy().shape == subject.q.batch_shape
+    subject.assert_close(
+        subject.q.entropy(), dense.entropy(subject.case.covariance(subject.exact()))
+    )
+
+
+def uniform_prior_for_each_weight_of_a_batch(shape, event_dim, dtype):
+    batch = shape[: len(shape) - event_dim]
+    scale = positive(*batch, *(1 for _ in range(event_dim)), dtype=dtype)
+    return dist.Normal(torch.zeros_like(scale), scale).expand(shape).to_event(event_dim)
+
+
+def prior_without_batch(shape, event_dim, dtype):
+    scale = positive(*shape[len(shape) - event_dim :], dtype=dtype)
+    return dist.Normal(torch.zeros_like(scale), scale).to_event(event_dim)
+
+
+def prior_with_a_scale_for_each_output(shape, event_dim, dtype):
+    scale = positive(*shape[len(shape) - event_dim :][:1], *(1,) * (event_dim - 1), dtype=dtype)
+    return dist.Normal(torch.zeros_like(scale), scale).expand(shape).to_event(event_dim)
+
+
+def prior_with_a_loc(shape, event_dim, dtype):
+    loc, scale = torch.randn(shape, dtype=dtype), positive(*shape, dtype=dtype)
+    return dist.Normal(loc, scale).to_event(event_dim)
+
+
+def plain_normal(shape, event_dim, dtype):
+    return dist.Normal(torch.randn(shape, dtype=dtype), positive(*shape, dtype=dtype))
+
+
+def torch_normal(shape, event_dim, dtype):
+    base = torch.distributions.Normal(
+        torch.randn(shape, dtype=dtype), positive(*shape, dtype=dtype)
+    )
+    return torch.distributions.Independent(base, event_dim)
+
+
+def mean_field_prior(shape, event_dim, dtype):
+    return MeanFieldNormal(
+        torch.randn(shape, dtype=dtype), positive(*shape, dtype=dtype), event_dim
+    )
+
+
+PRIORS = [
+    uniform_prior,
+    uniform_prior_for_each_weight_of_a_batch,
+    prior_without_batch,
+    prior_with_a_scale_for_each_output,
+    prior_with_a_loc,
+    plain_normal,
+    torch_normal,
+    mean_field_prior,
+]
+
+
+@pytest.mark.parametrize("make_prior", PRIORS, ids=lambda make: make.__name__)
+def test_kl_and_its_gradients_are_the_dense_ones(subject, make_prior):
+    q, exact = subject.with_leaves(), subject.exact()
+    prior = make_prior(q.batch_shape + q.event_shape, subject.event_dim, subject.dtype)
+    kl = kl_divergence(q, prior)
+    oracle = dense.kl_to_independent_normals(
+        exact.loc,
+        subject.case.covariance(exact),
+        prior.mean.double(),
+        prior.stddev.double(),
+        subject.event_dim,
+    )
+    assert kl.shape == q.batch_shape
+    subject.assert_close(kl, oracle)
+    subject.assert_gradients_close(kl, q, oracle, exact)
+
+
+def test_kl_to_normals_of_the_same_moments_is_what_correlations_are_worth(subject):
+    q, exact = subject.q, subject.exact()
+    covariance = subject.case.covariance(exact)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    oracle = (variance.log().sum(-1) - torch.linalg.slogdet(covariance).logabsdet) / 2
+    subject.assert_close(
+        kl_divergence(q, dist.Normal(q.mean, q.stddev).to_event(subject.event_dim)), oracle
+    )
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "to_event"])
+def test_kl_without_closed_form_is_refused(plain_subject, wrap):
+    prior = dist.Laplace(torch.zeros(MATRIX), 1.0)
+    with pytest.raises(NotImplementedError, match="No KL"):
+        kl_divergence(plain_subject.q, prior.to_event(2) if wrap else prior)
+
+
+def test_log_prob_refuses_a_value_of_another_shape(subject):
+    with pytest.raises(ValueError, match="event_shape"):
+        subject.q.log_prob(subject.randn(*subject.q.batch_shape, *subject.q.event_shape, 2))
+
+
+def test_log_prob_refuses_nan(plain_subject):
+    with pytest.raises(ValueError, match="within the support"):
+        plain_subject.q.log_prob(torch.full(MATRIX, float("nan")))

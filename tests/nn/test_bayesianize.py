@@ -1,0 +1,273 @@
+"""bayesianize: what it converts, what it leaves, what it shares."""
+
+import copy
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import SVI
+from pyro.nn import PyroModule
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.guides.sites import find_declared_sites
+from pyro_structvi.nn import PointEstimateWarning
+from tests.models import regression_data
+
+
+def sites_of(module):
+    return {name: found.prior for name, found in find_declared_sites(module).items()}
+
+
+class TiedNet(nn.Module):
+    """A decoder with the encoder's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Linear(3, 3)
+        self.encoder = nn.Linear(3, 3)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x):
+        return self.decoder(torch.tanh(self.encoder(x)))
+
+
+class SharedNet(nn.Module):
+    """One layer used in two places of the tree."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.Linear(3, 3)
+        self.first = nn.Sequential(layer, nn.Tanh())
+        self.second = layer
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Residual(nn.Module):
+    """A net with a forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv1d(2, 1, 1))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head((x + self.body(x)).squeeze(1))
+
+
+@pytest.mark.parametrize("net", [nn.Linear(3, 2), Residual(), TiedNet(), SharedNet()])
+def test_the_net_itself_stays_as_it_is(net):
+    before, types = copy.deepcopy(net.state_dict()), [type(module) for module in net.modules()]
+    bayes_net = ps.bayesianize(net)
+    assert [type(module) for module in net.modules()] == types
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert isinstance(bayes_net, PyroModule)
+    assert not list(bayes_net.parameters())
+
+
+def test_a_bare_linear_gets_sites_of_its_shapes():
+    sites = sites_of(ps.bayesianize(nn.Linear(3, 2), prior=0.5))
+    assert {name: tuple(prior.event_shape) for name, prior in sites.items()} == {
+        "weight": (2, 3),
+        "bias": (2,),
+    }
+    assert torch.equal(sites["weight"].mean, torch.zeros(2, 3))
+    assert torch.equal(sites["weight"].stddev, torch.full((2, 3), 0.5))
+
+
+def test_the_forward_is_the_nets_own():
+    net = Residual()
+    bayes_net, x = ps.bayesianize(net), torch.randn(5, 1, 3)
+    values = dict(net.named_parameters())
+    torch.testing.assert_close(poutine.condition(bayes_net, values)(x), net(x))
+
+
+def test_two_draws_give_two_outputs():
+    bayes_net, x = ps.bayesianize(Residual()), torch.randn(5, 1, 3)
+    assert not torch.allclose(bayes_net(x), bayes_net(x))
+
+
+# ---- priors --------------------------------------------------------------------------------------
+
+
+def test_a_prior_by_fan_in():
+    sites = sites_of(ps.bayesianize(nn.Conv2d(4, 2, 3), prior=ps.FanIn(2.0, vector_scale=0.3)))
+    assert torch.allclose(sites["weight"].stddev, torch.tensor(2 / 6.0))
+    assert torch.allclose(sites["bias"].stddev, torch.tensor(0.3))
+
+
+def test_a_prior_by_pattern_first_match_wins():
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    sites = sites_of(ps.bayesianize(net, prior={"0.weight": 2.0, "*.weight": 3.0, "*": 4.0}))
+    scales = {name: prior.stddev.flatten()[0].item() for name, prior in sites.items()}
+    assert scales == {"0.weight": 2, "0.bias": 4, "1.weight": 3, "1.bias": 4}
+
+
+def test_a_prior_for_each_element():
+    scale = torch.rand(2, 3) + 0.1
+    sites = sites_of(ps.bayesianize(nn.Linear(3, 2), prior={"weight": scale, "bias": 1.0}))
+    assert torch.equal(sites["weight"].stddev, scale)
+
+
+def test_a_prior_as_a_distribution():
+    sites = sites_of(ps.bayesianize(nn.Linear(3, 2), prior=dist.StudentT(3.0, 0.0, 2.0)))
+    base = sites["weight"].base_dist
+    assert isinstance(base, dist.StudentT)
+    assert torch.equal(base.scale, torch.full((2, 3), 2.0))
+
+
+def test_a_prior_as_a_function():
+    sites = sites_of(
+        ps.bayesianize(nn.Linear(3, 2), prior=lambda name, weight: 1.0 + len(name) + weight.dim())
+    )
+    assert sites["weight"].stddev[0, 0] == 9.0
+    assert sites["bias"].stddev[0] == 6.0
+
+
+@pytest.mark.parametrize("prior", [1.0, dist.Laplace(0.0, 1.0), ps.FanIn()])
+def test_priors_move_and_convert_with_the_net(prior):
+    bayes_net = ps.bayesianize(nn.Linear(3, 2), prior=prior)
+    for dtype in (torch.float32, torch.float64):
+        bayes_net = bayes_net.to(dtype)
+        assert sites_of(bayes_net)["weight"].sample().dtype == dtype
+        assert bayes_net(torch.zeros(1, 3, dtype=dtype)).dtype == dtype
+    assert sites_of(bayes_net.to("meta"))["weight"].mean.device.type == "meta"
+
+
+def test_priors_are_in_the_state_dict():
+    source, target = (ps.bayesianize(nn.Linear(3, 2), prior=scale) for scale in (0.5, 2.0))
+    assert sites_of(target)["weight"].stddev[0, 0] == 2.0
+    target.load_state_dict(source.state_dict())
+    assert sites_of(target)["weight"].stddev[0, 0] == 0.5
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: n, copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n))]
+)
+def test_models_can_be_copied_and_pickled(make):
+    model = make(ps.Classifier(ps.bayesianize(TiedNet(), prior=0.5), num_data=10))
+    model(torch.zeros(2, 3))
+    assert set(sites_of(model)) == {"net.decoder.weight", "net.decoder.bias", "net.encoder.bias"}
+
+
+# ---- tied and shared weights ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net_class", [TiedNet, SharedNet])
+def test_shared_weights_stay_one_site(net_class):
+    model = ps.Regressor(ps.bayesianize(net_class()), num_data=12, noise_scale=0.3)
+    x, y = torch.randn(12, 3), torch.randn(12, 3)
+    guide = ps.KTiedGuide(model, init_scale=0.5)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO())
+    svi.step(x, y)
+    weights = [name for name in guide.site_names if name.endswith("weight")]
+    assert len(weights) == 1
+    values = guide.draw()
+    output = poutine.condition(model, values)(x)
+    weight = values[weights[0]]
+    biases = [values[name] for name in guide.site_names if name.endswith("bias")]
+    first, second = (biases * 2)[:2]
+    expected = F.linear(torch.tanh(F.linear(x, weight, first)), weight, second)
+    if net_class is TiedNet:
+        by_name = {name: values[name] for name in guide.site_names}
+        hidden = torch.tanh(F.linear(x, weight, by_name["net.encoder.bias"]))
+        expected = F.linear(hidden, weight, by_name["net.decoder.bias"])
+    torch.testing.assert_close(output, expected)
+
+
+# ---- what stays a point estimate -----------------------------------------------------------------
+
+
+def normalized_net():
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def test_normalization_layers_stay_and_that_is_said():
+    with pytest.warns(
+        PointEstimateWarning, match=r"\['1.weight', '1.bias', '2.weight', '2.bias'\]"
+    ):
+        bayes_net = ps.bayesianize(normalized_net())
+    assert set(sites_of(bayes_net)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert [name for name, _ in bayes_net.named_parameters()] == [
+        "1.weight",
+        "1.bias",
+        "2.weight",
+        "2.bias",
+    ]
+
+
+def test_normalization_layers_are_sampled_when_asked():
+    assert len(sites_of(ps.bayesianize(normalized_net(), normalization=True))) == 8
+
+
+def test_point_estimates_are_copies():
+    net = normalized_net()
+    bayes_net = ps.bayesianize(net, normalization=False)
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
+    ps.fit(model, ps.MeanFieldGuide(model), regression_data(), num_steps=2, progress=False)
+    assert torch.equal(net[1].weight, torch.ones(4))
+    assert not torch.equal(model.net[1].weight, torch.ones(4))
+
+
+def test_frozen_parameters_stay_frozen_and_that_is_said():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    net[0].requires_grad_(False)
+    with pytest.warns(PointEstimateWarning, match=r"\['0.weight', '0.bias'\]"):
+        bayes_net = ps.bayesianize(net)
+    assert set(sites_of(bayes_net)) == {"1.weight", "1.bias"}
+    assert not any(parameter.requires_grad for parameter in bayes_net.parameters())
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", [nn.ReLU(), nn.Sequential(), nn.LayerNorm(3)])
+def test_a_net_without_weights(net):
+    with pytest.raises(ValueError, match="`net` has no weights to put a prior on"):
+        ps.bayesianize(net)
+
+
+def test_a_net_that_is_none():
+    with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got function"):
+        ps.bayesianize(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("prior", "error", "message"),
+    [
+        (0.0, ValueError, "`prior for weight` must be a positive number, but got 0.0"),
+        (-1, ValueError, "`prior for weight` must be a positive number"),
+        (float("nan"), ValueError, "`prior for weight` must be a positive number"),
+        (
+            torch.tensor([1.0, 2.0]),
+            ValueError,
+            r"must broadcast to the shape of 'weight' = \(2, 3\)",
+        ),
+        (-torch.ones(3), ValueError, "`prior for weight` must be positive and finite"),
+        ({"bias": 1.0}, ValueError, r"No pattern of the prior \['bias'\] matches.*'weight'"),
+        ("wide", TypeError, "must be a standard deviation, a FanIn, a Pyro distribution"),
+        (True, TypeError, "must be a standard deviation"),
+        (
+            dist.MixtureSameFamily(
+                dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), torch.ones(2))
+            ),
+            TypeError,
+            "must be a distribution that its tensor arguments define",
+        ),
+    ],
+)
+def test_a_prior_that_does_not_fit(prior, error, message):
+    with pytest.raises(error, match=message):
+        ps.bayesianize(nn.Linear(3, 2), prior=prior)
+
+
+@pytest.mark.parametrize("name", ["scale", "vector_scale"])
+def test_fan_in_scales_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be a positive number, but got 0"):
+        ps.FanIn(**{name: 0})

@@ -1,0 +1,117 @@
+"""Classifier and Regressor."""
+
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+
+
+def log_likelihood(model, values, x, y):
+    trace = poutine.trace(poutine.condition(model, values)).get_trace(x, y)
+    return trace.log_prob_sum(lambda name, site: name == "obs")
+
+
+def draw(model, x):
+    trace = poutine.trace(model).get_trace(x)
+    return {
+        name: trace.nodes[name]["value"]
+        for name in trace.stochastic_nodes
+        if name not in ("data", "obs")
+    }
+
+
+def test_a_classifier_is_a_scaled_cross_entropy():
+    model = ps.Classifier(ps.bayesianize(nn.Linear(3, 4)), num_data=60)
+    x, y = torch.randn(6, 3), torch.randint(4, (6,))
+    values = draw(model, x)
+    logits = nn.functional.linear(x, values["net.weight"], values["net.bias"])
+    expected = -10 * nn.functional.cross_entropy(logits, y, reduction="sum")
+    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
+    torch.testing.assert_close(poutine.condition(model, values)(x), logits)
+
+
+@pytest.mark.parametrize(
+    "noise_scale", [0.3, torch.tensor(0.3), torch.tensor([0.1, 0.2]), dist.Gamma(2.0, 3.0)]
+)
+def test_a_regressor_is_a_scaled_gaussian(noise_scale):
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), num_data=60, noise_scale=noise_scale)
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    values = draw(model, x)
+    mean = nn.functional.linear(x, values["net.weight"], values["net.bias"])
+    scale = values.get("noise_scale", torch.as_tensor(model.noise_scale))
+    expected = 10 * torch.distributions.Normal(mean, scale).log_prob(y).sum()
+    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
+
+
+def test_a_noise_prior_moves_with_the_model():
+    net = ps.bayesianize(nn.Linear(3, 2))
+    model = ps.Regressor(net, num_data=6, noise_scale=dist.HalfNormal(1.0)).float()
+    assert draw(model, torch.zeros(1, 3, dtype=torch.float32))["noise_scale"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("num_data", [0, -5, 2.5, None])
+@pytest.mark.parametrize("kind", [ps.Classifier, lambda net, n: ps.Regressor(net, n, 0.1)])
+def test_num_data_must_be_a_whole_number(kind, num_data):
+    with pytest.raises(ValueError, match="`num_data` must be a whole number of at least 1"):
+        kind(nn.Linear(3, 2), num_data)
+
+
+@pytest.mark.parametrize("noise_scale", [0.0, -1.0, float("nan"), torch.tensor([1.0, 0.0])])
+def test_noise_must_be_positive(noise_scale):
+    with pytest.raises(ValueError, match="`noise_scale` must be positive and finite everywhere"):
+        ps.Regressor(nn.Linear(3, 2), 6, noise_scale)
+
+
+@pytest.mark.parametrize("kind", [ps.Classifier, lambda net, n: ps.Regressor(net, n, 0.1)])
+def test_the_net_must_be_a_module(kind):
+    with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got function"):
+        kind(lambda x: x, 6)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (
+            torch.zeros(6, 1, dtype=torch.long),
+            r"`y` must have shape \(batch,\) = \(6,\), but got \(6, 1\)",
+        ),
+        (
+            torch.zeros(5, dtype=torch.long),
+            r"`y` must have shape \(batch,\) = \(6,\), but got \(5,\)",
+        ),
+        (torch.zeros(6), "`y` must hold classes as integers, but got torch.float"),
+    ],
+)
+def test_classes_must_fit(y, message):
+    with pytest.raises(ValueError, match=message):
+        ps.Classifier(nn.Linear(3, 2), 6)(torch.zeros(6, 3), y)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (
+            torch.zeros(6),
+            r"`y` must have shape that of the net's output = \(6, 2\), but got \(6,\)",
+        ),
+        (torch.zeros(6, 2, dtype=torch.float32), r"`y` must have the dtype of `net\(x\)`"),
+    ],
+)
+def test_targets_must_fit(y, message):
+    with pytest.raises(ValueError, match=message):
+        ps.Regressor(nn.Linear(3, 2), 6, 0.1)(torch.zeros(6, 3), y)
+
+
+def test_logits_must_have_two_dimensions():
+    with pytest.raises(
+        ValueError, match=r"logits of shape \(batch, classes\), but got \(6, 5, 2\)"
+    ):
+        ps.Classifier(nn.Linear(3, 2), 6)(torch.zeros(6, 5, 3))
+
+
+def test_an_empty_batch():
+    with pytest.raises(ValueError, match="`x` must hold at least one example"):
+        ps.Classifier(nn.Linear(3, 2), 6)(torch.zeros(0, 3))

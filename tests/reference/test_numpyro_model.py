@@ -1,0 +1,370 @@
+import importlib
+import sys
+
+import jax
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn.functional as F
+from numpyro.infer.util import log_density
+from pyro.nn import PyroModule, PyroSample
+from torch import nn
+
+import pyro_structvi.reference
+from pyro_structvi import Classifier, FanIn, Regressor, bayesianize
+from pyro_structvi.reference import to_numpyro
+from pyro_structvi.reference.jax_net import JaxNet
+
+BATCH, NUM_DATA = 6, 24
+
+
+def make_mlp(activation=None, outputs=2):
+    return nn.Sequential(nn.Linear(3, 5), activation or nn.Tanh(), nn.Linear(5, outputs))
+
+
+def make_data(outputs=2):
+    generator = torch.Generator().manual_seed(1)
+    x = 2 * torch.randn(BATCH, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randn(BATCH, outputs, generator=generator, dtype=torch.float64)
+
+
+def make_regressor(net, prior=1.0, noise_scale=0.3):
+    return Regressor(bayesianize(net.double(), prior, normalization=True), NUM_DATA, noise_scale)
+
+
+def evaluate_pyro(model, x, y):
+    """Draw all sites from a distribution other than the prior; return them and the log joint."""
+    generator = torch.Generator().manual_seed(2)
+    prior = poutine.trace(model).get_trace(x)
+    values = {
+        name: 0.1 + torch.rand(node["value"].shape, generator=generator, dtype=torch.float64)
+        for name, node in prior.nodes.items()
+        if node["type"] == "sample" and name not in ("data", "obs")
+        if not node["infer"].get("_deterministic")
+    }
+    trace = poutine.trace(poutine.condition(model, values)).get_trace(x, y)
+    return values, trace.log_prob_sum().item()
+
+
+def evaluate_numpyro(model, x, y, values):
+    with jax.enable_x64(True):
+        arrays = {name: value.numpy() for name, value in values.items()}
+        return log_density(to_numpyro(model), (x.numpy(), y.numpy()), {}, arrays)[0].item()
+
+
+def assert_same_log_joint(model, x, y):
+    values, expected = evaluate_pyro(model, x, y)
+    assert values
+    assert evaluate_numpyro(model, x, y, values) == pytest.approx(expected, rel=1e-8)
+    return values
+
+
+class Residual(nn.Module):
+    def __init__(self, width=5):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.activation = nn.GELU()
+
+    def forward(self, x):
+        return x + 0.5 * self.activation(self.linear(x))
+
+
+class Calls(nn.Module):
+    """A net whose forward pass is a linear layer and any function of its output ``(batch, 4)``."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.register_buffer("offset", torch.arange(4.0))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x) + self.offset)
+
+
+def add_to_relu_in_place(h):
+    return F.relu(h, inplace=True) + h
+
+
+def choose_by_value(h):
+    return h if h.sum() > 0 else -h
+
+
+def sample_inside(h):
+    return h + pyro.sample("z", dist.Normal(0.0, 1.0))
+
+
+# ---- the log joint -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        0.7,
+        {"2.weight": torch.tensor([[0.5], [2.0]]), "*": 1.0},
+        {"2.weight": torch.linspace(0.5, 2, 5), "*": 1.0},
+        {"2.weight": torch.linspace(0.5, 2, 10).reshape(2, 5), "*": 1.0},
+        {"2.weight": dist.Normal(torch.linspace(-1, 1, 5), 0.4), "*": dist.Laplace(0.0, 1.0)},
+        FanIn(scale=1.4),
+        dist.Laplace(0.1, 0.8),
+        dist.StudentT(3.0, 0.2, 0.5),
+        dist.Cauchy(0.3, 2.0),
+        dist.HalfNormal(0.9),
+        dist.HalfCauchy(0.9),
+        dist.Gamma(2.0, 3.0),
+        dist.LogNormal(0.2, 0.6),
+        dist.Exponential(1.7),
+        dist.Uniform(0.0, 1.5),
+        dist.InverseGamma(2.5, 1.5),
+    ],
+    ids=str,
+)
+def test_log_joint_agrees_for_each_prior(prior):
+    assert_same_log_joint(make_regressor(make_mlp(), prior), *make_data())
+
+
+def test_log_joint_agrees_for_a_beta_prior():
+    # Weights lie in (0.1, 1.1) in the other tests.
+    x, y = make_data(outputs=1)
+    model = make_regressor(nn.Linear(3, 1, bias=False), dist.Beta(2.0, 3.0))
+    values = {"net.weight": torch.tensor([[0.2, 0.5, 0.9]], dtype=torch.float64)}
+    trace = poutine.trace(poutine.condition(model, values)).get_trace(x, y)
+    found = evaluate_numpyro(model, x, y, values)
+    assert found == pytest.approx(trace.log_prob_sum().item(), rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    "noise_scale",
+    [
+        0.3,
+        torch.tensor([0.2, 0.7]),
+        dist.HalfNormal(0.5),
+        dist.Gamma(2.0, 4.0),
+        dist.Gamma(2.0, 4.0).expand([2]).to_event(1),
+    ],
+    ids=str,
+)
+def test_log_joint_of_a_regressor_agrees_for_each_noise_scale(noise_scale):
+    values = assert_same_log_joint(
+        make_regressor(make_mlp(), noise_scale=noise_scale), *make_data()
+    )
+    latent = isinstance(noise_scale, torch.distributions.Distribution)
+    assert ("noise_scale" in values) == latent
+
+
+def test_log_joint_of_a_classifier_agrees():
+    model = Classifier(bayesianize(make_mlp(outputs=4).double(), FanIn()), NUM_DATA)
+    assert_same_log_joint(model, make_data()[0], torch.tensor([0, 1, 2, 3, 0, 1]))
+
+
+def test_log_joint_agrees_for_targets_of_higher_rank():
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
+    x = torch.randn(BATCH, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert_same_log_joint(make_regressor(net), x, x.new_zeros(BATCH, 4, 5))
+
+
+ACTIVATIONS = [
+    nn.ELU(),
+    nn.ELU(0.6),
+    nn.GELU(),
+    nn.GELU("tanh"),
+    nn.LeakyReLU(),
+    nn.LeakyReLU(0.3, inplace=True),
+    nn.ReLU(),
+    nn.ReLU(inplace=True),
+    nn.Sigmoid(),
+    nn.SiLU(),
+    nn.Softplus(),
+    nn.Softplus(beta=2.0, threshold=3.0),
+    nn.Tanh(),
+    nn.Identity(),
+]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_log_joint_agrees_for_each_activation(activation):
+    assert_same_log_joint(make_regressor(make_mlp(activation)), *make_data())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations_and_their_derivatives_are_torchs(activation):
+    # From deep in both tails to the middle; no kink is on the grid.
+    grid = torch.cat([torch.linspace(-7, 7, 200), torch.tensor([-800.0, -40, 40, 800])]).double()
+    leaf = grid.clone().requires_grad_()
+    expected = activation(leaf * 1.0)
+    (derivative,) = torch.autograd.grad(expected.sum(), leaf)
+    net = JaxNet(activation, [])
+    with jax.enable_x64(True):
+        values, vjp = jax.vjp(lambda x: net(x, {}), grid.numpy())
+        (slopes,) = vjp(jax.numpy.ones_like(values))
+    np.testing.assert_allclose(values, expected.detach().numpy(), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(slopes, derivative.numpy(), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: torch.add(h, h.add(1)) - torch.sub(h, 2),
+        lambda h: torch.mul(h, h).mul(0.1) / torch.div(h, 3),
+        lambda h: (2 - h) * -(h**2),
+        lambda h: h @ h.T,
+        lambda h: torch.matmul(h, h.mT),
+        lambda h: h.view(h.size(0), 2, -1).flatten(1),
+        lambda h: h.reshape(h.shape[0], 2, 2),
+        lambda h: torch.flatten(h.view(*h.size(), 1), 1, 2),
+        lambda h: torch.cat([h, F.relu(h), torch.relu(h), h.relu()], dim=1),
+        lambda h: torch.tanh(h) + h.tanh() + F.tanh(h),
+        lambda h: torch.sigmoid(h) + h.sigmoid() + F.sigmoid(h),
+        lambda h: torch.sin(h) * torch.exp(0.1 * h),
+        lambda h: h.unsqueeze(-1).squeeze(2).squeeze(1),
+        lambda h: F.leaky_relu(h, 0.2) + F.elu(h, 0.5) + F.silu(h),
+        lambda h: F.gelu(h) + F.gelu(h, approximate="tanh") + F.softplus(h, 2.0, 3.0),
+        lambda h: h[:, 1:] * h[:, :1],
+        lambda h: F.linear(h, h),
+        lambda h: F.dropout(h, 0.5, training=False),
+        add_to_relu_in_place,
+    ],
+)
+def test_log_joint_agrees_for_each_function(function):
+    x, _ = make_data()
+    model = make_regressor(Calls(function))
+    assert_same_log_joint(model, x, torch.zeros_like(model(x)))
+
+
+def test_log_joint_agrees_for_tied_weights():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    net[2].weight = net[0].weight
+    values = assert_same_log_joint(make_regressor(net), *make_data(outputs=3))
+    assert set(values) == {"net.0.weight", "net.0.bias", "net.2.bias"}
+
+
+def test_log_joint_agrees_for_nested_modules():
+    inner = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), Residual(), nn.Sequential(nn.ReLU()))
+    net = nn.Sequential(nn.Linear(3, 5), inner, nn.Linear(5, 2, bias=False))
+    values = assert_same_log_joint(make_regressor(net).eval(), *make_data())
+    assert "net.1.2.linear.weight" in values
+
+
+def test_a_bare_layer_and_a_frozen_layer_are_translated():
+    net = make_mlp()
+    net[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match="stay point estimates"):
+        frozen = Regressor(bayesianize(net.double(), 1.0), NUM_DATA, 0.3)
+    values = assert_same_log_joint(frozen, *make_data())
+    assert set(values) == {"net.2.weight", "net.2.bias"}
+    assert_same_log_joint(make_regressor(nn.Linear(3, 2)), *make_data())
+
+
+def test_sites_written_by_hand_are_translated():
+    class Scaled(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.scale = PyroSample(dist.Normal(0.0, torch.ones(2).double()).to_event(1))
+            self.unused = PyroSample(dist.Normal(0.0, 1.0))
+
+        def forward(self, x):
+            return x[:, :2] * self.scale
+
+    values = assert_same_log_joint(Regressor(Scaled(), NUM_DATA, 0.3), *make_data())
+    assert set(values) == {"net.scale"}
+
+
+def test_a_bayesian_net_inside_a_plain_module_is_translated():
+    net = nn.Sequential(bayesianize(nn.Linear(3, 2).double(), 1.0), nn.Tanh())
+    assert_same_log_joint(Regressor(net, NUM_DATA, 0.3), *make_data())
+
+
+def test_the_translation_samples_and_returns_what_the_model_does():
+    import numpyro
+
+    x, _ = make_data()
+    model = make_regressor(make_mlp(), noise_scale=dist.HalfNormal(0.5))
+    translated = numpyro.handlers.seed(to_numpyro(model), 0)
+    trace = numpyro.handlers.trace(translated).get_trace(x.numpy())
+    assert trace["net.0.weight"]["value"].shape == (5, 3)
+    assert trace["obs"]["value"].shape == (BATCH, 2)
+    assert trace["obs"]["value"].dtype == np.float32
+    assert translated(x.numpy()).shape == (BATCH, 2)
+
+
+# ---- what cannot be translated -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 1), lambda x, y: None])
+def test_a_model_of_another_kind_is_refused(model):
+    with pytest.raises(TypeError, match="must be a Classifier or a Regressor, but got"):
+        to_numpyro(model)
+
+
+def test_a_model_without_sites_is_refused():
+    net = nn.Linear(3, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no latent site to sample.*bayesianize\(net"):
+        to_numpyro(Regressor(net, NUM_DATA, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.Conv1d(3, 1, 1), r"module 'net' \(Conv1d\) has no translation .*Supported.* ELU.*cat"),
+        (
+            nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5))),
+            r"module 'net\.1\.0' \(LayerNorm\) has no translation",
+        ),
+        (Calls(torch.erf), r"function `erf` in .* 'net' \(Calls\) has no translation"),
+        (Calls(lambda h: h.cumsum(0)), r"function `cumsum` in .* 'net' \(Calls\) has no"),
+        (
+            nn.Sequential(Calls(lambda h: torch.div(h, 2, rounding_mode="floor"))),
+            r"function `div` in .* 'net\.0' \(Calls\) has arguments without.*rounding_mode",
+        ),
+        (Calls(lambda h: h.new_zeros(h.ndim)), r"attribute `ndim` of a tensor in .* 'net' \(Calls"),
+        (
+            nn.Sequential(Calls(choose_by_value)),
+            r"module 'net\.0' \(Calls\) cannot be traced \(.*control flow",
+        ),
+        (Calls(sample_inside), r"draws the sites \['z'\] inside a forward pass"),
+        (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), r"'net\.1' \(Dropout\) is active.*eval"),
+    ],
+)
+def test_a_net_without_translation_is_refused(net, message):
+    with pytest.raises(NotImplementedError, match=f"(?s){message}"):
+        to_numpyro(make_regressor(net))
+
+
+def test_point_estimates_are_refused():
+    net = bayesianize(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5)), normalization=False)
+    message = r"module 'net\.1' \(LayerNorm\) has point estimates, \['weight', 'bias'\].*freeze"
+    with pytest.raises(NotImplementedError, match=message):
+        to_numpyro(Regressor(net, NUM_DATA, 0.3))
+
+
+def test_a_function_of_another_library_is_refused():
+    def tanh(h):
+        return torch.overrides.handle_torch_function(tanh, (h,), h)
+
+    with pytest.raises(NotImplementedError, match=r"function `\S+\.tanh` in"):
+        to_numpyro(make_regressor(Calls(tanh)))
+
+
+def test_a_prior_of_unknown_kind_is_refused():
+    model = make_regressor(nn.Linear(3, 1), dist.Gumbel(0.0, 1.0))
+    message = r"site 'net\.weight' is a Gumbel, .* Supported are Beta, .*Uniform"
+    with pytest.raises(NotImplementedError, match=message):
+        to_numpyro(model)
+
+
+def test_a_prior_that_may_depend_on_other_sites_is_refused():
+    net = PyroModule[nn.Linear](3, 1)
+    net.weight = PyroSample(lambda module: dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
+    with pytest.raises(NotImplementedError, match=r"site 'net\.weight' is a function of its modul"):
+        to_numpyro(Regressor(net, NUM_DATA, 0.3))
+
+
+@pytest.mark.parametrize("missing", ["numpyro", "jax"])
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    message = r'cannot be imported.*pip install "pyro-structvi\[reference\]"'
+    with pytest.raises(ImportError, match=message):
+        importlib.reload(pyro_structvi.reference)

@@ -1,0 +1,44 @@
+"""Every example runs in smoke size; none can be forgotten."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = {
+    "examples/demo.py": ["--smoke", "--output", "{folder}"],
+    "examples/mnist.py": ["--data", "{folder}/images.npz", "--epochs", "1", "--num-samples", "2"],
+    "benchmarks/bench.py": ["--net", "mnist", "--rounds", "2"],
+}
+
+
+def test_no_script_is_missing():
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if "__main__" in path.read_text()
+    }
+    assert found == set(SCRIPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs(script, tmp_path):
+    images = np.random.default_rng(0).integers(0, 255, (64, 28, 28), dtype=np.uint8)
+    classes = np.arange(64) % 10
+    np.savez(
+        tmp_path / "images.npz", x_train=images, y_train=classes, x_test=images, y_test=classes
+    )
+    arguments = [argument.format(folder=tmp_path) for argument in SCRIPTS[script]]
+    result = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "k-tied" in result.stdout

@@ -1,0 +1,207 @@
+"""predict: moments, densities, streaming, batches, every kind of posterior."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+
+import pyro_structvi as ps
+from tests.models import (
+    linear_function,
+    local_latent_function,
+    make_classifier,
+    make_regressor,
+    regression_data,
+)
+from tests.statistics import assert_mean
+
+
+def wide_guide(model):
+    return ps.KTiedGuide(model, init_scale=0.3)
+
+
+def seeded(seed, *args, **options):
+    torch.manual_seed(seed)
+    return ps.predict(*args, **options)
+
+
+def test_regression_moments_are_those_of_the_function_values():
+    model, (x, y) = make_regressor(), regression_data()
+    prediction = ps.predict(model, wide_guide(model), x, num_samples=50, y=y)
+    functions = prediction.functions
+    assert functions.shape == (50, 12, 1)
+    torch.testing.assert_close(prediction.mean, functions.mean(0))
+    torch.testing.assert_close(prediction.function_variance, functions.var(0, correction=0))
+    torch.testing.assert_close(prediction.variance, functions.var(0, correction=0) + 0.3**2)
+    densities = torch.distributions.Normal(functions, 0.3).log_prob(y).sum(-1)
+    torch.testing.assert_close(prediction.log_density, densities.logsumexp(0) - math.log(50))
+    assert prediction.entropy is None
+    assert prediction.num_samples == 50
+
+
+def test_classification_moments_are_those_of_the_logits():
+    model, x, y = make_classifier(), torch.randn(9, 3), torch.randint(4, (9,))
+    prediction = ps.predict(model, wide_guide(model), x, num_samples=50, y=y)
+    probabilities = prediction.functions.softmax(-1)
+    mean = probabilities.mean(0)
+    torch.testing.assert_close(prediction.mean, mean)
+    torch.testing.assert_close(prediction.variance, mean * (1 - mean))
+    torch.testing.assert_close(prediction.entropy, -(mean * mean.log()).sum(-1))
+    of_draws = -(probabilities * probabilities.log()).sum(-1).mean(0)
+    torch.testing.assert_close(prediction.mutual_information, prediction.entropy - of_draws)
+    assert (prediction.mutual_information >= 0).all()
+    torch.testing.assert_close(prediction.log_density, mean.gather(1, y[:, None]).log().squeeze(1))
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 5, 12, 100])
+def test_batches_and_streaming_change_nothing(batch_size):
+    model, (x, y) = make_regressor(), regression_data()
+    guide = wide_guide(model)
+    whole = seeded(1, model, guide, x, 20, y=y)
+    streamed = seeded(1, model, guide, x, 20, y=y, batch_size=batch_size, stream=True)
+    assert streamed.functions is None
+    for name in ("mean", "variance", "function_variance", "log_density"):
+        torch.testing.assert_close(getattr(streamed, name), getattr(whole, name))
+
+
+def test_streaming_keeps_no_draw(monkeypatch):
+    model, x = make_classifier(), torch.randn(9, 3)
+    stacked = []
+    stack = torch.stack
+    monkeypatch.setattr(torch, "stack", lambda *args: (stacked.append(1), stack(*args))[1])
+    ps.predict(model, ps.MeanFieldGuide(model), x, 5, stream=True)
+    assert not stacked
+
+
+def test_the_predictive_of_a_linear_model_is_the_closed_form():
+    guide = ps.MeanFieldGuide(linear_function, init_scale=0.5)
+    x = torch.randn(4, 3)
+    guide.initialize(x, torch.zeros(4, 2))
+    prediction = ps.predict(linear_function, guide, x, num_samples=4000)
+    q = guide["weight"]()
+    assert_mean(prediction.functions, x @ q.mean.T)
+    exact = x.square() @ q.variance.T
+    ratio = prediction.function_variance / exact
+    assert ((ratio - 1).abs() < 5 * (2 / 4000) ** 0.5).all()
+
+
+def test_each_draw_is_one_function():
+    # Repeating an input must repeat the output, within a batch and across batches.
+    model, x = make_regressor(), torch.randn(1, 3)
+    prediction = ps.predict(model, wide_guide(model), x.repeat(6, 1), 10, batch_size=2)
+    functions = prediction.functions
+    torch.testing.assert_close(functions, functions[:, :1].expand_as(functions))
+    assert functions[:, 0].std() > 0.01
+
+
+def test_draws_by_site():
+    model, x = make_regressor(), torch.randn(5, 3)
+    guide = wide_guide(model)
+    each = [guide.draw() for _ in range(7)]
+    draws = {name: torch.stack([draw[name] for draw in each]) for name in guide.site_names}
+    functions = ps.predict(model, draws, x).functions
+    for index, values in enumerate(each):
+        w0, b0, w2, b2 = (values[name] for name in guide.site_names)
+        expected = F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2)
+        torch.testing.assert_close(functions[index], expected)
+    assert ps.predict(model, draws, x, num_samples=3).num_samples == 3
+
+
+def test_local_latents_are_drawn_from_the_model():
+    x, y = torch.randn(6, 3), torch.randn(6)
+    guide = ps.MeanFieldGuide(local_latent_function, init_scale=1e-6)
+    ps.fit(local_latent_function, guide, (x, y), num_steps=3, progress=False)
+    new = torch.zeros(11, 3)
+    prediction = ps.predict(local_latent_function, guide, new, num_samples=3000)
+    ratio = prediction.function_variance / 0.5**2
+    assert ((ratio - 1).abs() < 5.5 * (2 / 3000) ** 0.5).all()
+
+
+def test_pyros_own_guides():
+    model, (x, y) = make_regressor(), regression_data()
+    guide = AutoNormal(model)
+    guide(x, y)
+    prediction = ps.predict(model, guide, torch.randn(5, 3), num_samples=6)
+    assert prediction.functions.shape == (6, 5, 1)
+    assert prediction.functions.std(0).min() > 0
+
+
+def test_dropout_is_off_and_running_statistics_stay():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    bayes_net = ps.bayesianize(net, normalization=False)
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
+    guide = ps.MeanFieldGuide(model, init_scale=1e-8)
+    before = model.net[1].running_mean.clone()
+    prediction = ps.predict(model, guide, torch.randn(6, 3), num_samples=5)
+    assert prediction.function_variance.max() < 1e-10
+    assert torch.equal(model.net[1].running_mean, before)
+    assert all(module.training for module in model.modules())
+
+
+def test_several_inputs():
+    class Two(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = ps.bayesianize(nn.Linear(3, 1))
+
+        def forward(self, a, b, y=None):
+            mean = self.layer(a + b).squeeze(-1)
+            with pyro.plate("data", len(a)):
+                pyro.sample("obs", dist.Normal(mean, 0.1), obs=y)
+            return mean
+
+    model = Two()
+    a, b = torch.randn(5, 3), torch.randn(5, 3)
+    assert ps.predict(model, ps.MeanFieldGuide(model), (a, b), 4, batch_size=2).mean.shape == (5,)
+
+
+def test_no_gradients():
+    model = make_regressor()
+    assert not ps.predict(model, ps.KTiedGuide(model), torch.randn(2, 3), 2).mean.requires_grad
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def test_the_observed_site_must_be_unique():
+    def model(x):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        mean = F.linear(x, weight).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("a", dist.Normal(mean, 1.0))
+            pyro.sample("b", dist.Normal(mean, 2.0))
+
+    draws, x = {"weight": torch.zeros(4, 1, 3)}, torch.zeros(5, 3)
+    with pytest.raises(ValueError, match=r"must be one of \['a', 'b'\]: pass its name as `site=`"):
+        ps.predict(model, draws, x)
+    with pytest.raises(ValueError, match=r"must be one of \['a', 'b'\], but got site='c'"):
+        ps.predict(model, draws, x, site="c")
+    torch.testing.assert_close(ps.predict(model, draws, x, site="b").variance, 4 * torch.ones(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 0}, "`num_samples` must be a whole number of at least 1"),
+        ({"num_samples": 9}, "`num_samples` must be at most the 4 draws given, but got 9"),
+        ({"batch_size": 0}, "`batch_size` must be a whole number of at least 1"),
+        ({"y": torch.zeros(4, 1)}, r"must have one positive length, but got \[5, 4\]"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    model = make_regressor()
+    guide = ps.MeanFieldGuide(model)
+    draws = {name: torch.stack([guide.draw()[name]] * 4) for name in guide.site_names}
+    with pytest.raises(ValueError, match=message):
+        ps.predict(model, draws, torch.zeros(5, 3), **options)
+
+
+def test_draws_of_different_number():
+    draws = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"same number of draws, but got \{'a': 2, 'b': 3\}"):
+        ps.predict(make_regressor(), draws, torch.zeros(5, 3))
