@@ -44,6 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # nets this small only lose by more
     run_regression(options.output, options.smoke)
     run_digits(options.smoke)
     print(f"\nFigure and ArviZ files are in {options.output}/.")

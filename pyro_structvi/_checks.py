@@ -49,10 +49,11 @@ def check_broadcastable(name: str, tensor: Tensor, shape: Iterable[int], meaning
 
 def check_positive(name: str, tensor: Tensor) -> None:
     """Raise a ``ValueError`` unless every entry of ``tensor`` is finite and above zero."""
-    if not bool(((tensor > 0) & torch.isfinite(tensor)).all()):
-        worst = tensor.detach().min().item()
+    valid = (tensor > 0) & torch.isfinite(tensor)
+    if not bool(valid.all()):
+        worst = tensor.detach()[~valid].min().item()
         raise ValueError(
-            f"`{name}` must be positive and finite everywhere, but its smallest entry is {worst}. "
+            f"`{name}` must be positive and finite everywhere, but it has an entry {worst}. "
             f"Pass a standard deviation, for instance `{name}.exp()` of an unconstrained tensor."
         )
 

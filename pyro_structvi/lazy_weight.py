@@ -137,6 +137,7 @@ class LazyWeight(WeightStandIn):
     distribution: "WeightDistribution"
     _drawn: Tensor | None
     _gave_outputs: bool
+    _with_grad: bool
 
     def __new__(cls, distribution: "WeightDistribution", use: SiteUse) -> Self:
         """Make the tensor that stands for a draw."""
@@ -144,6 +145,7 @@ class LazyWeight(WeightStandIn):
         weight.distribution = distribution
         weight._drawn = None
         weight._gave_outputs = False
+        weight._with_grad = torch.is_grad_enabled()
         return weight
 
     @property
@@ -159,7 +161,8 @@ class LazyWeight(WeightStandIn):
         """
         self._refuse_second_use()
         if self._drawn is None:
-            self._drawn = self.distribution.rsample()
+            with torch.set_grad_enabled(self._with_grad):  # wherever it is first looked at
+                self._drawn = self.distribution.rsample()
         return self._drawn
 
     @classmethod
@@ -187,20 +190,25 @@ class LazyWeight(WeightStandIn):
         linear_map, x, _, bias = application
         self._check_input(x)
         self._refuse_second_use()
-        shift = None
-        if isinstance(bias, LazyWeight) and bias.use.allows_image(application):
+        shift, lazy_bias = None, None
+        if isinstance(bias, LazyWeight) and bias._may_give_outputs(application):
             bias._refuse_second_use()
-            bias._gave_outputs = True
-            if linear_map.has_positions(x):
-                shift, bias = _draw_bias_per_example(bias, linear_map, x), None
-            else:
-                bias = bias.distribution
+            lazy_bias = bias
+            bias = None if linear_map.has_positions(x) else bias.distribution
         image = self.distribution.image_under(linear_map, x, _value(bias))
         if image is None:
             return None
         self._gave_outputs = True
+        if lazy_bias is not None:
+            lazy_bias._gave_outputs = True
+            if bias is None:
+                shift = _draw_bias_per_example(lazy_bias, linear_map, x)
         outputs: Tensor = image.rsample()
         return outputs if shift is None else outputs + shift
+
+    def _may_give_outputs(self, application: Application) -> bool:
+        """Whether this weight's part in a linear map may be drawn as outputs."""
+        return not self.is_drawn and self.use.allows_image(application)
 
     def _refuse_second_use(self) -> None:
         if self._gave_outputs and _inside_model():
@@ -213,15 +221,20 @@ class LazyWeight(WeightStandIn):
 
     def _check_input(self, x: Tensor) -> None:
         """Explain an input that does not fit the weight, in place of an error from the kernel."""
-        autocast = torch.is_autocast_enabled(x.device.type)
-        for attribute in ("device",) if autocast else ("device", "dtype"):
+        for attribute in ("device", "dtype"):
             expected, got = getattr(self.distribution.loc, attribute), getattr(x, attribute)
-            if expected != got:
+            if expected != got and not (attribute == "dtype" and _autocasts(x)):
+                target = repr(expected) if attribute == "dtype" else repr(str(expected))
                 raise ValueError(
                     f"The input that meets the weight at site '{self.use.name}' must have "
                     f"{attribute} {expected}, but got {got}. Convert the data with "
-                    f"`x.to({str(expected)!r})`, or move model and guide with `.to(...)` alike."
+                    f"`x.to({target})`, or move model and guide with `.to(...)` alike."
                 )
+
+
+def _autocasts(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _value(value: Any) -> Any:
@@ -234,7 +247,7 @@ def _may_give_outputs(application: Application) -> bool:
     return (
         isinstance(weight, LazyWeight)
         and not isinstance(application.x, WeightStandIn)
-        and weight.use.allows_image(application)
+        and weight._may_give_outputs(application)
     )
 
 

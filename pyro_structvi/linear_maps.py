@@ -104,7 +104,9 @@ class Application(NamedTuple):
     bias: Any
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Application:
+def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
+    if weight.dim() != 2:  # a vector, which torch takes as a single output without a dimension
+        return None
     return Application(DenseMap(), input, weight, bias)
 
 
@@ -126,7 +128,7 @@ def _convolution(function: Callable[..., Tensor]) -> Callable[..., Application]:
     return parse
 
 
-_PARSERS: dict[Callable[..., Any], Callable[..., Application]] = {
+_PARSERS: dict[Callable[..., Any], Callable[..., Application | None]] = {
     F.linear: _linear,
     F.conv1d: _convolution(F.conv1d),
     F.conv2d: _convolution(F.conv2d),

@@ -49,20 +49,20 @@ def test_positive_values_pass(values):
 
 @pytest.mark.parametrize(
     ("values", "worst"),
-    [([1.0, 0.0], "0.0"), ([1.0, -2.5, -1.0], "-2.5"), ([float("nan"), 1.0], "nan")],
+    [
+        ([1.0, 0.0], "0.0"),
+        ([1.0, -2.5, -1.0], "-2.5"),
+        ([float("nan"), 1.0], "nan"),
+        ([1.0, float("inf")], "inf"),
+    ],
 )
 def test_values_that_are_not_positive(values, worst):
     message = (
-        f"`scale` must be positive and finite everywhere, but its smallest entry is {worst}. Pass "
-        "a standard deviation, for instance `scale.exp()` of an unconstrained tensor."
+        rf"^`scale` must be positive and finite everywhere, but .* {worst}\. Pass a standard "
+        r"deviation, for instance `scale\.exp\(\)` of an unconstrained tensor\.$"
     )
-    with assert_message(message):
+    with pytest.raises(ValueError, match=message):
         checks.check_positive("scale", torch.tensor(values, requires_grad=True))
-
-
-def test_an_infinite_value_is_named_as_what_is_wrong():
-    with pytest.raises(ValueError, match=r"`scale` must be positive and finite .* inf"):
-        checks.check_positive("scale", torch.tensor([1.0, float("inf")]))
 
 
 @pytest.mark.parametrize("value", [2, 0.5, 1e-300])

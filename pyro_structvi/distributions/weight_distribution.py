@@ -4,10 +4,9 @@ import math
 from typing import Any, ClassVar, Self
 
 import torch
-from pyro.distributions import Independent, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, constraints, register_kl
+from torch.distributions import Distribution, Independent, Normal, constraints, register_kl
 from torch.distributions.kl import kl_divergence
 
 from pyro_structvi._checks import check_same_kind
@@ -58,6 +57,9 @@ class WeightDistribution(TorchDistribution):
         if validate_args is None:
             validate_args = Distribution._validate_args
         self._validate_args: bool = validate_args
+        if validate_args:
+            for name, value in parameters.items():
+                check_same_kind(name, value, "loc", self.loc)
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:

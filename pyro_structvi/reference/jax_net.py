@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pyro.poutine as poutine
 import torch
 from pyro.nn import PyroModule
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx, nn
 
 _LAYERS = (nn.Linear, nn.Flatten, nn.Identity, nn.Dropout)
@@ -132,11 +132,8 @@ class JaxNet:
     def __init__(self, net: nn.Module, site_attributes: list[SiteAttribute]) -> None:
         _check_parameters(net)
         root = _Root(net, site_attributes)
-        with poutine.block(), poutine.trace() as trace, torch.no_grad():
+        with _NoSites(), torch.no_grad():
             self._graph = _Tracer().trace(root)
-        drawn = [name for name, node in trace.trace.nodes.items() if node["type"] == "sample"]
-        if drawn:
-            raise _untranslatable(f"The net draws the sites {drawn} inside a forward pass")
         inputs, sites = list(self._graph.find_nodes(op="placeholder"))
         for node in [node for node in sites.users if not node.users]:
             self._graph.erase_node(node)
@@ -190,6 +187,13 @@ class _Root(nn.Module):
                 stack.enter_context(context)
                 context.set(item.module._pyro_get_fullname(item.attribute), sites[item.site])
             return self.net(x)
+
+
+class _NoSites(Messenger):
+    """Refuses sample statements."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        raise _untranslatable(f"The net draws the site '{msg['name']}' inside a forward pass")
 
 
 class _Tracer(fx.Tracer):

@@ -109,7 +109,7 @@ def nuts(
         target_accept_prob: The acceptance probability that the step size is tuned for, in (0, 1).
             Higher means smaller steps and fewer divergences.
         max_tree_depth: A draw takes at most ``2 ** max_tree_depth - 1`` gradients.
-        seed: Seed of JAX's generator.
+        seed: Seed of JAX's generator; the same call gives the same draws.
         progress: Whether to show a progress bar, one for each chain.
 
     Returns:

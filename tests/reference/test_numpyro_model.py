@@ -27,12 +27,12 @@ def make_mlp(activation=None, outputs=2):
 
 def make_data(outputs=2):
     generator = torch.Generator().manual_seed(1)
-    x = 2 * torch.randn(BATCH, 3, generator=generator, dtype=torch.float64)
-    return x, torch.randn(BATCH, outputs, generator=generator, dtype=torch.float64)
+    x = 2 * torch.randn(BATCH, 3, generator=generator)
+    return x, torch.randn(BATCH, outputs, generator=generator)
 
 
 def make_regressor(net, prior=1.0, noise_scale=0.3):
-    return Regressor(bayesianize(net.double(), prior, normalization=True), NUM_DATA, noise_scale)
+    return Regressor(bayesianize(net, prior, normalization=True), NUM_DATA, noise_scale)
 
 
 def evaluate_pyro(model, x, y):
@@ -40,7 +40,7 @@ def evaluate_pyro(model, x, y):
     generator = torch.Generator().manual_seed(2)
     prior = poutine.trace(model).get_trace(x)
     values = {
-        name: 0.1 + torch.rand(node["value"].shape, generator=generator, dtype=torch.float64)
+        name: 0.1 + torch.rand(node["value"].shape, generator=generator)
         for name, node in prior.nodes.items()
         if node["type"] == "sample" and name not in ("data", "obs")
         if not node["infer"].get("_deterministic")
@@ -49,16 +49,17 @@ def evaluate_pyro(model, x, y):
     return values, trace.log_prob_sum().item()
 
 
-def evaluate_numpyro(model, x, y, values):
+def evaluate_numpyro(translated, x, y, values):
     with jax.enable_x64(True):
         arrays = {name: value.numpy() for name, value in values.items()}
-        return log_density(to_numpyro(model), (x.numpy(), y.numpy()), {}, arrays)[0].item()
+        return log_density(translated, (x.numpy(), y.numpy()), {}, arrays)[0].item()
 
 
 def assert_same_log_joint(model, x, y):
+    translated = to_numpyro(model)
     values, expected = evaluate_pyro(model, x, y)
     assert values
-    assert evaluate_numpyro(model, x, y, values) == pytest.approx(expected, rel=1e-8)
+    assert evaluate_numpyro(translated, x, y, values) == pytest.approx(expected, rel=1e-8)
     return values
 
 
@@ -130,9 +131,9 @@ def test_log_joint_agrees_for_a_beta_prior():
     # Weights lie in (0.1, 1.1) in the other tests.
     x, y = make_data(outputs=1)
     model = make_regressor(nn.Linear(3, 1, bias=False), dist.Beta(2.0, 3.0))
-    values = {"net.weight": torch.tensor([[0.2, 0.5, 0.9]], dtype=torch.float64)}
+    values = {"net.weight": torch.tensor([[0.2, 0.5, 0.9]])}
     trace = poutine.trace(poutine.condition(model, values)).get_trace(x, y)
-    found = evaluate_numpyro(model, x, y, values)
+    found = evaluate_numpyro(to_numpyro(model), x, y, values)
     assert found == pytest.approx(trace.log_prob_sum().item(), rel=1e-8)
 
 
@@ -156,13 +157,13 @@ def test_log_joint_of_a_regressor_agrees_for_each_noise_scale(noise_scale):
 
 
 def test_log_joint_of_a_classifier_agrees():
-    model = Classifier(bayesianize(make_mlp(outputs=4).double(), FanIn()), NUM_DATA)
+    model = Classifier(bayesianize(make_mlp(outputs=4), FanIn()), NUM_DATA)
     assert_same_log_joint(model, make_data()[0], torch.tensor([0, 1, 2, 3, 0, 1]))
 
 
 def test_log_joint_agrees_for_targets_of_higher_rank():
     net = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
-    x = torch.randn(BATCH, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(BATCH, 4, 3, generator=torch.Generator().manual_seed(0))
     assert_same_log_joint(make_regressor(net), x, x.new_zeros(BATCH, 4, 5))
 
 
@@ -192,7 +193,7 @@ def test_log_joint_agrees_for_each_activation(activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations_and_their_derivatives_are_torchs(activation):
     # From deep in both tails to the middle; no kink is on the grid.
-    grid = torch.cat([torch.linspace(-7, 7, 200), torch.tensor([-800.0, -40, 40, 800])]).double()
+    grid = torch.cat([torch.linspace(-7, 7, 200), torch.tensor([-800.0, -40, 40, 800])])
     leaf = grid.clone().requires_grad_()
     expected = activation(leaf * 1.0)
     (derivative,) = torch.autograd.grad(expected.sum(), leaf)
@@ -214,7 +215,7 @@ def test_activations_and_their_derivatives_are_torchs(activation):
         lambda h: torch.matmul(h, h.mT),
         lambda h: h.view(h.size(0), 2, -1).flatten(1),
         lambda h: h.reshape(h.shape[0], 2, 2),
-        lambda h: torch.flatten(h.view(*h.size(), 1), 1, 2),
+        lambda h: torch.flatten(h.reshape(h.size()).view(h.size(0), 4, 1), 1, 2),
         lambda h: torch.cat([h, F.relu(h), torch.relu(h), h.relu()], dim=1),
         lambda h: torch.tanh(h) + h.tanh() + F.tanh(h),
         lambda h: torch.sigmoid(h) + h.sigmoid() + F.sigmoid(h),
@@ -251,18 +252,26 @@ def test_log_joint_agrees_for_nested_modules():
 def test_a_bare_layer_and_a_frozen_layer_are_translated():
     net = make_mlp()
     net[0].requires_grad_(False)
-    with pytest.warns(UserWarning, match="stay point estimates"):
-        frozen = Regressor(bayesianize(net.double(), 1.0), NUM_DATA, 0.3)
-    values = assert_same_log_joint(frozen, *make_data())
+    values = assert_same_log_joint(make_regressor(net), *make_data())
     assert set(values) == {"net.2.weight", "net.2.bias"}
     assert_same_log_joint(make_regressor(nn.Linear(3, 2)), *make_data())
+
+
+def test_a_translation_leaves_no_trace_in_pyro():
+    net = make_mlp()
+    net[0].requires_grad_(False)
+    model = make_regressor(net)
+    pyro.clear_param_store()
+    to_numpyro(model)
+    assert not list(pyro.get_param_store())
+    assert not any(parameter.requires_grad for parameter in model.net[0].parameters())
 
 
 def test_sites_written_by_hand_are_translated():
     class Scaled(PyroModule):
         def __init__(self):
             super().__init__()
-            self.scale = PyroSample(dist.Normal(0.0, torch.ones(2).double()).to_event(1))
+            self.scale = PyroSample(dist.Normal(0.0, torch.ones(2)).to_event(1))
             self.unused = PyroSample(dist.Normal(0.0, 1.0))
 
         def forward(self, x):
@@ -273,8 +282,13 @@ def test_sites_written_by_hand_are_translated():
 
 
 def test_a_bayesian_net_inside_a_plain_module_is_translated():
-    net = nn.Sequential(bayesianize(nn.Linear(3, 2).double(), 1.0), nn.Tanh())
+    net = nn.Sequential(bayesianize(nn.Linear(3, 2), 1.0), nn.Tanh())
     assert_same_log_joint(Regressor(net, NUM_DATA, 0.3), *make_data())
+
+
+def test_a_prior_that_is_the_same_for_all_weights_is_stored_once():
+    arguments = to_numpyro(make_regressor(make_mlp())).priors["net.0.weight"].arguments
+    assert {name: value.size for name, value in arguments.items()} == {"loc": 1, "scale": 1}
 
 
 def test_the_translation_samples_and_returns_what_the_model_does():
@@ -324,7 +338,7 @@ def test_a_model_without_sites_is_refused():
             nn.Sequential(Calls(choose_by_value)),
             r"module 'net\.0' \(Calls\) cannot be traced \(.*control flow",
         ),
-        (Calls(sample_inside), r"draws the sites \['z'\] inside a forward pass"),
+        (Calls(sample_inside), r"draws the site 'z' inside a forward pass"),
         (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), r"'net\.1' \(Dropout\) is active.*eval"),
     ],
 )
