@@ -10,6 +10,8 @@ import importlib
 import io
 import pkgutil
 import re
+import runpy
+import sys
 import warnings
 from pathlib import Path
 
@@ -91,6 +93,15 @@ def run_block(code, namespace, expected):
 def squeeze(text):
     """Return a text with every run of white space as one space."""
     return " ".join(text.split())
+
+
+def test_gradient_variance_script_runs(monkeypatch, capsys):
+    script = ROOT / "docs/scripts/gradient_variance.py"
+    monkeypatch.setattr(sys, "argv", [script.name, "--gradients", "10", "--batch-size", "100"])
+    runpy.run_path(str(script), run_name="__main__")
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == 4
+    assert all(float(row.split()[-1]) > 1 for row in rows), "drawn weights vary less"
 
 
 @pytest.mark.parametrize("name", [with_marks(name, name) for name in MODULES])

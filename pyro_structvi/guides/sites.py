@@ -47,9 +47,11 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
         if not isinstance(module, PyroModule):
             continue
         for attribute, prior in module._pyro_samples.items():
+            if getattr(prior, "is_tied", False):  # another module's site
+                continue
             if not hasattr(prior, "sample"):
                 prior = prior(module)
-            if isinstance(prior, Tensor):  # a tied weight: its value is another site's
+            if isinstance(prior, Tensor):  # a deterministic function of other sites
                 continue
             name = f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
             initial = module.__dict__.get("initial_values", {}).get(attribute)

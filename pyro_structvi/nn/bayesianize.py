@@ -78,6 +78,7 @@ def bayesianize(net: nn.Module, prior: Prior = 1.0, normalization: bool | None =
     bayes_net = copy.deepcopy(net, {key: shared[key] for key in sampled})
     to_pyro_module_(bayes_net)
     _sample_parameters(bayes_net, sampled)
+    _freeze_for_good(bayes_net)
     return bayes_net
 
 
@@ -98,7 +99,7 @@ def _sample_parameters(bayes_net: PyroModule, sampled: dict[int, Any]) -> None:
             if parameter is None or id(parameter) not in sampled:
                 continue
             if id(parameter) in owners:
-                setattr(module, attribute, PyroSample(_Tied(*owners[id(parameter)])))
+                _tie(module, attribute, *owners[id(parameter)])
                 continue
             owners[id(parameter)] = (module, attribute)
             sample_from(module, attribute, sampled[id(parameter)], parameter.shape)
@@ -106,13 +107,51 @@ def _sample_parameters(bayes_net: PyroModule, sampled: dict[int, Any]) -> None:
             initial[attribute] = parameter.detach()
 
 
-class _Tied:
-    """The value of a weight that another module owns."""
+def _freeze_for_good(bayes_net: PyroModule) -> None:
+    """Turn frozen parameters into buffers: Pyro's param store would thaw them."""
+    for module in bayes_net.modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is not None and not parameter.requires_grad:
+                del module._parameters[attribute]
+                module.register_buffer(attribute, parameter.detach())
+
+
+def _tie(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:
+    """Let an attribute be the site of another module: its prior under its name."""
+    prior = TiedPrior(owner, owners_attribute)
+    names = module.__dict__.setdefault("_pyro_get_fullname", _TiedNames(module))
+    names.tied[attribute] = prior
+    setattr(module, attribute, PyroSample(prior))
+
+
+class TiedPrior:
+    """The prior of a site that another module owns.
+
+    Attributes:
+        owner: The module that owns the site.
+        attribute: The site's attribute there.
+    """
+
+    is_tied = True
 
     def __init__(self, owner: PyroModule, attribute: str) -> None:
         self.owner = owner
         self.attribute = attribute
 
-    def __call__(self, module: PyroModule) -> Tensor:
-        value: Tensor = getattr(self.owner, self.attribute)
-        return value
+    def __call__(self, module: PyroModule) -> Any:
+        """Return the owner's prior."""
+        return self.owner._pyro_samples[self.attribute](self.owner)
+
+
+class _TiedNames:
+    """Stands in for ``_pyro_get_fullname`` of a module some of whose attributes are tied."""
+
+    def __init__(self, module: PyroModule) -> None:
+        self.module = module
+        self.tied: dict[str, TiedPrior] = {}
+
+    def __call__(self, attribute: str) -> str:
+        if attribute in self.tied:
+            prior = self.tied[attribute]
+            return str(prior.owner._pyro_get_fullname(prior.attribute))
+        return str(PyroModule._pyro_get_fullname(self.module, attribute))

@@ -11,7 +11,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_structvi.guides.sites import find_declared_sites
-from pyro_structvi.nn.bayesianize import _Tied
+from pyro_structvi.nn.bayesianize import TiedPrior
 from pyro_structvi.nn.likelihoods import Classifier, Regressor
 from pyro_structvi.nn.priors import BufferedPrior
 from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
@@ -159,7 +159,7 @@ def _site_attributes(model: nn.Module) -> list[SiteAttribute]:
             continue
         for attribute, prior in module._pyro_samples.items():
             name = _site_name(module, attribute)
-            if isinstance(prior, _Tied):
+            if isinstance(prior, TiedPrior):
                 site = _site_name(prior.owner, prior.attribute)
             elif isinstance(prior, (BufferedPrior, torch.distributions.Distribution)):
                 site = name

@@ -221,7 +221,13 @@ def test_frozen_parameters_stay_frozen_and_that_is_said():
     with pytest.warns(PointEstimateWarning, match=r"\['0.weight', '0.bias'\]"):
         bayes_net = ps.bayesianize(net)
     assert set(sites_of(bayes_net)) == {"1.weight", "1.bias"}
-    assert not any(parameter.requires_grad for parameter in bayes_net.parameters())
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
+    guide = ps.MeanFieldGuide(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO())
+    for _ in range(3):
+        svi.step(*regression_data())
+    assert not list(model.parameters())
+    assert torch.equal(model.net[0].weight, net[0].weight)
 
 
 # ---- bad input -----------------------------------------------------------------------------------
