@@ -150,6 +150,7 @@ def parse_application(
         The application, or None if the function is not a linear map of its weight.
 
     Example:
+        >>> import torch
         >>> x, weight = torch.ones(5, 3), torch.ones(2, 3)
         >>> application = parse_application(F.linear, (x,), {"weight": weight})
         >>> application.linear_map(x, weight).shape

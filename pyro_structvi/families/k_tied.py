@@ -24,6 +24,7 @@ class KTied(Family):
         ValueError: If the rank is not a whole number of at least 1.
 
     Example:
+        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.guides import StructuredGuide
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
