@@ -62,6 +62,22 @@ class WeightStandIn(Tensor):
         """Return the ordinary tensor that this one stands for."""
         raise NotImplementedError
 
+    def _draw_outputs(self, application: Application) -> Tensor | None:
+        """Draw the outputs of a linear map without drawing the weight, where that may be done."""
+        return None
+
+    def _check_input(self, x: Tensor) -> None:
+        """Explain an input that does not fit the weight, in place of an error from the kernel."""
+        for attribute in ("device", "dtype"):
+            expected, got = getattr(self, attribute), getattr(x, attribute)
+            if expected != got and not (attribute == "dtype" and _autocasts(x)):
+                target = repr(expected) if attribute == "dtype" else repr(str(expected))
+                raise ValueError(
+                    f"The input that meets the weight at site '{self.use.name}' must have "
+                    f"{attribute} {expected}, but got {got}. Convert the data with "
+                    f"`x.to({target})`, or move model and guide with `.to(...)` alike."
+                )
+
     @classmethod
     def __torch_function__(
         cls,
@@ -70,11 +86,20 @@ class WeightStandIn(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` with ordinary tensors, unless it only asks for the shape or the like."""
+        """Call ``func`` with ordinary tensors, unless there is a better answer.
+
+        Shape, dtype and the like are known; the outputs of a linear map may be drawn directly.
+        """
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        application = parse_application(func, args, kwargs)
+        if application is not None and isinstance(application.weight, WeightStandIn):
+            application.weight._check_input(application.x)
+            outputs = application.weight._draw_outputs(application)
+            if outputs is not None:
+                return outputs
         return func(*tree_map(_value, args), **tree_map(_value, kwargs))
 
     @classmethod
@@ -165,22 +190,6 @@ class LazyWeight(WeightStandIn):
                 self._drawn = self.distribution.rsample()
         return self._drawn
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Answer a linear map with a draw of its outputs, anything else with a drawn weight."""
-        application = parse_application(func, args, kwargs or {})
-        if application is not None and _may_give_outputs(application):
-            outputs = application.weight._draw_outputs(application)
-            if outputs is not None:
-                return outputs
-        return super().__torch_function__(func, types, args, kwargs)
-
     def _draw_outputs(self, application: Application) -> Tensor | None:
         """Draw the outputs of the map, or return None where the structure has no image under it.
 
@@ -188,7 +197,8 @@ class LazyWeight(WeightStandIn):
         positions, one draw for each example, which keeps its joint law exact.
         """
         linear_map, x, _, bias = application
-        self._check_input(x)
+        if not self._may_give_outputs(application):
+            return None
         self._refuse_second_use()
         shift, lazy_bias = None, None
         if isinstance(bias, LazyWeight) and bias._may_give_outputs(application):
@@ -208,7 +218,8 @@ class LazyWeight(WeightStandIn):
 
     def _may_give_outputs(self, application: Application) -> bool:
         """Whether this weight's part in a linear map may be drawn as outputs."""
-        return not self.is_drawn and self.use.allows_image(application)
+        takes_data = not isinstance(application.x, WeightStandIn)
+        return takes_data and not self.is_drawn and self.use.allows_image(application)
 
     def _refuse_second_use(self) -> None:
         if self._gave_outputs and _inside_model():
@@ -219,18 +230,6 @@ class LazyWeight(WeightStandIn):
                 "with arguments that take this path, or pass `local_reparam=False` to the guide."
             )
 
-    def _check_input(self, x: Tensor) -> None:
-        """Explain an input that does not fit the weight, in place of an error from the kernel."""
-        for attribute in ("device", "dtype"):
-            expected, got = getattr(self.distribution.loc, attribute), getattr(x, attribute)
-            if expected != got and not (attribute == "dtype" and _autocasts(x)):
-                target = repr(expected) if attribute == "dtype" else repr(str(expected))
-                raise ValueError(
-                    f"The input that meets the weight at site '{self.use.name}' must have "
-                    f"{attribute} {expected}, but got {got}. Convert the data with "
-                    f"`x.to({target})`, or move model and guide with `.to(...)` alike."
-                )
-
 
 def _autocasts(x: Tensor) -> bool:
     kind = x.device.type
@@ -239,16 +238,6 @@ def _autocasts(x: Tensor) -> bool:
 
 def _value(value: Any) -> Any:
     return value.draw() if isinstance(value, WeightStandIn) else value
-
-
-def _may_give_outputs(application: Application) -> bool:
-    """Whether a linear map may be answered by its weight with a draw of the outputs."""
-    weight = application.weight
-    return (
-        isinstance(weight, LazyWeight)
-        and not isinstance(application.x, WeightStandIn)
-        and weight._may_give_outputs(application)
-    )
 
 
 def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def plot_regressions(
         panel.set_ylim(limits or _padded(points[1]))
     for panel in axes[len(predictions) :]:
         panel.remove()
-    figure.axes[0].legend(loc="upper left", fontsize="x-small")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 

@@ -9,7 +9,7 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._checks import check_positive_integer, check_same_kind
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.lazy_weight import LazyWeight
 
@@ -96,8 +96,25 @@ def run_conditioned(
 
     Sites without a value are drawn from the model: local latents, and the observations.
     """
-    with poutine.block(), poutine.mask(mask=False):
-        return poutine.trace(poutine.condition(model, data=values)).get_trace(*args)
+    try:
+        with poutine.block(), poutine.mask(mask=False):
+            return poutine.trace(poutine.condition(model, data=values)).get_trace(*args)
+    except RuntimeError as error:
+        _explain_mismatch(values, args, error)
+        raise
+
+
+def _explain_mismatch(
+    values: dict[str, Tensor], args: tuple[Any, ...], error: RuntimeError
+) -> None:
+    """Raise a clear error if an input is of another device or dtype than the draws."""
+    name, draw = next(iter(values.items()))
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            try:
+                check_same_kind(f"x[{index}]" if len(args) > 1 else "x", value, name, draw)
+            except ValueError as mismatch:
+                raise mismatch from error
 
 
 def find_observation(trace: Any, posterior: Posterior, site: str | None) -> str:

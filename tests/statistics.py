@@ -21,7 +21,10 @@ def assert_moments(samples, mean, covariance, false_alarm=1e-6):
         covariance: ``(D, D)`` over the flattened shape.
         false_alarm: Probability of failing although the law is right.
     """
-    samples, mean = samples.detach().double().flatten(1), mean.detach().double().flatten()
+    samples, mean = (
+        samples.detach().double().reshape(len(samples), -1),
+        mean.detach().double().flatten(),
+    )
     covariance = covariance.detach().double()
     count, size = samples.shape
     assert torch.isfinite(samples).all(), "a draw is not finite"
@@ -55,7 +58,8 @@ def assert_mean(samples, expected, false_alarm=1e-6):
         expected: ``(*shape)``.
         false_alarm: Probability of failing although the mean is right, to first order.
     """
-    samples, expected = samples.detach().double().flatten(1), expected.detach().double().flatten()
+    samples = samples.detach().double().reshape(len(samples), -1)
+    expected = expected.detach().double().flatten()
     count = samples.shape[0]
     assert torch.isfinite(samples).all(), "a draw is not finite"
     bound = _two_sided_bound(false_alarm / expected.numel())

@@ -205,3 +205,13 @@ def test_draws_of_different_number():
     draws = {"a": torch.zeros(2), "b": torch.zeros(3)}
     with pytest.raises(ValueError, match=r"same number of draws, but got \{'a': 2, 'b': 3\}"):
         ps.predict(make_regressor(), draws, torch.zeros(5, 3))
+
+
+@pytest.mark.parametrize("posterior", ["guide", "draws"])
+def test_inputs_of_another_dtype(posterior):
+    model = make_regressor()
+    guide = ps.MeanFieldGuide(model)
+    draws = {name: value.unsqueeze(0) for name, value in guide.draw().items()}
+    message = r"`x` must have the dtype of `net.0.weight`, torch.float64, but got torch.float32"
+    with pytest.raises(ValueError, match=message):
+        ps.predict(model, guide if posterior == "guide" else draws, torch.zeros(5, 3).float(), 1)

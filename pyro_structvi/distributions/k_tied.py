@@ -96,7 +96,7 @@ class KTiedNormal(WeightDistribution):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, from k x k products: ``sum((R'R) * (C'C))``."""
+        """The trace of the covariance, which is ``sum((R'R) * (C'C))``, of k x k matrices."""
         rows = self.row_scale.mT @ self.row_scale
         columns = self.column_scale.mT @ self.column_scale
         return (rows * columns).sum((-2, -1))

@@ -308,10 +308,14 @@ def test_counting_leaves_running_statistics_alone():
 def test_data_of_another_dtype_is_an_error_that_names_the_site():
     model = make_regressor()
     x, y = regression_data()
-    svi = make_svi(model, ps.MeanFieldGuide(model))
-    svi.step(x, y)
-    with pytest.raises(ValueError, match=r"site 'net.0.weight' must have dtype torch.float64"):
-        svi.step(x.float(), y)
+    for local_reparam in (True, False):
+        svi = make_svi(model, ps.MeanFieldGuide(model, local_reparam=local_reparam))
+        for _ in range(2):  # in the run that counts uses, and in a step
+            with pytest.raises(
+                ValueError, match=r"site 'net.0.weight' must have dtype torch.float64"
+            ):
+                svi.step(x.float(), y)
+            svi.step(x, y)
 
 
 # ---- prediction, saving, copying -----------------------------------------------------------------
