@@ -200,8 +200,7 @@ class StructuredELBO(ELBO):
                     "`guide.initialize(...)` with the model's arguments so that it is found, or "
                     "add it to your guide."
                 )
-            divergence, closed = _site_kl(guide_trace.nodes[name], site)
-            kl[name] = scale_and_mask(divergence, site["scale"], site["mask"]).sum()
+            kl[name], closed = _site_kl(guide_trace.nodes[name], site)
             if not closed:
                 sampled.append(name)
         for name, site in guide_trace.nodes.items():
@@ -230,10 +229,14 @@ def _enters_likelihood(name: str, site: Any) -> bool:
 
 
 def _site_kl(guide_site: Any, model_site: Any) -> tuple[Tensor, bool]:
-    """Return the KL of one site, and whether it is the closed form."""
-    posterior, prior = guide_site["fn"], model_site["fn"]
+    """Return the KL of one site under the model's scale and mask, and whether it is closed form."""
+
+    def weighed(nats: Tensor) -> Tensor:
+        total: Tensor = scale_and_mask(nats, model_site["scale"], model_site["mask"]).sum()
+        return total
+
+    posterior, prior, value = guide_site["fn"], model_site["fn"], guide_site["value"]
     try:
-        return kl_divergence(posterior, prior), True
+        return weighed(kl_divergence(posterior, prior)), True
     except NotImplementedError:
-        value = guide_site["value"]
-        return posterior.log_prob(value).sum() - prior.log_prob(value).sum(), False
+        return weighed(posterior.log_prob(value)) - weighed(prior.log_prob(value)), False

@@ -1,0 +1,56 @@
+"""Lazy weights of several laws, and a model's surroundings, for their tests."""
+
+import torch
+import torch.nn.functional as F
+from pyro import poutine
+from pyro.poutine.condition_messenger import ConditionMessenger
+from pyro.poutine.replay_messenger import ReplayMessenger
+from pyro.poutine.substitute_messenger import SubstituteMessenger
+
+from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
+from pyro_structvi.lazy_weight import LazyWeight, SiteUse
+
+OUT, IN = 4, 3
+KERNEL = (OUT, 2, 3, 2)
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def k_tied_normal(shape=(OUT, IN)):
+    """Return a k-tied Normal with random arguments that are leaves."""
+    size = torch.Size(shape[1:]).numel()
+    arguments = torch.randn(shape), torch.rand(shape[0], 2) + 0.1, torch.rand(size, 2) + 0.1
+    return KTiedNormal(*(argument.requires_grad_() for argument in arguments))
+
+
+def bias_normal():
+    return MeanFieldNormal(torch.randn(OUT), torch.full((OUT,), 0.5))
+
+
+def narrow_normal(*shape):
+    """Return a weight of nearly zero, so that what a layer adds to it shows."""
+    return MeanFieldNormal(torch.zeros(shape), torch.tensor(1e-9))
+
+
+def lazy(distribution=None, name="weight", count=1, local_reparam=True):
+    use = SiteUse(name, local_reparam=local_reparam, count=count)
+    return LazyWeight(k_tied_normal() if distribution is None else distribution, use)
+
+
+def convolution_weight(dim=2, **options):
+    return lazy(k_tied_normal((OUT, 2, 3, 2, 2)[: dim + 2]), **options)
+
+
+HANDLERS = {
+    "replay": lambda: ReplayMessenger(trace=poutine.Trace()),
+    "condition": lambda: ConditionMessenger(data={}),
+    "substitute": lambda: SubstituteMessenger(data={}),
+}
+
+
+def inside_model():
+    """Act as code of a model that the values of a guide were handed to."""
+    return HANDLERS["replay"]()
+
+
+def is_ordinary(tensor):
+    return type(tensor) is torch.Tensor
