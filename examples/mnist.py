@@ -56,7 +56,7 @@ def main() -> None:
         batch_size=options.batch_size,
         lr=options.lr,
         lr_schedule=CosineDecay(steps),
-        kl_weight=ps.LinearAnnealing(steps // 2),
+        kl_weight=ps.LinearAnnealing(-(-steps // 2)),
     )
     minutes = (time.perf_counter() - start) / 60
     prediction = ps.predict(
