@@ -165,6 +165,9 @@ class StructuredGuide(nn.Module):
 
         Returns:
             The sampled values by site; weights may not have been drawn yet.
+
+        Raises:
+            RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
         predicting = poutine.get_mask() is False
         if not self._initialized and not predicting:
@@ -189,6 +192,9 @@ class StructuredGuide(nn.Module):
 
         Returns:
             One joint draw of the posterior: with it the model is one consistent function.
+
+        Raises:
+            RuntimeError: If no site is known yet.
         """
         return {
             posterior.site.name: posterior().rsample()
@@ -219,6 +225,11 @@ class StructuredGuide(nn.Module):
         return posterior
 
     def _site_posteriors(self) -> Iterator[SitePosterior]:
+        if not self._uses:
+            raise RuntimeError(
+                "The guide knows no latent site yet, since its model declares none before it runs. "
+                "Train it, or call `guide.initialize(...)` with the model's arguments, first."
+            )
         for name in self._uses:
             yield self[name]
 
@@ -320,17 +331,17 @@ class StructuredGuide(nn.Module):
             _declare(parameter, name=key)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the model and without what holds on to Pyro."""
+        """Return the state without the model, and without what may not pickle."""
         for parameter in self.parameters():
             parameter.__dict__.pop("unconstrained", None)
-        return {**self.__dict__, "_model": (None,)}
+        return {**self.__dict__, "_model": (None,), "init_loc_fn": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StructuredGuide":
         """Copy the parameters; the copy is a guide of the same model."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        new._model = self._model
+        new._model, new.init_loc_fn = self._model, self.init_loc_fn
         return new
 
 

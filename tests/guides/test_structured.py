@@ -343,6 +343,18 @@ def test_predictive_on_another_number_of_examples():
     assert draws["shift"].shape == draws["obs"].shape == (3, 11)
 
 
+def test_predicting_from_a_guide_that_knows_no_site_is_an_error():
+    guide, x = ps.MeanFieldGuide(linear_function), torch.zeros(2, 3)
+    message = r"knows no latent site yet.*call `guide.initialize\(...\)`"
+    for attempt in (
+        lambda: Predictive(linear_function, guide=guide, num_samples=2)(x),
+        lambda: ps.predict(linear_function, guide, x),
+        guide.draw,
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            attempt()
+
+
 def test_a_state_dict_loads_before_any_data_was_seen():
     model = make_regressor()
     guide = ps.KTiedGuide(model)
@@ -374,6 +386,14 @@ def test_a_pickle_carries_no_data_and_no_model():
     assert guide.model is model
     assert loaded.draw().keys() == guide.draw().keys()
     make_svi(model, loaded).step(*regression_data(size=10_000))
+
+
+def test_a_guide_with_a_local_init_loc_fn_pickles_and_copies():
+    guide = ps.KTiedGuide(
+        make_regressor(), init_loc_fn=lambda site: torch.zeros(site["fn"].shape())
+    )
+    assert pickle.loads(pickle.dumps(guide)).init_loc_fn is None
+    assert copy.deepcopy(guide).init_loc_fn is guide.init_loc_fn
 
 
 def test_an_unpickled_guide_says_that_it_has_no_model():
