@@ -1,6 +1,7 @@
 """The one place that words errors about shapes, signs, types, devices and dtypes."""
 
 from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def check_positive(name: str, tensor: Tensor) -> None:
 
 def check_positive_number(name: str, value: Any) -> float:
     """Return ``value`` as a float, or raise unless it is one finite number above zero."""
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool)
+    valid = isinstance(value, Real) and not isinstance(value, bool)
     if not valid or not 0 < value < float("inf"):
         raise ValueError(f"`{name}` must be a positive number, but got {value!r}.")
     return float(value)
@@ -68,9 +69,10 @@ def check_positive_number(name: str, value: Any) -> float:
 
 def check_positive_integer(name: str, value: Any) -> int:
     """Return ``value``, or raise unless it is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    is_whole = isinstance(value, Integral) and value is not True and value is not False
+    if not is_whole or value < 1:
         raise ValueError(f"`{name}` must be a whole number of at least 1, but got {value!r}.")
-    return value
+    return int(value)
 
 
 def check_same_kind(name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:

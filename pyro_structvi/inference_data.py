@@ -14,6 +14,7 @@ from pyro_structvi.posterior_draws import (
     evaluation_mode,
     find_observation,
     iterate_draws,
+    observed_log_prob,
     run_conditioned,
 )
 
@@ -39,7 +40,7 @@ def to_inference_data(
         site: The observed site's name, where it cannot be told from the model.
 
     Returns:
-        An ``arviz.InferenceData`` with the groups ``posterior`` (each global site under its own
+        An ``arviz.InferenceData`` with the groups ``posterior`` (each site under its own
         name), ``posterior_predictive``, ``log_likelihood`` (one value for each example) and
         ``observed_data``, in float64. A guide's draws form one chain.
 
@@ -76,13 +77,13 @@ def to_inference_data(
     latents: list[dict[str, Tensor]] = []
     predictive, log_likelihood = [], []
     with evaluation_mode(model):
-        for values in iterate_draws(posterior, total, args):
+        for values in iterate_draws(posterior, total, args, local=True):
             trace = run_conditioned(model, values, args)
-            name = find_observation(trace, posterior, site)
+            name = find_observation(trace, values, posterior, site)
             likelihood = trace.nodes[name]["fn"]
             latents.append(values)
             predictive.append(likelihood.sample())
-            log_likelihood.append(likelihood.log_prob(y))
+            log_likelihood.append(observed_log_prob(likelihood, y))
 
     def stacked(draws: list[Tensor]) -> Any:
         values = torch.stack(draws).detach().cpu().numpy()

@@ -37,9 +37,14 @@ class SiteUse:
     local_reparam: LocalReparam = True
     count: int | None = None
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether there is a use for which a draw at this site is worth putting off."""
+        return bool(self.local_reparam) and self.count == 1
+
     def allows_image(self, application: Application) -> bool:
         """Whether this use may be answered by the image's law instead of a drawn weight."""
-        if not self.local_reparam or self.count != 1:
+        if not self.may_wait:
             return False
         exact_only = self.local_reparam == "exact"
         return not (exact_only and application.linear_map.has_positions(application.x))
@@ -132,8 +137,8 @@ class CountedWeight(WeightStandIn):
         return weight
 
     def draw(self) -> Tensor:
-        """Return the value, and count."""
-        self.use.count = (self.use.count or 0) + 1
+        """Return the value, and count; a use that may be repeated or differentiated counts twice."""
+        self.use.count = (self.use.count or 0) + (2 if _inside_transform() else 1)
         return self._counted
 
 
@@ -227,7 +232,8 @@ class LazyWeight(WeightStandIn):
                 f"The model uses the weight at site '{self.use.name}' more often in this pass than "
                 "in the pass in which its uses were counted, after its outputs were drawn. A "
                 "weight that is used more than once must be drawn: call `guide.initialize(...)` "
-                "with arguments that take this path, or pass `local_reparam=False` to the guide."
+                "with arguments that take this path, or, to replay one trace of the guide several "
+                "times, pass `local_reparam=False` to the guide."
             )
 
 
@@ -251,6 +257,11 @@ def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -
         draw.shape[-1],
         *(1 for _ in range(-linear_map.channel_dim - 1)),
     )
+
+
+def _inside_transform() -> bool:
+    """Whether the model differentiates or maps its own net; the counting run has gradients off."""
+    return torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _inside_model() -> bool:

@@ -9,7 +9,7 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._checks import check_positive_integer, check_same_kind
+from pyro_structvi._checks import check_positive_integer, check_same_kind, check_shape
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.lazy_weight import LazyWeight
 
@@ -52,26 +52,28 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
 
 
 def iterate_draws(
-    posterior: Posterior, num_samples: int, args: tuple[Any, ...]
+    posterior: Posterior, num_samples: int, args: tuple[Any, ...], local: bool = False
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield joint draws of the global sites, each an ordinary tensor by site.
+    """Yield joint draws of the sites, each an ordinary tensor by site.
 
     Args:
         posterior: A :class:`StructuredGuide`, any other guide, or draws by site.
         num_samples: How many; of given draws, evenly spaced ones.
         args: Arguments for a guide that needs them.
+        local: Whether to draw a structured guide's local sites too.
 
     Yields:
         One draw at a time.
     """
     if isinstance(posterior, Mapping):
         available = count_draws(posterior, None)
-        for index in torch.linspace(0, available - 1, num_samples).round().long().tolist():
+        step = (available - 1) / max(num_samples - 1, 1)
+        for index in (round(step * number) for number in range(num_samples)):
             yield {name: draws[index] for name, draws in posterior.items()}
         return
     for _ in range(num_samples):
         if isinstance(posterior, StructuredGuide):
-            yield posterior.draw()
+            yield posterior.draw(local)
         else:
             yield _draw_from_guide(posterior, args)
 
@@ -108,20 +110,24 @@ def _explain_mismatch(
     values: dict[str, Tensor], args: tuple[Any, ...], error: RuntimeError
 ) -> None:
     """Raise a clear error if an input is of another device or dtype than the draws."""
-    name, draw = next(iter(values.items()))
-    for index, value in enumerate(args):
+    name, draw = next(iter(values.items()), ("", None))
+    for index, value in enumerate(args if draw is not None else ()):
         if isinstance(value, Tensor) and value.is_floating_point():
             try:
+                assert draw is not None
                 check_same_kind(f"x[{index}]" if len(args) > 1 else "x", value, name, draw)
             except ValueError as mismatch:
                 raise mismatch from error
 
 
-def find_observation(trace: Any, posterior: Posterior, site: str | None) -> str:
+def find_observation(
+    trace: Any, values: dict[str, Tensor], posterior: Posterior, site: str | None
+) -> str:
     """Return the name of the observed site of a model that was run without observations.
 
     Args:
         trace: The trace of that run.
+        values: The latent sites' values in that run.
         posterior: What the latent sites were drawn from.
         site: The name if the caller gave it.
 
@@ -131,9 +137,9 @@ def find_observation(trace: Any, posterior: Posterior, site: str | None) -> str:
     Raises:
         ValueError: If there is no such site, or several could be meant.
     """
-    latent = set(posterior) if isinstance(posterior, Mapping) else set()
+    latent = set(values)
     if isinstance(posterior, StructuredGuide):
-        latent = set(posterior.site_names)
+        latent |= set(posterior.site_names)
     free = [
         name
         for name, node in trace.nodes.items()
@@ -152,10 +158,18 @@ def find_observation(trace: Any, posterior: Posterior, site: str | None) -> str:
     return str(candidates[0])
 
 
+def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
+    """Return the log density of observations, after a check that they have its shape."""
+    check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")
+    log_density: Tensor = likelihood.log_prob(y)
+    return log_density
+
+
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Switch dropout off and freeze running statistics, without gradients; put back after."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    module = poutine.unwrap(model)
+    modules = list(module.modules()) if isinstance(module, nn.Module) else []
     training = [module for module in modules if module.training]
     try:
         for module in training:

@@ -1,5 +1,6 @@
 """Predictions: every draw of the posterior is one consistent function of the inputs."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from pyro_structvi.posterior_draws import (
     evaluation_mode,
     find_observation,
     iterate_draws,
+    observed_log_prob,
     run_conditioned,
 )
 
@@ -63,9 +65,9 @@ def predict(
 ) -> Prediction:
     """Predict with draws of a posterior.
 
-    Each draw fixes all global sites, so that the model is one function over all inputs and all
-    mini-batches. Local latents are drawn anew from the model, given the global sites. The model runs
-    in evaluation mode and without gradients.
+    Each draw fixes all sites but local ones, so that the model is one function over all inputs and
+    all mini-batches. Local latents (in a plate with observations) are drawn anew from the model.
+    The model runs in evaluation mode and without gradients.
 
     Args:
         model: A model that samples its observations when called with inputs only.
@@ -158,7 +160,7 @@ def _run(
     site: str | None,
 ) -> _Conditional:
     trace = run_conditioned(model, values, args)
-    likelihood = trace.nodes[find_observation(trace, posterior, site)]["fn"]
+    likelihood = trace.nodes[find_observation(trace, values, posterior, site)]["fn"]
     mean, variance, is_categorical = _moments(likelihood)
     returned = trace.nodes["_RETURN"]["value"]
     per_example = isinstance(returned, Tensor) and returned.shape[:1] == mean.shape[:1]
@@ -167,7 +169,7 @@ def _run(
         mean=mean,
         variance=variance,
         entropy=_entropy(mean) if is_categorical else None,
-        log_density=None if y is None else likelihood.log_prob(y),
+        log_density=None if y is None else observed_log_prob(likelihood, y),
     )
 
 
@@ -221,7 +223,7 @@ class _Accumulator:
             information = entropy - averages.entropy
         log_density = self.log_density_sum
         if log_density is not None:
-            log_density = log_density - torch.tensor(float(self.count)).log().to(log_density)
+            log_density = log_density - math.log(self.count)
         return Prediction(
             mean=averages.mean,
             variance=averages.variance + function_variance,

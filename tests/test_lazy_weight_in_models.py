@@ -270,8 +270,21 @@ COUNTS = {
 @pytest.mark.parametrize(("model", "count"), COUNTS.values(), ids=COUNTS.keys())
 def test_uses_are_counted(model, count):
     use = SiteUse("weight")
-    model(CountedWeight(torch.randn(OUT, IN), use))
+    with torch.no_grad():  # as in the run that counts
+        model(CountedWeight(torch.randn(OUT, IN), use))
     assert use.count == count
+
+
+def test_a_use_that_is_differentiated_or_mapped_counts_twice():
+    x = torch.ones(5, IN)
+    for model in (
+        lambda w: torch.enable_grad()(F.linear)(x, w),
+        lambda w: torch.vmap(lambda row: F.linear(row, w))(x),
+    ):
+        use = SiteUse("weight")
+        with torch.no_grad():
+            model(CountedWeight(torch.randn(OUT, IN), use))
+        assert use.count == 2
 
 
 def test_a_counted_weight_acts_as_its_value():

@@ -151,8 +151,9 @@ class WeightDistribution(TorchDistribution):
 
     def __call__(self, sample_shape: Any = ()) -> Tensor:
         """Draw as ``pyro.sample`` does; at a guide's site the draw may be put off."""
-        if self.site_use is not None and not sample_shape and not self.batch_shape:
-            return LazyWeight(self, self.site_use)
+        use = self.site_use
+        if use is not None and use.may_wait and not sample_shape and not self.batch_shape:
+            return LazyWeight(self, use)
         return self.rsample(sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ class LatentSite:
         event_dim: How many trailing dimensions are one event. Dimensions in no plate count as event,
             whether or not the model wrote ``to_event``.
         support: Where values lie.
-        plates: The vectorized plates around it; none for a global site.
+        plates: The vectorized plates around it; none for a single value.
+        is_local: Whether one of the plates holds observations too: the site then belongs to the
+            examples it was trained on, and is left to the model when predicting others.
     """
 
     name: str
@@ -36,6 +38,7 @@ class LatentSite:
     event_dim: int
     support: Any
     plates: tuple[Plate, ...] = ()
+    is_local: bool = False
 
     @property
     def is_real(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro.poutine as poutine
@@ -82,9 +82,11 @@ def find_sites_by_running(
     recorder = _SiteRecorder()
     with torch.no_grad(), _buffers_kept(model), poutine.block(), recorder:
         model(*args, **kwargs)
-    declared = find_declared_sites(model)
+    declared = find_declared_sites(poutine.unwrap(model))
     for name, found in recorder.found.items():
         found.initial = declared[name].initial if name in declared else None
+        is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
+        found.site = replace(found.site, is_local=is_local)
     return recorder.found
 
 
@@ -94,10 +96,14 @@ class _SiteRecorder(Messenger):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, FoundSite] = {}
+        self.observed_plates: set[str] = set()
 
     def _pyro_post_sample(self, msg: Any) -> None:
         name, infer = msg["name"], msg["infer"]
-        if msg["is_observed"] or site_is_subsample(msg) or infer.get("is_observation"):
+        if site_is_subsample(msg):
+            return
+        if msg["is_observed"] or infer.get("is_observation"):
+            self.observed_plates.update(frame.name for frame in msg["cond_indep_stack"])
             return
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
         for frame in frames:
@@ -119,7 +125,8 @@ class _SiteRecorder(Messenger):
 
 @contextmanager
 def _buffers_kept(model: Any) -> Iterator[None]:
-    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
+    module = poutine.unwrap(model)
+    buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
     kept = [buffer.clone() for buffer in buffers]
     try:
         yield

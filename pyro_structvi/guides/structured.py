@@ -4,7 +4,6 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
 import pyro
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_positive_number
+from pyro_structvi._patterns import matches
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.families import (
     Family,
@@ -120,6 +120,11 @@ class StructuredGuide(nn.Module):
         return list(self._uses)
 
     @property
+    def local_site_names(self) -> list[str]:
+        """The sites that belong to single examples: those in a plate with observations."""
+        return [name for name in self._uses if self[name].site.is_local]
+
+    @property
     def is_initialized(self) -> bool:
         """Whether the model was run, so that all its sites and their uses are known."""
         return self._initialized
@@ -156,8 +161,8 @@ class StructuredGuide(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site, as a guide does.
 
-        Under ``Predictive`` the sites of plates are left to the model, whose plates may then have
-        another size.
+        Under ``Predictive`` local sites, which belong to the examples they were trained on, are left
+        to the model.
 
         Args:
             *args: The model's arguments.
@@ -173,22 +178,28 @@ class StructuredGuide(nn.Module):
         if not self._initialized and not predicting:
             self.initialize(*args, **kwargs)
         self._declare_parameters()
-        values = {}
+        values: dict[str, Tensor] = {}
+        plates: dict[str, Any] = {}
         for posterior in self._site_posteriors():
             site = posterior.site
-            if site.plates and predicting:
+            if site.is_local and predicting:
                 continue
             distribution = posterior()
             if isinstance(distribution, WeightDistribution):
                 distribution.site_use = self._uses[site.name]
             with ExitStack() as stack:
                 for plate in site.plates:
-                    stack.enter_context(pyro.plate(plate.name, plate.size, dim=plate.dim))
+                    if plate.name not in plates:
+                        plates[plate.name] = pyro.plate(plate.name, plate.size, dim=plate.dim)
+                    stack.enter_context(plates[plate.name])
                 values[site.name] = pyro.sample(site.name, distribution)
         return values
 
-    def draw(self) -> dict[str, Tensor]:
-        """Draw all global sites once, as ordinary tensors; needs no data.
+    def draw(self, local: bool = False) -> dict[str, Tensor]:
+        """Draw all sites once, as ordinary tensors; needs no data.
+
+        Args:
+            local: Whether to draw local sites too, which belong to the examples of the training.
 
         Returns:
             One joint draw of the posterior: with it the model is one consistent function.
@@ -199,15 +210,15 @@ class StructuredGuide(nn.Module):
         return {
             posterior.site.name: posterior().rsample()
             for posterior in self._site_posteriors()
-            if not posterior.site.plates
+            if local or not posterior.site.is_local
         }
 
     @torch.no_grad()
     def median(self) -> dict[str, Tensor]:
-        """Return the posterior median of each global site; for normals, the mean."""
+        """Return the posterior median of each site that is not local; for normals, the mean."""
         medians = {}
         for posterior in self._site_posteriors():
-            if not posterior.site.plates:
+            if not posterior.site.is_local:
                 distribution = posterior()
                 base = getattr(distribution, "base_dist", distribution)
                 value = base.mean
@@ -258,6 +269,8 @@ class StructuredGuide(nn.Module):
         for name, posterior in made.items():
             self.posteriors[_key(name)] = posterior
         for name, item in found.items():
+            self[name].site = item.site  # a run knows more of it than the declaration
+        for name, item in found.items():
             item.use.local_reparam = self.local_reparam
             self._uses[name] = item.use
 
@@ -269,7 +282,7 @@ class StructuredGuide(nn.Module):
                 f"`poutine.block(model, hide=['{site.name}'])`."
             )
         for pattern, family in self.families.items():
-            if not fnmatchcase(site.name, pattern):
+            if not matches(site.name, pattern):
                 continue
             if family.fits(site):
                 return family
@@ -288,7 +301,7 @@ class StructuredGuide(nn.Module):
         like = found.prior.sample()
         if self.init_loc_fn is not None:
             loc = self.init_loc_fn(message)
-        elif found.initial is not None:
+        elif found.initial is not None and site.is_real:
             loc = found.initial.to(like)
         elif site.is_real and not site.plates and len(site.shape) >= 2:
             loc = torch.randn_like(like) * (2 / like[0].numel()) ** 0.5
@@ -308,7 +321,7 @@ class StructuredGuide(nn.Module):
                 "with `bayesianize(net, prior=1.0)`."
             )
         for pattern in self.families:
-            if not any(fnmatchcase(name, pattern) for name in found):
+            if not any(matches(name, pattern) for name in found):
                 raise ValueError(
                     f"The pattern '{pattern}' matches none of the model's sites {list(found)}."
                 )
@@ -325,6 +338,9 @@ class StructuredGuide(nn.Module):
                 continue
             parameter.__dict__["unconstrained"] = weakref.ref(parameter)
             if mirror:
+                stale = _PYRO_PARAM_STORE._params.get(key)
+                if stale is not None and stale is not parameter:  # let go of a former guide's
+                    _PYRO_PARAM_STORE._param_to_name.pop(stale, None)
                 _PYRO_PARAM_STORE._params[key] = parameter
                 _PYRO_PARAM_STORE._constraints[key] = constraints.real
                 _PYRO_PARAM_STORE._param_to_name[parameter] = key
@@ -353,5 +369,6 @@ _declare = effectful(_identity, type="param")
 
 
 def _key(name: str) -> str:
-    """Return a site's name as a key of a module dictionary, which takes no dots."""
-    return name.replace(".", "/")
+    """Return a site's name as a key of a module dictionary: no dots, and none of its attributes."""
+    key = name.replace("/", "//").replace(".", "/")
+    return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key

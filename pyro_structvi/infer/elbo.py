@@ -8,6 +8,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.distributions import Delta
 from pyro.distributions.util import scale_and_mask
 from pyro.infer import ELBO
 from pyro.infer.util import is_validation_enabled, torch_item
@@ -16,6 +17,7 @@ from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 from torch.distributions import kl_divergence
 
+from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.infer.schedules import Schedule
 
 
@@ -49,7 +51,8 @@ class ELBOTerms:
             torch.stack(list(self.log_likelihood.values())).sum() if self.log_likelihood else 0
         )
         kl = torch.stack(list(self.kl.values())).sum() if self.kl else 0
-        return torch.as_tensor(likelihood - kl_weight * kl)
+        bound = likelihood - kl_weight * kl
+        return bound if isinstance(bound, Tensor) else torch.tensor(float(bound))
 
 
 class StructuredELBO(ELBO):
@@ -83,8 +86,7 @@ class StructuredELBO(ELBO):
     """
 
     def __init__(self, kl_weight: float | Schedule = 1.0, num_particles: int = 1) -> None:
-        if num_particles < 1:
-            raise ValueError(f"`num_particles` must be at least 1, but got {num_particles!r}.")
+        check_positive_integer("num_particles", num_particles)
         if not callable(kl_weight) and not 0 <= kl_weight < math.inf:
             raise ValueError(
                 f"`kl_weight` must be a finite number of at least 0, but got {kl_weight!r}."
@@ -228,6 +230,12 @@ def _enters_likelihood(name: str, site: Any) -> bool:
     return bool(site["is_observed"]) and not site["infer"].get("_deterministic")
 
 
+def _is_delta(distribution: Any) -> bool:
+    while isinstance(distribution, torch.distributions.Independent):
+        distribution = distribution.base_dist
+    return isinstance(distribution, Delta)
+
+
 def _site_kl(guide_site: Any, model_site: Any) -> tuple[Tensor, bool]:
     """Return the KL of one site under the model's scale and mask, and whether it is closed form."""
 
@@ -237,6 +245,8 @@ def _site_kl(guide_site: Any, model_site: Any) -> tuple[Tensor, bool]:
 
     posterior, prior, value = guide_site["fn"], model_site["fn"], guide_site["value"]
     try:
+        if _is_delta(posterior):  # Pyro's KL of a Delta forgets its log_density, the Jacobian
+            raise NotImplementedError
         return weighed(kl_divergence(posterior, prior)), True
     except NotImplementedError:
         return weighed(posterior.log_prob(value)) - weighed(prior.log_prob(value)), False

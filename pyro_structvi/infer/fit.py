@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -97,6 +98,10 @@ def fit(
         >>> history.elbo[-1] > history.elbo[0]
         True
     """
+    if isinstance(model, StructuredGuide):
+        raise TypeError(
+            "`model` must be a model, but got a guide: write `fit(model, guide, data)`."
+        )
     if not isinstance(guide, nn.Module):
         raise TypeError(
             f"`guide` must be a torch.nn.Module, but got {type(guide).__name__}. Train the guide "
@@ -117,16 +122,18 @@ def fit(
     history = History()
     batches = _endless(loader, _device_of(guide))
     stepper: _Stepper | None = None
-    training = [module for module in (model, guide) if isinstance(module, nn.Module)]
-    modes = [(module, module.training) for root in training for module in root.modules()]
+    module = poutine.unwrap(model)
+    training = [root for root in (module, guide) if isinstance(root, nn.Module)]
+    modes = [(part, part.training) for root in training for part in root.modules()]
     try:
-        for module in training:
-            module.train()
+        for root in training:
+            root.train()
         bar = tqdm(range(total), desc="fit", disable=not progress)
         for step in bar:
             args, kwargs = next(batches)
             if stepper is None:
                 _initialize(guide, args, kwargs)
+                _check_local_sites(guide, len(loader))
                 stepper = _Stepper(model, guide, elbo, lr, lr_schedule, optimizer)
             stepper.step(step, args, kwargs, history)
             if step % 10 == 0 or step == total - 1:
@@ -134,8 +141,8 @@ def fit(
     except KeyboardInterrupt:
         history.interrupted = True
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for part, mode in modes:
+            part.training = mode
     return history
 
 
@@ -152,7 +159,8 @@ class _Stepper:
         optimizer: Callable[..., torch.optim.Optimizer] | None,
     ) -> None:
         self.model, self.guide, self.elbo = model, guide, elbo
-        roots = {"guide": guide} | ({"model": model} if isinstance(model, nn.Module) else {})
+        module = poutine.unwrap(model)
+        roots = {"guide": guide} | ({"model": module} if isinstance(module, nn.Module) else {})
         self.parameters = {
             f"{root}.{name}": parameter
             for root, module in roots.items()
@@ -222,6 +230,8 @@ class _Stepper:
                     f"At step {step}, {kind} {bad} is not finite. The parameters are those before "
                     "this step. A smaller `lr` or `init_scale`, or an annealed `kl_weight`, may help."
                 )
+        if terms:
+            return f"At step {step}, the norm of all gradients overflows. The parameters are unchanged."
         return None
 
 
@@ -237,6 +247,15 @@ def _initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     elif not list(guide.parameters()):
         with torch.no_grad():
             guide(*args, **kwargs)
+
+
+def _check_local_sites(guide: nn.Module, num_batches: int) -> None:
+    local = guide.local_site_names if isinstance(guide, StructuredGuide) else []
+    if local and num_batches > 1:
+        raise ValueError(
+            f"The sites {local} belong to single examples, and the guide cannot tell which examples "
+            "a mini-batch holds. Fit all examples at once (leave `batch_size` out)."
+        )
 
 
 def _device_of(guide: nn.Module) -> torch.device | None:
@@ -274,11 +293,17 @@ def _as_batches(data: Any, batch_size: int | None, device: torch.device | None) 
         check_positive_integer("batch_size", batch_size)
     if isinstance(data, Tensor):
         data = (data,)
+    if isinstance(data, (dict, tuple)) and not all(isinstance(item, Tensor) for item in data):
+        raise TypeError(
+            "`data` must be a tuple of tensors, but got "
+            f"{[type(item).__name__ for item in data]}. Convert arrays with `torch.as_tensor`; give "
+            "keyword arguments as a list of mini-batches, `[{'x': x, 'y': y}]`."
+        )
     if isinstance(data, (tuple, list)) and data and all(isinstance(t, Tensor) for t in data):
         return _TensorBatches(tuple(tensor.to(device) for tensor in data), batch_size)
     if isinstance(data, Dataset):
         size = len(data) if batch_size is None else batch_size  # type: ignore[arg-type]
-        return DataLoader(data, batch_size=size, shuffle=True)
+        return DataLoader(data, batch_size=size, shuffle=batch_size is not None)
     if batch_size is not None:
         raise ValueError(
             "`batch_size` is for tensors and datasets; mini-batches that are given have their own."
@@ -300,9 +325,15 @@ def _endless(
         return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
     while True:
+        batch = None
         for batch in loader:
             if isinstance(batch, dict):
                 yield (), {name: move(value) for name, value in batch.items()}
             else:
                 values = batch if isinstance(batch, (tuple, list)) else (batch,)
                 yield tuple(move(value) for value in values), {}
+        if batch is None:
+            raise ValueError(
+                "A pass through `data` gave no mini-batch. Pass something that can be gone through "
+                "again and again, such as a DataLoader or a list."
+            )

@@ -10,6 +10,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_structvi._checks import (
+    check_broadcastable,
     check_positive,
     check_positive_integer,
     check_same_kind,
@@ -98,7 +99,8 @@ class Regressor(PyroModule):
         super().__init__()
         self.net = _check_net(net)
         self.num_data = check_positive_integer("num_data", num_data)
-        example = next(iter([*net.parameters(), *net.buffers()]), torch.zeros(()))
+        tensors = [*net.parameters(), *net.buffers()]
+        example = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
         if isinstance(noise_scale, torch.distributions.Distribution):
             like = example.new_zeros(noise_scale.batch_shape + noise_scale.event_shape)
             prior = resolve_prior(noise_scale, "noise_scale", like)
@@ -125,6 +127,8 @@ class Regressor(PyroModule):
         if y is not None:
             check_shape("y", y, mean.shape, "that of the net's output")
             check_same_kind("y", y, "net(x)", mean)
+        target = mean.shape[1:]
+        check_broadcastable("noise_scale", self.noise_scale, target, "the shape of a target")
         _observe(dist.Normal(mean, self.noise_scale).to_event(mean.dim() - 1), y, self.num_data)
         return mean
 
@@ -132,6 +136,11 @@ class Regressor(PyroModule):
 def _check_net(net: Any) -> nn.Module:
     if not isinstance(net, nn.Module):
         raise TypeError(f"`net` must be a torch.nn.Module, but got {type(net).__name__}.")
+    if isinstance(net, PyroModule) and net._pyro_context.used:
+        raise ValueError(
+            "`net` was called before it became part of this model, and Pyro names sites at the "
+            "first call. Make a new one with `bayesianize` and wrap it before calling it."
+        )
     return net
 
 

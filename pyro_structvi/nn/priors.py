@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pyro.distributions as dist
@@ -12,6 +11,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
+from pyro_structvi._patterns import matches
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
     label = f"prior for {name}"
     if isinstance(prior, Mapping):
         for pattern, entry in prior.items():
-            if fnmatchcase(name, pattern):
+            if matches(name, pattern):
                 return resolve_prior(entry, name, parameter)
         raise ValueError(
             f"No pattern of the prior {list(prior)} matches the parameter '{name}'. Add one, for "
@@ -104,7 +104,8 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
             f"The {label} must be a standard deviation, a FanIn, a Pyro distribution, a function "
             f"or a mapping, but got {prior!r}."
         )
-    return resolve_prior(torch.tensor(check_positive_number(label, prior)), name, parameter)
+    scale = torch.full((), check_positive_number(label, prior), dtype=parameter.dtype)
+    return resolve_prior(scale, name, parameter)
 
 
 def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:

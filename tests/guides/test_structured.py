@@ -240,8 +240,10 @@ def test_local_reparam_false_draws_every_weight_once():
     guide = ps.KTiedGuide(model, local_reparam=False)
     x, y = regression_data()
     trace = poutine.trace(guide).get_trace(x, y)
-    poutine.replay(model, trace=trace)(x, y)
-    assert all(trace.nodes[name]["value"].is_drawn for name in guide.site_names)
+    assert all(type(trace.nodes[name]["value"]) is torch.Tensor for name in guide.site_names)
+    output = poutine.replay(model, trace=trace)(x, y)
+    w0, b0, w2, b2 = (trace.nodes[name]["value"] for name in guide.site_names)
+    torch.testing.assert_close(output, F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2))
 
 
 def test_frozen_variational_parameters_stay():
@@ -262,7 +264,7 @@ def test_a_weight_used_twice_is_one_weight():
     guide.initialize(x, torch.zeros(5))
     trace = poutine.trace(guide).get_trace(x, torch.zeros(5))
     mean = poutine.replay(recurrent_function, trace=trace)(x, torch.zeros(5))
-    weight = trace.nodes["weight"]["value"].draw()
+    weight = trace.nodes["weight"]["value"]
     torch.testing.assert_close(mean, F.linear(torch.tanh(F.linear(x, weight)), weight).sum(-1))
 
 
@@ -308,9 +310,9 @@ def test_counting_leaves_running_statistics_alone():
 def test_data_of_another_dtype_is_an_error_that_names_the_site():
     model = make_regressor()
     x, y = regression_data()
-    for local_reparam in (True, False):
-        svi = make_svi(model, ps.MeanFieldGuide(model, local_reparam=local_reparam))
-        for _ in range(2):  # in the run that counts uses, and in a step
+    svi = make_svi(model, ps.MeanFieldGuide(model))
+    for _ in range(2):  # in the run that counts uses, and in a step
+        if True:
             with pytest.raises(
                 ValueError, match=r"site 'net.0.weight' must have dtype torch.float64"
             ):
@@ -480,3 +482,73 @@ def test_training_on_a_gpu(elbo):
     svi = make_svi(model, guide, elbo())
     svi.step(x, y)
     assert {parameter.device.type for parameter in guide.parameters()} == {"cuda"}
+
+
+def test_group_effects_are_drawn_and_local_latents_left_to_the_model():
+    group = torch.arange(40) % 4
+    y = torch.tensor([-3.0, -1.0, 1.0, 3.0])[group]
+
+    def model(group, y=None):
+        with pyro.plate("groups", 4):
+            offset = pyro.sample("offset", dist.Normal(0.0, 3.0))
+            pyro.sample("unused", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(group)):
+            local = pyro.sample("local", dist.Normal(0.0, 0.1))
+            pyro.sample("obs", dist.Normal(offset[group] + local, 0.1), obs=y)
+
+    guide = ps.MeanFieldGuide(model)
+    ps.fit(model, guide, (group, y), num_steps=800, lr=0.05, progress=False)
+    assert guide.local_site_names == ["local"]
+    prediction = ps.predict(model, guide, torch.arange(4).repeat(3), 100)
+    assert (prediction.mean - torch.tensor([-3.0, -1.0, 1.0, 3.0]).repeat(3)).abs().max() < 0.3
+    assert guide.draw(local=True)["local"].shape == (40,)
+    with pytest.raises(ValueError, match=r"sites \['local'\] belong to single examples"):
+        ps.fit(model, guide, (group, y), num_steps=2, batch_size=10, progress=False)
+
+
+def test_site_names_do_not_collide_with_each_other_or_with_torch():
+    def model():
+        for name in ("a.b", "a/b", "values", "training"):
+            pyro.sample(name, dist.Normal(0.0, 1.0))
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize()
+    assert len(list(guide.parameters())) == 8
+    assert guide.draw().keys() == {"a.b", "a/b", "values", "training"}
+
+
+def test_a_guide_that_was_replaced_is_let_go():
+    import gc
+    import weakref
+
+    def train():
+        model = make_regressor()
+        guide = ps.KTiedGuide(model)
+        make_svi(model, guide).step(*regression_data())
+        return weakref.ref(guide["net.0.weight"].loc)
+
+    first = train()
+    train()
+    gc.collect()
+    assert first() is None
+
+
+def test_a_net_that_differentiates_itself_gets_drawn_weights():
+    class Derivative(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.clone().requires_grad_()
+                output = torch.tanh(self.layer(x))
+                (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            return torch.cat([output, slope], 1)
+
+    model = ps.Regressor(ps.bayesianize(Derivative()), num_data=5, noise_scale=1.0)
+    guide = ps.MeanFieldGuide(model)
+    x = torch.randn(5, 3)
+    guide.initialize(x, torch.zeros(5, 4))
+    value = poutine.trace(guide).get_trace(x).nodes["net.layer.weight"]["value"]
+    assert type(value) is torch.Tensor

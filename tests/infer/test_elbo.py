@@ -246,7 +246,9 @@ def test_kl_weight_must_be_finite_and_not_negative(weight):
 
 
 def test_num_particles_must_be_positive():
-    with pytest.raises(ValueError, match="`num_particles` must be at least 1, but got 0"):
+    with pytest.raises(
+        ValueError, match="`num_particles` must be a whole number of at least 1, but got 0"
+    ):
         ps.StructuredELBO(num_particles=0)
 
 
@@ -285,6 +287,7 @@ def test_a_latent_missing_in_the_guide_is_an_error():
 def test_auxiliary_sites_of_a_guide_enter():
     def model():
         pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("scale", dist.LogNormal(torch.tensor(0.0), torch.tensor(0.5)))
 
     guide = pyro.infer.autoguide.AutoNormal(model)
     elbo = ps.StructuredELBO()
