@@ -1,6 +1,8 @@
 """The weight that has not been drawn yet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -18,6 +20,33 @@ if TYPE_CHECKING:
     from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
 LocalReparam = bool | Literal["exact"]
+
+_WAITING: ContextVar[bool] = ContextVar("weights_wait", default=False)
+
+
+@contextmanager
+def weights_wait() -> Iterator[None]:
+    """Let weights sampled in this block wait for their use; outside it they are drawn at once.
+
+    For an objective whose value is linear in each log density, such as the ELBO: outputs drawn for
+    the likelihood do not belong to a weight drawn later for a density. Importance weights, which
+    join the two, need drawn weights.
+
+    Example:
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
+        >>> q.site_use = SiteUse("weight", count=1)
+        >>> with weights_wait():
+        ...     type(q()).__name__
+        'LazyWeight'
+        >>> type(q()).__name__
+        'Tensor'
+    """
+    token = _WAITING.set(True)
+    try:
+        yield
+    finally:
+        _WAITING.reset(token)
 
 
 @dataclass
@@ -39,8 +68,13 @@ class SiteUse:
 
     @property
     def may_wait(self) -> bool:
-        """Whether there is a use for which a draw at this site is worth putting off."""
+        """Whether the site is used once, and so that outputs may be drawn in the weight's place."""
         return bool(self.local_reparam) and self.count == 1
+
+    @property
+    def waits_now(self) -> bool:
+        """Whether a draw at this site is to be put off here and now; see :func:`weights_wait`."""
+        return self.may_wait and _WAITING.get()
 
     def allows_image(self, application: Application) -> bool:
         """Whether this use may be answered by the image's law instead of a drawn weight."""

@@ -215,3 +215,26 @@ def test_inputs_of_another_dtype(posterior):
     message = r"`x` must have the dtype of `net.0.weight`, torch.float64, but got torch.float32"
     with pytest.raises(ValueError, match=message):
         ps.predict(model, guide if posterior == "guide" else draws, torch.zeros(5, 3).float(), 1)
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 2), (12, 1, 1)])
+def test_observations_must_have_the_shape_of_the_predictions(shape):
+    model, (x, _) = make_regressor(), regression_data()
+    guide = ps.MeanFieldGuide(model)
+    message = r"`y` must have shape that of the predictions = \(12, 1\), but got"
+    with pytest.raises(ValueError, match=message):
+        ps.predict(model, guide, x, 2, y=torch.zeros(shape))
+    with pytest.raises(ValueError, match=message):
+        ps.to_inference_data(model, guide, x, torch.zeros(shape), 2)
+
+
+def test_a_wrapped_model_is_evaluated_like_a_bare_one():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model = ps.Regressor(ps.bayesianize(net, normalization=False), num_data=12, noise_scale=0.3)
+    wrapped = pyro.poutine.scale(model, scale=0.5)
+    guide = ps.MeanFieldGuide(wrapped, init_scale=1e-8)
+    ps.fit(wrapped, guide, regression_data(), num_steps=2, progress=False)
+    assert not torch.equal(model.net[1].weight, torch.ones(4))
+    before = model.net[1].running_mean.clone()
+    assert ps.predict(wrapped, guide, torch.randn(6, 3), 5).function_variance.max() < 1e-10
+    assert torch.equal(model.net[1].running_mean, before)

@@ -152,7 +152,7 @@ class WeightDistribution(TorchDistribution):
     def __call__(self, sample_shape: Any = ()) -> Tensor:
         """Draw as ``pyro.sample`` does; at a guide's site the draw may be put off."""
         use = self.site_use
-        if use is not None and use.may_wait and not sample_shape and not self.batch_shape:
+        if use is not None and use.waits_now and not sample_shape and not self.batch_shape:
             return LazyWeight(self, use)
         return self.rsample(sample_shape)
 

@@ -60,9 +60,10 @@ class StructuredGuide(nn.Module):
             :mod:`pyro.infer.autoguide.initialization`. By default a weight starts at the value it
             had in the net given to ``bayesianize``, any other weight at a He draw, N(0, 2 / in), a
             vector or scalar at the prior's median.
-        local_reparam: True to draw the outputs of linear layers and convolutions wherever there is
-            a rule for it; "exact" to do so only where that leaves the joint law of an example exact
-            (one position for each example); False to draw weights always.
+        local_reparam: True to draw, under ``StructuredELBO``, the outputs of linear layers and
+            convolutions wherever there is a rule for it; "exact" to do so only where that leaves the
+            joint law of an example exact (one position for each example); False to draw weights
+            always, as every other objective of Pyro gets them.
 
     Raises:
         ValueError: If a weight has no family, if a family cannot serve a site that is named

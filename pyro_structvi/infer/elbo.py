@@ -19,6 +19,7 @@ from torch.distributions import kl_divergence
 
 from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.infer.schedules import Schedule
+from pyro_structvi.lazy_weight import weights_wait
 
 
 class SampledKLWarning(UserWarning):
@@ -175,7 +176,8 @@ class StructuredELBO(ELBO):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, Any]:
-        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        with weights_wait():
+            guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         replayed = poutine.replay(model, trace=guide_trace)
         model_trace = poutine.trace(replayed).get_trace(*args, **kwargs)
         if is_validation_enabled():

@@ -10,13 +10,13 @@ import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
-from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import SVI, Importance, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide.initialization import init_to_mean, init_to_value
 from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
-from pyro_structvi.lazy_weight import LazyWeight
+from pyro_structvi.lazy_weight import LazyWeight, weights_wait
 from tests.models import (
     HandWritten,
     convolution_function,
@@ -239,7 +239,8 @@ def test_local_reparam_false_draws_every_weight_once():
     model = make_regressor()
     guide = ps.KTiedGuide(model, local_reparam=False)
     x, y = regression_data()
-    trace = poutine.trace(guide).get_trace(x, y)
+    with weights_wait():
+        trace = poutine.trace(guide).get_trace(x, y)
     assert all(type(trace.nodes[name]["value"]) is torch.Tensor for name in guide.site_names)
     output = poutine.replay(model, trace=trace)(x, y)
     w0, b0, w2, b2 = (trace.nodes[name]["value"] for name in guide.site_names)
@@ -262,7 +263,8 @@ def test_a_weight_used_twice_is_one_weight():
     guide = ps.MeanFieldGuide(recurrent_function, init_scale=1.0)
     x = torch.randn(5, 3)
     guide.initialize(x, torch.zeros(5))
-    trace = poutine.trace(guide).get_trace(x, torch.zeros(5))
+    with weights_wait():
+        trace = poutine.trace(guide).get_trace(x, torch.zeros(5))
     mean = poutine.replay(recurrent_function, trace=trace)(x, torch.zeros(5))
     weight = trace.nodes["weight"]["value"]
     torch.testing.assert_close(mean, F.linear(torch.tanh(F.linear(x, weight)), weight).sum(-1))
@@ -550,5 +552,24 @@ def test_a_net_that_differentiates_itself_gets_drawn_weights():
     guide = ps.MeanFieldGuide(model)
     x = torch.randn(5, 3)
     guide.initialize(x, torch.zeros(5, 4))
-    value = poutine.trace(guide).get_trace(x).nodes["net.layer.weight"]["value"]
+    with weights_wait():
+        value = poutine.trace(guide).get_trace(x).nodes["net.layer.weight"]["value"]
     assert type(value) is torch.Tensor
+
+
+def test_importance_weights_are_those_of_drawn_weights():
+    x = torch.randn(6, 3)
+    y = x @ torch.tensor([[1.0, -1.0], [0.5, 0.0], [0.0, 2.0]]) + 0.5 * torch.randn(6, 2)
+    covariance = x @ x.T + 0.25 * torch.eye(6)
+    exact = dist.MultivariateNormal(torch.zeros(6), covariance).log_prob(y.T).sum()
+    precision = x.T @ x / 0.25 + torch.eye(3)
+    guide = ps.MeanFieldGuide(linear_function)
+    guide.initialize(x, y)
+    with torch.no_grad():
+        guide["weight"].loc.copy_(torch.linalg.solve(precision, x.T @ y / 0.25).T)
+        scale = torch.linalg.inv(precision).diagonal().sqrt()  # wide enough for every direction
+        guide["weight"].log_scale.copy_(scale.log().expand(2, 3))
+    importance = Importance(linear_function, guide, num_samples=4000)
+    importance.run(x, y)
+    assert abs(importance.get_log_normalizer() - exact) < 0.25
+    assert importance.get_ESS() > 200

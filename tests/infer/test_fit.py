@@ -246,3 +246,42 @@ def test_classes_as_floats():
 def regression_data_flat():
     x, y = regression_data()
     return x, y.squeeze(-1)
+
+
+def test_model_and_guide_in_the_wrong_order():
+    model, guide, data = make()
+    with pytest.raises(TypeError, match=r"but got a guide: write `fit\(model, guide, data\)`"):
+        ps.fit(guide, model, data, num_steps=1, progress=False)
+
+
+def test_data_that_hold_arrays():
+    model, guide, (x, y) = make()
+    with pytest.raises(TypeError, match=r"tuple of tensors, but got \['Tensor', 'ndarray'\]"):
+        ps.fit(model, guide, (x, y.numpy()), num_steps=1, progress=False)
+
+
+def test_data_that_run_out():
+    model, guide, data = make()
+
+    class Once:
+        def __init__(self, batch):
+            self.batches = iter([batch])
+
+        def __iter__(self):
+            return self.batches
+
+        def __len__(self):
+            return 1
+
+    with pytest.raises(ValueError, match="A pass through `data` gave no mini-batch"):
+        ps.fit(model, guide, Once(data), num_steps=3, progress=False)
+
+
+def test_a_gradient_norm_that_overflows_is_explained():
+    model = make_regressor(noise_scale=1e-20).float()
+    guide = ps.KTiedGuide(model)
+    x, y = (value.float() for value in regression_data())
+    before = snapshot(guide)
+    with pytest.raises(FloatingPointError, match=r"At step 0, .*(not finite|overflows)"):
+        ps.fit(model, guide, (x, y), num_steps=1, progress=False)
+    assert unchanged(guide, before)

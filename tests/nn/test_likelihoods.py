@@ -115,3 +115,24 @@ def test_logits_must_have_two_dimensions():
 def test_an_empty_batch():
     with pytest.raises(ValueError, match="`x` must hold at least one example"):
         ps.Classifier(nn.Linear(3, 2), 6)(torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize("noise_scale", [torch.ones(3), dist.HalfNormal(torch.ones(3))])
+def test_noise_must_broadcast_to_a_target(noise_scale):
+    model = ps.Regressor(nn.Linear(3, 1), 6, noise_scale)
+    with pytest.raises(ValueError, match=r"`noise_scale` must broadcast to the shape of a target"):
+        model(torch.zeros(6, 3))
+
+
+def test_noise_takes_its_dtype_from_a_floating_point_tensor():
+    net = nn.Linear(3, 1, bias=False)
+    net.register_buffer("index", torch.arange(3))
+    model = ps.Regressor(ps.bayesianize(net), 6, noise_scale=2.5)
+    assert model.noise_scale == 2.5
+
+
+def test_a_net_that_was_called_before_is_an_error():
+    net = ps.bayesianize(nn.Linear(3, 1))
+    net(torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="`net` was called before it became part of this model"):
+        ps.Regressor(net, 6, 0.1)
