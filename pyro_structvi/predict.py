@@ -107,9 +107,10 @@ def predict(
                 _run(model, posterior, values, arguments, target, site)
                 for arguments, target in batches
             ]
-            accumulator.add(_Conditional.join(outputs))
+            joined = _Conditional.join(outputs)
+            accumulator.add(joined)
             if not stream:
-                functions.append(torch.cat([output.function for output in outputs]))
+                functions.append(joined.function)
     return accumulator.result(torch.stack(functions) if functions else None)
 
 

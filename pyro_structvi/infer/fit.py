@@ -194,8 +194,8 @@ class _Stepper:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         likelihood = terms.weighted(0.0)
-        kl = likelihood - terms.elbo
-        numbers = torch.stack([likelihood, kl, norm.to(likelihood)]).tolist()  # one wait a step
+        kl = -ELBOTerms({}, terms.kl).elbo  # not a difference of large numbers
+        numbers = torch.stack([likelihood, kl, norm.to(likelihood)]).tolist()
         if not all(math.isfinite(number) for number in numbers):
             raise FloatingPointError(self._explain(step, args, kwargs, terms))
         self.optimizer.step()

@@ -144,7 +144,7 @@ class BufferedPrior:
 
     def __call__(self, module: PyroModule) -> Any:
         """Return the prior; built anew only where a buffer was replaced."""
-        arguments = [module.get_buffer(buffer) for buffer in self.buffers.values()]
+        arguments: list[Tensor] = [module._buffers[buffer] for buffer in self.buffers.values()]
         if self._built is not None and all(
             old is new for old, new in zip(self._built[0], arguments, strict=True)
         ):
