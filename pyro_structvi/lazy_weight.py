@@ -14,7 +14,8 @@ from pyro.poutine.substitute_messenger import SubstituteMessenger
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyro_structvi.linear_maps import Application, LinearMap, parse_application
+from pyro_structvi.applications import Application, parse_application
+from pyro_structvi.linear_maps import LinearMap
 
 if TYPE_CHECKING:
     from pyro_structvi.distributions.weight_distribution import WeightDistribution
@@ -232,8 +233,8 @@ class LazyWeight(WeightStandIn):
     def _draw_outputs(self, application: Application) -> Tensor | None:
         """Draw the outputs of the map, or return None where the structure has no image under it.
 
-        A lazy bias adds its variance to that of the outputs, or, where an example has several
-        positions, one draw for each example, which keeps its joint law exact.
+        A lazy bias adds its variance to that of the outputs, or, where its elements are correlated
+        or an example has several positions, one draw for each example, which keeps its joint law.
         """
         linear_map, x, _, bias = application
         if not self._may_give_outputs(application):
@@ -243,7 +244,8 @@ class LazyWeight(WeightStandIn):
         if isinstance(bias, LazyWeight) and bias._may_give_outputs(application):
             bias._refuse_second_use()
             lazy_bias = bias
-            bias = None if linear_map.has_positions(x) else bias.distribution
+            joins = bias.distribution.has_independent_elements and not linear_map.has_positions(x)
+            bias = bias.distribution if joins else None
         image = self.distribution.image_under(linear_map, x, _value(bias))
         if image is None:
             return None

@@ -2,16 +2,17 @@
 
 A weight ``(out, *rest)`` is seen as the matrix ``(out, in)`` with ``in = prod(rest)``. A dense layer
 applies it to the last dimension of its input. A convolution applies it to every patch, that is, at
-every *position*. A structured posterior needs three operations only: the map itself, the same map
-with another bank of filters, and a recombination of channels that leaves positions alone.
+every *position*. A structured posterior needs few operations: the map itself, the same map with
+another bank of filters, a recombination of channels that leaves positions alone, the squared norm of
+every patch, and several weights at once, apart (``stack``) or summed (``combine``).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Size, Tensor
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,13 @@ class DenseMap:
     """The map of :func:`torch.nn.functional.linear`; the output's channels are its last dimension.
 
     Matrices may carry batch dimensions in front; they then broadcast against those of the input.
+
+    Attributes:
+        positions: Whether the dimensions of an input between its first and its last are positions
+            of one example, as in a sequence. Otherwise each of them counts examples too.
     """
+
+    positions: bool = True
 
     @property
     def channel_dim(self) -> int:
@@ -33,17 +40,59 @@ class DenseMap:
         image = (matrix @ x.unsqueeze(-1)).squeeze(-1)
         return image if bias is None else image + bias
 
-    def bank(self, x: Tensor, matrix: Tensor) -> Tensor:
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Apply a bank of filters ``(M, in)`` in place of the weight, giving ``M`` channels."""
-        return self(x, matrix)
+        return self(x, matrix, bias)
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Recombine the channels of a bank's output by ``matrix (out, M)``."""
         return self(hidden, matrix, bias)
 
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Return ``|x|^2`` for every output, broadcastable to the ``out`` channels."""
+        return x.square().sum(-1, keepdim=True)
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Apply ``K`` weights ``(*b, K, out, in)`` as one, giving ``(*batch, K, *event)``."""
+        flat_biases = None if biases is None else biases.flatten(-2)
+        images = self(x, matrices.flatten(-3, -2), flat_biases)
+        images = images.unflatten(-1, matrices.shape[-3:-1])
+        return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
+
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        output_shape: Size,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum of ``K`` images, weighed by ``coefficients (*batch, K)`` of each example.
+
+        The coefficients multiply the inputs or the outputs, whichever forms the smaller tensors.
+        """
+        scaled_first = matrices.dim() == 3 and _is_smaller_inside(x, matrices, output_shape)
+        if not scaled_first:
+            return _weighted_sum(coefficients, self.stack(x, matrices, biases))
+        spread = coefficients.reshape(
+            *coefficients.shape[:-1],
+            *(1 for _ in range(x.dim() - coefficients.dim())),
+            coefficients.shape[-1],
+            1,
+        )
+        inputs = (spread * x.unsqueeze(-2)).flatten(-2)
+        total = self(inputs, matrices.transpose(0, 1).flatten(1))
+        if biases is None:
+            return total
+        return total + (spread.squeeze(-1) @ biases)
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """How many trailing dimensions of the outputs belong to one example."""
+        return max(outputs.dim() - 1, 1) if self.positions else 1
+
     def has_positions(self, x: Tensor) -> bool:
         """Whether the weight meets one example more than once."""
-        return x.dim() > 2
+        return self.positions and x.dim() > 2
 
 
 @dataclass(frozen=True)
@@ -78,83 +127,143 @@ class ConvolutionMap:
             x, filters, bias, self.stride, self.padding, self.dilation, self.groups
         )
 
-    def bank(self, x: Tensor, matrix: Tensor) -> Tensor:
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Apply a bank of filters ``(M, in)`` to every group, giving ``groups * M`` channels."""
-        return self(x, matrix.repeat(self.groups, 1))
+        return self(
+            x, matrix.repeat(self.groups, 1), None if bias is None else bias.repeat(self.groups)
+        )
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Recombine the channels of a bank's output by ``matrix (out, M)``, group by group."""
         pointwise = matrix.reshape(*matrix.shape, *(1 for _ in self.kernel_shape[1:]))
         return self.function(hidden, pointwise, bias, groups=self.groups)
 
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Return ``|patch|^2`` for every output, broadcastable to the ``out`` channels."""
+        norms = self.bank(x.square(), x.new_ones(1, Size(self.kernel_shape).numel()))
+        if self.groups == 1:
+            return norms
+        return norms.repeat_interleave(out // self.groups, self.channel_dim)
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Apply ``K`` weights ``(K, out, in)`` as one, giving ``(*batch, K, *event)``."""
+        count, out = matrices.shape[:2]
+        images = self(
+            x, self._by_group(matrices, -2), None if biases is None else self._by_group(biases, -1)
+        )
+        channel = images.dim() + self.channel_dim
+        images = images.unflatten(channel, (self.groups, count, out // self.groups))
+        return images.transpose(channel, channel + 1).flatten(channel + 1, channel + 2)
+
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        output_shape: Size,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum of ``K`` images, weighed by ``coefficients (*batch, K)`` of each example.
+
+        The coefficients multiply the inputs or the outputs, whichever forms the smaller tensors.
+        """
+        if not _is_smaller_inside(x, matrices, output_shape):
+            return _weighted_sum(coefficients, self.stack(x, matrices, biases))
+        space = [1 for _ in self.kernel_shape[1:]]
+        channel = x.dim() + self.channel_dim
+        grouped = x.unflatten(channel, (self.groups, 1, -1))
+        spread = coefficients.reshape(*coefficients.shape[:-1], 1, -1, 1, *space)
+        inputs = (spread * grouped).flatten(channel, channel + 2)
+        filters = matrices.transpose(0, 1).reshape(
+            matrices.shape[1], -1, *self.kernel_shape[1:]
+        )
+        total = self.function(
+            inputs, filters, None, self.stride, self.padding, self.dilation, self.groups
+        )
+        if biases is None:
+            return total
+        return total + (coefficients @ biases).reshape(*coefficients.shape[:-1], -1, *space)
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """How many trailing dimensions of the outputs belong to one example."""
+        return len(self.kernel_shape)
+
     def has_positions(self, x: Tensor) -> bool:
         """Whether the weight meets one example more than once."""
         return True
 
-
-LinearMap = DenseMap | ConvolutionMap
-
-
-class Application(NamedTuple):
-    """A call that applies a weight linearly: ``linear_map(x, weight, bias)``."""
-
-    linear_map: LinearMap
-    x: Any
-    weight: Any
-    bias: Any
+    def _by_group(self, stacked: Tensor, channel_dim: int) -> Tensor:
+        """Turn ``(K, out, ...)`` into ``(K * out, ...)`` with the channels of a group together."""
+        grouped = stacked.unflatten(channel_dim, (self.groups, -1)).transpose(0, 1)
+        return grouped.flatten(0, 2)
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
-    if weight.dim() != 2:  # a vector, which torch takes as a single output without a dimension
-        return None
-    return Application(DenseMap(), input, weight, bias)
+@dataclass(frozen=True)
+class BiasColumnMap:
+    """A map whose matrices ``(*b, out, in + 1)`` have the bias as their last column.
 
+    The input is what the layer got; the one that meets the last column is never written down.
 
-def _convolution(function: Callable[..., Tensor]) -> Callable[..., Application]:
-    def parse(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Application:
-        linear_map = ConvolutionMap(
-            function, tuple(weight.shape[1:]), stride, padding, dilation, groups
-        )
-        return Application(linear_map, input, weight, bias)
-
-    return parse
-
-
-_PARSERS: dict[Callable[..., Any], Callable[..., Application | None]] = {
-    F.linear: _linear,
-    F.conv1d: _convolution(F.conv1d),
-    F.conv2d: _convolution(F.conv2d),
-    F.conv3d: _convolution(F.conv3d),
-}
-
-
-def parse_application(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Application | None:
-    """Read a call of ``F.linear`` or a convolution, positional or by keyword.
-
-    Args:
-        function: The function called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        The application, or None if the function is not a linear map of its weight.
-
-    Example:
-        >>> import torch
-        >>> x, weight = torch.ones(5, 3), torch.ones(2, 3)
-        >>> application = parse_application(F.linear, (x,), {"weight": weight})
-        >>> application.linear_map(x, weight).shape
-        torch.Size([5, 2])
+    Attributes:
+        linear_map: The map of the layer.
     """
-    parser = _PARSERS.get(function)
-    return None if parser is None else parser(*args, **kwargs)
+
+    linear_map: DenseMap | ConvolutionMap
+
+    @property
+    def channel_dim(self) -> int:
+        """The output dimension that holds the ``out`` channels, counted from the right."""
+        return self.linear_map.channel_dim
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply a matrix, bias included; a further ``bias`` is added."""
+        column = matrix[..., -1]
+        return self.linear_map(x, matrix[..., :-1], column if bias is None else column + bias)
+
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply a bank of filters ``(M, in + 1)`` in place of the weight."""
+        column = matrix[..., -1]
+        return self.linear_map.bank(x, matrix[..., :-1], column if bias is None else column + bias)
+
+    def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Recombine the channels of a bank's output by ``matrix (out, M)``."""
+        return self.linear_map.mix(hidden, matrix, bias)
+
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Return ``|patch|^2 + 1`` for every output, broadcastable to the ``out`` channels."""
+        return self.linear_map.squared_norm(x, out) + 1
+
+    def stack(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """Apply ``K`` weights ``(*b, K, out, in + 1)`` as one, giving ``(*batch, K, *event)``."""
+        return self.linear_map.stack(x, matrices[..., :-1], matrices[..., -1])
+
+    def combine(
+        self, x: Tensor, coefficients: Tensor, matrices: Tensor, output_shape: Size
+    ) -> Tensor:
+        """Return the sum of ``K`` images, weighed by ``coefficients (*batch, K)`` of each example."""
+        return self.linear_map.combine(
+            x, coefficients, matrices[..., :-1], output_shape, matrices[..., -1]
+        )
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """How many trailing dimensions of the outputs belong to one example."""
+        return self.linear_map.event_dim(outputs)
+
+    def has_positions(self, x: Tensor) -> bool:
+        """Whether the weight meets one example more than once."""
+        return self.linear_map.has_positions(x)
+
+
+LinearMap = DenseMap | ConvolutionMap | BiasColumnMap
+
+
+def _weighted_sum(coefficients: Tensor, images: Tensor) -> Tensor:
+    """Sum ``images (*batch, K, *event)`` over K with ``coefficients (*batch, K)``."""
+    event = images.shape[coefficients.dim() :]
+    rows = coefficients.unsqueeze(-2) @ images.flatten(coefficients.dim())
+    return rows.squeeze(-2).unflatten(-1, event)
+
+
+def _is_smaller_inside(x: Tensor, matrices: Tensor, output_shape: Size) -> bool:
+    """Whether inputs times coefficients, and matrices rearranged for them, are less than outputs."""
+    return x.numel() + matrices[0].numel() < output_shape.numel()

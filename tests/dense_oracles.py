@@ -26,6 +26,14 @@ def k_tied_covariance(row_scale, column_scale):
     return torch.diag_embed(stddev.flatten(-2).square())
 
 
+def low_rank_covariance(factors, scale, alpha, event_dim):
+    """Return ``alpha sum_k v_k v_k' + diag(sigma_1^2, ..., sigma_D^2)``, one term after another."""
+    vectors = factors.flatten(-event_dim).unbind(-2)
+    diagonal = scale.expand(factors.select(-event_dim - 1, 0).shape)
+    outer = (vector.unsqueeze(-1) * vector.unsqueeze(-2) for vector in vectors)
+    return alpha * sum(outer) + mean_field_covariance(diagonal, event_dim)
+
+
 # ---- densities -----------------------------------------------------------------------------------
 
 
@@ -128,6 +136,23 @@ def convolution_moments(x, loc, covariance, groups=1, **geometry):
         means.append(patch @ loc[channel].flatten())
         variances.append(((patch @ blocks[channel, :, channel, :]) * patch).sum(-1))
     return torch.stack(means, 1), torch.stack(variances, 1)
+
+
+def feature_map_covariance(x, covariance, out, kernel, groups=1, **geometry):
+    """Return the covariance ``(batch, O, O)`` of whole feature maps, ``O`` = out times positions.
+
+    It is ``A Sigma A'``, where ``A`` maps ``vec(W)`` to the outputs of an example, channel by channel.
+    """
+    cut = patches(x, kernel, groups=groups, **geometry).flatten(2, -2)  # (batch, groups, P, in)
+    size = cut.shape[-1]
+    operator = torch.cat(
+        [
+            F.pad(cut[:, channel // (out // groups)], (channel * size, (out - 1 - channel) * size))
+            for channel in range(out)
+        ],
+        1,
+    )
+    return operator @ covariance @ operator.mT
 
 
 def _per_dimension(value, kernel):

@@ -112,12 +112,14 @@ def test_outputs_of_a_linear_layer_have_the_exact_law(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_outputs_of_a_convolution_have_their_exact_variances(case):
-    """Positions are independent here, which is the stated approximation; margins are exact."""
+def test_outputs_of_a_convolution_have_their_law(case):
+    """Margins are exact, and so is what positions share; the rest is independent over positions."""
     q, x = case.make((), KERNEL, torch.float64), torch.randn(1, 2, 4, 3)
     outputs = F.conv2d(x.repeat(20_000, 1, 1, 1), lazy(q))
     mean, variance = dense.convolution_moments(x, q.loc, case.covariance(q))
-    assert_moments(outputs, mean[0], torch.diag(variance.flatten()))
+    shared = dense.feature_map_covariance(x, case.shared_covariance(q), OUT, KERNEL[2:])[0]
+    independent = torch.diag(variance.flatten() - shared.diagonal())
+    assert_moments(outputs, mean[0], shared + independent)
 
 
 # ---- one draw, kept ------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pyro_structvi.applications import parse_application
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.linear_maps import ConvolutionMap, DenseMap, parse_application
+from pyro_structvi.linear_maps import ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES
 
@@ -228,6 +229,11 @@ def test_every_output_of_a_convolution_has_its_exact_law(case, dim, geometry):
     assert len(image.event_shape) == dim + 1
     close(image.mean, mean)
     close(image.variance, variance)
+    shared = dense.feature_map_covariance(
+        x, case.shared_covariance(q), OUT, KERNELS[dim], **geometry
+    )
+    independent = variance.flatten(1) - shared.diagonal(dim1=-2, dim2=-1)
+    close(image.covariance_matrix, shared + torch.diag_embed(independent))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

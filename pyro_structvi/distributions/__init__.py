@@ -1,7 +1,8 @@
-"""Distributions over weights, one structure per file."""
+"""Distributions over weights, each with its image under a linear map."""
 
 from pyro_structvi.distributions.k_tied import KTiedNormal
+from pyro_structvi.distributions.low_rank import LowRankNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
-__all__ = ["KTiedNormal", "MeanFieldNormal", "WeightDistribution"]
+__all__ = ["KTiedNormal", "LowRankNormal", "MeanFieldNormal", "WeightDistribution"]

@@ -40,6 +40,7 @@ class MeanFieldNormal(WeightDistribution):
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
     _parameters = ("loc", "scale")
+    has_independent_elements = True
     scale: Tensor
 
     def __init__(
@@ -97,19 +98,29 @@ def bias_moments(
     bias: "Tensor | WeightDistribution | None",
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the mean and the variance of a bias; no variance where it is a plain tensor."""
-    if isinstance(bias, WeightDistribution):
-        return bias.mean, bias.variance
-    return bias, None
+    if not isinstance(bias, WeightDistribution):
+        return bias, None
+    if not bias.has_independent_elements:
+        raise ValueError(
+            f"`bias` must be a tensor or have independent elements, but got a "
+            f"{type(bias).__name__}. Pass a draw of it for each example."
+        )
+    return bias.mean, bias.variance
+
+
+def floored_sqrt(variance: Tensor) -> Tensor:
+    """Return standard deviations, with a floor under the variance in the dtype's own scale.
+
+    A variance of zero (an input of zeros), or one that a convolution's rounding turned negative,
+    keeps a finite gradient.
+    """
+    return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
 
 
 def normal_image(linear_map: LinearMap, mean: Tensor, variance: Tensor) -> MeanFieldNormal:
-    """Return independent normals over the output of a map.
-
-    The square root has a floor in the dtype's own scale: a variance of zero (an input of zeros), or
-    one that a convolution's rounding turned negative, keeps a finite gradient.
-    """
-    scale = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
-    return MeanFieldNormal(mean, scale, event_dim=-linear_map.channel_dim, validate_args=False)
+    """Return independent normals over the output of a map."""
+    scale = floored_sqrt(variance)
+    return MeanFieldNormal(mean, scale, event_dim=linear_map.event_dim(mean), validate_args=False)
 
 
 @register_kl(WeightDistribution, MeanFieldNormal)

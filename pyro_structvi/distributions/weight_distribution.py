@@ -34,7 +34,8 @@ class WeightDistribution(TorchDistribution):
     ``loc`` first, each with batch dimensions in front), ``variance``, ``covariance_matrix``,
     ``log_det_covariance``, ``_mahalanobis``, ``_perturbation`` and ``image_under``.
 
-    **It may define** ``variance_sum``, where that is cheaper than summing ``variance``.
+    **It may define** ``variance_sum``, where that is cheaper than summing ``variance``, and
+    ``has_independent_elements``, where the covariance is diagonal.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -43,6 +44,7 @@ class WeightDistribution(TorchDistribution):
     """
 
     has_rsample = True
+    has_independent_elements: ClassVar[bool] = False
     _parameters: ClassVar[tuple[str, ...]]
     loc: Tensor
 
@@ -99,12 +101,14 @@ class WeightDistribution(TorchDistribution):
         Args:
             linear_map: A dense map or a convolution.
             x: Its input.
-            bias: Nothing, a tensor ``(out,)``, or the distribution of one, independent of ``W``.
+            bias: Nothing, a tensor ``(out,)``, or the distribution of one with independent elements,
+                independent of ``W`` too.
 
         Returns:
             A distribution over the map's whole output, or None where this structure has no image
-            under that map; the weight is then drawn. Over the positions of one example the noise is
-            independent: each output has its exact law, correlations between positions are dropped.
+            under that map; the weight is then drawn. Over the positions of one example the noise of
+            independent elements is independent: each output has its exact law, correlations between
+            positions are dropped.
         """
         raise NotImplementedError
 
@@ -141,7 +145,7 @@ class WeightDistribution(TorchDistribution):
                 f"`x` must have shape (*batch, in) with in = {size}, but got {tuple(x.shape)}."
             )
         check_same_kind("x", x, "loc", self.loc)
-        image = self.image_under(DenseMap(), x)
+        image = self.image_under(DenseMap(positions=False), x)
         assert image is not None, f"{type(self).__name__} must have an image under a dense map."
         return image
 

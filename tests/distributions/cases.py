@@ -5,10 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
-from tests.dense_oracles import k_tied_covariance, mean_field_covariance
+from pyro_structvi.distributions import KTiedNormal, LowRankNormal, MeanFieldNormal
+from tests.dense_oracles import k_tied_covariance, low_rank_covariance, mean_field_covariance
 
 VECTOR, MATRIX, CONVOLUTION = (4,), (4, 3), (4, 3, 2, 2)
+
+
+def no_covariance(q):
+    """Return zeros ``(D, D)``."""
+    return torch.zeros(2 * (q.event_shape.numel(),))
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,15 @@ class Case:
         covariance: The dense covariance ``(*batch_shape, D, D)`` of row-major ``vec(W)``, from the
             distribution's arguments and by its definition.
         event_shapes: The shapes of weight it serves.
+        shared_covariance: The part of the covariance whose noise all positions of an example share,
+            ``(D, D)``; the rest of the noise is drawn independently at every position.
     """
 
     name: str
     make: Callable
     covariance: Callable
     event_shapes: tuple = (MATRIX, CONVOLUTION)
+    shared_covariance: Callable = no_covariance
 
 
 def positive(*shape, dtype):
@@ -53,6 +61,21 @@ def make_k_tied(rank):
     return make
 
 
+def make_low_rank(rank, isotropic=False):
+    def make(batch_shape, event_shape, dtype):
+        shape = (*batch_shape, *event_shape)
+        diagonal = (*batch_shape, *(1 for _ in event_shape)) if isotropic else shape
+        return LowRankNormal(
+            torch.randn(shape, dtype=dtype),
+            torch.randn(*batch_shape, rank, *event_shape, dtype=dtype),
+            positive(*diagonal, dtype=dtype),
+            alpha=0.8,
+            event_dim=len(event_shape),
+        )
+
+    return make
+
+
 CASES = [
     Case(
         "mean field",
@@ -67,5 +90,17 @@ CASES = [
             lambda q: k_tied_covariance(q.row_scale, q.column_scale),
         )
         for rank in (1, 2, 3)
+    ),
+    *(
+        Case(
+            f"low rank {rank}{', isotropic' if isotropic else ''}",
+            make_low_rank(rank, isotropic),
+            lambda q: low_rank_covariance(q.factors, q.scale, 0.8, len(q.event_shape)),
+            event_shapes=(VECTOR, MATRIX, CONVOLUTION),
+            shared_covariance=lambda q: low_rank_covariance(
+                q.factors, torch.zeros(()), 0.8, len(q.event_shape)
+            ),
+        )
+        for rank, isotropic in ((1, True), (2, False), (3, True))
     ),
 ]

@@ -1,0 +1,253 @@
+"""The low-rank Normal: K directions shared by all elements, and a diagonal."""
+
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import (
+    check_broadcastable,
+    check_positive,
+    check_positive_number,
+    shape_text,
+)
+from pyro_structvi.distributions.mean_field import bias_moments, floored_sqrt
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.linear_maps import LinearMap
+
+
+class LowRankNormal(WeightDistribution):
+    r"""A normal whose covariance is low rank plus diagonal.
+
+    .. math:: \Sigma = \alpha \sum_{k=1}^K v_k v_k^\top + \operatorname{diag}(\sigma^2)
+
+    Its image under ``x`` is again one of these, with factors :math:`V_k x` and the diagonal
+    :math:`\sum_j \sigma_{ij}^2 x_j^2`: for every example one number for each factor and one for each
+    output, and no weight. Over the positions of an example the low-rank part keeps its joint law.
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        factors: The directions ``v_k``, ``(*batch, K, out, *rest)``.
+        scale: Standard deviations of the diagonal part, positive, broadcastable to ``loc``; one
+            number for an isotropic part, which is cheaper.
+        alpha: What multiplies the low-rank part, a positive number; 1/K when None.
+        event_dim: How many trailing dimensions of ``loc`` are the weight. When None, as many as the
+            shapes of ``loc`` and ``factors`` allow.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or ``scale`` or ``alpha`` is not positive.
+
+    Example:
+        >>> q = LowRankNormal(torch.zeros(2, 2), torch.ones(1, 2, 2), torch.tensor(1.0))
+        >>> q.image(torch.tensor([3.0, 4.0])).covariance_matrix
+        tensor([[74., 49.],
+                [49., 74.]])
+
+    References:
+        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
+        neural networks", Lemmas 1 and 2.
+    """
+
+    arg_constraints: ClassVar = {
+        "loc": constraints.real,
+        "factors": constraints.real,
+        "scale": constraints.positive,
+    }
+    _parameters = ("loc", "factors", "scale")
+    factors: Tensor
+    scale: Tensor
+
+    def __init__(
+        self,
+        loc: Tensor,
+        factors: Tensor,
+        scale: Tensor,
+        alpha: float | None = None,
+        event_dim: int | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        event_dim = _read_event_dim(loc, factors, event_dim)
+        parameters = {"loc": loc, "factors": factors, "scale": scale}
+        super().__init__(parameters, event_dim, validate_args)
+        if self._validate_args:
+            check_broadcastable("scale", scale, loc.shape, "the shape of `loc`")
+            check_positive("scale", scale)
+        self.alpha = 1 / self.rank if alpha is None else check_positive_number("alpha", alpha)
+        scale = scale.reshape(*(1 for _ in range(loc.dim() - scale.dim())), *scale.shape)
+        isotropic = scale.shape[-event_dim:].numel() == 1
+        self.scale = scale.expand(self.batch_shape + (scale if isotropic else loc).shape[-event_dim:])
+
+    @property
+    def rank(self) -> int:
+        """The number K of directions."""
+        return int(self.factors.shape[len(self.batch_shape)])
+
+    @property
+    def is_isotropic(self) -> bool:
+        """Whether one standard deviation serves the whole diagonal part."""
+        return self.scale.shape[len(self.batch_shape) :].numel() == 1
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.alpha * self.factors.square().sum(len(self.batch_shape)) + self.scale.square()
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, ``(*batch_shape,)``."""
+        factors = self._flat_factors.flatten(-2)
+        diagonal = self._diagonal_sum(self.scale.square())
+        return self.alpha * torch.linalg.vector_norm(factors, dim=-1).square() + diagonal
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)``, for small sizes."""
+        factors = self._flat_factors
+        diagonal = self.scale.square().expand(self.loc.shape).flatten(len(self.batch_shape))
+        return self.alpha * factors.mT @ factors + torch.diag_embed(diagonal)
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        r"""The log determinant of the covariance, ``(*batch_shape,)``, in nats.
+
+        It is :math:`\sum_d \log\sigma_d^2 + \log\det(I + \alpha V^\top\operatorname{diag}(\sigma^{-2})
+        V)`, of a K x K matrix.
+        """
+        low_rank = self._capacitance_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return 2 * (self._diagonal_sum(self.scale.log()) + low_rank.to(self.loc.dtype))
+
+    @property
+    def _flat_factors(self) -> Tensor:
+        return self.factors.flatten(len(self.batch_shape) + 1)
+
+    def _diagonal_sum(self, diagonal: Tensor) -> Tensor:
+        """Sum over the event what may be one number for all of it."""
+        total = diagonal.flatten(len(self.batch_shape)).sum(-1)
+        return self.event_shape.numel() * total if self.is_isotropic else total
+
+    @property
+    def _capacitance_tril(self) -> Tensor:
+        r"""The Cholesky factor of :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`, double.
+
+        Products within a row of the weight are added in the weight's dtype and rows in double
+        precision, which keeps the matrix positive definite where factors are nearly parallel. If it
+        is not, for want of precision or by a NaN, the factor is NaN, and so is the loss: an error
+        would make a device wait at every step.
+        """
+        rows = self.factors.reshape(*self.batch_shape, self.rank, self.event_shape[0], -1)
+        if not self.is_isotropic:
+            rows = rows / self._matrix(self.scale).unsqueeze(-3)
+        rows = rows.transpose(-3, -2)
+        gram = (rows @ rows.mT).sum(-3, dtype=torch.float64)
+        if self.is_isotropic:
+            gram = gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+        identity = torch.eye(self.rank, dtype=gram.dtype, device=gram.device)
+        tril, info = torch.linalg.cholesky_ex(identity + self.alpha * gram)
+        return tril.masked_fill((info > 0)[..., None, None], torch.nan)
+
+    def _mahalanobis(self, difference: Tensor) -> Tensor:
+        scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
+        whitened = difference.double().flatten(-len(self.event_shape)) / scale
+        factors = self._flat_factors.double() / scale.unsqueeze(-2)
+        explained = torch.linalg.solve_triangular(
+            self._capacitance_tril, factors @ whitened.unsqueeze(-1), upper=False
+        )
+        squares = whitened.square().sum(-1) - self.alpha * explained.square().sum((-2, -1))
+        return squares.to(self.loc.dtype)
+
+    def _perturbation(self, shape: torch.Size) -> Tensor:
+        lead = shape[: len(shape) - len(self.event_shape)]
+        noise = self._noise(torch.Size([*lead, 1, self.rank])) @ self._flat_factors
+        low_rank = noise.squeeze(-2).unflatten(-1, self.event_shape)
+        return self.alpha**0.5 * low_rank + self._noise(shape) * self.scale
+
+    def _noise(self, shape: torch.Size) -> Tensor:
+        return torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
+        """Return this distribution with a larger batch shape, sharing memory."""
+        new = super().expand(batch_shape, _instance)
+        new.alpha = self.alpha
+        return new
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+    ) -> "LowRankNormal":
+        """Return the law of ``linear_map(x, W) + bias``: low rank plus diagonal."""
+        bias_loc, bias_variance = bias_moments(bias)
+        loc = linear_map(x, self._matrix(self.loc), bias_loc)
+        if self.is_isotropic:
+            variance = self._isotropic_image_variance(linear_map, x, bias_variance)
+        else:
+            variance = linear_map(x.square(), self._matrix(self.scale.square()), bias_variance)
+        return _LowRankImage(self, linear_map, x, loc, floored_sqrt(variance).expand(loc.shape))
+
+    def _isotropic_image_variance(
+        self, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> Tensor:
+        """Return the diagonal part's variance, which is one number where inputs are shared."""
+        space = [1 for _ in range(-linear_map.channel_dim - 1)]
+        unit = self.scale.square().reshape(*self.batch_shape, 1, *space)
+        variance = unit * linear_map.squared_norm(x, self.event_shape[0])
+        if bias_variance is None:
+            return variance
+        return variance + bias_variance.reshape(*bias_variance.shape, *space)
+
+
+class _LowRankImage(LowRankNormal):
+    """The law of the outputs; its factors are formed only where a draw cannot do without them."""
+
+    def __init__(
+        self, weight: LowRankNormal, linear_map: LinearMap, x: Tensor, loc: Tensor, scale: Tensor
+    ) -> None:
+        parameters = {"loc": loc, "scale": scale}
+        WeightDistribution.__init__(self, parameters, linear_map.event_dim(loc), False)
+        self.alpha = weight.alpha
+        self._rank = weight.rank
+        self._matrices = weight.factors.reshape(
+            *weight.batch_shape, weight.rank, weight.event_shape[0], -1
+        )
+        self._linear_map, self._x = linear_map, x
+
+    @property
+    def rank(self) -> int:
+        """The number K of directions."""
+        return self._rank
+
+    @cached_property
+    def factors(self) -> Tensor:  # type: ignore[override]
+        """The images ``V_k x`` of the directions, ``(*batch_shape, K, *event_shape)``."""
+        images = self._linear_map.stack(self._x, self._matrices)
+        return images.expand(*self.batch_shape, self.rank, *self.event_shape)
+
+    def _perturbation(self, shape: torch.Size) -> Tensor:
+        if shape != self.loc.shape:
+            return super()._perturbation(shape)
+        coefficients = self.alpha**0.5 * self._noise(torch.Size([*self.batch_shape, self.rank]))
+        low_rank = self._linear_map.combine(self._x, coefficients, self._matrices, shape)
+        return low_rank + self._noise(shape) * self.scale
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> LowRankNormal:  # type: ignore[override]
+        """Return this law with a larger batch shape, and its factors formed."""
+        event_dim = len(self.event_shape)
+        formed = LowRankNormal(self.loc, self.factors, self.scale, self.alpha, event_dim, False)
+        return formed.expand(batch_shape, _instance)
+
+
+def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
+    """Return how many trailing dimensions are one weight, or raise if the shapes do not fit."""
+    for batch_dim in range(loc.dim()):
+        batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]
+        rank = factors.shape[batch_dim : batch_dim + 1]
+        fits = factors.shape == batch + rank + event and rank.numel() > 0
+        if fits and event_dim in (None, len(event)):
+            return len(event)
+    raise ValueError(
+        "`factors` must have shape (*batch, K, out, *rest) for `loc` (*batch, out, *rest)"
+        f"{'' if event_dim is None else f' with {event_dim} dimensions in (out, *rest)'}, but got "
+        f"{shape_text(factors.shape)} for {shape_text(loc.shape)}."
+    )
