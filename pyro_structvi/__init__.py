@@ -3,7 +3,12 @@
 from importlib import import_module
 from types import ModuleType
 
-from pyro_structvi.guides import KTiedGuide, MeanFieldGuide, StructuredGuide
+from pyro_structvi.guides import (
+    AutoLowRankLRT,
+    KTiedGuide,
+    MeanFieldGuide,
+    StructuredGuide,
+)
 from pyro_structvi.infer import LinearAnnealing, StructuredELBO, fit
 from pyro_structvi.inference_data import to_inference_data
 from pyro_structvi.nn import Classifier, FanIn, Regressor, bayesianize
@@ -18,6 +23,7 @@ __all__ = [
     "Regressor",
     "bayesianize",
     # guides
+    "AutoLowRankLRT",
     "KTiedGuide",
     "MeanFieldGuide",
     "StructuredGuide",

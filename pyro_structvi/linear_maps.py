@@ -55,8 +55,8 @@ class DenseMap:
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         """Apply ``K`` weights ``(*b, K, out, in)`` as one, giving ``(*batch, K, *event)``."""
         flat_biases = None if biases is None else biases.flatten(-2)
-        images = self(x, matrices.flatten(-3, -2), flat_biases)
-        images = images.unflatten(-1, matrices.shape[-3:-1])
+        flat = self(x, matrices.flatten(-3, -2), flat_biases)
+        images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
         return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
 
     def combine(
@@ -143,16 +143,17 @@ class ConvolutionMap:
         norms = self.bank(x.square(), x.new_ones(1, Size(self.kernel_shape).numel()))
         if self.groups == 1:
             return norms
-        return norms.repeat_interleave(out // self.groups, self.channel_dim)
+        repeated: Tensor = norms.repeat_interleave(out // self.groups, self.channel_dim)
+        return repeated
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         """Apply ``K`` weights ``(K, out, in)`` as one, giving ``(*batch, K, *event)``."""
         count, out = matrices.shape[:2]
-        images = self(
+        flat = self(
             x, self._by_group(matrices, -2), None if biases is None else self._by_group(biases, -1)
         )
-        channel = images.dim() + self.channel_dim
-        images = images.unflatten(channel, (self.groups, count, out // self.groups))
+        channel = flat.dim() + self.channel_dim
+        images: Tensor = flat.unflatten(channel, (self.groups, count, out // self.groups))
         return images.transpose(channel, channel + 1).flatten(channel + 1, channel + 2)
 
     def combine(
@@ -174,9 +175,7 @@ class ConvolutionMap:
         grouped = x.unflatten(channel, (self.groups, 1, -1))
         spread = coefficients.reshape(*coefficients.shape[:-1], 1, -1, 1, *space)
         inputs = (spread * grouped).flatten(channel, channel + 2)
-        filters = matrices.transpose(0, 1).reshape(
-            matrices.shape[1], -1, *self.kernel_shape[1:]
-        )
+        filters = matrices.transpose(0, 1).reshape(matrices.shape[1], -1, *self.kernel_shape[1:])
         total = self.function(
             inputs, filters, None, self.stride, self.padding, self.dilation, self.groups
         )
@@ -194,8 +193,8 @@ class ConvolutionMap:
 
     def _by_group(self, stacked: Tensor, channel_dim: int) -> Tensor:
         """Turn ``(K, out, ...)`` into ``(K * out, ...)`` with the channels of a group together."""
-        grouped = stacked.unflatten(channel_dim, (self.groups, -1)).transpose(0, 1)
-        return grouped.flatten(0, 2)
+        grouped: Tensor = stacked.unflatten(channel_dim, (self.groups, -1))
+        return grouped.transpose(0, 1).flatten(0, 2)
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,8 @@ def _weighted_sum(coefficients: Tensor, images: Tensor) -> Tensor:
     """Sum ``images (*batch, K, *event)`` over K with ``coefficients (*batch, K)``."""
     event = images.shape[coefficients.dim() :]
     rows = coefficients.unsqueeze(-2) @ images.flatten(coefficients.dim())
-    return rows.squeeze(-2).unflatten(-1, event)
+    total: Tensor = rows.squeeze(-2).unflatten(-1, event)
+    return total
 
 
 def _is_smaller_inside(x: Tensor, matrices: Tensor, output_shape: Size) -> bool:

@@ -79,7 +79,9 @@ class LowRankNormal(WeightDistribution):
         self.alpha = 1 / self.rank if alpha is None else check_positive_number("alpha", alpha)
         scale = scale.reshape(*(1 for _ in range(loc.dim() - scale.dim())), *scale.shape)
         isotropic = scale.shape[-event_dim:].numel() == 1
-        self.scale = scale.expand(self.batch_shape + (scale if isotropic else loc).shape[-event_dim:])
+        self.scale = scale.expand(
+            self.batch_shape + (scale if isotropic else loc).shape[-event_dim:]
+        )
 
     @property
     def rank(self) -> int:
@@ -101,7 +103,8 @@ class LowRankNormal(WeightDistribution):
         """The trace of the covariance, ``(*batch_shape,)``."""
         factors = self._flat_factors.flatten(-2)
         diagonal = self._diagonal_sum(self.scale.square())
-        return self.alpha * torch.linalg.vector_norm(factors, dim=-1).square() + diagonal
+        total: Tensor = self.alpha * torch.linalg.vector_norm(factors, dim=-1).square() + diagonal
+        return total
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -147,7 +150,8 @@ class LowRankNormal(WeightDistribution):
             gram = gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
         identity = torch.eye(self.rank, dtype=gram.dtype, device=gram.device)
         tril, info = torch.linalg.cholesky_ex(identity + self.alpha * gram)
-        return tril.masked_fill((info > 0)[..., None, None], torch.nan)
+        factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
+        return factor
 
     def _mahalanobis(self, difference: Tensor) -> Tensor:
         scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
@@ -157,13 +161,15 @@ class LowRankNormal(WeightDistribution):
             self._capacitance_tril, factors @ whitened.unsqueeze(-1), upper=False
         )
         squares = whitened.square().sum(-1) - self.alpha * explained.square().sum((-2, -1))
-        return squares.to(self.loc.dtype)
+        distance: Tensor = squares.to(self.loc.dtype)
+        return distance
 
     def _perturbation(self, shape: torch.Size) -> Tensor:
         lead = shape[: len(shape) - len(self.event_shape)]
         noise = self._noise(torch.Size([*lead, 1, self.rank])) @ self._flat_factors
         low_rank = noise.squeeze(-2).unflatten(-1, self.event_shape)
-        return self.alpha**0.5 * low_rank + self._noise(shape) * self.scale
+        total: Tensor = self.alpha**0.5 * low_rank + self._noise(shape) * self.scale
+        return total
 
     def _noise(self, shape: torch.Size) -> Tensor:
         return torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
@@ -231,7 +237,7 @@ class _LowRankImage(LowRankNormal):
         low_rank = self._linear_map.combine(self._x, coefficients, self._matrices, shape)
         return low_rank + self._noise(shape) * self.scale
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> LowRankNormal:  # type: ignore[override]
+    def expand(self, batch_shape: Any, _instance: Any = None) -> LowRankNormal:
         """Return this law with a larger batch shape, and its factors formed."""
         event_dim = len(self.event_shape)
         formed = LowRankNormal(self.loc, self.factors, self.scale, self.alpha, event_dim, False)

@@ -1,6 +1,7 @@
 """The contract: what every distribution over a weight must define, may define, and obeys."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -204,6 +205,44 @@ def _is_uniform(tensor: Tensor, event_dim: int) -> bool:
     return all(tensor.shape[dim] == 1 or tensor.stride(dim) == 0 for dim in event)
 
 
+def prior_terms(
+    prior: Any,
+    mean: Tensor,
+    event_dim: int,
+    variance: Callable[[], Tensor],
+    variance_sum: Callable[[], Tensor],
+) -> Tensor:
+    r"""Return :math:`\sum_i [(\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2 - 1 + \log s_i^2]`.
+
+    Args:
+        prior: Independent normals ``N(m_i, s_i^2)``, broadcastable to ``mean``.
+        mean: The means of a Gaussian, ``(*batch, *event)``.
+        event_dim: How many dimensions to sum over.
+        variance: Gives the variances, ``(*batch, *event)``.
+        variance_sum: Gives their sums; asked for in their place where one scale serves all.
+
+    Returns:
+        What a KL has for each prior, ``(*batch,)``.
+    """
+    event = tuple(range(-event_dim, 0))
+
+    def event_sum(tensor: Tensor) -> Tensor:  # a scalar event has no dimension: torch would sum all
+        return tensor.sum(event) if event else tensor
+
+    loc, scale = prior.loc.expand(mean.shape), prior.scale.expand(mean.shape)
+    squared_distance = (mean - loc).square()
+    size = mean.shape[mean.dim() - event_dim :].numel()
+    if _is_uniform(scale, event_dim):
+        scale = scale[(..., *(0 for _ in event))]
+        moment = (variance_sum() + event_sum(squared_distance)) / scale.square()
+        log_det_prior = 2 * size * scale.log()
+    else:
+        moment = event_sum((variance() + squared_distance) / scale.square())
+        log_det_prior = 2 * event_sum(scale.log())
+    terms: Tensor = moment + log_det_prior - size
+    return terms
+
+
 @register_kl(WeightDistribution, Normal)
 def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
     r"""KL from any Gaussian to independent normals, in nats, ``(*batch_shape,)``.
@@ -213,18 +252,8 @@ def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
 
     so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
     """
-    shape = q.batch_shape + q.event_shape
-    loc, scale = p.loc.expand(shape), p.scale.expand(shape)
-    squared_distance = (q.mean - loc).square()
-    if _is_uniform(scale, len(q.event_shape)):
-        scale = scale[(..., *(0 for _ in q.event_shape))]
-        moment = (q.variance_sum + q._event_sum(squared_distance)) / scale.square()
-        log_det_prior = 2 * q.event_shape.numel() * scale.log()
-    else:
-        moment = q._event_sum((q.variance + squared_distance) / scale.square())
-        log_det_prior = 2 * q._event_sum(scale.log())
-    divergence: Tensor = moment - q.event_shape.numel() + log_det_prior - q.log_det_covariance
-    return 0.5 * divergence
+    terms = prior_terms(p, q.mean, len(q.event_shape), lambda: q.variance, lambda: q.variance_sum)
+    return 0.5 * (terms - q.log_det_covariance)
 
 
 @register_kl(WeightDistribution, Independent)

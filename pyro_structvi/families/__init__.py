@@ -1,14 +1,25 @@
 """Families: the variational parameters of one site, one family per file."""
 
-from pyro_structvi.families.family import Family, LatentSite, Plate, SitePosterior
+from pyro_structvi.families.family import (
+    Family,
+    JoinedBias,
+    LatentSite,
+    MatrixFamily,
+    Plate,
+    SitePosterior,
+)
 from pyro_structvi.families.k_tied import KTied
+from pyro_structvi.families.low_rank import LowRank
 from pyro_structvi.families.mean_field import MeanField
 from pyro_structvi.families.transformed import TransformedMeanField
 
 __all__ = [
     "Family",
+    "JoinedBias",
     "KTied",
     "LatentSite",
+    "LowRank",
+    "MatrixFamily",
     "MeanField",
     "Plate",
     "SitePosterior",

@@ -1,6 +1,6 @@
 """The contract of a family: which variational parameters, with which start, make a posterior."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +19,23 @@ class Plate:
 
 
 @dataclass(frozen=True)
+class JoinedBias:
+    """The bias that is a weight's last column.
+
+    Attributes:
+        name: The bias's site in the model.
+        weight_shape: The weight's own shape there, ``(out, *rest)``.
+    """
+
+    name: str
+    weight_shape: torch.Size
+
+
+@dataclass(frozen=True)
 class LatentSite:
     """What a family may know of a latent site. It holds no data and no distribution.
+
+    A weight that is joined with its bias is one site here, ``(out, in + 1)``, and two in the model.
 
     Attributes:
         name: The site's name in the model.
@@ -31,6 +46,7 @@ class LatentSite:
         plates: The vectorized plates around it; none for a single value.
         is_local: Whether one of the plates holds observations too: the site then belongs to the
             examples it was trained on, and is left to the model when predicting others.
+        bias: The bias joined to this weight, if one is.
     """
 
     name: str
@@ -39,6 +55,24 @@ class LatentSite:
     support: Any
     plates: tuple[Plate, ...] = ()
     is_local: bool = False
+    bias: JoinedBias | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sites of the model that a value of this one is for."""
+        return (self.name,) if self.bias is None else (self.name, self.bias.name)
+
+    def join_bias(self, bias: "LatentSite") -> "LatentSite":
+        """Return the site of this weight with a bias ``(out,)`` as its last column."""
+        shape = torch.Size([self.shape[0], self.shape[1:].numel() + 1])
+        return replace(self, shape=shape, event_dim=2, bias=JoinedBias(bias.name, self.shape))
+
+    def split(self, value: Tensor) -> dict[str, Tensor]:
+        """Return the values of the model's sites, by name."""
+        if self.bias is None:
+            return {self.name: value}
+        weight = value[..., :-1].reshape(*value.shape[:-2], *self.bias.weight_shape)
+        return {self.name: weight, self.bias.name: value[..., -1]}
 
     @property
     def is_real(self) -> bool:
@@ -81,6 +115,19 @@ class Family:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class MatrixFamily(Family):
+    """A family for weights seen as matrices ``(out, in)``, which can take their biases along.
+
+    Args:
+        join_bias: Whether the bias of a layer becomes a further column of its weight, so that the
+            posterior is one over both. The bias of ``<name>weight<suffix>`` is the site
+            ``<name>bias<suffix>`` of shape ``(out,)``; a weight without one stays by itself.
+    """
+
+    join_bias: bool = field(default=False, kw_only=True, repr=False)
+
+
 class SitePosterior(nn.Module):
     """The variational parameters of one site; calling it gives the posterior as it stands now.
 
@@ -114,4 +161,4 @@ class SitePosterior(nn.Module):
 
     def extra_repr(self) -> str:
         """Say what posterior stands at which site."""
-        return f"{self.site.name}: {self.family}"
+        return f"{' and '.join(self.site.names)}: {self.family}"

@@ -8,17 +8,18 @@ from torch import Tensor
 
 from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.distributions import KTiedNormal
-from pyro_structvi.families.family import Family, LatentSite
+from pyro_structvi.families.family import LatentSite, MatrixFamily
 
 
 @dataclass(frozen=True)
-class KTied(Family):
+class KTied(MatrixFamily):
     """Normals whose standard deviations form a matrix of rank k; out + in numbers for each rank.
 
     Parameters are ``loc``, ``log_row_scale (out, k)`` and ``log_column_scale (in, k)``.
 
     Args:
         rank: The k of the paper, at least 1.
+        join_bias: Whether a layer's bias is a further column of its weight.
 
     Raises:
         ValueError: If the rank is not a whole number of at least 1.

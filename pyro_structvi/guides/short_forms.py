@@ -1,9 +1,10 @@
-"""Guides that put one family on every weight; vectors and constrained sites get mean field."""
+"""Guides that put one family on every site that it serves; other sites get mean field."""
 
 from collections.abc import Callable
 from typing import Any, Unpack
 
-from pyro_structvi.families import KTied, MeanField
+from pyro_structvi.families import KTied, LowRank, MeanField
+from pyro_structvi.families.low_rank import Diagonal
 from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 
 
@@ -55,6 +56,58 @@ class KTiedGuide(StructuredGuide):
     """
 
     def __init__(
-        self, model: Callable[..., Any], rank: int = 2, **options: Unpack[GuideOptions]
+        self,
+        model: Callable[..., Any],
+        rank: int = 2,
+        *,
+        join_bias: bool = False,
+        **options: Unpack[GuideOptions],
     ) -> None:
-        super().__init__(model, {"*": KTied(rank)}, **options)
+        super().__init__(model, {"*": KTied(rank, join_bias=join_bias)}, **options)
+
+
+class AutoLowRankLRT(StructuredGuide):
+    """Low rank plus diagonal at every weight and vector, drawn by local reparameterization.
+
+    With a constant diagonal this is ELRG-VI, with a full one ELRG-D-VI.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        rank: The number K of directions in which the elements of a site vary together.
+        diagonal: The diagonal part: "constant", "isotropic" (one learned number for each site) or
+            "full".
+        diagonal_variance: The variance of a constant diagonal; exp(-10) when None.
+        alpha: What multiplies the low-rank part; 1/K when None.
+        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
+            together.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> net = torch.nn.Linear(400, 400, bias=False)
+        >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
+        >>> sum(parameter.numel() for parameter in AutoLowRankLRT(model, rank=2).parameters())
+        480000
+
+    References:
+        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
+        neural networks".
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        rank: int = 1,
+        diagonal: Diagonal = "constant",
+        *,
+        diagonal_variance: float | None = None,
+        alpha: float | None = None,
+        join_bias: bool = False,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        family = LowRank(rank, diagonal, diagonal_variance, alpha, join_bias=join_bias)
+        super().__init__(model, {"*": family}, **options)

@@ -1,7 +1,6 @@
 """A guide that puts a family on each latent site of a model."""
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, TypedDict
@@ -10,9 +9,7 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.infer.autoguide.initialization import init_to_median
-from pyro.poutine.runtime import _PYRO_PARAM_STORE, am_i_wrapped, effectful
 from torch import Tensor, nn
-from torch.distributions import constraints
 
 from pyro_structvi._checks import check_positive_number
 from pyro_structvi._patterns import matches
@@ -24,6 +21,8 @@ from pyro_structvi.families import (
     SitePosterior,
     TransformedMeanField,
 )
+from pyro_structvi.guides.joined_bias import join_values, joins_with, sample_joined
+from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
 from pyro_structvi.lazy_weight import LocalReparam, SiteUse
 
@@ -107,6 +106,7 @@ class StructuredGuide(nn.Module):
         self.local_reparam = local_reparam
         self.posteriors = nn.ModuleDict()
         self._uses: dict[str, SiteUse] = {}
+        self._weight_of: dict[str, str] = {}  # of each joined bias
         self._initialized = False
         self._adopt(find_declared_sites(model))
 
@@ -178,7 +178,7 @@ class StructuredGuide(nn.Module):
         predicting = poutine.get_mask() is False
         if not self._initialized and not predicting:
             self.initialize(*args, **kwargs)
-        self._declare_parameters()
+        declare_parameters(self.named_parameters(type(self).__name__))
         values: dict[str, Tensor] = {}
         plates: dict[str, Any] = {}
         for posterior in self._site_posteriors():
@@ -186,6 +186,9 @@ class StructuredGuide(nn.Module):
             if site.is_local and predicting:
                 continue
             distribution = posterior()
+            if site.bias is not None:
+                values |= sample_joined(site, distribution, self._uses)
+                continue
             if isinstance(distribution, WeightDistribution):
                 distribution.site_use = self._uses[site.name]
             with ExitStack() as stack:
@@ -208,16 +211,16 @@ class StructuredGuide(nn.Module):
         Raises:
             RuntimeError: If no site is known yet.
         """
-        return {
-            posterior.site.name: posterior().rsample()
-            for posterior in self._site_posteriors()
-            if local or not posterior.site.is_local
-        }
+        values: dict[str, Tensor] = {}
+        for posterior in self._site_posteriors():
+            if local or not posterior.site.is_local:
+                values |= posterior.site.split(posterior().rsample())
+        return values
 
     @torch.no_grad()
     def median(self) -> dict[str, Tensor]:
         """Return the posterior median of each site that is not local; for normals, the mean."""
-        medians = {}
+        medians: dict[str, Tensor] = {}
         for posterior in self._site_posteriors():
             if not posterior.site.is_local:
                 distribution = posterior()
@@ -225,12 +228,13 @@ class StructuredGuide(nn.Module):
                 value = base.mean
                 for transform in getattr(distribution, "transforms", ()):
                     value = transform(value)
-                medians[posterior.site.name] = value.clone()
+                medians |= posterior.site.split(value.clone())
         return medians
 
     def __getitem__(self, name: str) -> SitePosterior:
-        """Return the posterior of a site, which holds its parameters."""
-        if _key(name) not in self.posteriors:
+        """Return the posterior of a site, which holds its parameters; a joined bias has its weight's."""
+        name = self._weight_of.get(name, name)
+        if name not in self:
             raise KeyError(f"'{name}' is none of the sites {list(self._uses)}.")
         posterior = self.posteriors[_key(name)]
         assert isinstance(posterior, SitePosterior)
@@ -243,16 +247,22 @@ class StructuredGuide(nn.Module):
                 "Train it, or call `guide.initialize(...)` with the model's arguments, first."
             )
         for name in self._uses:
-            yield self[name]
+            if name not in self._weight_of:
+                yield self[name]
 
     # ---- setting up ------------------------------------------------------------------------------
 
     def _adopt(self, found: dict[str, FoundSite]) -> None:
         """Make posteriors for the sites that have none, all of them or none on an error."""
+        self._check_joined(found)
+        sites = {name: item.site for name, item in found.items()}
         chosen = {
-            name: self._choose_family(item.site)
-            for name, item in found.items()
-            if _key(name) not in self.posteriors
+            name: self._choose_family(site) for name, site in sites.items() if name not in self
+        }
+        weight_of = {
+            bias: name
+            for name, family in chosen.items()
+            if (bias := joins_with(sites[name], family, sites)) in chosen
         }
         unserved = [name for name, family in chosen.items() if family is None]
         if unserved:
@@ -261,19 +271,35 @@ class StructuredGuide(nn.Module):
                 f"{list(self.families)}, the model's sites {list(found)}. Add a pattern, for "
                 f"instance {{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
             )
+        for bias, weight in (self._weight_of | weight_of).items():
+            if weight in sites:
+                sites[weight] = sites[weight].join_bias(sites.pop(bias))
         with torch.no_grad():
             made = {
-                name: self._make_posterior(found[name], family)
+                name: self._make_posterior(sites[name], family, found)
                 for name, family in chosen.items()
-                if family is not None
+                if family is not None and name in sites
             }
         for name, posterior in made.items():
             self.posteriors[_key(name)] = posterior
-        for name, item in found.items():
-            self[name].site = item.site  # a run knows more of it than the declaration
+        self._weight_of |= weight_of
+        for name, site in sites.items():
+            self[name].site = site  # a run knows more of it than the declaration
         for name, item in found.items():
             item.use.local_reparam = self.local_reparam
             self._uses[name] = item.use
+
+    def _check_joined(self, found: dict[str, FoundSite]) -> None:
+        for bias, weight in self._weight_of.items():
+            if (bias in found) != (weight in found):
+                raise ValueError(
+                    f"The weight '{weight}' is joined with its bias '{bias}', but the model samples "
+                    f"only one of them. Give it a family with `join_bias=False`."
+                )
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a site has a posterior."""
+        return _key(self._weight_of.get(name, name)) in self.posteriors
 
     def _choose_family(self, site: LatentSite) -> Family | None:
         if site.support.is_discrete:
@@ -297,7 +323,15 @@ class StructuredGuide(nn.Module):
             return TransformedMeanField()
         return MeanField() if site.plates or len(site.shape) < 2 else None
 
-    def _make_posterior(self, found: FoundSite, family: Family) -> SitePosterior:
+    def _make_posterior(
+        self, site: LatentSite, family: Family, found: dict[str, FoundSite]
+    ) -> SitePosterior:
+        locs = [self._start(found[name]) for name in site.names]
+        loc = locs[0] if site.bias is None else join_values(*locs)
+        return SitePosterior(family, site, family.init(site, loc, self.init_scale))
+
+    def _start(self, found: FoundSite) -> Tensor:
+        """Return where the posterior of a site of the model is centred at first."""
         site, message = found.site, {"name": found.site.name, "fn": found.prior}
         like = found.prior.sample()
         if self.init_loc_fn is not None:
@@ -313,7 +347,7 @@ class StructuredGuide(nn.Module):
                 f"`init_loc_fn` must return a value of shape {tuple(site.shape)} for the site "
                 f"'{site.name}', but got {tuple(loc.shape)}."
             )
-        return SitePosterior(family, site, family.init(site, loc.detach(), self.init_scale))
+        return loc.detach()
 
     def _check_patterns(self, found: dict[str, FoundSite]) -> None:
         if not found:
@@ -327,25 +361,7 @@ class StructuredGuide(nn.Module):
                     f"The pattern '{pattern}' matches none of the model's sites {list(found)}."
                 )
 
-    # ---- parameters and Pyro ---------------------------------------------------------------------
-
-    def _declare_parameters(self) -> None:
-        """Show the parameters to Pyro's handlers, and mirror them in the param store if it is used."""
-        if not am_i_wrapped():
-            return
-        mirror = not pyro.settings.get("module_local_params")
-        for key, parameter in self.named_parameters(type(self).__name__):
-            if not parameter.requires_grad:
-                continue
-            parameter.__dict__["unconstrained"] = weakref.ref(parameter)
-            if mirror:
-                stale = _PYRO_PARAM_STORE._params.get(key)
-                if stale is not None and stale is not parameter:  # let go of a former guide's
-                    _PYRO_PARAM_STORE._param_to_name.pop(stale, None)
-                _PYRO_PARAM_STORE._params[key] = parameter
-                _PYRO_PARAM_STORE._constraints[key] = constraints.real
-                _PYRO_PARAM_STORE._param_to_name[parameter] = key
-            _declare(parameter, name=key)
+    # ---- copies -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the model, and without what may not pickle."""
@@ -360,13 +376,6 @@ class StructuredGuide(nn.Module):
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         new._model, new.init_loc_fn = self._model, self.init_loc_fn
         return new
-
-
-def _identity(parameter: Tensor) -> Tensor:
-    return parameter
-
-
-_declare = effectful(_identity, type="param")
 
 
 def _key(name: str) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_structvi._checks import check_positive_integer
+from pyro_structvi.distributions.joined_prior import JoinedPrior
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.lazy_weight import weights_wait
 
@@ -188,6 +189,12 @@ class StructuredELBO(ELBO):
         likelihood: dict[str, Tensor] = {}
         kl: dict[str, Tensor] = {}
         sampled = []
+        joints = {
+            name: site["infer"]["joins"]
+            for name, site in guide_trace.nodes.items()
+            if site["type"] == "sample" and "joins" in site["infer"]
+        }
+        parts = {part for names in joints.values() for part in names}
         model_trace.compute_log_prob(site_filter=_enters_likelihood)
         for name, site in model_trace.nodes.items():
             if site["type"] != "sample":
@@ -198,6 +205,8 @@ class StructuredELBO(ELBO):
                         check_site_shape(site, self.max_plate_nesting)
                     likelihood[name] = site["log_prob_sum"]
                 continue
+            if name in parts:
+                continue
             if name not in guide_trace.nodes:
                 raise ValueError(
                     f"The model's latent site '{name}' is missing in the guide. Call "
@@ -207,8 +216,13 @@ class StructuredELBO(ELBO):
             kl[name], closed = _site_kl(guide_trace.nodes[name], site)
             if not closed:
                 sampled.append(name)
+        for name, names in joints.items():
+            prior = _join_priors(*(model_trace.nodes[part] for part in names))
+            kl[name], closed = _site_kl(guide_trace.nodes[name], prior)
+            if not closed:
+                sampled.append(name)
         for name, site in guide_trace.nodes.items():
-            if site["type"] == "sample" and name not in model_trace.nodes:
+            if site["type"] == "sample" and not (name in model_trace.nodes or name in joints):
                 log_density = site["fn"].log_prob(site["value"])
                 kl[name] = scale_and_mask(log_density, site["scale"], site["mask"]).sum()
                 sampled.append(name)
@@ -236,6 +250,19 @@ def _is_delta(distribution: Any) -> bool:
     while isinstance(distribution, torch.distributions.Independent):
         distribution = distribution.base_dist
     return isinstance(distribution, Delta)
+
+
+def _join_priors(weight: Any, bias: Any) -> dict[str, Any]:
+    """Return the model's two sites of a weight and its joined bias as one."""
+    for attribute in ("scale", "mask"):
+        ours, other = weight[attribute], bias[attribute]
+        if ours is not other and not torch.equal(torch.as_tensor(ours), torch.as_tensor(other)):
+            raise ValueError(
+                f"The weight '{weight['name']}' and its joined bias '{bias['name']}' must have one "
+                f"{attribute} in the model, but got {ours} and {other}. Put both under the same "
+                "handler, or use `join_bias=False`."
+            )
+    return {**weight, "fn": JoinedPrior(weight["fn"], bias["fn"])}
 
 
 def _site_kl(guide_site: Any, model_site: Any) -> tuple[Tensor, bool]:

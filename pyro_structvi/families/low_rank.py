@@ -1,0 +1,107 @@
+"""Low rank plus diagonal, the ELRG-VI and ELRG-D-VI of Tomczak et al. (2020)."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor
+
+from pyro_structvi._checks import check_positive_integer, check_positive_number
+from pyro_structvi.distributions import LowRankNormal
+from pyro_structvi.families.family import LatentSite, MatrixFamily
+
+Diagonal = Literal["constant", "isotropic", "full"]
+
+
+@dataclass(frozen=True)
+class LowRank(MatrixFamily):
+    """Normals with K directions in which all elements of a site vary together, and a diagonal.
+
+    Parameters are ``loc``, ``factors (K, *shape)`` and, where it is learned, ``log_scale`` of the
+    diagonal part: one number, or ``(*shape)``.
+
+    Args:
+        rank: The number K of directions, at least 1.
+        diagonal: The diagonal part of the covariance: "constant" is ELRG-VI, "full" ELRG-D-VI;
+            "isotropic" learns one variance for each site.
+        diagonal_variance: The variance of a constant diagonal; exp(-10) when None.
+        alpha: What multiplies the low-rank part; 1/K when None, as in the paper.
+        join_bias: Whether a layer's bias is a further column of its weight.
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"*.weight": LowRank(rank=2, join_bias=True)})
+        >>> guide["net.weight"]().covariance_matrix.shape
+        torch.Size([15, 15])
+
+    References:
+        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
+        neural networks", section 3. The constant exp(-10) is that of the authors' code.
+    """
+
+    rank: int = 1
+    diagonal: Diagonal = "constant"
+    diagonal_variance: float | None = None
+    alpha: float | None = None
+    needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_positive_integer("rank", self.rank)
+        if self.diagonal not in get_args(Diagonal):
+            raise ValueError(
+                f'`diagonal` must be "constant", "isotropic" or "full", but got {self.diagonal!r}.'
+            )
+        if self.diagonal_variance is not None:
+            check_positive_number("diagonal_variance", self.diagonal_variance)
+            if self.diagonal != "constant":
+                raise ValueError(
+                    f'`diagonal_variance` is for diagonal="constant"; with "{self.diagonal}" it is '
+                    "learned. Leave it out, and set its start by the guide's `init_scale`."
+                )
+        if self.alpha is not None:
+            check_positive_number("alpha", self.alpha)
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site is a weight or a vector."""
+        return site.is_real and not site.plates and len(site.shape) >= 1
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start so that every element has the standard deviation ``scale``.
+
+        A learned diagonal takes half of that variance, the directions the other half; a constant one
+        is added to it.
+        """
+        constant = self.diagonal == "constant"
+        part = scale if constant else scale / math.sqrt(2)
+        spread = part / math.sqrt(self.rank * self._alpha)
+        parameters = {
+            "loc": loc.clone(),
+            "factors": spread * loc.new_empty(self.rank, *loc.shape).normal_(),
+        }
+        if not constant:
+            shape = loc.shape if self.diagonal == "full" else ()
+            parameters["log_scale"] = loc.new_full(shape, math.log(part))
+        return parameters
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> LowRankNormal:
+        """Return the low-rank Normal."""
+        loc = parameters["loc"]
+        if self.diagonal == "constant":
+            variance = math.exp(-10) if self.diagonal_variance is None else self.diagonal_variance
+            scale = loc.new_full((), math.sqrt(variance))
+        else:
+            scale = parameters["log_scale"].exp()
+        return LowRankNormal(
+            loc, parameters["factors"], scale, self._alpha, site.event_dim, validate_args=False
+        )
+
+    @property
+    def _alpha(self) -> float:
+        return 1 / self.rank if self.alpha is None else self.alpha
