@@ -5,6 +5,7 @@ from types import ModuleType
 
 from pyro_structvi.guides import (
     AutoLowRankLRT,
+    FullCovarianceGuide,
     KTiedGuide,
     MeanFieldGuide,
     StructuredGuide,
@@ -24,6 +25,7 @@ __all__ = [
     "bayesianize",
     # guides
     "AutoLowRankLRT",
+    "FullCovarianceGuide",
     "KTiedGuide",
     "MeanFieldGuide",
     "StructuredGuide",

@@ -34,6 +34,13 @@ def low_rank_covariance(factors, scale, alpha, event_dim):
     return alpha * sum(outer) + mean_field_covariance(diagonal, event_dim)
 
 
+def full_covariance(scale_tril):
+    """Return ``S_ij = sum_k L_ik L_jk`` with ``L_ik = 0`` for k > i."""
+    index = torch.arange(scale_tril.shape[-1])
+    lower = torch.where(index <= index.unsqueeze(-1), scale_tril, 0.0)
+    return (lower.unsqueeze(-2) * lower.unsqueeze(-3)).sum(-1)
+
+
 # ---- densities -----------------------------------------------------------------------------------
 
 

@@ -95,12 +95,14 @@ def squeeze(text):
     return " ".join(text.split())
 
 
-def test_gradient_variance_script_runs(monkeypatch, capsys):
-    script = ROOT / "docs/scripts/gradient_variance.py"
-    monkeypatch.setattr(sys, "argv", [script.name, "--gradients", "10", "--batch-size", "100"])
+def test_gradient_variance_script_runs(monkeypatch, capsys, tmp_path):
+    script, figure = ROOT / "docs/scripts/gradient_variance.py", tmp_path / "figure.png"
+    arguments = ["--gradients", "10", "--batch-size", "100", "--figure", str(figure)]
+    monkeypatch.setattr(sys, "argv", [script.name, *arguments])
     runpy.run_path(str(script), run_name="__main__")
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == 4
+    assert len(rows) == 6
+    assert figure.stat().st_size > 0
     assert all(float(row.split()[-1]) > 1 for row in rows), "drawn weights vary less"
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.linear_maps import ConvolutionMap
 from tests import dense_oracles as dense
-from tests.distributions.cases import CASES
+from tests.distributions.cases import CASES, CONVOLUTION_CASES
 from tests.lazy_weights import (
     CONVOLUTIONS,
     IN,
@@ -111,7 +111,22 @@ def test_outputs_of_a_linear_layer_have_the_exact_law(case):
     assert_moments(outputs, mean, torch.block_diag(*covariance))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if not case.has_convolution_image],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("dim", CONVOLUTIONS)
+@pytest.mark.parametrize("lead", [(), (5,)], ids=["unbatched", "batched"])
+def test_a_convolution_without_an_image_uses_one_drawn_weight(case, dim, lead):
+    q = case.make((), (OUT, 2, 3, 2, 2)[: dim + 2], torch.float64)
+    weight, x = lazy(q), torch.randn(*lead, 2, *(5,) * dim)
+    outputs = CONVOLUTIONS[dim](x, weight, None, 1, 1)
+    assert weight.is_drawn
+    assert torch.equal(outputs, CONVOLUTIONS[dim](x, weight.draw(), None, 1, 1))
+
+
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
 def test_outputs_of_a_convolution_have_their_law(case):
     """Margins are exact, and so is what positions share; the rest is independent over positions."""
     q, x = case.make((), KERNEL, torch.float64), torch.randn(1, 2, 4, 3)

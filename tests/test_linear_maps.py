@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pyro_structvi import linear_maps
 from pyro_structvi.applications import parse_application
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.linear_maps import ConvolutionMap, DenseMap
+from pyro_structvi.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
-from tests.distributions.cases import CASES
+from tests.distributions.cases import CASES, CONVOLUTION_CASES
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 2)}
@@ -215,10 +216,100 @@ def test_bank_and_mix_are_the_convolution_with_the_product(dim, geometry):
     close(linear_map.mix(hidden, mixing, bias), expected)
 
 
-# ---- the law of an image under a convolution -----------------------------------------------------
+# ---- several weights at once, and biases as columns ----------------------------------------------
+
+DENSE = [((3,), 0), ((5, 3), 1), ((5, 2, 3), 1), ((5, 2, 6, 3), 1)]
+
+
+@pytest.fixture(params=[True, False], ids=["scaled inputs", "scaled outputs"])
+def route(request, monkeypatch):
+    """Send ``combine`` one way or the other, whatever the sizes are."""
+    monkeypatch.setattr(linear_maps, "_is_smaller_inside", lambda *sizes: request.param)
+
+
+def assert_several_are_each(linear_map, x, matrices, batch_dim):
+    """Compare ``stack`` and ``combine`` with one application after another."""
+    images = torch.stack([linear_map(x, matrix) for matrix in matrices], batch_dim)
+    close(linear_map.stack(x, matrices), images)
+    coefficients = torch.randn(*x.shape[:batch_dim], len(matrices))
+    spread = coefficients.reshape(*coefficients.shape, *(1 for _ in images.shape[batch_dim + 1 :]))
+    expected = (spread * images).sum(batch_dim)
+    close(linear_map.combine(x, coefficients, matrices, expected.shape), expected)
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize(("shape", "batch_dim"), DENSE)
+@pytest.mark.parametrize("joined", [False, True])
+def test_several_dense_weights_are_each(shape, batch_dim, joined):
+    linear_map = BiasColumnMap(DenseMap()) if joined else DenseMap()
+    matrices = torch.randn(2, 4, 3 + joined)
+    assert_several_are_each(linear_map, torch.randn(shape), matrices, batch_dim)
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("dim", "geometry"), SETTINGS)
+def test_several_convolutions_are_each(dim, geometry, joined):
+    plain, x = make_map(dim, geometry), make_input(dim)
+    size = torch.Size(filters_shape(dim, geometry)[1:]).numel()
+    linear_map = BiasColumnMap(plain) if joined else plain
+    matrices = torch.randn(3, OUT, size + joined)
+    assert_several_are_each(linear_map, x, matrices, 1)
+    assert_several_are_each(linear_map, x[0], matrices, 0)
+
+
+def test_the_smaller_tensors_are_formed():
+    """Counted with the weights that scaled inputs need in another order."""
+    narrow, wide = torch.zeros(100, 4), torch.zeros(100, 400)
+    assert linear_maps._is_smaller_inside(narrow, torch.zeros(2, 50, 4), torch.Size([100, 50]))
+    assert not linear_maps._is_smaller_inside(wide, torch.zeros(2, 50, 400), torch.Size([100, 50]))
+    few = torch.zeros(3, 4)
+    assert not linear_maps._is_smaller_inside(few, torch.zeros(2, 50, 4), torch.Size([3, 50]))
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_dimensions_between_are_positions_or_examples(positions):
+    linear_map, outputs = DenseMap(positions=positions), torch.zeros(5, 2, 4)
+    assert linear_map.event_dim(outputs) == (2 if positions else 1)
+    assert linear_map.has_positions(torch.zeros(5, 2, 3)) is positions
+
+
+@pytest.mark.parametrize(("dim", "geometry"), SETTINGS)
+def test_squared_norms_are_those_of_the_patches(dim, geometry):
+    x, groups = make_input(dim), geometry.get("groups", 1)
+    cut = dense.patches(x, KERNELS[dim], **geometry)
+    expected = cut.square().sum(-1).repeat_interleave(OUT // groups, 1)
+    norms = make_map(dim, geometry).squared_norm(x, OUT)
+    close(norms.expand(expected.shape), expected)
+    close(BiasColumnMap(make_map(dim, geometry)).squared_norm(x, OUT), norms + 1)
+
+
+@pytest.mark.parametrize(("dim", "geometry"), SETTINGS)
+def test_a_bias_column_is_a_bias(dim, geometry):
+    x, plain = make_input(dim), make_map(dim, geometry)
+    size = torch.Size(filters_shape(dim, geometry)[1:]).numel()
+    matrix, bias, bank = torch.randn(OUT, size + 1), torch.randn(OUT), torch.randn(2, size + 1)
+    joined = BiasColumnMap(plain)
+    close(joined(x, matrix, bias), plain(x, matrix[:, :-1], matrix[:, -1] + bias))
+    ones = plain.bank(x, torch.zeros(2, size)) + 1
+    column = bank[:, -1].repeat(geometry.get("groups", 1)).reshape(-1, *(1 for _ in range(dim)))
+    close(joined.bank(x, bank), plain.bank(x, bank[:, :-1]) + column * ones)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("shape", [(3,), (7, 3)])
+def test_a_joined_law_is_that_of_an_input_with_a_one(case, shape):
+    q, x = case.make((), (OUT, 4), torch.float64), torch.randn(shape)
+    image = q.image_under(BiasColumnMap(DenseMap()), x)
+    inputs = torch.cat([x, torch.ones(*shape[:-1], 1)], -1)
+    close(image.mean, dense.image_mean(inputs, q.loc, 2))
+    close(image.covariance_matrix, dense.image_covariance(inputs, case.covariance(q), OUT))
+
+
+# ---- the law of an image under a convolution -----------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("dim", "geometry"), SETTINGS)
 def test_every_output_of_a_convolution_has_its_exact_law(case, dim, geometry):
     shape, x = filters_shape(dim, geometry), make_input(dim)
@@ -236,7 +327,7 @@ def test_every_output_of_a_convolution_has_its_exact_law(case, dim, geometry):
     close(image.covariance_matrix, shared + torch.diag_embed(independent))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dim", CONVOLUTIONS)
 def test_an_input_without_batch_has_the_law_of_a_batch_of_one(case, dim):
     x = make_input(dim)
@@ -261,7 +352,7 @@ def assert_bias_moves_only_the_moments(q, linear_map, x, channel_shape):
     close(random.variance, plain.variance + scale.square().reshape(channel_shape))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dim", CONVOLUTIONS)
 def test_a_bias_moves_the_moments_of_a_convolution(case, dim, groups):
@@ -279,7 +370,7 @@ def test_a_bias_moves_the_moments_of_a_linear_layer(case, batch_shape):
     assert_bias_moves_only_the_moments(q, DenseMap(), x, (OUT,))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
 def test_a_convolution_of_zeros_has_finite_gradients(case):
     """Padding alone makes patches of zeros, and rounding may make a variance negative."""
     x = torch.zeros(1, CHANNELS, *SPACES[2])

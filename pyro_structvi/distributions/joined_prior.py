@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal, register_kl
 
-from pyro_structvi.distributions.weight_distribution import (
-    WeightDistribution,
-    prior_terms,
-)
+from pyro_structvi.distributions.kl_to_normals import has_one_scale, prior_terms
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
 
 class JoinedPrior(Distribution):
@@ -60,9 +58,10 @@ def _kl_weight_joined(q: WeightDistribution, p: JoinedPrior) -> Tensor:
     mean, variance = q.mean, q.variance
 
     def terms(prior: Normal, column: slice | int, shape: torch.Size) -> Tensor:
-        part = variance[:, column].reshape(shape)
-        center = mean[:, column].reshape(shape)
-        return prior_terms(prior, center, len(shape), lambda: part, lambda: part.sum())
+        center, spread = mean[:, column].reshape(shape), variance[:, column].reshape(shape)
+        if has_one_scale(prior, shape, len(shape)):
+            spread = spread.sum()
+        return prior_terms(prior, center, spread, len(shape))
 
     of_weight = terms(weight, slice(None, -1), p.weight_shape)
     of_bias = terms(bias, -1, p.weight_shape[:1])

@@ -101,10 +101,7 @@ class LowRankNormal(WeightDistribution):
     @property
     def variance_sum(self) -> Tensor:
         """The trace of the covariance, ``(*batch_shape,)``."""
-        factors = self._flat_factors.flatten(-2)
-        diagonal = self._diagonal_sum(self.scale.square())
-        total: Tensor = self.alpha * torch.linalg.vector_norm(factors, dim=-1).square() + diagonal
-        return total
+        return self._trace(self._gram(self.factors))
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -120,8 +117,14 @@ class LowRankNormal(WeightDistribution):
         It is :math:`\sum_d \log\sigma_d^2 + \log\det(I + \alpha V^\top\operatorname{diag}(\sigma^{-2})
         V)`, of a K x K matrix.
         """
-        low_rank = self._capacitance_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return 2 * (self._diagonal_sum(self.scale.log()) + low_rank.to(self.loc.dtype))
+        return self._log_det(self._whitened_gram)
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
+        if not self.is_isotropic:
+            return super().trace_and_log_det()
+        gram = self._gram(self.factors)
+        return self._trace(gram), self._log_det(gram / self._unit_variance)
 
     @property
     def _flat_factors(self) -> Tensor:
@@ -132,33 +135,50 @@ class LowRankNormal(WeightDistribution):
         total = diagonal.flatten(len(self.batch_shape)).sum(-1)
         return self.event_shape.numel() * total if self.is_isotropic else total
 
-    @property
-    def _capacitance_tril(self) -> Tensor:
-        r"""The Cholesky factor of :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`, double.
+    def _gram(self, factors: Tensor) -> Tensor:
+        gram: Tensor = _RowGram.apply(factors, len(self.batch_shape))
+        return gram
 
-        Products within a row of the weight are added in the weight's dtype and rows in double
-        precision, which keeps the matrix positive definite where factors are nearly parallel. If it
-        is not, for want of precision or by a NaN, the factor is NaN, and so is the loss: an error
-        would make a device wait at every step.
-        """
-        rows = self.factors.reshape(*self.batch_shape, self.rank, self.event_shape[0], -1)
-        if not self.is_isotropic:
-            rows = rows / self._matrix(self.scale).unsqueeze(-3)
-        rows = rows.transpose(-3, -2)
-        gram = (rows @ rows.mT).sum(-3, dtype=torch.float64)
+    @property
+    def _unit_variance(self) -> Tensor:
+        """The variance of an isotropic diagonal part, double, ``(*batch_shape, 1, 1)``."""
+        return self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+
+    @property
+    def _whitened_gram(self) -> Tensor:
+        r""":math:`V^\top \operatorname{diag}(\sigma^{-2}) V`, double, ``(*batch_shape, K, K)``."""
         if self.is_isotropic:
-            gram = gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
-        identity = torch.eye(self.rank, dtype=gram.dtype, device=gram.device)
-        tril, info = torch.linalg.cholesky_ex(identity + self.alpha * gram)
+            return self._gram(self.factors) / self._unit_variance
+        return self._gram(self.factors / self.scale.unsqueeze(len(self.batch_shape)))
+
+    def _capacitance_tril(self, whitened_gram: Tensor) -> Tensor:
+        r"""Return the Cholesky factor of :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`.
+
+        If that is not positive definite, for want of precision or by a NaN, the factor is NaN, and so
+        is the loss: an error would make a device wait at every step.
+        """
+        identity = torch.eye(self.rank, dtype=whitened_gram.dtype, device=whitened_gram.device)
+        tril, info = torch.linalg.cholesky_ex(identity + self.alpha * whitened_gram)
         factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
         return factor
+
+    def _trace(self, gram: Tensor) -> Tensor:
+        low_rank = gram.diagonal(dim1=-2, dim2=-1).sum(-1).to(self.loc.dtype)
+        return self.alpha * low_rank + self._diagonal_sum(self.scale.square())
+
+    def _log_det(self, whitened_gram: Tensor) -> Tensor:
+        diagonal = self._capacitance_tril(whitened_gram).diagonal(dim1=-2, dim2=-1)
+        low_rank = diagonal.log().sum(-1).to(self.loc.dtype)
+        return 2 * (self._diagonal_sum(self.scale.log()) + low_rank)
 
     def _mahalanobis(self, difference: Tensor) -> Tensor:
         scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
         whitened = difference.double().flatten(-len(self.event_shape)) / scale
         factors = self._flat_factors.double() / scale.unsqueeze(-2)
         explained = torch.linalg.solve_triangular(
-            self._capacitance_tril, factors @ whitened.unsqueeze(-1), upper=False
+            self._capacitance_tril(self._whitened_gram),
+            factors @ whitened.unsqueeze(-1),
+            upper=False,
         )
         squares = whitened.square().sum(-1) - self.alpha * explained.square().sum((-2, -1))
         distance: Tensor = squares.to(self.loc.dtype)
@@ -235,13 +255,45 @@ class _LowRankImage(LowRankNormal):
             return super()._perturbation(shape)
         coefficients = self.alpha**0.5 * self._noise(torch.Size([*self.batch_shape, self.rank]))
         low_rank = self._linear_map.combine(self._x, coefficients, self._matrices, shape)
-        return low_rank + self._noise(shape) * self.scale
+        return torch.addcmul(low_rank, self._noise(shape), self.scale)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> LowRankNormal:
         """Return this law with a larger batch shape, and its factors formed."""
         event_dim = len(self.event_shape)
         formed = LowRankNormal(self.loc, self.factors, self.scale, self.alpha, event_dim, False)
         return formed.expand(batch_shape, _instance)
+
+
+class _RowGram(torch.autograd.Function):
+    """``V'V`` of K factors ``(*batch, K, out, *rest)``, rows of the weight added in double precision.
+
+    Its gradient is one product of size K x K x D. Left to autograd it would be several passes over
+    tensors of the size of V, in another layout than that of V.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(factors: Tensor, batch_dim: int) -> Tensor:
+        """Add the products within a row in the dtype of ``V``, and rows in double precision."""
+        shape = factors.shape[: batch_dim + 2]
+        rows = factors.reshape(*shape, -1).transpose(-3, -2)
+        gram: Tensor = (rows @ rows.mT).sum(-3, dtype=torch.float64)
+        return gram
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        """Keep the factors."""
+        factors, ctx.batch_dim = inputs
+        ctx.save_for_backward(factors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return ``(G + G') V``, of the shape of ``V`` but no view, so that sums may be in place."""
+        (factors,) = ctx.saved_tensors
+        symmetric = (gradient + gradient.mT).to(factors.dtype)
+        product = symmetric @ factors.flatten(ctx.batch_dim + 1)
+        return torch.ops.aten._unsafe_view(product, factors.shape), None
 
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints, register_kl
-from torch.distributions.kl import kl_divergence
+from torch.distributions import constraints
 
 from pyro_structvi._checks import check_broadcastable, check_positive
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
@@ -121,9 +120,3 @@ def normal_image(linear_map: LinearMap, mean: Tensor, variance: Tensor) -> MeanF
     """Return independent normals over the output of a map."""
     scale = floored_sqrt(variance)
     return MeanFieldNormal(mean, scale, event_dim=linear_map.event_dim(mean), validate_args=False)
-
-
-@register_kl(WeightDistribution, MeanFieldNormal)
-def _kl_weight_mean_field(q: WeightDistribution, p: MeanFieldNormal) -> Tensor:
-    """A mean-field distribution in the place of the prior is a set of independent normals."""
-    return kl_divergence(q, torch.distributions.Normal(p.loc, p.scale, validate_args=False))

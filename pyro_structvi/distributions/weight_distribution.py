@@ -1,14 +1,12 @@
 """The contract: what every distribution over a weight must define, may define, and obeys."""
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal, constraints, register_kl
-from torch.distributions.kl import kl_divergence
+from torch.distributions import Distribution, constraints
 
 from pyro_structvi._checks import check_same_kind
 from pyro_structvi.lazy_weight import LazyWeight, SiteUse
@@ -35,8 +33,9 @@ class WeightDistribution(TorchDistribution):
     ``loc`` first, each with batch dimensions in front), ``variance``, ``covariance_matrix``,
     ``log_det_covariance``, ``_mahalanobis``, ``_perturbation`` and ``image_under``.
 
-    **It may define** ``variance_sum``, where that is cheaper than summing ``variance``, and
-    ``has_independent_elements``, where the covariance is diagonal.
+    **It may define** ``variance_sum``, where that is cheaper than summing ``variance``;
+    ``trace_and_log_det``, where the two share work; and ``has_independent_elements``, where the
+    covariance is diagonal.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -120,6 +119,10 @@ class WeightDistribution(TorchDistribution):
         """The trace of the covariance, ``(*batch_shape,)``."""
         return self._event_sum(self.variance)
 
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
+        return self.variance_sum, self.log_det_covariance
+
     # ---- what follows ----------------------------------------------------------------------------
 
     @property
@@ -194,69 +197,9 @@ class WeightDistribution(TorchDistribution):
         return tensor.reshape(*self.batch_shape, self.event_shape[0], -1)
 
     def _event_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the event dimensions; a scalar event has none, and torch would then sum all."""
-        event = tuple(range(-len(self.event_shape), 0))
-        return tensor.sum(event) if event else tensor
+        return event_sum(tensor, len(self.event_shape))
 
 
-def _is_uniform(tensor: Tensor, event_dim: int) -> bool:
-    """Whether every entry of an event is one and the same number in memory."""
-    event = range(-event_dim, 0)
-    return all(tensor.shape[dim] == 1 or tensor.stride(dim) == 0 for dim in event)
-
-
-def prior_terms(
-    prior: Any,
-    mean: Tensor,
-    event_dim: int,
-    variance: Callable[[], Tensor],
-    variance_sum: Callable[[], Tensor],
-) -> Tensor:
-    r"""Return :math:`\sum_i [(\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2 - 1 + \log s_i^2]`.
-
-    Args:
-        prior: Independent normals ``N(m_i, s_i^2)``, broadcastable to ``mean``.
-        mean: The means of a Gaussian, ``(*batch, *event)``.
-        event_dim: How many dimensions to sum over.
-        variance: Gives the variances, ``(*batch, *event)``.
-        variance_sum: Gives their sums; asked for in their place where one scale serves all.
-
-    Returns:
-        What a KL has for each prior, ``(*batch,)``.
-    """
-    event = tuple(range(-event_dim, 0))
-
-    def event_sum(tensor: Tensor) -> Tensor:  # a scalar event has no dimension: torch would sum all
-        return tensor.sum(event) if event else tensor
-
-    loc, scale = prior.loc.expand(mean.shape), prior.scale.expand(mean.shape)
-    squared_distance = (mean - loc).square()
-    size = mean.shape[mean.dim() - event_dim :].numel()
-    if _is_uniform(scale, event_dim):
-        scale = scale[(..., *(0 for _ in event))]
-        moment = (variance_sum() + event_sum(squared_distance)) / scale.square()
-        log_det_prior = 2 * size * scale.log()
-    else:
-        moment = event_sum((variance() + squared_distance) / scale.square())
-        log_det_prior = 2 * event_sum(scale.log())
-    terms: Tensor = moment + log_det_prior - size
-    return terms
-
-
-@register_kl(WeightDistribution, Normal)
-def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
-    r"""KL from any Gaussian to independent normals, in nats, ``(*batch_shape,)``.
-
-    .. math:: \tfrac12 \sum_i \left[ \frac{\Sigma_{ii} + (\mu_i - m_i)^2}{s_i^2} - 1
-        + \log s_i^2 \right] - \tfrac12 \log\det\Sigma
-
-    so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
-    """
-    terms = prior_terms(p, q.mean, len(q.event_shape), lambda: q.variance, lambda: q.variance_sum)
-    return 0.5 * (terms - q.log_det_covariance)
-
-
-@register_kl(WeightDistribution, Independent)
-def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
-    """Unwrap ``Independent``; whatever is inside then finds its own rule, or none."""
-    return kl_divergence(q, p.base_dist)
+def event_sum(tensor: Tensor, event_dim: int) -> Tensor:
+    """Sum over the last dimensions; a scalar event has none, and torch would then sum all."""
+    return tensor.sum(tuple(range(-event_dim, 0))) if event_dim else tensor

@@ -8,6 +8,7 @@ from pyro_structvi.families.family import (
     Plate,
     SitePosterior,
 )
+from pyro_structvi.families.full_covariance import FullCovariance
 from pyro_structvi.families.k_tied import KTied
 from pyro_structvi.families.low_rank import LowRank
 from pyro_structvi.families.mean_field import MeanField
@@ -15,6 +16,7 @@ from pyro_structvi.families.transformed import TransformedMeanField
 
 __all__ = [
     "Family",
+    "FullCovariance",
     "JoinedBias",
     "KTied",
     "LatentSite",

@@ -73,10 +73,9 @@ class LowRank(MatrixFamily):
         return site.is_real and not site.plates and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start so that every element has the standard deviation ``scale``.
+        """Start so that elements have the variance ``scale^2`` on average.
 
-        A learned diagonal takes half of that variance, the directions the other half; a constant one
-        is added to it.
+        A learned diagonal takes half of it, the directions the other half; a constant one is added.
         """
         constant = self.diagonal == "constant"
         part = scale if constant else scale / math.sqrt(2)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Unpack
 
-from pyro_structvi.families import KTied, LowRank, MeanField
+from pyro_structvi.families import FullCovariance, KTied, LowRank, MeanField
 from pyro_structvi.families.low_rank import Diagonal
 from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 
@@ -110,4 +110,49 @@ class AutoLowRankLRT(StructuredGuide):
         **options: Unpack[GuideOptions],
     ) -> None:
         family = LowRank(rank, diagonal, diagonal_variance, alpha, join_bias=join_bias)
+        super().__init__(model, {"*": family}, **options)
+
+
+class FullCovarianceGuide(StructuredGuide):
+    """One full covariance for each layer, weight and bias together; for small nets.
+
+    A layer of D weights and biases takes D + D (D + 1) / 2 parameters and, for each example, about
+    D^2 multiplications. Dense layers draw a weight for each example; the weight of a convolution is
+    drawn once for the batch.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
+            together.
+        max_memory: The most that training one layer may take, in GiB, by the formula of
+            :class:`pyro_structvi.families.FullCovariance`.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Raises:
+        ValueError: If ``max_memory`` is not a positive number.
+        MemoryError: If a layer would take more than ``max_memory``.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Regressor, bayesianize
+        >>> net = bayesianize(torch.nn.Linear(4, 3), prior=1.0)
+        >>> guide = FullCovarianceGuide(Regressor(net, num_data=8, noise_scale=0.1))
+        >>> sum(parameter.numel() for parameter in guide.parameters())
+        135
+
+    References:
+        The full-rank row of Table 1 in Tomczak, Swaroop and Turner (2020), "Efficient low rank
+        Gaussian variational inference for neural networks"; FCG-W in Ritter, Kukla, Zhang and Li
+        (2021), "Sparse uncertainty representation in deep learning with inducing weights".
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        join_bias: bool = True,
+        max_memory: float = 8.0,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        family = FullCovariance(max_memory, join_bias=join_bias)
         super().__init__(model, {"*": family}, **options)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_structvi._checks import check_positive_integer
-from pyro_structvi.distributions.joined_prior import JoinedPrior
+from pyro_structvi.distributions import JoinedPrior
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.lazy_weight import weights_wait
 

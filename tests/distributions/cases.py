@@ -5,8 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from pyro_structvi.distributions import KTiedNormal, LowRankNormal, MeanFieldNormal
-from tests.dense_oracles import k_tied_covariance, low_rank_covariance, mean_field_covariance
+from pyro_structvi.distributions import FullNormal, KTiedNormal, LowRankNormal, MeanFieldNormal
+from tests.dense_oracles import (
+    full_covariance,
+    k_tied_covariance,
+    low_rank_covariance,
+    mean_field_covariance,
+)
 
 VECTOR, MATRIX, CONVOLUTION = (4,), (4, 3), (4, 3, 2, 2)
 
@@ -29,6 +34,7 @@ class Case:
         event_shapes: The shapes of weight it serves.
         shared_covariance: The part of the covariance whose noise all positions of an example share,
             ``(D, D)``; the rest of the noise is drawn independently at every position.
+        has_convolution_image: Whether outputs of a convolution are drawn in the weight's place.
     """
 
     name: str
@@ -36,6 +42,7 @@ class Case:
     covariance: Callable
     event_shapes: tuple = (MATRIX, CONVOLUTION)
     shared_covariance: Callable = no_covariance
+    has_convolution_image: bool = True
 
 
 def positive(*shape, dtype):
@@ -76,6 +83,14 @@ def make_low_rank(rank, isotropic=False):
     return make
 
 
+def make_full(batch_shape, event_shape, dtype):
+    size = torch.Size(event_shape).numel()
+    below = torch.randn(*batch_shape, size, size, dtype=dtype).tril(-1) / size**0.5
+    diagonal = positive(*batch_shape, size, dtype=dtype)
+    loc = torch.randn(*batch_shape, *event_shape, dtype=dtype)
+    return FullNormal(loc, below + torch.diag_embed(diagonal))
+
+
 CASES = [
     Case(
         "mean field",
@@ -103,4 +118,13 @@ CASES = [
         )
         for rank, isotropic in ((1, True), (2, False), (3, True))
     ),
+    Case(
+        "full",
+        make_full,
+        lambda q: full_covariance(q.scale_tril),
+        event_shapes=(VECTOR, MATRIX, CONVOLUTION),
+        has_convolution_image=False,
+    ),
 ]
+
+CONVOLUTION_CASES = [case for case in CASES if case.has_convolution_image]

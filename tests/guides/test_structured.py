@@ -17,6 +17,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
 from pyro_structvi.lazy_weight import LazyWeight, weights_wait
+from tests.guide_cases import GUIDES
 from tests.models import (
     HandWritten,
     convolution_function,
@@ -188,7 +189,7 @@ def test_init_loc_fn_must_return_the_sites_shape():
 
 @pytest.mark.parametrize("elbo", ELBOS)
 @pytest.mark.parametrize("case", function_cases())
-@pytest.mark.parametrize("guide_class", [ps.MeanFieldGuide, ps.KTiedGuide])
+@pytest.mark.parametrize("guide_class", GUIDES.values(), ids=GUIDES)
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
 def test_every_model_trains_under_every_elbo(case, elbo, guide_class):
     model, args = function_cases()[case]
@@ -221,7 +222,7 @@ def test_the_param_store_mirrors_the_parameters():
     assert store["KTiedGuide.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
 
 
-@pytest.mark.parametrize("guide_class", [ps.MeanFieldGuide, ps.KTiedGuide])
+@pytest.mark.parametrize("guide_class", GUIDES.values(), ids=GUIDES)
 @pytest.mark.parametrize("make_model", [make_regressor, make_classifier])
 def test_no_weight_is_drawn_in_a_training_step(guide_class, make_model, monkeypatch):
     model = make_model()

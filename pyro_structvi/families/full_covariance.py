@@ -1,0 +1,106 @@
+"""One full covariance for all elements of a layer."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_structvi._checks import check_positive_number
+from pyro_structvi.distributions import FullNormal
+from pyro_structvi.families.family import LatentSite, MatrixFamily
+
+
+@dataclass(frozen=True)
+class FullCovariance(MatrixFamily):
+    r"""Normals with any covariance over the D elements of a site, for small layers.
+
+    Parameters are ``loc``, ``log_diagonal (D,)`` and ``lower (D (D - 1) / 2,)``, the entries of the
+    Cholesky factor below its diagonal, row by row and as multiples of the row's diagonal entry:
+    D + D (D + 1) / 2 numbers, here P. As multiples, one learning rate serves rows of any size.
+
+    In training a site takes
+
+    .. math:: (4 P + 2 D^2) \times \text{bytes of a number}, \qquad P = D + D (D + 1) / 2,
+
+    for the parameters, their gradients and Adam's two moments, and for the dense factor and its
+    gradient; 16 D^2 bytes in float32. What a step forms on the way comes on top.
+
+    Args:
+        max_memory: The most that a site may take by this formula, in GiB.
+        join_bias: Whether a layer's bias is a further column of its weight.
+
+    Raises:
+        ValueError: If ``max_memory`` is not a positive number.
+        MemoryError: When a guide is made, if a site would take more than ``max_memory``.
+
+    Example:
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"*.weight": FullCovariance(join_bias=True)})
+        >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
+        {'loc': (3, 5), 'log_diagonal': (15,), 'lower': (105,)}
+
+    References:
+        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
+        inducing weights", the FCG-W of Figure 2.
+    """
+
+    max_memory: float = 8.0
+    needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
+
+    def __post_init__(self) -> None:
+        """Check the limit."""
+        check_positive_number("max_memory", self.max_memory)
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site is a weight or a vector."""
+        return site.is_real and not site.plates and len(site.shape) >= 1
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start with the covariance ``scale^2`` times the identity.
+
+        Raises:
+            MemoryError: If training would take more than ``max_memory``; nothing large is allocated
+                before that is known.
+        """
+        size = loc.numel()
+        self._check_memory(site, size, loc.element_size())
+        return {
+            "loc": loc.clone(),
+            "log_diagonal": loc.new_full((size,), math.log(scale)),
+            "lower": loc.new_zeros(size * (size - 1) // 2),
+        }
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:
+        """Return the Normal with the factor that the parameters hold."""
+        log_diagonal, lower = parameters["log_diagonal"], parameters["lower"]
+        scale, size, device = log_diagonal.exp(), log_diagonal.shape[0], log_diagonal.device
+        rows, columns = torch.tril_indices(size, size, offset=-1, device=device)
+        diagonal = torch.arange(size, device=device) * (size + 1)
+        scale_tril = lower.new_zeros(size * size).scatter_(
+            0,
+            torch.cat([diagonal, rows * size + columns]),
+            torch.cat([scale, scale[rows] * lower]),
+        )
+        return FullNormal(parameters["loc"], scale_tril.view(size, size), validate_args=False)
+
+    def _check_memory(self, site: LatentSite, size: int, bytes_each: int) -> None:
+        parameters = size + size * (size + 1) // 2
+        gibibytes = (4 * parameters + 2 * size**2) * bytes_each / 2**30
+        if gibibytes > self.max_memory:
+            raise MemoryError(
+                f"A full covariance of the {size:,} elements of {' and '.join(site.names)} would "
+                f"take {_memory_text(gibibytes)} in training, and `max_memory` allows "
+                f"{_memory_text(self.max_memory)}. Use AutoLowRankLRT, or a StructuredGuide with "
+                f"another family for this site, such as {{'{site.name}': LowRank(rank=2), '*': "
+                "FullCovariance()}; or pass a larger `max_memory`."
+            )
+
+
+def _memory_text(gibibytes: float) -> str:
+    if gibibytes >= 1024:
+        return f"{gibibytes / 1024:.3g} TiB"
+    return f"{gibibytes:.3g} GiB"

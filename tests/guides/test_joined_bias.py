@@ -1,0 +1,274 @@
+"""Biases joined to their weights: one joint posterior, two sites of the model."""
+
+import copy
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import KTied, LowRank, MeanField
+from pyro_structvi.guides.joined_bias import LazyPart
+from pyro_structvi.lazy_weight import weights_wait
+from tests import dense_oracles as dense
+from tests.models import make_regressor, regression_data
+from tests.statistics import assert_mean, assert_moments
+
+JOINED = LowRank(rank=2, diagonal="full", join_bias=True)
+
+
+def make_guide(model=None, init_scale=0.4, family=JOINED, **options):
+    return ps.StructuredGuide(
+        make_regressor() if model is None else model,
+        {"*": family},
+        init_scale=init_scale,
+        **options,
+    )
+
+
+def linear_model(out=2, size=12, **priors):
+    """Return a linear layer with unlike priors of weight and bias, and data for it."""
+    priors = {"*.weight": 0.7, "*.bias": 1.5, "weight": 0.7, "bias": 1.5} | priors
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, out), prior=priors), size, noise_scale=0.5)
+    return model, (torch.randn(size, 3), torch.randn(size, out))
+
+
+# ---- sites and parameters ------------------------------------------------------------------------
+
+
+def test_a_weight_takes_its_bias_along():
+    guide = make_guide()
+    assert guide.site_names == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
+    assert guide["net.0.weight"] is guide["net.0.bias"]
+    assert guide["net.0.weight"]().event_shape == (5, 4)
+    assert sum(parameter.numel() for parameter in guide.parameters()) == 4 * (5 * 4 + 1 * 6)
+    assert "net.0.weight and net.0.bias: LowRank" in repr(guide)
+
+
+def test_k_tied_counts_the_bias_as_a_column():
+    guide = make_guide(family=KTied(2, join_bias=True))
+    assert guide["net.0.bias"].log_column_scale.shape == (4, 2)
+
+
+def test_both_start_at_the_nets_values_and_are_drawn_apart():
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 3))
+    guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
+    median, draw = guide.median(), guide.draw()
+    for name, parameter in net.named_parameters():
+        assert torch.equal(median[f"net.{name}"], parameter)
+        assert draw[f"net.{name}"].shape == parameter.shape
+
+
+def test_draws_of_both_have_the_joint_law():
+    guide = make_guide(linear_model()[0])
+    draws = [guide.draw() for _ in range(20_000)]
+    joined = torch.stack([
+        torch.cat([draw["net.weight"], draw["net.bias"].unsqueeze(-1)], -1) for draw in draws
+    ])
+    q = guide["net.weight"]()
+    assert_moments(joined, q.mean, q.covariance_matrix)
+
+
+def test_names_with_affixes_are_joined():
+    guide = make_guide(ps.Classifier(ps.bayesianize(nn.LSTM(3, 4)), num_data=5))
+    assert guide["net.weight_ih_l0"] is guide["net.bias_ih_l0"]
+    assert guide["net.weight_hh_l0"] is guide["net.bias_hh_l0"]
+
+
+def test_sites_of_a_function_are_joined_by_their_names():
+    def model(x, y=None):
+        weight = pyro.sample("layer.weight", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+        bias = pyro.sample("layer.bias", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
+
+    guide = make_guide(model)
+    guide.initialize(torch.randn(5, 3), torch.randn(5, 2))
+    assert guide["layer.weight"]().event_shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(3, 2, bias=False), nn.ConvTranspose1d(3, 2, 2), nn.Embedding(3, 2)]
+)
+def test_a_weight_without_a_fitting_bias_stays_by_itself(layer):
+    guide = make_guide(ps.Classifier(ps.bayesianize(layer), num_data=5))
+    assert guide["net.weight"]().event_shape == layer.weight.shape
+
+
+def test_the_weights_family_decides():
+    model, _ = linear_model()
+    guide = ps.StructuredGuide(model, {"*.weight": KTied(1), "*.bias": JOINED})
+    assert guide["net.bias"] is not guide["net.weight"]
+    guide = ps.StructuredGuide(model, {"*.bias": MeanField(), "*.weight": JOINED})
+    assert guide["net.bias"] is guide["net.weight"]
+
+
+def test_a_model_that_samples_only_one_of_both_is_an_error():
+    class WeightOnly(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    model = ps.Regressor(ps.bayesianize(WeightOnly(3, 1)), num_data=12, noise_scale=0.3)
+    guide = make_guide(model)
+    message = (
+        r"'net.weight' is joined with its bias 'net.bias'.*samples only one.*`join_bias=False`"
+    )
+    with pytest.raises(ValueError, match=message):
+        guide.initialize(*regression_data())
+
+
+# ---- laws ----------------------------------------------------------------------------------------
+
+
+def run_layer(guide, args, layer):
+    """Return a layer's outputs where the guide's values are handed to it, undrawn."""
+    with weights_wait():
+        values = poutine.trace(guide).get_trace(*args).nodes
+    return layer(values["net.weight"]["value"], values["net.bias"]["value"])
+
+
+def test_outputs_of_a_linear_layer_have_the_joint_laws_image():
+    model, args = linear_model()
+    guide = make_guide(model)
+    guide.initialize(*args)
+    x = torch.randn(3, 3)
+    outputs = run_layer(guide, args, lambda w, b: F.linear(x.repeat(20_000, 1), w, b))
+    q, ones = guide["net.weight"](), torch.ones(3, 1)
+    inputs = torch.cat([x, ones], -1)
+    covariance = dense.image_covariance(inputs, q.covariance_matrix, 2)
+    mean = dense.image_mean(inputs, q.loc, 2)
+    assert_moments(outputs.reshape(20_000, 3, 2), mean, torch.block_diag(*covariance))
+
+
+USES = {
+    "without the bias": lambda x, w, b: F.linear(x, w) + b,
+    "with another bias": lambda x, w, b: F.linear(x, w, b + 0),
+    "by hand": lambda x, w, b: x @ w.T + b,
+    "one after the other": lambda x, w, b: b + x @ w.T,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_any_other_use_sees_one_draw_of_both(use):
+    model, args = linear_model()
+    guide = make_guide(model)
+    guide.initialize(*args)
+    x, parts = torch.randn(5, 3), {}
+
+    def layer(weight, bias):
+        parts.update(weight=weight, bias=bias)
+        return use(x, weight, bias)
+
+    outputs = run_layer(guide, args, layer)
+    assert isinstance(parts["weight"], LazyPart)
+    assert parts["weight"].whole.is_drawn
+    torch.testing.assert_close(outputs, F.linear(x, parts["weight"].draw(), parts["bias"].draw()))
+
+
+def test_a_part_knows_its_shape_and_keeps_its_gradient():
+    net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten())
+    guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
+    args = torch.randn(5, 2, 3), torch.randint(4, (5,))
+    guide.initialize(*args)
+    with weights_wait():
+        nodes = poutine.trace(guide).get_trace(*args).nodes
+    weight, bias = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
+    assert (weight.shape, bias.shape, weight.dtype) == ((4, 2, 3), (4,), torch.float64)
+    assert not weight.whole.is_drawn
+    (weight.sum() + bias.sum()).backward()
+    assert guide["net.0.weight"].loc.grad.eq(1).all()
+
+
+# ---- objectives ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias_scale", [0.7, 1.5, torch.tensor([0.5, 2.0])], ids=str)
+@pytest.mark.parametrize("weight_scale", [0.7, torch.rand(2, 3) + 0.5], ids=["one", "many"])
+def test_the_kl_is_the_dense_one(weight_scale, bias_scale):
+    priors = {"weight": weight_scale, "bias": bias_scale}
+    model, args = linear_model(**priors)
+    guide = make_guide(model)
+    terms = ps.StructuredELBO().terms(model, guide, *args)
+    q = guide["net.weight"]()
+    scale = torch.cat(
+        [
+            torch.as_tensor(weight_scale).expand(2, 3),
+            torch.as_tensor(bias_scale).expand(2).unsqueeze(-1),
+        ],
+        -1,
+    )
+    exact = dense.kl_to_independent_normals(
+        q.loc, q.covariance_matrix, torch.zeros(2, 4), scale, event_dim=2
+    )
+    torch.testing.assert_close(terms.kl, {"net.weight+bias": exact})
+    assert terms.sampled == ()
+
+
+def test_another_prior_of_the_bias_is_sampled_and_said():
+    model, args = linear_model(bias=dist.Laplace(0.0, 1.0))
+    guide = make_guide(model, init_scale=0.2)
+    with pytest.warns(ps.infer.SampledKLWarning, match=r"\['net.weight\+bias'\]"):
+        ps.StructuredELBO().terms(model, guide, *args)
+
+
+@pytest.mark.parametrize("family", [JOINED, KTied(2, join_bias=True)], ids=str)
+@pytest.mark.parametrize("elbo_class", [ps.StructuredELBO, TraceMeanField_ELBO, Trace_ELBO])
+def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
+    model, (x, y) = linear_model()
+    guide = make_guide(model, init_scale=0.3, family=family)
+    guide.initialize(x, y)
+    q = guide["net.weight"]()
+    inputs = torch.cat([x, torch.ones(len(x), 1)], -1)
+    image = q.image(inputs)
+    likelihood = dist.Normal(image.mean, 0.5).log_prob(y).sum() - 2 * image.variance.sum()
+    prior_scale = torch.tensor([0.7, 0.7, 0.7, 1.5]).expand(2, 4)
+    kl = dense.kl_to_independent_normals(
+        q.loc, q.covariance_matrix, torch.zeros(2, 4), prior_scale, event_dim=2
+    )
+    elbo = elbo_class()
+    with torch.no_grad():
+        losses = torch.tensor([[elbo.loss(model, guide, x, y)] for _ in range(2000)])
+    assert_mean(losses, (kl - likelihood).unsqueeze(0))
+
+
+def test_unlike_scales_of_weight_and_bias_are_an_error():
+    def model(x, y=None):
+        with poutine.scale(scale=2.0):
+            weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"'weight' and its joined bias 'bias' must have one scale"
+    ):
+        ps.StructuredELBO().terms(model, make_guide(model), *regression_data())
+
+
+# ---- saving and predicting -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
+def test_copies_keep_what_is_joined(copied):
+    model, args = linear_model()
+    guide = make_guide(model)
+    guide.initialize(*args)
+    new = copied(guide)
+    assert new["net.bias"] is new["net.weight"]
+    assert new.draw().keys() == guide.draw().keys()
+
+
+def test_predictions_are_those_of_the_joint_law():
+    model, args = linear_model()
+    guide = make_guide(model)
+    samples = Predictive(model, guide=guide, num_samples=3)(args[0])
+    assert samples["net.weight"].shape[-2:] == (2, 3)
+    assert samples["net.bias"].shape[-1:] == (2,)
+    prediction = ps.predict(model, guide, args[0], num_samples=5)
+    assert prediction.functions.shape == (5, 12, 2)

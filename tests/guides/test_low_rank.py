@@ -1,0 +1,299 @@
+"""AutoLowRankLRT: the optimum that Lemma 3 of its paper states, its options, start and memory.
+
+For a Gaussian posterior with covariance ``S`` and eigenpairs ``(l_i, u_i)``, ``l_1 >= ... >= l_D``, the
+covariance of rank K plus ``s^2 I`` that is nearest in KL(q || posterior) keeps the first K eigenpairs
+and has the harmonic mean of the other eigenvalues as ``s^2``. The KL left over is
+``(D - K)/2 [log mean(1 / l_i) - mean log(1 / l_i)]`` over ``i > K``.
+"""
+
+import math
+from collections import namedtuple
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import LowRankNormal
+from pyro_structvi.infer import CosineDecay
+from tests.lazy_weights import lazy
+
+SIZE, NUM_DATA, PRIOR, NOISE = 7, 20, 2.0, 0.3
+SPECTRUM = (2.0, 1.0, 0.5, 0.2, 0.12, 0.06, 0.03)  # of the posterior covariance
+
+
+# ---- the optimum ---------------------------------------------------------------------------------
+
+
+# A linear regression without bias, and its exact posterior over the D weights.
+Regression = namedtuple("Regression", ["x", "y", "mean", "covariance", "log_evidence"])
+
+
+def orthonormal(rows, columns):
+    return torch.linalg.qr(torch.randn(rows, columns)).Q
+
+
+def make_regression(covariance):
+    """Choose X with ``X'X / noise^2 + I / prior^2 = covariance^-1``; the rest is textbook."""
+    root = torch.linalg.cholesky(covariance.inverse() - torch.eye(SIZE) / PRIOR**2).mT
+    x = NOISE * orthonormal(NUM_DATA, SIZE) @ root
+    y = x @ torch.randn(SIZE, 1) + NOISE * torch.randn(NUM_DATA, 1)
+    posterior = torch.linalg.inv(x.mT @ x / NOISE**2 + torch.eye(SIZE) / PRIOR**2)
+    torch.testing.assert_close(posterior, covariance)
+    marginal = PRIOR**2 * x @ x.mT + NOISE**2 * torch.eye(NUM_DATA)
+    log_evidence = MultivariateNormal(torch.zeros(NUM_DATA), marginal).log_prob(y.squeeze(-1))
+    return Regression(x, y, (posterior @ x.mT @ y / NOISE**2).mT, posterior, log_evidence)
+
+
+@pytest.fixture
+def regression():
+    eigenvectors = orthonormal(SIZE, SIZE)
+    return make_regression(eigenvectors * torch.tensor(SPECTRUM) @ eigenvectors.mT)
+
+
+def make_guide(rank, **options):
+    net = ps.bayesianize(nn.Linear(SIZE, 1, bias=False), prior=PRIOR)
+    model = ps.Regressor(net, num_data=NUM_DATA, noise_scale=NOISE)
+    return model, ps.AutoLowRankLRT(model, rank, init_scale=0.1, **options)
+
+
+def gap(guide, regression):
+    """Return log evidence - ELBO; a normal's log density needs the outputs' mean and variance only."""
+    q = guide["net.weight"]()
+    image = q.image(regression.x)
+    fit_of_mean = Normal(image.mean, NOISE).log_prob(regression.y).sum()
+    prior = Independent(Normal(torch.zeros(1, SIZE), PRIOR), 2)
+    elbo = fit_of_mean - image.variance.sum() / (2 * NOISE**2) - kl_divergence(q, prior)
+    return regression.log_evidence - elbo
+
+
+def fit_exactly(guide, regression):
+    options = {"max_iter": 5000, "tolerance_grad": 1e-11, "tolerance_change": 1e-18}
+    optimizer = torch.optim.LBFGS(guide.parameters(), line_search_fn="strong_wolfe", **options)
+
+    def loss():
+        optimizer.zero_grad()
+        value = gap(guide, regression)
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return guide["net.weight"]()
+
+
+def with_top_eigenpairs(covariance, rank, variance):
+    """Return the covariance with its K largest eigenpairs, and ``variance`` in all other directions."""
+    vectors = torch.linalg.eigh(covariance).eigenvectors.flip(-1)
+    spectrum = torch.tensor(SPECTRUM)
+    spectrum[rank:] = variance
+    return vectors * spectrum @ vectors.mT
+
+
+def lemma_3(covariance, rank):
+    """Return the optimum's covariance, its variance ``s^2`` and the KL that is left over."""
+    precisions = 1 / torch.tensor(SPECTRUM[rank:])
+    variance = 1 / precisions.mean()  # the harmonic mean
+    left_over = (SIZE - rank) / 2 * (precisions.mean().log() - precisions.log().mean())
+    return with_top_eigenpairs(covariance, rank, variance), variance, left_over
+
+
+assert_near = partial(torch.testing.assert_close, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_isotropic_optimum_is_that_of_lemma_3(rank, regression):
+    _, guide = make_guide(rank, diagonal="isotropic")
+    covariance, variance, left_over = lemma_3(regression.covariance, rank)
+    q = fit_exactly(guide, regression)
+    assert_near(q.mean, regression.mean)
+    assert_near(q.covariance_matrix, covariance)
+    assert_near(q.scale.square().squeeze(), variance)
+    assert_near(gap(guide, regression), left_over)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("variance", [math.exp(-10), 0.02])
+def test_constant_optimum_keeps_the_top_eigenpairs_too(rank, variance, regression):
+    """With a variance below every eigenvalue; each other direction adds the KL of two normals."""
+    _, guide = make_guide(rank, diagonal_variance=variance)
+    q = fit_exactly(guide, regression)
+    ratios = variance / torch.tensor(SPECTRUM[rank:])
+    assert_near(q.covariance_matrix, with_top_eigenpairs(regression.covariance, rank, variance))
+    assert_near(gap(guide, regression), (ratios - 1 - ratios.log()).sum() / 2)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal(rank):
+    factors, diagonal = orthonormal(SIZE, rank), torch.linspace(0.05, 0.6, SIZE)
+    regression = make_regression(factors @ factors.mT + torch.diag(diagonal))
+    isotropic, full = (make_guide(rank, diagonal=kind)[1] for kind in ("isotropic", "full"))
+    fit_exactly(isotropic, regression)
+    assert_near(fit_exactly(full, regression).covariance_matrix, regression.covariance)
+    assert abs(gap(full, regression)) < 1e-6 < 0.1 < gap(isotropic, regression)
+
+
+@pytest.mark.slow
+def test_fit_arrives_at_lemma_3(regression):
+    """By stochastic gradients: 5% of the largest eigenvalue, and 0.02 nats of the optimum."""
+    model, guide = make_guide(2, diagonal="isotropic")
+    data, schedule = (regression.x, regression.y), CosineDecay(5000)
+    ps.fit(model, guide, data, num_steps=5000, lr=0.03, lr_schedule=schedule, progress=False)
+    covariance, _, left_over = lemma_3(regression.covariance, 2)
+    assert_near(guide["net.weight"]().covariance_matrix, covariance, atol=0.05 * SPECTRUM[0])
+    assert 0 < gap(guide, regression) - left_over < 0.02
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+def make_net(*widths):
+    layers = [nn.Linear(size, out) for size, out in pairwise(widths)]
+    return nn.Sequential(*[unit for layer in layers for unit in (layer, nn.ReLU())][:-1])
+
+
+def make_classifier(net):
+    return ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=50)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "`rank` must be a whole number of at least 1, but got 0"),
+        ({"diagonal": "banana"}, '"constant", "isotropic" or "full", but got \'banana\''),
+        ({"diagonal": "full", "diagonal_variance": 0.1}, 'constant"; with "full" it is learned'),
+        ({"diagonal_variance": 0.0}, "`diagonal_variance` must be a positive number, but got 0"),
+        ({"alpha": -1}, "`alpha` must be a positive number, but got -1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ps.AutoLowRankLRT(make_classifier(make_net(4, 3)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"rank": 2}, 3 * 15),
+        ({"rank": 2, "join_bias": True}, 3 * 15),
+        ({"rank": 2, "diagonal": "isotropic"}, 3 * 15 + 2),
+        ({"rank": 2, "diagonal": "isotropic", "join_bias": True}, 3 * 15 + 1),
+        ({"rank": 2, "diagonal": "full"}, 4 * 15),
+    ],
+)
+def test_parameters_are_loc_factors_and_a_learned_diagonal(options, count):
+    """A layer of 4 x 3 weights and 3 biases: 15 numbers of each kind."""
+    guide = ps.AutoLowRankLRT(make_classifier(make_net(4, 3)), **options)
+    assert sum(parameter.numel() for parameter in guide.parameters()) == count
+
+
+def test_a_constant_diagonal_has_no_parameter_and_stays(regression):
+    model, guide = make_guide(2)
+    posterior = guide["net.weight"]
+    before = posterior().scale.clone()
+    assert {name for name, _ in posterior.named_parameters()} == {"loc", "factors"}
+    ps.fit(model, guide, (regression.x, regression.y), num_steps=20, lr=0.1, progress=False)
+    assert torch.equal(posterior().scale, before)
+    assert before.square().item() == pytest.approx(math.exp(-10), rel=1e-15)
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [None, 0.7])
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("diagonal", ["constant", "isotropic", "full"])
+def test_marginal_variances_start_at_init_scale(diagonal, rank, alpha):
+    """Their mean is ``init_scale^2``, half of it a learned diagonal; a constant one comes on top.
+
+    The directions' part is a multiple of a chi-squared variable with K D degrees of freedom: an exact
+    test, with a false alarm of probability 1e-6 in each case.
+    """
+    model, options = make_classifier(make_net(40, 30)), {"alpha": alpha, "init_scale": 0.05}
+    q = ps.AutoLowRankLRT(model, rank, diagonal, **options)["net.0.weight"]()
+    held, share = (math.exp(-10), 1.0) if diagonal == "constant" else (0.05**2 / 2, 0.5)
+    torch.testing.assert_close(q.scale.square(), torch.full_like(q.scale, held))
+    freedom = torch.tensor(float(rank * q.loc.numel()))
+    chi_squared = freedom * (q.variance.mean() - held) / (share * 0.05**2)
+    below = torch.special.gammainc(freedom / 2, chi_squared / 2)
+    assert 5e-7 < below < 1 - 5e-7
+
+
+@pytest.mark.parametrize("diagonal", ["constant", "isotropic", "full"])
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_training_starts_near_the_net_it_was_given(rank, diagonal):
+    """Noise is small beside a layer's outputs, and what it does to the ELBO beside its value."""
+    net = make_net(100, 50, 50, 10)
+    for linear in net[::2]:
+        nn.init.kaiming_normal_(linear.weight)
+    x, y = torch.randn(50, 100), torch.randint(10, (50,))
+    model = make_classifier(net)
+    guide, elbo = ps.AutoLowRankLRT(model, rank, diagonal), ps.StructuredELBO()
+    with torch.no_grad():
+        for index in (0, 2, 4):
+            hidden = net[:index](x)
+            noise = guide[f"net.{index}.weight"]().image(hidden).variance.mean().sqrt()
+            assert noise < 0.15 * net[index](hidden).square().mean().sqrt()
+        own = F.cross_entropy(net(x), y, reduction="sum")
+        losses = -torch.stack([elbo.terms(model, guide, x, y).weighted(0.0) for _ in range(50)])
+    assert losses.std() < 0.03 * own
+    assert (losses.mean() - own).abs() < 0.03 * own
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def numbers_saved(compute, known):
+    """Return how many numbers autograd saves for the backward pass in storages that are not known."""
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = compute()
+    kept = storages.keys() - {tensor.untyped_storage().data_ptr() for tensor in known}
+    return sum(storages[address].nbytes() for address in kept) // output.element_size()
+
+
+def layer(rank, inputs, out, batch=256, diagonal=()):
+    q = LowRankNormal(
+        torch.randn(out, inputs).requires_grad_(),
+        torch.randn(rank, out, inputs).requires_grad_(),
+        torch.full(diagonal, 0.1).requires_grad_(),
+    )
+    x = torch.randn(batch, inputs).requires_grad_()
+    return q, x, (q.loc, q.factors, q.scale, x)
+
+
+@pytest.mark.parametrize("diagonal", ["isotropic", "full"])
+@pytest.mark.parametrize(("inputs", "out"), [(64, 64), (16, 256), (256, 16)])
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_a_layer_saves_at_most_what_the_paper_states(rank, inputs, out, diagonal):
+    """Table 1: (K + 2) numbers for each example and output; a full diagonal takes one more.
+
+    Parameters do not count, nor does the input, which the layer before keeps. What an example needs
+    once (norms, scales, K coefficients) may come on top, and for a full diagonal the squares of the
+    inputs and of the scales. The paper's naive way, a weight for each example, exceeds the bound.
+    """
+    full = diagonal == "full"
+    q, x, known = layer(rank, inputs, out, diagonal=(out, inputs) if full else ())
+    bound = (rank + 2 + full) * out * len(x) + (rank + 4) * len(x)
+    bound += (inputs * len(x) + inputs * out) * full
+    assert numbers_saved(lambda: F.linear(x, lazy(q)), known) <= bound
+    naive = numbers_saved(lambda: (q.rsample((len(x),)) @ x.unsqueeze(-1)).squeeze(-1), known)
+    assert naive >= inputs * out * len(x) > bound
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_what_a_layer_saves_does_not_grow_with_its_inputs(rank):
+    few, many = (
+        numbers_saved(lambda x=x, q=q: F.linear(x, lazy(q)), known)
+        for q, x, known in (layer(rank, inputs, 64) for inputs in (64, 512))
+    )
+    assert many <= few
