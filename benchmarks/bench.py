@@ -1,11 +1,12 @@
 """Cost of a training step beside the same net without a posterior, in one interleaved run.
 
-    python benchmarks/bench.py                 # every net and guide, ratios to the deterministic step
-    python benchmarks/bench.py --net wide --rounds 30
+    make bench                                # every net and guide, ratios to the deterministic step
+    make bench BENCH="--net wide --rounds 30"
 
 A round times one step of every method in turn, so that a busy machine slows all alike. The table
 gives the median over rounds of the ratio to the deterministic step of the same round, and its
-quartiles.
+quartiles. ``make`` also tells glibc to keep freed memory: getting large tensors from the system page by
+page would be a good part of some steps, and is no part of the work.
 """
 
 import argparse

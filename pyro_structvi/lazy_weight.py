@@ -233,27 +233,27 @@ class LazyWeight(WeightStandIn):
     def _draw_outputs(self, application: Application) -> Tensor | None:
         """Draw the outputs of the map, or return None where the structure has no image under it.
 
-        A lazy bias adds its variance to that of the outputs, or, where its elements are correlated
-        or an example has several positions, one draw for each example, which keeps its joint law.
+        What a lazy bias has of independent noise adds its variance to that of the outputs. The rest
+        of it, or all of it where an example has several positions, is drawn once for each example.
         """
         linear_map, x, _, bias = application
         if not self._may_give_outputs(application):
             return None
         self._refuse_second_use()
-        shift, lazy_bias = None, None
+        lazy_bias, shift = None, None
         if isinstance(bias, LazyWeight) and bias._may_give_outputs(application):
             bias._refuse_second_use()
             lazy_bias = bias
-            joins = bias.distribution.has_independent_elements and not linear_map.has_positions(x)
-            bias = bias.distribution if joins else None
+            if linear_map.has_positions(x):
+                bias, shift = None, _draw_bias_per_example(lazy_bias, linear_map, x)
+            else:
+                bias, shift = lazy_bias.distribution.split_noise(x.shape[:-1])
         image = self.distribution.image_under(linear_map, x, _value(bias))
         if image is None:
             return None
         self._gave_outputs = True
         if lazy_bias is not None:
             lazy_bias._gave_outputs = True
-            if bias is None:
-                shift = _draw_bias_per_example(lazy_bias, linear_map, x)
         outputs: Tensor = image.rsample()
         return outputs if shift is None else outputs + shift
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Size, Tensor
 
@@ -40,9 +41,9 @@ class DenseMap:
         image = (matrix @ x.unsqueeze(-1)).squeeze(-1)
         return image if bias is None else image + bias
 
-    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    def bank(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Apply a bank of filters ``(M, in)`` in place of the weight, giving ``M`` channels."""
-        return self(x, matrix, bias)
+        return self(x, matrix)
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Recombine the channels of a bank's output by ``matrix (out, M)``."""
@@ -52,39 +53,29 @@ class DenseMap:
         """Return ``|x|^2`` for every output, broadcastable to the ``out`` channels."""
         return x.square().sum(-1, keepdim=True)
 
-    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+    def stack(self, x: Tensor, matrices: Tensor) -> Tensor:
         """Apply ``K`` weights ``(*b, K, out, in)`` as one, giving ``(*batch, K, *event)``."""
-        flat_biases = None if biases is None else biases.flatten(-2)
-        flat = self(x, matrices.flatten(-3, -2), flat_biases)
-        images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
+        images: Tensor = self(x, matrices.flatten(-3, -2)).unflatten(-1, matrices.shape[-3:-1])
         return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
 
-    def combine(
-        self,
-        x: Tensor,
-        coefficients: Tensor,
-        matrices: Tensor,
-        output_shape: Size,
-        biases: Tensor | None = None,
-    ) -> Tensor:
-        """Return the sum of ``K`` images, weighed by ``coefficients (*batch, K)`` of each example.
+    def combine(self, x: Tensor, coefficients: Tensor, matrices: Tensor, onto: Tensor) -> Tensor:
+        """Add ``K`` images, weighed by ``coefficients (*batch, K)`` of each example, onto outputs.
 
         The coefficients multiply the inputs or the outputs, whichever forms the smaller tensors.
         """
-        scaled_first = matrices.dim() == 3 and _is_smaller_inside(x, matrices, output_shape)
-        if not scaled_first:
-            return _weighted_sum(coefficients, self.stack(x, matrices, biases))
-        spread = coefficients.reshape(
-            *coefficients.shape[:-1],
-            *(1 for _ in range(x.dim() - coefficients.dim())),
-            coefficients.shape[-1],
-            1,
-        )
+        if matrices.dim() > 3 or not _is_smaller_inside(x, matrices, onto):
+            return _add_weighted(onto, coefficients, self.stack(x, matrices))
+        positions = [1 for _ in range(x.dim() - coefficients.dim())]
+        spread = coefficients.reshape(*coefficients.shape[:-1], *positions, -1, 1)
         inputs = (spread * x.unsqueeze(-2)).flatten(-2)
-        total = self(inputs, matrices.transpose(0, 1).flatten(1))
-        if biases is None:
-            return total
-        return total + (spread.squeeze(-1) @ biases)
+        matrix = matrices.transpose(0, 1).flatten(1)
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        total = torch.addmm(onto.reshape(len(rows), -1), rows, matrix.mT)
+        return total.reshape(onto.shape)
+
+    def join_bias(self, x: Tensor) -> "tuple[LinearMap, Tensor]":
+        """Return map and input for which a matrix ``(out, in + 1)`` is a weight and its bias."""
+        return self, torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
     def event_dim(self, outputs: Tensor) -> int:
         """How many trailing dimensions of the outputs belong to one example."""
@@ -161,27 +152,31 @@ class ConvolutionMap:
         x: Tensor,
         coefficients: Tensor,
         matrices: Tensor,
-        output_shape: Size,
+        onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of ``K`` images, weighed by ``coefficients (*batch, K)`` of each example.
+        """Add ``K`` images, weighed by ``coefficients (*batch, K)`` of each example, onto outputs.
 
         The coefficients multiply the inputs or the outputs, whichever forms the smaller tensors.
         """
-        if not _is_smaller_inside(x, matrices, output_shape):
-            return _weighted_sum(coefficients, self.stack(x, matrices, biases))
+        if not _is_smaller_inside(x, matrices, onto):
+            return _add_weighted(onto, coefficients, self.stack(x, matrices, biases))
         space = [1 for _ in self.kernel_shape[1:]]
         channel = x.dim() + self.channel_dim
         grouped = x.unflatten(channel, (self.groups, 1, -1))
         spread = coefficients.reshape(*coefficients.shape[:-1], 1, -1, 1, *space)
         inputs = (spread * grouped).flatten(channel, channel + 2)
         filters = matrices.transpose(0, 1).reshape(matrices.shape[1], -1, *self.kernel_shape[1:])
-        total = self.function(
+        total = onto + self.function(
             inputs, filters, None, self.stride, self.padding, self.dilation, self.groups
         )
         if biases is None:
             return total
         return total + (coefficients @ biases).reshape(*coefficients.shape[:-1], -1, *space)
+
+    def join_bias(self, x: Tensor) -> "tuple[LinearMap, Tensor]":
+        """Return map and input for which a matrix ``(out, in + 1)`` is a weight and its bias."""
+        return BiasColumnMap(self), x
 
     def event_dim(self, outputs: Tensor) -> int:
         """How many trailing dimensions of the outputs belong to one example."""
@@ -199,15 +194,15 @@ class ConvolutionMap:
 
 @dataclass(frozen=True)
 class BiasColumnMap:
-    """A map whose matrices ``(*b, out, in + 1)`` have the bias as their last column.
+    """A convolution whose matrices ``(out, in + 1)`` have the bias as their last column.
 
-    The input is what the layer got; the one that meets the last column is never written down.
+    A channel of ones in the input would not do, since padding adds zeros to it.
 
     Attributes:
-        linear_map: The map of the layer.
+        linear_map: The convolution.
     """
 
-    linear_map: DenseMap | ConvolutionMap
+    linear_map: ConvolutionMap
 
     @property
     def channel_dim(self) -> int:
@@ -233,16 +228,12 @@ class BiasColumnMap:
         return self.linear_map.squared_norm(x, out) + 1
 
     def stack(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Apply ``K`` weights ``(*b, K, out, in + 1)`` as one, giving ``(*batch, K, *event)``."""
+        """Apply ``K`` weights ``(K, out, in + 1)`` as one, giving ``(*batch, K, *event)``."""
         return self.linear_map.stack(x, matrices[..., :-1], matrices[..., -1])
 
-    def combine(
-        self, x: Tensor, coefficients: Tensor, matrices: Tensor, output_shape: Size
-    ) -> Tensor:
-        """Return the sum of ``K`` images, weighed by ``coefficients (*batch, K)`` of each example."""
-        return self.linear_map.combine(
-            x, coefficients, matrices[..., :-1], output_shape, matrices[..., -1]
-        )
+    def combine(self, x: Tensor, coefficients: Tensor, matrices: Tensor, onto: Tensor) -> Tensor:
+        """Add ``K`` images, weighed by ``coefficients (*batch, K)`` of each example, onto outputs."""
+        return self.linear_map.combine(x, coefficients, matrices[..., :-1], onto, matrices[..., -1])
 
     def event_dim(self, outputs: Tensor) -> int:
         """How many trailing dimensions of the outputs belong to one example."""
@@ -256,14 +247,18 @@ class BiasColumnMap:
 LinearMap = DenseMap | ConvolutionMap | BiasColumnMap
 
 
-def _weighted_sum(coefficients: Tensor, images: Tensor) -> Tensor:
-    """Sum ``images (*batch, K, *event)`` over K with ``coefficients (*batch, K)``."""
-    event = images.shape[coefficients.dim() :]
-    rows = coefficients.unsqueeze(-2) @ images.flatten(coefficients.dim())
-    total: Tensor = rows.squeeze(-2).unflatten(-1, event)
-    return total
+def _add_weighted(onto: Tensor, coefficients: Tensor, images: Tensor) -> Tensor:
+    """Add ``images (*batch, K, *event)``, weighed by ``coefficients (*batch, K)``, onto outputs."""
+    batch = coefficients.shape[:-1]
+    total = torch.baddbmm(
+        onto.reshape(batch.numel(), 1, -1),
+        coefficients.reshape(batch.numel(), 1, -1),
+        images.reshape(batch.numel(), coefficients.shape[-1], -1),
+    )
+    return total.reshape(onto.shape)
 
 
-def _is_smaller_inside(x: Tensor, matrices: Tensor, output_shape: Size) -> bool:
+def _is_smaller_inside(x: Tensor, matrices: Tensor, outputs: Tensor) -> bool:
     """Whether inputs times coefficients, and matrices rearranged for them, are less than outputs."""
-    return x.numel() + matrices[0].numel() < output_shape.numel()
+    rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
+    return x.numel() + rearranged < outputs.numel()

@@ -9,7 +9,7 @@ from torch.distributions import constraints
 from pyro_structvi._checks import check_positive, check_shape, shape_text
 from pyro_structvi.distributions.mean_field import bias_moments, floored_sqrt
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
+from pyro_structvi.linear_maps import DenseMap, LinearMap
 
 
 class FullNormal(WeightDistribution):
@@ -131,16 +131,13 @@ class FullNormal(WeightDistribution):
             A normal over the outputs. Where its covariance is singular, as for an input of zeros or
             for more positions than inputs, it has draws and moments, and no density.
         """
-        layer = linear_map.linear_map if isinstance(linear_map, BiasColumnMap) else linear_map
-        if isinstance(layer, ConvolutionMap):
+        if not isinstance(linear_map, DenseMap):
             return None
         if self.batch_shape:  # what lies in between then meets several weights: no positions
-            layer = DenseMap(positions=False)
+            linear_map = DenseMap(positions=False)
         bias_loc, bias_variance = bias_moments(bias)
         loc = linear_map(x, self._matrix(self.loc), bias_loc)
-        if isinstance(linear_map, BiasColumnMap):
-            x = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
-        return _FullImage(self, x, loc, layer.event_dim(loc), bias_variance)
+        return _FullImage(self, x, loc, linear_map.event_dim(loc), bias_variance)
 
 
 class _FullImage(FullNormal):

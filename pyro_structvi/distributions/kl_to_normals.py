@@ -1,56 +1,116 @@
-"""The KL from any Gaussian over a weight to independent normals, written once."""
+"""The KL from any Gaussian over a weight to independent normals, and priors of joined biases."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Independent, Normal, register_kl
+from torch.distributions import Distribution, Independent, Normal, register_kl
 from torch.distributions.kl import kl_divergence
 
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
-from pyro_structvi.distributions.weight_distribution import WeightDistribution, event_sum
+from pyro_structvi.distributions.weight_distribution import (
+    WeightDistribution,
+    event_sum,
+    shrink,
+)
 
 
-def has_one_scale(prior: Any, shape: torch.Size, event_dim: int) -> bool:
-    """Whether normals have one and the same standard deviation in memory for every entry."""
-    return _one_number(prior.scale.expand(shape), event_dim) is not None
+class JoinedPrior(Distribution):
+    """Independent priors of a weight ``(out, *rest)`` and a bias, over ``(out, in + 1)``.
 
-
-def prior_terms(prior: Any, mean: Tensor, spread: Tensor, event_dim: int) -> Tensor:
-    r"""Return :math:`\sum_i [(\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2 - 1 + \log s_i^2]`.
+    The KL from a :class:`WeightDistribution` is registered where both are independent normals.
 
     Args:
-        prior: Independent normals ``N(m_i, s_i^2)``, broadcastable to ``mean``.
-        mean: The means of a Gaussian, ``(*batch, *event)``.
-        spread: Its variances, or, where the prior has one scale, their sum ``(*batch,)``.
-        event_dim: How many dimensions to sum over.
+        weight: The weight's prior.
+        bias: The bias's prior, over ``(out,)``.
 
-    Returns:
-        What a KL has for its prior, ``(*batch,)``.
+    Example:
+        >>> from pyro.distributions import Normal
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> weight = Normal(torch.zeros(2, 3), 1.0).to_event(2)
+        >>> prior = JoinedPrior(weight, Normal(torch.zeros(2), 1.0).to_event(1))
+        >>> q = MeanFieldNormal(torch.zeros(2, 4), torch.tensor(1.0))
+        >>> torch.distributions.kl_divergence(q, prior)
+        tensor(0.)
     """
-    loc, scale = prior.loc.expand(mean.shape), prior.scale.expand(mean.shape)
-    size = mean.shape[mean.dim() - event_dim :].numel()
-    one_scale = _one_number(scale, event_dim)
-    if one_scale is not None:
-        one_scale = one_scale.reshape(mean.shape[: mean.dim() - event_dim])
-        one_loc = _one_number(loc, event_dim)
-        distance = _SquaredDistance.apply(mean, loc if one_loc is None else one_loc, event_dim)
-        moment = (spread + distance) / one_scale.square()
-        log_det_prior = 2 * size * one_scale.log()
+
+    def __init__(self, weight: Any, bias: Any) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.weight_shape = torch.Size(weight.batch_shape + weight.event_shape)
+        joined = torch.Size([self.weight_shape[0], self.weight_shape[1:].numel() + 1])
+        super().__init__(torch.Size(), joined, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of ``(out, in + 1)``, in nats."""
+        weight, bias = value[..., :-1].reshape(self.weight_shape), value[..., -1]
+        total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
+        return total
+
+
+@register_kl(WeightDistribution, Normal)
+def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
+    r"""KL from any Gaussian to independent normals, in nats, ``(*batch_shape,)``.
+
+    .. math:: \tfrac12 \sum_i \left[ \frac{\Sigma_{ii} + (\mu_i - m_i)^2}{s_i^2} - 1
+        + \log s_i^2 \right] - \tfrac12 \log\det\Sigma
+
+    so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
+    """
+    event_dim, size = len(q.event_shape), q.event_shape.numel()
+    loc, scale = (shrink(value.expand(q.mean.shape), event_dim) for value in (p.loc, p.scale))
+    event = scale.shape[scale.dim() - event_dim :]
+    if event.numel() == 1:
+        spread, log_det = q.trace_and_log_det()
+        scale = scale.reshape(q.batch_shape)
+        moment = (spread + _SquaredDistance.apply(q.mean, loc, event_dim)) / scale.square()
+        log_det_prior = 2 * size * scale.log()
     else:
-        moment = event_sum((spread + (mean - loc).square()) / scale.square(), event_dim)
-        log_det_prior = 2 * event_sum(scale.log(), event_dim)
-    terms: Tensor = moment + log_det_prior - size
-    return terms
+        log_det = q.log_det_covariance
+        moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
+        log_det_prior = 2 * size / event.numel() * event_sum(scale.log(), event_dim)
+    divergence: Tensor = 0.5 * (moment - size + log_det_prior - log_det)
+    return divergence
 
 
-def _one_number(tensor: Tensor, event_dim: int) -> Tensor | None:
-    """Return the one number in memory that an event repeats, ``(*batch, 1, ...)``, or None."""
-    event = range(-event_dim, 0)
-    if all(tensor.shape[dim] == 1 or tensor.stride(dim) == 0 for dim in event):
-        index: Any = (..., *(slice(0, 1) for _ in event))
-        return tensor[index]
-    return None
+@register_kl(WeightDistribution, Independent)
+def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
+    """Unwrap ``Independent``; whatever is inside then finds its own rule, or none."""
+    return kl_divergence(q, p.base_dist)
+
+
+@register_kl(WeightDistribution, MeanFieldNormal)
+def _kl_weight_mean_field(q: WeightDistribution, p: MeanFieldNormal) -> Tensor:
+    """A mean-field distribution in the place of the prior is a set of independent normals."""
+    return kl_divergence(q, Normal(p.loc, p.scale, validate_args=False))
+
+
+@register_kl(WeightDistribution, JoinedPrior)
+def _kl_weight_joined(q: WeightDistribution, p: JoinedPrior) -> Tensor:
+    """KL to independent normals, of which the last column has its own."""
+    weight, bias = _base(p.weight), _base(p.bias)
+    if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
+        raise NotImplementedError
+    loc, scale = (
+        _join(getattr(weight, name), getattr(bias, name), p.weight_shape)
+        for name in ("loc", "scale")
+    )
+    return kl_divergence(q, Normal(loc, scale, validate_args=False))
+
+
+def _base(prior: Any) -> Any:
+    while isinstance(prior, Independent):
+        prior = prior.base_dist
+    return prior
+
+
+def _join(weight: Tensor, bias: Tensor, weight_shape: torch.Size) -> Tensor:
+    """Return ``(out, in + 1)``, or ``(1, in + 1)`` where both repeat one number."""
+    weight = shrink(weight.expand(weight_shape), len(weight_shape))
+    bias = shrink(bias.expand(weight_shape[:1]), 1)
+    rows = 1 if weight.numel() == bias.numel() == 1 else weight_shape[0]
+    full = weight.expand(rows, *weight_shape[1:]).flatten(1)
+    return torch.cat([full, bias.expand(rows).unsqueeze(-1)], -1)
 
 
 class _SquaredDistance(torch.autograd.Function):
@@ -60,8 +120,9 @@ class _SquaredDistance(torch.autograd.Function):
 
     @staticmethod
     def forward(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
-        """Sum the squares; torch's norm would lose digits in single precision."""
-        return event_sum((mean - loc).square_(), event_dim)
+        """Add up the squares; torch's norm would lose digits in single precision."""
+        difference = mean - loc
+        return event_sum(difference.mul_(difference), event_dim)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
@@ -77,32 +138,3 @@ class _SquaredDistance(torch.autograd.Function):
         of_mean = torch.addcmul(-twice * loc, mean, twice)
         of_loc = -of_mean.sum_to_size(loc.shape) if ctx.needs_input_grad[1] else None
         return of_mean, of_loc, None
-
-
-@register_kl(WeightDistribution, Normal)
-def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
-    r"""KL from any Gaussian to independent normals, in nats, ``(*batch_shape,)``.
-
-    .. math:: \tfrac12 \sum_i \left[ \frac{\Sigma_{ii} + (\mu_i - m_i)^2}{s_i^2} - 1
-        + \log s_i^2 \right] - \tfrac12 \log\det\Sigma
-
-    so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
-    """
-    event_dim = len(q.event_shape)
-    if has_one_scale(p, q.mean.shape, event_dim):
-        spread, log_det = q.trace_and_log_det()
-    else:
-        spread, log_det = q.variance, q.log_det_covariance
-    return 0.5 * (prior_terms(p, q.mean, spread, event_dim) - log_det)
-
-
-@register_kl(WeightDistribution, Independent)
-def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
-    """Unwrap ``Independent``; whatever is inside then finds its own rule, or none."""
-    return kl_divergence(q, p.base_dist)
-
-
-@register_kl(WeightDistribution, MeanFieldNormal)
-def _kl_weight_mean_field(q: WeightDistribution, p: MeanFieldNormal) -> Tensor:
-    """A mean-field distribution in the place of the prior is a set of independent normals."""
-    return kl_divergence(q, Normal(p.loc, p.scale, validate_args=False))

@@ -13,8 +13,8 @@ from pyro_structvi._checks import (
     check_positive_number,
     shape_text,
 )
-from pyro_structvi.distributions.mean_field import bias_moments, floored_sqrt
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, floored_sqrt
+from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
 from pyro_structvi.linear_maps import LinearMap
 
 
@@ -185,11 +185,18 @@ class LowRankNormal(WeightDistribution):
         return distance
 
     def _perturbation(self, shape: torch.Size) -> Tensor:
+        return torch.addcmul(self._low_rank_noise(shape), self._noise(shape), self.scale)
+
+    def _low_rank_noise(self, shape: torch.Size) -> Tensor:
         lead = shape[: len(shape) - len(self.event_shape)]
-        noise = self._noise(torch.Size([*lead, 1, self.rank])) @ self._flat_factors
-        low_rank = noise.squeeze(-2).unflatten(-1, self.event_shape)
-        total: Tensor = self.alpha**0.5 * low_rank + self._noise(shape) * self.scale
-        return total
+        coefficients = self._coefficients(torch.Size([*lead, 1]))
+        noise: Tensor = (coefficients @ self._flat_factors).reshape(shape)
+        return noise
+
+    def _coefficients(self, shape: torch.Size) -> Tensor:
+        """Draw what multiplies the factors, ``(*shape, K)``."""
+        coefficients: Tensor = self.alpha**0.5 * self._noise(torch.Size([*shape, self.rank]))
+        return coefficients
 
     def _noise(self, shape: torch.Size) -> Tensor:
         return torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
@@ -199,6 +206,12 @@ class LowRankNormal(WeightDistribution):
         new = super().expand(batch_shape, _instance)
         new.alpha = self.alpha
         return new
+
+    def split_noise(self, sample_shape: torch.Size) -> tuple[MeanFieldNormal, Tensor]:
+        """Return the diagonal part with the mean, and draws of the low-rank part."""
+        scale = self.scale.expand(self.loc.shape)
+        diagonal = MeanFieldNormal(self.loc, scale, len(self.event_shape), validate_args=False)
+        return diagonal, self._low_rank_noise(self._extended_shape(sample_shape))
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
@@ -221,6 +234,7 @@ class LowRankNormal(WeightDistribution):
         variance = unit * linear_map.squared_norm(x, self.event_shape[0])
         if bias_variance is None:
             return variance
+        bias_variance = shrink(bias_variance, 1)
         return variance + bias_variance.reshape(*bias_variance.shape, *space)
 
 
@@ -250,12 +264,13 @@ class _LowRankImage(LowRankNormal):
         images = self._linear_map.stack(self._x, self._matrices)
         return images.expand(*self.batch_shape, self.rank, *self.event_shape)
 
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        if shape != self.loc.shape:
-            return super()._perturbation(shape)
-        coefficients = self.alpha**0.5 * self._noise(torch.Size([*self.batch_shape, self.rank]))
-        low_rank = self._linear_map.combine(self._x, coefficients, self._matrices, shape)
-        return torch.addcmul(low_rank, self._noise(shape), self.scale)
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        if sample_shape:
+            return super().rsample(sample_shape)
+        coefficients = self._coefficients(self.batch_shape)
+        draws = self._linear_map.combine(self._x, coefficients, self._matrices, onto=self.loc)
+        return torch.addcmul(draws, self._noise(self.loc.shape), self.scale)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> LowRankNormal:
         """Return this law with a larger batch shape, and its factors formed."""
@@ -292,7 +307,8 @@ class _RowGram(torch.autograd.Function):
         """Return ``(G + G') V``, of the shape of ``V`` but no view, so that sums may be in place."""
         (factors,) = ctx.saved_tensors
         symmetric = (gradient + gradient.mT).to(factors.dtype)
-        product = symmetric @ factors.flatten(ctx.batch_dim + 1)
+        flat = factors.flatten(ctx.batch_dim + 1)
+        product = symmetric * flat if flat.shape[-2] == 1 else symmetric @ flat
         return torch.ops.aten._unsafe_view(product, factors.shape), None
 
 

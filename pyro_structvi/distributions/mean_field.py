@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_broadcastable, check_positive
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
 from pyro_structvi.linear_maps import LinearMap
 
 
@@ -39,7 +39,6 @@ class MeanFieldNormal(WeightDistribution):
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
     _parameters = ("loc", "scale")
-    has_independent_elements = True
     scale: Tensor
 
     def __init__(
@@ -62,7 +61,7 @@ class MeanFieldNormal(WeightDistribution):
     @property
     def variance(self) -> Tensor:
         """The variance of each weight, ``(*batch_shape, *event_shape)``."""
-        return self.scale.square()
+        return shrink(self.scale, len(self.event_shape)).square().expand(self.scale.shape)
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -80,6 +79,10 @@ class MeanFieldNormal(WeightDistribution):
     def _perturbation(self, shape: torch.Size) -> Tensor:
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
         return noise * self.scale
+
+    def split_noise(self, sample_shape: torch.Size) -> tuple["MeanFieldNormal", None]:
+        """Return this distribution: all of it is independent."""
+        return self, None
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
@@ -99,7 +102,7 @@ def bias_moments(
     """Return the mean and the variance of a bias; no variance where it is a plain tensor."""
     if not isinstance(bias, WeightDistribution):
         return bias, None
-    if not bias.has_independent_elements:
+    if bias.split_noise(torch.Size())[1] is not None:
         raise ValueError(
             f"`bias` must be a tensor or have independent elements, but got a "
             f"{type(bias).__name__}. Pass a draw of it for each example."

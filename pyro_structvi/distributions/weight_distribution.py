@@ -34,8 +34,8 @@ class WeightDistribution(TorchDistribution):
     ``log_det_covariance``, ``_mahalanobis``, ``_perturbation`` and ``image_under``.
 
     **It may define** ``variance_sum``, where that is cheaper than summing ``variance``;
-    ``trace_and_log_det``, where the two share work; and ``has_independent_elements``, where the
-    covariance is diagonal.
+    ``trace_and_log_det``, where the two share work; and ``split_noise``, where some of the noise is
+    independent over elements.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -44,7 +44,6 @@ class WeightDistribution(TorchDistribution):
     """
 
     has_rsample = True
-    has_independent_elements: ClassVar[bool] = False
     _parameters: ClassVar[tuple[str, ...]]
     loc: Tensor
 
@@ -122,6 +121,20 @@ class WeightDistribution(TorchDistribution):
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
         return self.variance_sum, self.log_det_covariance
+
+    def split_noise(
+        self, sample_shape: torch.Size
+    ) -> "tuple[WeightDistribution | None, Tensor | None]":
+        """Split ``W`` into a part with independent elements, and draws of all the rest.
+
+        Args:
+            sample_shape: Shape of the draws.
+
+        Returns:
+            The law of the first part, and draws ``(*sample_shape, *batch_shape, *event_shape)`` of
+            the second; None for a part that is nothing. Their sum has this distribution.
+        """
+        return None, self.rsample(sample_shape)
 
     # ---- what follows ----------------------------------------------------------------------------
 
@@ -203,3 +216,13 @@ class WeightDistribution(TorchDistribution):
 def event_sum(tensor: Tensor, event_dim: int) -> Tensor:
     """Sum over the last dimensions; a scalar event has none, and torch would then sum all."""
     return tensor.sum(tuple(range(-event_dim, 0))) if event_dim else tensor
+
+
+def shrink(tensor: Tensor, event_dim: int) -> Tensor:
+    """Return ``(*batch, *event)`` with every event dimension that repeats one entry at size 1.
+
+    What :meth:`torch.Tensor.expand` made large is small again; a tensor of one number in memory has
+    an event of size 1.
+    """
+    index: Any = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
+    return tensor[(..., *index[tensor.dim() - event_dim :])]

@@ -104,11 +104,9 @@ class LazyPart(WeightStandIn):
         bias = application.bias
         if not (isinstance(bias, LazyPart) and bias.whole is self.whole):
             return None
-        linear_map = application.linear_map
-        assert not isinstance(linear_map, BiasColumnMap)
-        return self.whole._draw_outputs(
-            Application(BiasColumnMap(linear_map), application.x, self.whole, None)
-        )
+        assert not isinstance(application.linear_map, BiasColumnMap)
+        linear_map, x = application.linear_map.join_bias(application.x)
+        return self.whole._draw_outputs(Application(linear_map, x, self.whole, None))
 
 
 class _Part(Delta):

@@ -78,7 +78,7 @@ def test_a_random_bias_is_one_for_all_positions():
 def test_a_joined_bias_is_the_column_that_meets_a_one(lead):
     """The law is that of a layer without bias whose inputs have a further entry, 1."""
     q, x = make_full((), (OUT, IN + 1), torch.float64), torch.randn(*lead, IN)
-    joined = q.image_under(BiasColumnMap(DenseMap()), x)
+    joined = q.image_under(*DenseMap().join_bias(x))
     plain = q.image_under(DenseMap(), F.pad(x, (0, 1), value=1.0))
     assert (joined.batch_shape, joined.event_shape) == (plain.batch_shape, plain.event_shape)
     close(joined.mean, plain.mean)

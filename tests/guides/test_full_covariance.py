@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
 import pyro_structvi as ps
-from pyro_structvi.distributions.joined_prior import JoinedPrior
+from pyro_structvi.distributions import JoinedPrior
 from pyro_structvi.families import (
     FullCovariance,
     LatentSite,
@@ -26,7 +26,7 @@ from pyro_structvi.families import (
 )
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.lazy_weight import weights_wait
-from pyro_structvi.linear_maps import BiasColumnMap, DenseMap
+from pyro_structvi.linear_maps import DenseMap
 from tests.models import (
     convolution_function,
     local_latent_function,
@@ -65,7 +65,7 @@ def image_of_inputs_with_a_one(q, x):
 
 
 def image_under_the_layer(q, x):
-    return q.image_under(BiasColumnMap(DenseMap()), x)
+    return q.image_under(*DenseMap().join_bias(x))
 
 
 def exact_elbo(q, image, y):

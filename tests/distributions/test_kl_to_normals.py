@@ -1,0 +1,116 @@
+"""The KL to independent normals: every form that a prior's arguments may take, and its gradients."""
+
+import pytest
+import torch
+from torch.distributions import Independent, Normal, kl_divergence
+
+from pyro_structvi.distributions import JoinedPrior, LowRankNormal, MeanFieldNormal
+from pyro_structvi.distributions.kl_to_normals import _SquaredDistance
+from pyro_structvi.distributions.low_rank import _RowGram
+from tests import dense_oracles as dense
+from tests.distributions.cases import CASES
+
+SHAPE = (4, 3)
+
+# Shapes of a prior's arguments in memory, all of them expanded to that of the weight.
+FORMS = [(), (1, 1), (4, 1), (1, 3), (3,), (4, 3)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("loc_form", FORMS, ids=str)
+@pytest.mark.parametrize("scale_form", FORMS, ids=str)
+def test_every_form_of_a_prior_has_the_dense_kl(case, loc_form, scale_form):
+    q = case.make((), SHAPE, torch.float64)
+    loc = torch.randn(loc_form, requires_grad=True)
+    scale = (torch.rand(scale_form) + 0.5).requires_grad_()
+    prior = Normal(loc.expand(SHAPE), scale.expand(SHAPE))
+    exact = dense.kl_to_independent_normals(q.loc, case.covariance(q), loc, scale, event_dim=2)
+    divergence = kl_divergence(q, prior)
+    torch.testing.assert_close(divergence, exact)
+    torch.testing.assert_close(
+        torch.autograd.grad(divergence, [loc, scale]), torch.autograd.grad(exact, [loc, scale])
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("center", [0.0, 3.0, -100.0])
+@pytest.mark.parametrize("shape", [(300_000,), (600, 500), (300, 100, 10)], ids=str)
+def test_squares_of_many_elements_keep_their_digits(shape, center, dtype):
+    mean = torch.randn(shape, dtype=dtype) + center
+    loc = torch.full((1,) * len(shape), center, dtype=dtype)
+    total = _SquaredDistance.apply(mean, loc, len(shape))
+    exact = (mean.double() - center).square().sum()
+    assert abs(total.double() / exact - 1) < (1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("loc_shape", [(2, 1, 1), (2, 1, 3), (2, 4, 3)], ids=str)
+def test_hand_written_gradients_are_those_of_finite_differences(loc_shape):
+    mean, loc = torch.randn(2, 4, 3, requires_grad=True), torch.randn(loc_shape, requires_grad=True)
+    arguments = (mean, loc, 2)
+    assert torch.autograd.gradcheck(_SquaredDistance.apply, arguments)
+    assert torch.autograd.gradgradcheck(_SquaredDistance.apply, arguments)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 3), (3, 4, 3), (2, 5)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_the_gradient_of_a_gram_matrix_is_that_of_finite_differences(batch, shape):
+    factors = torch.randn(*batch, *shape, requires_grad=True)
+    flat = factors.flatten(len(batch) + 1)
+    torch.testing.assert_close(_RowGram.apply(factors, len(batch)), flat @ flat.mT)
+    assert torch.autograd.gradcheck(_RowGram.apply, (factors, len(batch)))
+    assert torch.autograd.gradgradcheck(_RowGram.apply, (factors, len(batch)))
+
+
+def test_a_kl_is_mapped_by_vmap():
+    def divergence(loc, factors):
+        q = LowRankNormal(loc, factors, torch.tensor(0.3), validate_args=False)
+        return kl_divergence(q, Normal(torch.zeros(()).expand(SHAPE), 1.0, validate_args=False))
+
+    loc, factors = torch.randn(5, *SHAPE), torch.randn(5, 2, *SHAPE)
+    looped = torch.stack([divergence(*pair) for pair in zip(loc, factors, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(divergence)(loc, factors), looped)
+
+
+@pytest.mark.parametrize("difference", [1.0, 1e-2, 1e-3])
+def test_nearly_parallel_factors_keep_their_determinant_in_single_precision(difference):
+    """Added up in single precision throughout, the determinant is negative for some of these."""
+    factors = torch.randn(1, 900, 400) + difference * torch.randn(2, 900, 400)
+    single = LowRankNormal(
+        torch.zeros(900, 400).float(), 0.01 * factors.float(), torch.tensor(7e-3).float()
+    )
+    double = LowRankNormal(single.loc.double(), single.factors.double(), single.scale.double())
+    terms = [q._capacitance_tril(q._whitened_gram).diagonal().log().sum() for q in (single, double)]
+    torch.testing.assert_close(*terms, rtol=0, atol=3e-3)
+
+
+# ---- joined priors -------------------------------------------------------------------------------
+
+
+def test_a_joined_prior_has_both_densities():
+    weight, bias = Normal(torch.zeros(2, 3), 1.5), Normal(torch.ones(2), 0.5)
+    prior, value = JoinedPrior(weight, bias), torch.randn(2, 4)
+    expected = weight.log_prob(value[:, :3]).sum() + bias.log_prob(value[:, 3]).sum()
+    torch.testing.assert_close(prior.log_prob(value), expected)
+    assert prior.event_shape == (2, 4)
+
+
+@pytest.mark.parametrize("weight_form", [(), (1, 3), (4, 3)], ids=str)
+@pytest.mark.parametrize("bias_form", [(), (4,)], ids=str)
+def test_a_joined_prior_has_the_dense_kl(weight_form, bias_form):
+    q = CASES[-1].make((), (4, 4), torch.float64)
+    weight_scale, bias_scale = torch.rand(weight_form) + 0.5, torch.rand(bias_form) + 0.5
+    prior = JoinedPrior(
+        Independent(Normal(0.3, weight_scale.expand(SHAPE)), 2),
+        Independent(Normal(-1.0, bias_scale.expand(4)), 1),
+    )
+    scale = torch.cat([weight_scale.expand(SHAPE), bias_scale.expand(4).unsqueeze(-1)], -1)
+    loc = torch.tensor([0.3, 0.3, 0.3, -1.0])
+    exact = dense.kl_to_independent_normals(q.loc, CASES[-1].covariance(q), loc, scale, event_dim=2)
+    torch.testing.assert_close(kl_divergence(q, prior), exact)
+
+
+def test_other_priors_have_no_closed_form():
+    q = MeanFieldNormal(torch.zeros(2, 4), torch.tensor(1.0))
+    laplace = torch.distributions.Laplace(torch.zeros(2), 1.0)
+    with pytest.raises(NotImplementedError):
+        kl_divergence(q, JoinedPrior(Normal(torch.zeros(2, 3), 1.0), laplace))
