@@ -33,6 +33,7 @@ docs: $(INSTALLED_DOCS) ## the site, in docs/_build/html
 # glibc gives back every tensor above 32 MB, and gets it again page by page; here it keeps them.
 bench: export MALLOC_MMAP_THRESHOLD_ = 4000000000
 bench: export MALLOC_TRIM_THRESHOLD_ = 16000000000
+bench: export MALLOC_TOP_PAD_ = 500000000
 bench: $(INSTALLED) ## cost of a training step beside the deterministic net's; BENCH="--net wide"
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 

@@ -8,6 +8,7 @@ downloads MNIST by torchvision; ``--data FILE.npz`` reads arrays ``x_train, y_tr
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,18 @@ import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.metrics import classification_scores
 
+GUIDES: dict[str, Callable[[ps.Classifier, int], ps.StructuredGuide]] = {
+    "mean-field": lambda model, rank: ps.MeanFieldGuide(model),
+    "k-tied": ps.KTiedGuide,
+    "low-rank": ps.AutoLowRankLRT,
+    "low-rank-full-diagonal": lambda model, rank: ps.AutoLowRankLRT(model, rank, diagonal="full"),
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--guide", choices=["mean-field", "k-tied"], default="k-tied")
-    parser.add_argument("--rank", type=int, default=2, help="rank k of the k-tied guide")
+    parser.add_argument("--guide", choices=GUIDES, default="k-tied")
+    parser.add_argument("--rank", type=int, default=2, help="rank of a k-tied or low-rank guide")
     parser.add_argument("--data", type=Path, help="an .npz file instead of a download")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=512)
@@ -41,10 +49,7 @@ def main() -> None:
     ).to(device)
     bayes_net = ps.bayesianize(net, prior=options.prior_scale)
     model = ps.Classifier(bayes_net, num_data=len(x_train))
-    if options.guide == "k-tied":
-        guide: ps.StructuredGuide = ps.KTiedGuide(model, rank=options.rank)
-    else:
-        guide = ps.MeanFieldGuide(model)
+    guide = GUIDES[options.guide](model, options.rank)
 
     steps = options.epochs * -(-len(x_train) // options.batch_size)
     start = time.perf_counter()
@@ -64,10 +69,8 @@ def main() -> None:
     )
     scores = classification_scores(prediction.mean, y_test)
     last = history.elbo[-steps // options.epochs :]
-    print(
-        f"guide              {options.guide}"
-        + (f", k = {options.rank}" * (options.guide == "k-tied"))
-    )
+    has_rank = options.guide != "mean-field"
+    print(f"guide              {options.guide}{f', rank {options.rank}' if has_rank else ''}")
     print(f"parameters         {sum(p.numel() for p in guide.parameters())}")
     print(f"training           {minutes:.2f} min, {60e3 * minutes / steps:.1f} ms a step")
     print(f"-ELBO / example    {-sum(last) / len(last) / len(x_train):.4f} nats")
