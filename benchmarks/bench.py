@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import pyro_structvi as ps
 
 NETS: dict[str, tuple[tuple[int, ...], int]] = {
+    "small": ((20, 50, 10), 128),
     "mnist": ((784, 400, 400, 10), 128),
     "wide": ((1024, 2048, 2048, 10), 512),
 }
@@ -34,7 +35,10 @@ GUIDES: dict[str, Callable[[ps.Classifier], ps.StructuredGuide]] = {
     "low rank, K = 1": lambda model: ps.AutoLowRankLRT(model, rank=1),
     "low rank, K = 2": lambda model: ps.AutoLowRankLRT(model, rank=2),
     "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5),
+    "full covariance": lambda model: ps.FullCovarianceGuide(model),
 }
+
+SMALL_ONLY = {"full covariance"}
 
 
 def main() -> None:
@@ -56,6 +60,8 @@ def main() -> None:
         y = torch.randint(widths[-1], (batch,), device=device)
         steps = {"deterministic": deterministic_step(make_net(widths).to(device), x, y)}
         for title, make_guide in GUIDES.items():
+            if title in SMALL_ONLY and name != "small":
+                continue
             steps[title] = guide_step(make_net(widths).to(device), make_guide, x, y)
         report(f"MLP {'-'.join(map(str, widths))}, batch {batch}", measure(steps, options.rounds))
 

@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.lazy_weight import CountedWeight, LazyWeight, SiteUse, weights_wait
 from tests import dense_oracles as dense
-from tests.distributions.cases import CASES
+from tests.distributions.cases import CASES, VECTOR
 from tests.lazy_weights import (
     CONVOLUTIONS,
     HANDLERS,
@@ -30,16 +30,21 @@ from tests.statistics import assert_mean, assert_moments
 # ---- a lazy bias ---------------------------------------------------------------------------------
 
 
+VECTOR_CASES = [case for case in CASES if VECTOR in case.event_shapes]
+
+
+@pytest.mark.parametrize("bias_case", VECTOR_CASES, ids=lambda case: f"bias {case.name}")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_lazy_bias_adds_its_law_to_the_outputs(case):
+def test_a_lazy_bias_adds_its_law_to_the_outputs(case, bias_case):
     """Weight and bias are drawn as outputs: exact for each example, independent over examples."""
-    q, prior, x = case.make((), (OUT, IN), torch.float64), bias_normal(), torch.randn(2, IN)
+    q, prior = case.make((), (OUT, IN), torch.float64), bias_case.make((), (OUT,), torch.float64)
+    x = torch.randn(2, IN)
     weight, bias = lazy(q), lazy(prior, "bias")
     outputs = F.linear(x.repeat(20_000, 1), weight, bias).reshape(20_000, 2, OUT)
     assert not weight.is_drawn
     assert not bias.is_drawn
     weight_part = dense.image_covariance(x, case.covariance(q), OUT)
-    covariance = weight_part + torch.diag(prior.scale.square())
+    covariance = weight_part + bias_case.covariance(prior)
     mean = dense.image_mean(x, q.loc, 2) + prior.loc
     assert_moments(outputs, mean, torch.block_diag(*covariance))
 

@@ -53,6 +53,19 @@ def test_draws_have_the_moments(subject):
     assert_moments(draws, exact.loc, torch.block_diag(*blocks))
 
 
+def test_independent_noise_and_the_rest_add_up(subject):
+    q, exact, count = subject.q, subject.exact(), 20_000
+    independent, rest = q.split_noise(torch.Size([count]))
+    draws = 0 if rest is None else rest
+    if independent is not None:
+        covariance = independent.covariance_matrix
+        assert torch.equal(covariance, torch.diag_embed(covariance.diagonal(dim1=-2, dim2=-1)))
+        draws = draws + independent.rsample((count,))
+    assert draws.shape == (count, *q.batch_shape, *q.event_shape)
+    blocks = subject.case.covariance(exact).reshape(-1, *2 * (q.event_shape.numel(),))
+    assert_moments(draws, exact.loc, torch.block_diag(*blocks))
+
+
 @pytest.mark.parametrize("sample_shape", [(), (5,), (2, 5)], ids=name_of)
 def test_draws_have_the_shape(subject, sample_shape):
     q = subject.q

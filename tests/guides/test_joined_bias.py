@@ -171,6 +171,32 @@ def test_any_other_use_sees_one_draw_of_both(use):
     torch.testing.assert_close(outputs, F.linear(x, parts["weight"].draw(), parts["bias"].draw()))
 
 
+def test_the_bias_of_another_layer_is_another_draw():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = ps.Regressor(ps.bayesianize(net), num_data=5, noise_scale=0.3)
+    guide, args = make_guide(model), (torch.randn(5, 3), torch.randn(5, 3))
+    guide.initialize(*args)
+    with weights_wait():
+        nodes = poutine.trace(guide).get_trace(*args).nodes
+    weight, bias = nodes["net.0.weight"]["value"], nodes["net.1.bias"]["value"]
+    outputs = F.linear(args[0], weight, bias)
+    torch.testing.assert_close(outputs, F.linear(args[0], weight.draw(), bias.draw()))
+
+
+def test_a_weight_used_twice_is_one_draw_with_its_bias():
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) - F.linear(x, self.weight)
+
+    model = ps.Regressor(ps.bayesianize(Twice(3, 2)), num_data=5, noise_scale=0.3)
+    guide, args = make_guide(model), (torch.randn(5, 3), torch.randn(5, 2))
+    with weights_wait():
+        trace = poutine.trace(guide).get_trace(*args)
+    outputs = poutine.replay(model, trace=trace)(*args)
+    bias = trace.nodes["net.bias"]["value"]
+    torch.testing.assert_close(outputs, bias.expand(5, 2))
+
+
 def test_a_part_knows_its_shape_and_keeps_its_gradient():
     net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten())
     guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
