@@ -249,11 +249,12 @@ LinearMap = DenseMap | ConvolutionMap | BiasColumnMap
 
 def _add_weighted(onto: Tensor, coefficients: Tensor, images: Tensor) -> Tensor:
     """Add ``images (*batch, K, *event)``, weighed by ``coefficients (*batch, K)``, onto outputs."""
-    batch = coefficients.shape[:-1]
+    batch, rank = coefficients.shape[:-1].numel(), coefficients.shape[-1]
+    size = images.shape[coefficients.dim() :].numel()
     total = torch.baddbmm(
-        onto.reshape(batch.numel(), 1, -1),
-        coefficients.reshape(batch.numel(), 1, -1),
-        images.reshape(batch.numel(), coefficients.shape[-1], -1),
+        onto.reshape(batch, 1, size),
+        coefficients.reshape(batch, 1, rank),
+        images.reshape(batch, rank, size),
     )
     return total.reshape(onto.shape)
 

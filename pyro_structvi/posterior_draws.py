@@ -87,6 +87,7 @@ def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> dict[s
         for name, site in trace.nodes.items()
         if site["type"] == "sample"
         and not site_is_subsample(site)
+        and not site["infer"].get("is_auxiliary")
         and not any(frame.vectorized for frame in site["cond_indep_stack"])
     }
 

@@ -51,6 +51,7 @@ class KTiedNormal(WeightDistribution):
         "column_scale": constraints.positive,
     }
     _parameters = ("loc", "row_scale", "column_scale")
+    has_independent_elements = True
     row_scale: Tensor
     column_scale: Tensor
 

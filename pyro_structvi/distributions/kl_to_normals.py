@@ -129,6 +129,7 @@ class _SquaredDistance(torch.autograd.Function):
         """Keep the points."""
         mean, loc, ctx.event_dim = inputs
         ctx.save_for_backward(mean, loc)
+        ctx.save_for_forward(mean, loc)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -138,3 +139,12 @@ class _SquaredDistance(torch.autograd.Function):
         of_mean = torch.addcmul(-twice * loc, mean, twice)
         of_loc = -of_mean.sum_to_size(loc.shape) if ctx.needs_input_grad[1] else None
         return of_mean, of_loc, None
+
+    @staticmethod
+    def jvp(ctx: Any, of_mean: Tensor | None, of_loc: Tensor | None, _: None) -> Tensor:
+        """Return ``2 (mean - loc)`` times the difference of the tangents."""
+        mean, loc = ctx.saved_tensors
+        tangent = torch.zeros_like(mean) if of_mean is None else of_mean
+        if of_loc is not None:
+            tangent = tangent - of_loc
+        return event_sum(2 * (mean - loc) * tangent, ctx.event_dim)

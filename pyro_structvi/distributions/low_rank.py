@@ -1,12 +1,12 @@
 """The low-rank Normal: K directions shared by all elements, and a diagonal."""
 
-from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import (
     check_broadcastable,
     check_positive,
@@ -15,7 +15,9 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, floored_sqrt
 from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
-from pyro_structvi.linear_maps import LinearMap
+from pyro_structvi.linear_maps import DenseMap, LinearMap
+
+_SMALL = 2**16
 
 
 class LowRankNormal(WeightDistribution):
@@ -30,11 +32,11 @@ class LowRankNormal(WeightDistribution):
     Args:
         loc: Means, ``(*batch, out, *rest)``.
         factors: The directions ``v_k``, ``(*batch, K, out, *rest)``.
-        scale: Standard deviations of the diagonal part, positive, broadcastable to ``loc``; one
-            number for an isotropic part, which is cheaper.
+        scale: Standard deviations of the diagonal part, a positive number or tensor, broadcastable
+            to ``loc``; one number is an isotropic part, which is cheaper.
         alpha: What multiplies the low-rank part, a positive number; 1/K when None.
-        event_dim: How many trailing dimensions of ``loc`` are the weight. When None, as many as the
-            shapes of ``loc`` and ``factors`` allow.
+        event_dim: How many trailing dimensions of ``loc`` are the weight. When None, what the shapes
+            of ``loc`` and ``factors`` say; two dimensions are then one matrix, without a batch.
         validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
             setting when None.
 
@@ -65,12 +67,13 @@ class LowRankNormal(WeightDistribution):
         self,
         loc: Tensor,
         factors: Tensor,
-        scale: Tensor,
+        scale: Tensor | float,
         alpha: float | None = None,
         event_dim: int | None = None,
         validate_args: bool | None = None,
     ) -> None:
         event_dim = _read_event_dim(loc, factors, event_dim)
+        scale = torch.as_tensor(scale).to(loc) if isinstance(scale, (int, float)) else scale
         parameters = {"loc": loc, "factors": factors, "scale": scale}
         super().__init__(parameters, event_dim, validate_args)
         if self._validate_args:
@@ -176,7 +179,7 @@ class LowRankNormal(WeightDistribution):
         whitened = difference.double().flatten(-len(self.event_shape)) / scale
         factors = self._flat_factors.double() / scale.unsqueeze(-2)
         explained = torch.linalg.solve_triangular(
-            self._capacitance_tril(self._whitened_gram),
+            self._capacitance_tril(factors @ factors.mT),
             factors @ whitened.unsqueeze(-1),
             upper=False,
         )
@@ -207,7 +210,7 @@ class LowRankNormal(WeightDistribution):
         new.alpha = self.alpha
         return new
 
-    def split_noise(self, sample_shape: torch.Size) -> tuple[MeanFieldNormal, Tensor]:
+    def split_noise(self, sample_shape: torch.Size) -> tuple[WeightDistribution, Tensor]:
         """Return the diagonal part with the mean, and draws of the low-rank part."""
         scale = self.scale.expand(self.loc.shape)
         diagonal = MeanFieldNormal(self.loc, scale, len(self.event_shape), validate_args=False)
@@ -217,6 +220,8 @@ class LowRankNormal(WeightDistribution):
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
     ) -> "LowRankNormal":
         """Return the law of ``linear_map(x, W) + bias``: low rank plus diagonal."""
+        if self.batch_shape and isinstance(linear_map, DenseMap):
+            linear_map = DenseMap(positions=False)  # what lies in between meets several weights
         bias_loc, bias_variance = bias_moments(bias)
         loc = linear_map(x, self._matrix(self.loc), bias_loc)
         if self.is_isotropic:
@@ -258,7 +263,7 @@ class _LowRankImage(LowRankNormal):
         """The number K of directions."""
         return self._rank
 
-    @cached_property
+    @property
     def factors(self) -> Tensor:  # type: ignore[override]
         """The images ``V_k x`` of the directions, ``(*batch_shape, K, *event_shape)``."""
         images = self._linear_map.stack(self._x, self._matrices)
@@ -290,10 +295,16 @@ class _RowGram(torch.autograd.Function):
 
     @staticmethod
     def forward(factors: Tensor, batch_dim: int) -> Tensor:
-        """Add the products within a row in the dtype of ``V``, and rows in double precision."""
+        """Add the products within a row in the dtype of ``V``, and rows in double precision.
+
+        Small weights are double from the start: they may have fewer elements than there are factors.
+        """
         shape = factors.shape[: batch_dim + 2]
         rows = factors.reshape(*shape, -1).transpose(-3, -2)
-        gram: Tensor = (rows @ rows.mT).sum(-3, dtype=torch.float64)
+        if factors.numel() <= _SMALL:
+            rows = rows.double()
+        with autocast_off(factors):
+            gram: Tensor = (rows @ rows.mT).sum(-3, dtype=torch.float64)
         return gram
 
     @staticmethod
@@ -301,6 +312,7 @@ class _RowGram(torch.autograd.Function):
         """Keep the factors."""
         factors, ctx.batch_dim = inputs
         ctx.save_for_backward(factors)
+        ctx.save_for_forward(factors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -308,20 +320,39 @@ class _RowGram(torch.autograd.Function):
         (factors,) = ctx.saved_tensors
         symmetric = (gradient + gradient.mT).to(factors.dtype)
         flat = factors.flatten(ctx.batch_dim + 1)
-        product = symmetric * flat if flat.shape[-2] == 1 else symmetric @ flat
+        with autocast_off(factors):
+            product = symmetric * flat if flat.shape[-2] == 1 else symmetric @ flat
         return torch.ops.aten._unsafe_view(product, factors.shape), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        """Return ``T V' + V T'``."""
+        (factors,) = ctx.saved_tensors
+        flat = factors.flatten(ctx.batch_dim + 1).double()
+        product: Tensor = tangent.flatten(ctx.batch_dim + 1).double() @ flat.mT
+        return product + product.mT
 
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
-    """Return how many trailing dimensions are one weight, or raise if the shapes do not fit."""
+    """Return how many trailing dimensions are one weight, or raise if the shapes do not tell."""
+    found = []
     for batch_dim in range(loc.dim()):
         batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]
         rank = factors.shape[batch_dim : batch_dim + 1]
-        fits = factors.shape == batch + rank + event and rank.numel() > 0
-        if fits and event_dim in (None, len(event)):
-            return len(event)
-    raise ValueError(
-        "`factors` must have shape (*batch, K, out, *rest) for `loc` (*batch, out, *rest)"
-        f"{'' if event_dim is None else f' with {event_dim} dimensions in (out, *rest)'}, but got "
-        f"{shape_text(factors.shape)} for {shape_text(loc.shape)}."
-    )
+        if factors.shape == batch + rank + event and rank.numel() > 0:
+            found.append(len(event))
+    if event_dim in found:
+        return event_dim
+    given = f"{shape_text(factors.shape)} for {shape_text(loc.shape)}"
+    if not found or event_dim is not None:
+        raise ValueError(
+            "`factors` must have shape (*batch, K, out, *rest) for `loc` (*batch, out, *rest)"
+            f"{'' if event_dim is None else f' with {event_dim} dimensions in (out, *rest)'}, but "
+            f"got {given}."
+        )
+    if len(found) > 1 and loc.dim() > 2:
+        raise ValueError(
+            f"`event_dim` must be given, one of {found}, since K is also the size of a dimension "
+            f"beside it: `factors` have shape {given}. A matrix has event_dim=2."
+        )
+    return found[0]

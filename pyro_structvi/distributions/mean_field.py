@@ -39,15 +39,17 @@ class MeanFieldNormal(WeightDistribution):
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
     _parameters = ("loc", "scale")
+    has_independent_elements = True
     scale: Tensor
 
     def __init__(
         self,
         loc: Tensor,
-        scale: Tensor,
+        scale: Tensor | float,
         event_dim: int | None = None,
         validate_args: bool | None = None,
     ) -> None:
+        scale = torch.as_tensor(scale).to(loc) if isinstance(scale, (int, float)) else scale
         super().__init__(
             {"loc": loc, "scale": scale},
             loc.dim() if event_dim is None else event_dim,
@@ -80,10 +82,6 @@ class MeanFieldNormal(WeightDistribution):
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
         return noise * self.scale
 
-    def split_noise(self, sample_shape: torch.Size) -> tuple["MeanFieldNormal", None]:
-        """Return this distribution: all of it is independent."""
-        return self, None
-
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
     ) -> "MeanFieldNormal":
@@ -102,7 +100,7 @@ def bias_moments(
     """Return the mean and the variance of a bias; no variance where it is a plain tensor."""
     if not isinstance(bias, WeightDistribution):
         return bias, None
-    if bias.split_noise(torch.Size())[1] is not None:
+    if not bias.has_independent_elements:
         raise ValueError(
             f"`bias` must be a tensor or have independent elements, but got a "
             f"{type(bias).__name__}. Pass a draw of it for each example."

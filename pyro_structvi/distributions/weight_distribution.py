@@ -34,8 +34,8 @@ class WeightDistribution(TorchDistribution):
     ``log_det_covariance``, ``_mahalanobis``, ``_perturbation`` and ``image_under``.
 
     **It may define** ``variance_sum``, where that is cheaper than summing ``variance``;
-    ``trace_and_log_det``, where the two share work; and ``split_noise``, where some of the noise is
-    independent over elements.
+    ``trace_and_log_det``, where the two share work; ``has_independent_elements``, where the covariance
+    is diagonal; and ``split_noise``, where a part of it is.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -44,6 +44,7 @@ class WeightDistribution(TorchDistribution):
     """
 
     has_rsample = True
+    has_independent_elements: ClassVar[bool] = False
     _parameters: ClassVar[tuple[str, ...]]
     loc: Tensor
 
@@ -134,6 +135,8 @@ class WeightDistribution(TorchDistribution):
             The law of the first part, and draws ``(*sample_shape, *batch_shape, *event_shape)`` of
             the second; None for a part that is nothing. Their sum has this distribution.
         """
+        if self.has_independent_elements:
+            return self, None
         return None, self.rsample(sample_shape)
 
     # ---- what follows ----------------------------------------------------------------------------

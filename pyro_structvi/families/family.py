@@ -127,6 +127,11 @@ class MatrixFamily(Family):
 
     join_bias: bool = field(default=False, kw_only=True, repr=False)
 
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if not isinstance(self.join_bias, bool):
+            raise TypeError(f"`join_bias` must be True or False, but got {self.join_bias!r}.")
+
 
 class SitePosterior(nn.Module):
     """The variational parameters of one site; calling it gives the posterior as it stands now.

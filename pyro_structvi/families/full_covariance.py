@@ -25,7 +25,7 @@ class FullCovariance(MatrixFamily):
     .. math:: (4 P + 2 D^2) \times \text{bytes of a number}, \qquad P = D + D (D + 1) / 2,
 
     for the parameters, their gradients and Adam's two moments, and for the dense factor and its
-    gradient; 16 D^2 bytes in float32. What a step forms on the way comes on top.
+    gradient; 16 D^2 bytes in float32. What a step forms on the way comes on top, about as much again.
 
     Args:
         max_memory: The most that a site may take by this formula, in GiB.
@@ -53,6 +53,7 @@ class FullCovariance(MatrixFamily):
 
     def __post_init__(self) -> None:
         """Check the limit."""
+        super().__post_init__()
         check_positive_number("max_memory", self.max_memory)
 
     def fits(self, site: LatentSite) -> bool:

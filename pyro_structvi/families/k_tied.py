@@ -42,6 +42,7 @@ class KTied(MatrixFamily):
 
     def __post_init__(self) -> None:
         """Check the rank."""
+        super().__post_init__()
         check_positive_integer("rank", self.rank)
 
     def fits(self, site: LatentSite) -> bool:

@@ -53,6 +53,7 @@ class LowRank(MatrixFamily):
 
     def __post_init__(self) -> None:
         """Check the options."""
+        super().__post_init__()
         check_positive_integer("rank", self.rank)
         if self.diagonal not in get_args(Diagonal):
             raise ValueError(

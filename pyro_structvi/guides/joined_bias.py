@@ -63,7 +63,11 @@ def sample_joined(
         parts = {name: LazyPart(joint, site, uses[name]) for name in site.names}
     else:
         parts = site.split(joint)
-    return {name: pyro.sample(name, _Part(part)) for name, part in parts.items()}
+    event_dims = (len(site.bias.weight_shape), 1) if site.bias is not None else ()
+    return {
+        name: pyro.sample(name, _Part(part, event_dim))
+        for (name, part), event_dim in zip(parts.items(), event_dims, strict=True)
+    }
 
 
 def joint_name(site: LatentSite) -> str:
@@ -101,23 +105,29 @@ class LazyPart(WeightStandIn):
         return self.site.split(self.whole.draw())[self.use.name]
 
     def _draw_outputs(self, application: Application) -> Tensor | None:
-        bias = application.bias
+        bias, together = application.bias, application._replace(weight=self.whole, bias=None)
         if not (isinstance(bias, LazyPart) and bias.whole is self.whole):
+            return None
+        if not self.whole._may_give_outputs(together):
             return None
         assert not isinstance(application.linear_map, BiasColumnMap)
         linear_map, x = application.linear_map.join_bias(application.x)
-        return self.whole._draw_outputs(Application(linear_map, x, self.whole, None))
+        return self.whole._draw_outputs(together._replace(linear_map=linear_map, x=x))
 
 
 class _Part(Delta):
     """The point mass at a part of a joint draw, which is handed on as it is."""
 
-    def __init__(self, part: Tensor) -> None:
-        super().__init__(part, event_dim=part.dim(), validate_args=False)
+    def __init__(self, part: Tensor, event_dim: int) -> None:
+        super().__init__(part, event_dim=event_dim, validate_args=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         value: Tensor = self.v
         return value
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Delta:
+        """Return an ordinary point mass with a larger batch shape; a part is drawn for it."""
+        return Delta(self.v, event_dim=self.event_dim, validate_args=False).expand(batch_shape)
 
 
 def join_values(weight: Tensor, bias: Tensor) -> Tensor:

@@ -263,6 +263,7 @@ class StructuredGuide(nn.Module):
             bias: name
             for name, family in chosen.items()
             if (bias := joins_with(sites[name], family, sites)) in chosen
+            and bias not in self.families  # named outright, it has a family of its own
         }
         unserved = [name for name, family in chosen.items() if family is None]
         if unserved:

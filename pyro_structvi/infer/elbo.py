@@ -17,6 +17,7 @@ from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 from torch.distributions import kl_divergence
 
+from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.distributions import JoinedPrior
 from pyro_structvi.infer.schedules import Schedule
@@ -216,13 +217,17 @@ class StructuredELBO(ELBO):
             kl[name], closed = _site_kl(guide_trace.nodes[name], site)
             if not closed:
                 sampled.append(name)
-        for name, names in joints.items():
-            prior = _join_priors(*(model_trace.nodes[part] for part in names))
+        for name, names in list(joints.items()):
+            if not any(part in model_trace.nodes for part in names):
+                del joints[name]  # a layer that this pass skips
+                continue
+            prior = _join_priors(model_trace, *names)
             kl[name], closed = _site_kl(guide_trace.nodes[name], prior)
             if not closed:
                 sampled.append(name)
         for name, site in guide_trace.nodes.items():
-            if site["type"] == "sample" and not (name in model_trace.nodes or name in joints):
+            known = name in model_trace.nodes or name in joints or name in parts
+            if site["type"] == "sample" and not known:
                 log_density = site["fn"].log_prob(site["value"])
                 kl[name] = scale_and_mask(log_density, site["scale"], site["mask"]).sum()
                 sampled.append(name)
@@ -252,17 +257,24 @@ def _is_delta(distribution: Any) -> bool:
     return isinstance(distribution, Delta)
 
 
-def _join_priors(weight: Any, bias: Any) -> dict[str, Any]:
+def _join_priors(model_trace: Any, weight: str, bias: str) -> dict[str, Any]:
     """Return the model's two sites of a weight and its joined bias as one."""
-    for attribute in ("scale", "mask"):
-        ours, other = weight[attribute], bias[attribute]
+    sites = [model_trace.nodes.get(name) for name in (weight, bias)]
+    if any(site is None or site["is_observed"] for site in sites):
+        raise ValueError(
+            f"The guide has one posterior for the weight '{weight}' and its bias '{bias}', but the "
+            "model does not sample both. Make the guide from the model as it is trained, or give the "
+            "weight a family with `join_bias=False`."
+        )
+    for attribute, default in (("scale", 1.0), ("mask", True)):
+        ours, other = (default if site[attribute] is None else site[attribute] for site in sites)
         if ours is not other and not torch.equal(torch.as_tensor(ours), torch.as_tensor(other)):
             raise ValueError(
-                f"The weight '{weight['name']}' and its joined bias '{bias['name']}' must have one "
-                f"{attribute} in the model, but got {ours} and {other}. Put both under the same "
-                "handler, or use `join_bias=False`."
+                f"The weight '{weight}' and its joined bias '{bias}' must have one {attribute} in "
+                f"the model, but got {ours} and {other}. Put both under the same handler, or use "
+                "`join_bias=False`."
             )
-    return {**weight, "fn": JoinedPrior(weight["fn"], bias["fn"])}
+    return {**sites[0], "fn": JoinedPrior(*(site["fn"] for site in sites))}
 
 
 def _site_kl(guide_site: Any, model_site: Any) -> tuple[Tensor, bool]:
@@ -276,6 +288,7 @@ def _site_kl(guide_site: Any, model_site: Any) -> tuple[Tensor, bool]:
     try:
         if _is_delta(posterior):  # Pyro's KL of a Delta forgets its log_density, the Jacobian
             raise NotImplementedError
-        return weighed(kl_divergence(posterior, prior)), True
+        with autocast_off(value):
+            return weighed(kl_divergence(posterior, prior)), True
     except NotImplementedError:
         return weighed(posterior.log_prob(value)) - weighed(prior.log_prob(value)), False
