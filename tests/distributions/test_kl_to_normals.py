@@ -1,5 +1,7 @@
 """The KL to independent normals: every form that a prior's arguments may take, and its gradients."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributions import Independent, Normal, kl_divergence
@@ -59,6 +61,31 @@ def test_the_gradient_of_a_gram_matrix_is_that_of_finite_differences(batch, shap
     torch.testing.assert_close(_RowGram.apply(factors, len(batch)), flat @ flat.mT)
     assert torch.autograd.gradcheck(_RowGram.apply, (factors, len(batch)))
     assert torch.autograd.gradgradcheck(_RowGram.apply, (factors, len(batch)))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_forward_mode_agrees_with_reverse(case):
+    q = case.make((), SHAPE, torch.float64)
+    names = list(q._parameters)
+    values = tuple(getattr(q, name) for name in names)
+    loc = torch.tensor(0.3)
+
+    def divergence(loc, *values):
+        new = copy.copy(q)
+        for name, value in zip(names, values, strict=True):
+            setattr(new, name, value)
+        return kl_divergence(new, Normal(loc.expand(SHAPE), 0.7, validate_args=False))
+
+    tangents = tuple(torch.randn_like(value) for value in values)
+    _, forward = torch.func.jvp(divergence, (loc, *values), (torch.ones(()), *tangents))
+    gradients = torch.func.grad(divergence, argnums=tuple(range(len(values) + 1)))(loc, *values)
+    reverse = gradients[0] + sum(
+        (g * t).sum() for g, t in zip(gradients[1:], tangents, strict=True)
+    )
+    torch.testing.assert_close(forward, reverse)
 
 
 def test_a_kl_is_mapped_by_vmap():

@@ -109,6 +109,18 @@ def test_the_weights_family_decides():
     assert guide["net.bias"] is guide["net.weight"]
 
 
+def test_a_bias_named_outright_has_its_own_family():
+    model, _ = linear_model()
+    guide = ps.StructuredGuide(model, {"net.bias": MeanField(), "*": JOINED})
+    assert guide["net.bias"].family == MeanField()
+    assert guide["net.weight"]().event_shape == (2, 3)
+
+
+def test_join_bias_must_be_true_or_false():
+    with pytest.raises(TypeError, match=r"`join_bias` must be True or False, but got 'yes'"):
+        KTied(2, join_bias="yes")
+
+
 def test_a_model_that_samples_only_one_of_both_is_an_error():
     class WeightOnly(nn.Linear):
         def forward(self, x):
@@ -169,6 +181,23 @@ def test_any_other_use_sees_one_draw_of_both(use):
     assert isinstance(parts["weight"], LazyPart)
     assert parts["weight"].whole.is_drawn
     torch.testing.assert_close(outputs, F.linear(x, parts["weight"].draw(), parts["bias"].draw()))
+
+
+def test_an_input_that_is_a_weight_itself_gets_drawn_weights():
+    """Its rows are no examples: their outputs share one weight and one bias."""
+
+    def model(x, y=None):
+        inputs = pyro.sample("inputs", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        bias = pyro.sample("bias", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        return F.linear(inputs, weight, bias)
+
+    guide = ps.StructuredGuide(model, {"inputs": MeanField(), "*": JOINED})
+    with weights_wait():
+        trace = poutine.trace(guide).get_trace(None)
+    outputs = poutine.replay(model, trace=trace)(None)
+    values = [trace.nodes[name]["value"].draw() for name in ("inputs", "weight", "bias")]
+    torch.testing.assert_close(outputs, F.linear(*values))
 
 
 def test_the_bias_of_another_layer_is_another_draw():
@@ -261,6 +290,72 @@ def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
     with torch.no_grad():
         losses = torch.tensor([[elbo.loss(model, guide, x, y)] for _ in range(2000)])
     assert_mean(losses, (kl - likelihood).unsqueeze(0))
+
+
+def layer_function(x, y=None):
+    """A layer whose values may carry the particles of a vectorized objective in front."""
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+    bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+    weight, bias = weight.squeeze(-2), bias.squeeze(-1)
+    with pyro.plate("data", len(x), dim=-1):
+        mean = (weight.reshape(*weight.shape[:-1][:1], 1, 3) * x).sum(-1) + bias.reshape(-1, 1)
+        pyro.sample("obs", dist.Normal(mean.squeeze(0), 1.0), obs=y)
+
+
+def test_vectorized_particles_have_the_same_mean():
+    x, y = torch.randn(6, 3), torch.randn(6)
+    guide = make_guide(layer_function, init_scale=0.3)
+    guide.initialize(x, y)
+    draws = []
+    for elbo in (
+        Trace_ELBO(num_particles=2000, vectorize_particles=True, max_plate_nesting=1),
+        ps.StructuredELBO(num_particles=2000),
+    ):
+        with torch.no_grad():
+            draws.append(elbo.loss(layer_function, guide, x, y))
+    assert abs(draws[0] - draws[1]) < 1.0
+
+
+@pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
+def test_a_layer_that_a_pass_skips_is_estimated_and_said():
+    model, args = linear_model()
+    guide = make_guide(model, init_scale=0.2)
+    guide.initialize(*args)
+    empty = poutine.block(model, hide=["net.weight", "net.bias"])
+    with pytest.warns(ps.infer.SampledKLWarning, match=r"\['net.weight\+bias'\]"):
+        terms = ps.StructuredELBO().terms(empty, guide, *args)
+    assert terms.sampled == ("net.weight+bias",)
+
+
+@pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: poutine.block(model, hide=["net.bias"]),
+        lambda model: poutine.block(model, hide=["net.weight"]),
+        lambda model: poutine.condition(model, {"net.bias": torch.zeros(2)}),
+    ],
+    ids=["no bias", "no weight", "bias observed"],
+)
+def test_a_model_with_half_of_a_joint_site_is_an_error(change):
+    model, args = linear_model()
+    guide = make_guide(model)
+    guide.initialize(*args)
+    with pytest.raises(
+        ValueError, match=r"'net.weight' and its bias 'net.bias', but the model does"
+    ):
+        ps.StructuredELBO().terms(change(model), guide, *args)
+
+
+def test_a_mask_of_true_is_no_mask():
+    def model(x, y=None):
+        with poutine.mask(mask=torch.tensor(True)):
+            weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
+
+    assert ps.StructuredELBO().terms(model, make_guide(model), *regression_data()).kl
 
 
 def test_unlike_scales_of_weight_and_bias_are_an_error():

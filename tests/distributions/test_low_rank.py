@@ -1,0 +1,118 @@
+"""What only the low-rank Normal does: reading shapes, and staying precise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pyro_structvi.distributions import LowRankNormal, MeanFieldNormal
+from pyro_structvi.linear_maps import ConvolutionMap, DenseMap
+from tests import dense_oracles as dense
+from tests.distributions.cases import make_low_rank
+from tests.statistics import assert_moments
+
+
+@pytest.mark.parametrize(
+    ("loc", "factors", "event_dim", "batch", "rank"),
+    [
+        ((4, 3), (2, 4, 3), None, (), 2),
+        ((4, 3), (4, 4, 3), None, (), 4),  # as a matrix, not as four vectors
+        ((5, 4, 3), (5, 2, 4, 3), None, (5,), 2),
+        ((5, 4, 3), (2, 5, 4, 3), None, (), 2),
+        ((2, 4, 3), (2, 2, 4, 3), 2, (2,), 2),
+        ((2, 4, 3), (2, 2, 4, 3), 3, (), 2),
+        ((4,), (4, 4), None, (), 4),
+    ],
+)
+def test_batch_and_rank_are_read_from_the_shapes(loc, factors, event_dim, batch, rank):
+    q = LowRankNormal(torch.zeros(loc), torch.zeros(factors), 1.0, event_dim=event_dim)
+    assert (q.batch_shape, q.rank) == (batch, rank)
+
+
+def test_shapes_that_may_be_read_in_two_ways_are_an_error():
+    with pytest.raises(ValueError, match=r"`event_dim` must be given, one of \[3, 2\]"):
+        LowRankNormal(torch.zeros(2, 4, 3), torch.zeros(2, 2, 4, 3), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("factors", "event_dim"), [((4, 3), None), ((2, 4, 2), None), ((0, 4, 3), None), ((2, 4, 3), 1)]
+)
+def test_shapes_that_do_not_fit_are_an_error(factors, event_dim):
+    message = r"`factors` must have shape \(\*batch, K, out, \*rest\).*for \(4, 3\)"
+    with pytest.raises(ValueError, match=message):
+        LowRankNormal(torch.zeros(4, 3), torch.zeros(factors), 1.0, event_dim=event_dim)
+
+
+@pytest.mark.parametrize("argument", ["scale", "alpha"])
+def test_numbers_must_be_positive(argument):
+    arguments = {"scale": torch.tensor(1.0), argument: torch.tensor(-1.0)}
+    if argument == "alpha":
+        arguments["alpha"] = -1.0
+    with pytest.raises(ValueError, match=rf"`{argument}` must be .*positive.*-1"):
+        LowRankNormal(torch.zeros(4, 3), torch.zeros(2, 4, 3), **arguments)
+
+
+def test_alpha_is_one_over_the_rank():
+    factors = torch.randn(4, 2, 3)
+    default = LowRankNormal(torch.zeros(2, 3), factors, 0.5)
+    assert torch.equal(
+        default.variance, LowRankNormal(default.loc, factors, 0.5, alpha=0.25).variance
+    )
+    assert default.expand((2,)).alpha == 0.25
+
+
+@pytest.mark.parametrize("kind", [MeanFieldNormal, lambda loc, s: LowRankNormal(loc, loc[None], s)])
+def test_a_number_is_a_scale(kind):
+    loc = torch.zeros(2, 3, dtype=torch.float32)
+    assert kind(loc, 2).variance.eq(4).all()
+    assert kind(loc, 2.0).variance.dtype == torch.float32
+
+
+def test_a_look_without_gradients_leaves_the_image_its_gradients():
+    q = make_low_rank(2)((), (4, 3), torch.float64)
+    factors = q.factors.requires_grad_()
+    image = q.image(torch.randn(5, 3))
+    with torch.no_grad():
+        assert not image.variance.requires_grad
+    image.variance.sum().backward()
+    assert factors.grad.abs().sum() > 0
+
+
+def test_weights_of_a_batch_are_independent_under_a_layer():
+    q, x = make_low_rank(2)((2,), (3, 4), torch.float64), torch.randn(1, 1, 4)
+    image = q.image_under(DenseMap(), x)
+    draws = image.rsample((20_000,)).reshape(20_000, 2, 3)
+    blocks = dense.image_covariance(x[0], q.covariance_matrix, 3)
+    assert_moments(draws, image.mean.reshape(2, 3), torch.block_diag(*blocks))
+
+
+def test_a_batch_without_examples_has_no_outputs():
+    q = make_low_rank(2)((), (4, 3), torch.float64)
+    assert q.image_under(DenseMap(), torch.zeros(0, 3)).rsample().shape == (0, 4)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (2,), (300, 300)], ids=str)
+def test_the_determinant_is_precise_in_single_and_mixed_precision(shape, autocast):
+    """More factors than elements, too, under a diagonal as small as exp(-10)."""
+    factors = torch.randn(50, 3, *shape)
+    scale = torch.tensor(0.0067, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        single = torch.stack([
+            LowRankNormal(torch.zeros(shape).float(), part.float(), scale).log_det_covariance
+            for part in (factors if len(shape) == 1 else factors[:1])
+        ])
+    covariances = torch.stack([
+        LowRankNormal(torch.zeros(shape), part, scale.double()).log_det_covariance
+        for part in (factors if len(shape) == 1 else factors[:1])
+    ])
+    torch.testing.assert_close(single.double(), covariances, rtol=1e-5, atol=1e-4)
+
+
+def test_a_convolution_draws_one_coefficient_for_all_positions():
+    """Without a diagonal part the outputs of an example lie on K directions."""
+    factors, x = torch.randn(2, 4, 3, 2, 2), torch.randn(6, 3, 5, 5)
+    q = LowRankNormal(torch.zeros(4, 3, 2, 2), factors, 1e-12)
+    images = torch.stack([F.conv2d(x, part) for part in factors], 1).flatten(2)
+    outputs = q.image_under(ConvolutionMap(F.conv2d, (3, 2, 2)), x).rsample().flatten(1)
+    explained = torch.linalg.lstsq(images.mT, outputs.unsqueeze(-1)).solution
+    torch.testing.assert_close((images.mT @ explained).squeeze(-1), outputs, atol=1e-8, rtol=0)
