@@ -190,11 +190,7 @@ class StructuredELBO(ELBO):
         likelihood: dict[str, Tensor] = {}
         kl: dict[str, Tensor] = {}
         sampled = []
-        joints = {
-            name: site["infer"]["joins"]
-            for name, site in guide_trace.nodes.items()
-            if site["type"] == "sample" and "joins" in site["infer"]
-        }
+        joints = _joint_sites(guide_trace)
         parts = {part for names in joints.values() for part in names}
         model_trace.compute_log_prob(site_filter=_enters_likelihood)
         for name, site in model_trace.nodes.items():
@@ -217,17 +213,15 @@ class StructuredELBO(ELBO):
             kl[name], closed = _site_kl(guide_trace.nodes[name], site)
             if not closed:
                 sampled.append(name)
-        for name, names in list(joints.items()):
-            if not any(part in model_trace.nodes for part in names):
-                del joints[name]  # a layer that this pass skips
-                continue
-            prior = _join_priors(model_trace, *names)
-            kl[name], closed = _site_kl(guide_trace.nodes[name], prior)
-            if not closed:
-                sampled.append(name)
+        for name, names in joints.items():
+            if any(part in model_trace.nodes for part in names):  # else this pass skips the layer
+                prior = _join_priors(model_trace, *names)
+                kl[name], closed = _site_kl(guide_trace.nodes[name], prior)
+                if not closed:
+                    sampled.append(name)
+        done = kl.keys() | model_trace.nodes.keys() | parts
         for name, site in guide_trace.nodes.items():
-            known = name in model_trace.nodes or name in joints or name in parts
-            if site["type"] == "sample" and not known:
+            if site["type"] == "sample" and name not in done:
                 log_density = site["fn"].log_prob(site["value"])
                 kl[name] = scale_and_mask(log_density, site["scale"], site["mask"]).sum()
                 sampled.append(name)
@@ -255,6 +249,15 @@ def _is_delta(distribution: Any) -> bool:
     while isinstance(distribution, torch.distributions.Independent):
         distribution = distribution.base_dist
     return isinstance(distribution, Delta)
+
+
+def _joint_sites(guide_trace: Any) -> dict[str, tuple[str, str]]:
+    """Return the guide's joint sites of a weight and its bias, with the names of the parts."""
+    return {
+        name: site["infer"]["joins"]
+        for name, site in guide_trace.nodes.items()
+        if site["type"] == "sample" and "joins" in site["infer"]
+    }
 
 
 def _join_priors(model_trace: Any, weight: str, bias: str) -> dict[str, Any]:
