@@ -214,10 +214,9 @@ class BiasColumnMap:
         column = matrix[..., -1]
         return self.linear_map(x, matrix[..., :-1], column if bias is None else column + bias)
 
-    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    def bank(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Apply a bank of filters ``(M, in + 1)`` in place of the weight."""
-        column = matrix[..., -1]
-        return self.linear_map.bank(x, matrix[..., :-1], column if bias is None else column + bias)
+        return self.linear_map.bank(x, matrix[..., :-1], matrix[..., -1])
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Recombine the channels of a bank's output by ``matrix (out, M)``."""

@@ -133,8 +133,7 @@ class FullNormal(WeightDistribution):
         """
         if not isinstance(linear_map, DenseMap):
             return None
-        if self.batch_shape:  # what lies in between then meets several weights: no positions
-            linear_map = DenseMap(positions=False)
+        linear_map = self._map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         loc = linear_map(x, self._matrix(self.loc), bias_loc)
         return _FullImage(self, x, loc, linear_map.event_dim(loc), bias_variance)

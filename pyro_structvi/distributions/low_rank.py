@@ -15,9 +15,9 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, floored_sqrt
 from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
-from pyro_structvi.linear_maps import DenseMap, LinearMap
+from pyro_structvi.linear_maps import LinearMap
 
-_SMALL = 2**16
+_SMALL = 2**16  # numbers in factors whose products cost nothing in double precision
 
 
 class LowRankNormal(WeightDistribution):
@@ -220,8 +220,7 @@ class LowRankNormal(WeightDistribution):
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
     ) -> "LowRankNormal":
         """Return the law of ``linear_map(x, W) + bias``: low rank plus diagonal."""
-        if self.batch_shape and isinstance(linear_map, DenseMap):
-            linear_map = DenseMap(positions=False)  # what lies in between meets several weights
+        linear_map = self._map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         loc = linear_map(x, self._matrix(self.loc), bias_loc)
         if self.is_isotropic:

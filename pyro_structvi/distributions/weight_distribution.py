@@ -208,6 +208,12 @@ class WeightDistribution(TorchDistribution):
         new.site_use = self.site_use
         return new
 
+    def _map_for_batch(self, linear_map: LinearMap) -> LinearMap:
+        """Return the map for a batch of weights: what lies in between meets several, not one."""
+        if self.batch_shape and isinstance(linear_map, DenseMap):
+            return DenseMap(positions=False)
+        return linear_map
+
     def _matrix(self, tensor: Tensor) -> Tensor:
         """View ``(*batch_shape, *event_shape)`` as ``(*batch_shape, out, in)``."""
         return tensor.reshape(*self.batch_shape, self.event_shape[0], -1)

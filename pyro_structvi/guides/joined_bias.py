@@ -51,6 +51,7 @@ def sample_joined(
     Returns:
         The two values, by the names of the model's sites.
     """
+    assert site.bias is not None
     once = all(uses[name].may_wait for name in site.names)
     distribution.site_use = SiteUse(
         site.name, uses[site.name].local_reparam, count=1 if once else None
@@ -63,7 +64,7 @@ def sample_joined(
         parts = {name: LazyPart(joint, site, uses[name]) for name in site.names}
     else:
         parts = site.split(joint)
-    event_dims = (len(site.bias.weight_shape), 1) if site.bias is not None else ()
+    event_dims = (len(site.bias.weight_shape), 1)
     return {
         name: pyro.sample(name, _Part(part, event_dim))
         for (name, part), event_dim in zip(parts.items(), event_dims, strict=True)
