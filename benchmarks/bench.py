@@ -32,6 +32,7 @@ GUIDES: dict[str, Callable[[ps.Classifier], ps.StructuredGuide]] = {
     "mean field": lambda model: ps.MeanFieldGuide(model),
     "k-tied, k = 1": lambda model: ps.KTiedGuide(model, rank=1),
     "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
+    "matrix normal": lambda model: ps.MatrixNormalGuide(model),
     "low rank, K = 1": lambda model: ps.AutoLowRankLRT(model, rank=1),
     "low rank, K = 2": lambda model: ps.AutoLowRankLRT(model, rank=2),
     "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5),

@@ -26,6 +26,7 @@ METHODS: dict[str, Callable[[Any], nn.Module]] = {
     "mean field": lambda model: ps.MeanFieldGuide(model),
     "k-tied, k = 1": lambda model: ps.KTiedGuide(model, rank=1),
     "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
+    "matrix normal": lambda model: ps.MatrixNormalGuide(model, join_bias=True),
     "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5, join_bias=True),
     "low rank, full diagonal": lambda model: ps.AutoLowRankLRT(
         model, rank=5, diagonal="full", join_bias=True

@@ -6,7 +6,9 @@ from types import ModuleType
 from pyro_structvi.guides import (
     AutoLowRankLRT,
     FullCovarianceGuide,
+    InducingWeightGuide,
     KTiedGuide,
+    MatrixNormalGuide,
     MeanFieldGuide,
     StructuredGuide,
 )
@@ -26,7 +28,9 @@ __all__ = [
     # guides
     "AutoLowRankLRT",
     "FullCovarianceGuide",
+    "InducingWeightGuide",
     "KTiedGuide",
+    "MatrixNormalGuide",
     "MeanFieldGuide",
     "StructuredGuide",
     # fitting

@@ -59,6 +59,18 @@ def check_positive(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_cholesky_factor(name: str, tensor: Tensor) -> None:
+    """Raise a ``ValueError`` unless ``tensor`` is lower triangular with a positive diagonal."""
+    check_positive(f"{name}.diagonal()", tensor.diagonal(dim1=-2, dim2=-1))
+    above = tensor.detach().triu(1)
+    if bool(above.any()):
+        raise ValueError(
+            f"`{name}` must be lower triangular, but it has an entry "
+            f"{above[above != 0][0].item()} above the diagonal. Pass "
+            f"`torch.linalg.cholesky(covariance)`, or `{name}.tril()`."
+        )
+
+
 def check_positive_number(name: str, value: Any) -> float:
     """Return ``value`` as a float, or raise unless it is one finite number above zero."""
     valid = isinstance(value, Real) and not isinstance(value, bool)

@@ -206,7 +206,7 @@ class LazyWeight(WeightStandIn):
 
     def __new__(cls, distribution: "WeightDistribution", use: SiteUse) -> Self:
         """Make the tensor that stands for a draw."""
-        weight = cls._make(distribution.loc, distribution.event_shape, use)
+        weight = cls._make(distribution._first_parameter, distribution.event_shape, use)
         weight.distribution = distribution
         weight._drawn = None
         weight._gave_outputs = False
@@ -238,6 +238,8 @@ class LazyWeight(WeightStandIn):
         """
         linear_map, x, _, bias = application
         if not self._may_give_outputs(application):
+            return None
+        if self.distribution.prefers_drawn_weight(linear_map, x):
             return None
         self._refuse_second_use()
         lazy_bias, shift = None, None

@@ -8,12 +8,14 @@ every patch, and several weights at once, apart (``stack``) or summed (``combine
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Size, Tensor
+
+from pyro_structvi._fused import BankAndSquaredNorm
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class DenseMap:
     positions: bool = True
 
     @property
+    def groups(self) -> int:
+        """How many parts the channels fall into; one."""
+        return 1
+
+    @property
     def channel_dim(self) -> int:
         """The output dimension that holds the ``out`` channels, counted from the right."""
         return -1
@@ -41,9 +48,9 @@ class DenseMap:
         image = (matrix @ x.unsqueeze(-1)).squeeze(-1)
         return image if bias is None else image + bias
 
-    def bank(self, x: Tensor, matrix: Tensor) -> Tensor:
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Apply a bank of filters ``(M, in)`` in place of the weight, giving ``M`` channels."""
-        return self(x, matrix)
+        return self(x, matrix, bias)
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Recombine the channels of a bank's output by ``matrix (out, M)``."""
@@ -51,20 +58,45 @@ class DenseMap:
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
         """Return ``|x|^2`` for every output, broadcastable to the ``out`` channels."""
-        return x.square().sum(-1, keepdim=True)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return lengths.square()
 
-    def stack(self, x: Tensor, matrices: Tensor) -> Tensor:
+    def bank_and_squared_norm(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return :meth:`bank`, and :meth:`squared_norm` with one channel."""
+        if matrix.dim() > 2:
+            return self.bank(x, matrix, bias), self.squared_norm(x, 1)
+        hidden, norms = BankAndSquaredNorm.apply(x.reshape(-1, x.shape[-1]), matrix)
+        if bias is not None:
+            hidden = hidden + bias
+        lead = x.shape[:-1]
+        return hidden.reshape(*lead, -1), norms.reshape(*lead, 1)
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         """Apply ``K`` weights ``(*b, K, out, in)`` as one, giving ``(*batch, K, *event)``."""
-        images: Tensor = self(x, matrices.flatten(-3, -2)).unflatten(-1, matrices.shape[-3:-1])
+        flat = self(x, matrices.flatten(-3, -2), None if biases is None else biases.flatten(-2))
+        images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
         return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
 
-    def combine(self, x: Tensor, coefficients: Tensor, matrices: Tensor, onto: Tensor) -> Tensor:
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        onto: Tensor,
+        biases: Tensor | None = None,
+    ) -> Tensor:
         """Add ``K`` images, weighed by ``coefficients (*batch, K)`` of each example, onto outputs.
 
         The coefficients multiply the inputs or the outputs, whichever forms the smaller tensors.
         """
         if matrices.dim() > 3 or not _is_smaller_inside(x, matrices, onto):
-            return _add_weighted(onto, coefficients, self.stack(x, matrices))
+            return _add_weighted(onto, coefficients, self.stack(x, matrices, biases))
+        if biases is not None:
+            shift = coefficients @ biases
+            positions = [1 for _ in range(x.dim() - coefficients.dim())]
+            onto = onto + shift.reshape(*shift.shape[:-1], *positions, -1)
         positions = [1 for _ in range(x.dim() - coefficients.dim())]
         spread = coefficients.reshape(*coefficients.shape[:-1], *positions, -1, 1)
         inputs = (spread * x.unsqueeze(-2)).flatten(-2)
@@ -131,11 +163,23 @@ class ConvolutionMap:
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
         """Return ``|patch|^2`` for every output, broadcastable to the ``out`` channels."""
-        norms = self.bank(x.square(), x.new_ones(1, Size(self.kernel_shape).numel()))
+        channel = x.dim() + self.channel_dim
+        grouped = x.unflatten(channel, (self.groups, -1))
+        lengths = torch.linalg.vector_norm(grouped, dim=channel + 1)
+        kernel = (1, *self.kernel_shape[1:])
+        norms = replace(self, kernel_shape=kernel).bank(
+            lengths.square(), x.new_ones(1, Size(kernel).numel())
+        )
         if self.groups == 1:
             return norms
         repeated: Tensor = norms.repeat_interleave(out // self.groups, self.channel_dim)
         return repeated
+
+    def bank_and_squared_norm(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return :meth:`bank`, and :meth:`squared_norm` with a channel for each group."""
+        return self.bank(x, matrix, bias), self.squared_norm(x, self.groups)
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         """Apply ``K`` weights ``(K, out, in)`` as one, giving ``(*batch, K, *event)``."""
@@ -194,15 +238,21 @@ class ConvolutionMap:
 
 @dataclass(frozen=True)
 class BiasColumnMap:
-    """A convolution whose matrices ``(out, in + 1)`` have the bias as their last column.
+    """A map whose matrices ``(out, in + 1)`` have the bias as their last column.
 
-    A channel of ones in the input would not do, since padding adds zeros to it.
+    For a convolution a channel of ones in the input would not do, since padding adds zeros to it. For
+    a dense map it would, see :meth:`DenseMap.join_bias`; which is faster depends on the structure.
 
     Attributes:
-        linear_map: The convolution.
+        linear_map: The map without the column.
     """
 
-    linear_map: ConvolutionMap
+    linear_map: DenseMap | ConvolutionMap
+
+    @property
+    def groups(self) -> int:
+        """How many parts the channels fall into, each with filters of its own."""
+        return self.linear_map.groups
 
     @property
     def channel_dim(self) -> int:
@@ -225,6 +275,11 @@ class BiasColumnMap:
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
         """Return ``|patch|^2 + 1`` for every output, broadcastable to the ``out`` channels."""
         return self.linear_map.squared_norm(x, out) + 1
+
+    def bank_and_squared_norm(self, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return :meth:`bank`, and :meth:`squared_norm` with a channel for each group."""
+        hidden, norms = self.linear_map.bank_and_squared_norm(x, matrix[..., :-1], matrix[..., -1])
+        return hidden, norms + 1
 
     def stack(self, x: Tensor, matrices: Tensor) -> Tensor:
         """Apply ``K`` weights ``(K, out, in + 1)`` as one, giving ``(*batch, K, *event)``."""

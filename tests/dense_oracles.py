@@ -41,6 +41,13 @@ def full_covariance(scale_tril):
     return (lower.unsqueeze(-2) * lower.unsqueeze(-3)).sum(-1)
 
 
+def matrix_normal_covariance(scale_tril_row, scale_tril_column):
+    """Return ``Cov(W_ij, W_kl) = A_ik B_jl`` with the covariances A and B of the two factors."""
+    rows, columns = full_covariance(scale_tril_row), full_covariance(scale_tril_column)
+    product = rows[..., :, None, :, None] * columns[..., None, :, None, :]
+    return product.flatten(-4, -3).flatten(-2)
+
+
 # ---- densities -----------------------------------------------------------------------------------
 
 
@@ -63,6 +70,63 @@ def kl_to_independent_normals(loc, covariance, prior_loc, prior_scale, event_dim
     prior_covariance = mean_field_covariance(prior_scale.expand(loc.shape), event_dim)
     prior = dense_normal(prior_loc.expand(loc.shape), prior_covariance, event_dim)
     return kl_divergence(dense_normal(loc, covariance, event_dim), prior)
+
+
+# ---- inducing weights ----------------------------------------------------------------------------
+
+
+def augmented_covariance(row_factor, column_factor, row_diagonal, column_diagonal, column_scale):
+    """Return the covariance of ``vec(W)`` followed by ``vec(U)``, from the matrix normal they are in.
+
+    In that matrix normal ``[[W, U_c], [U_r, U]]`` rows have the covariance ``[[I, Z_r'], [Z_r, Z_r Z_r'
+    + D_r^2]]``; columns likewise, with that part scaled which belongs to ``W``.
+    """
+    rows = _augmented_side(row_factor, row_diagonal, torch.ones_like(row_factor[..., 0, :]))
+    columns = _augmented_side(column_factor, column_diagonal, column_scale)
+    product = rows[..., :, None, :, None] * columns[..., None, :, None, :]
+    out, size = row_factor.shape[-1], column_factor.shape[-1]
+    index = torch.arange(rows.shape[-1] * columns.shape[-1]).reshape(rows.shape[-1], -1)
+    kept = torch.cat([index[:out, :size].flatten(), index[out:, size:].flatten()])
+    return product.flatten(-4, -3).flatten(-2)[..., kept.unsqueeze(-1), kept]
+
+
+def _augmented_side(factor, diagonal, scale):
+    inducing = factor @ factor.mT + torch.diag_embed(diagonal.square())
+    return _blocks(torch.diag_embed(scale.square()), (factor * scale.unsqueeze(-2)).mT, inducing)
+
+
+def _blocks(first, cross, second):
+    return torch.cat([torch.cat([first, cross], -1), torch.cat([cross.mT, second], -1)], -2)
+
+
+def conditional_moments(covariance, size):
+    """Return ``G`` and ``S`` for which ``vec(W)`` given whitened ``u`` is ``N(G u, S)``.
+
+    The covariance is that of ``vec(W)``, of length ``size``, followed by ``vec(U)``; with the Cholesky
+    factor L of the covariance of U, ``u = L^-1 vec(U)``.
+    """
+    cross, inducing = covariance[..., :size, size:], covariance[..., size:, size:]
+    solved = torch.linalg.solve(inducing, cross.mT)
+    gain = solved.mT @ torch.linalg.cholesky(inducing)
+    return gain, covariance[..., :size, :size] - cross @ solved
+
+
+def kl_with_inducing_weights(loc, covariance, gain, noise, own_scale, prior_loc, prior_scale):
+    """Return the KL over ``vec(W)`` and whitened inducing weights u, as one of two normals.
+
+    In the posterior, u is ``N(loc, covariance)``, and ``vec(W)`` given u is ``N(gain u, noise)``. In the
+    prior, ``vec(W)`` is ``N(prior_loc, diag(prior_scale^2))``, and u given it as where ``vec(W)`` is
+    ``N(0, diag(own_scale^2))``, u is standard normal, and their covariance is ``gain``.
+    """
+    seen = gain @ covariance
+    mean = torch.cat([(gain @ loc.unsqueeze(-1)).squeeze(-1), loc], -1)
+    posterior = MultivariateNormal(mean, _blocks(seen @ gain.mT + noise, seen, covariance))
+    backward = (gain / own_scale.square().unsqueeze(-1)).mT
+    spread = torch.diag_embed(prior_scale.square()) @ backward.mT
+    inducing = backward @ spread + torch.eye(loc.shape[-1]) - backward @ gain
+    prior_mean = torch.cat([prior_loc, (backward @ prior_loc.unsqueeze(-1)).squeeze(-1)], -1)
+    joint = _blocks(torch.diag_embed(prior_scale.square()), spread, inducing)
+    return kl_divergence(posterior, MultivariateNormal(prior_mean, joint))
 
 
 # ---- the image W x -------------------------------------------------------------------------------
@@ -160,6 +224,20 @@ def feature_map_covariance(x, covariance, out, kernel, groups=1, **geometry):
         1,
     )
     return operator @ covariance @ operator.mT
+
+
+def drawn_feature_map_covariance(x, covariance, shared, out, kernel, groups=1, **geometry):
+    """Return the covariance of feature maps of which only a part is one draw for all positions.
+
+    The noise with the covariance ``shared`` is drawn once for an example. All the rest is drawn anew
+    at each position: the channels at one position keep their covariance, positions have none.
+    """
+    whole, joint = (
+        feature_map_covariance(x, part, out, kernel, groups, **geometry)
+        for part in (covariance, shared)
+    )
+    same_position = torch.eye(whole.shape[-1] // out).repeat(out, out)
+    return joint + same_position * (whole - joint)
 
 
 def _per_dimension(value, kernel):

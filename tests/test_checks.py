@@ -65,6 +65,22 @@ def test_values_that_are_not_positive(values, worst):
         checks.check_positive("scale", torch.tensor(values, requires_grad=True))
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2, 2), (0, 0)])
+def test_cholesky_factors_pass(shape):
+    checks.check_cholesky_factor("L", torch.ones(shape).tril())
+
+
+def test_what_is_no_cholesky_factor():
+    message = (
+        "`L` must be lower triangular, but it has an entry 0.5 above the diagonal. Pass "
+        "`torch.linalg.cholesky(covariance)`, or `L.tril()`."
+    )
+    with assert_message(message):
+        checks.check_cholesky_factor("L", torch.tensor([[1.0, 0.5], [2.0, 1.0]]))
+    with pytest.raises(ValueError, match=r"^`L\.diagonal\(\)` must be positive and finite"):
+        checks.check_cholesky_factor("L", torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
+
+
 @pytest.mark.parametrize("value", [2, 0.5, 1e-300])
 def test_positive_numbers_pass(value):
     assert checks.check_positive_number("rate", value) == value

@@ -128,13 +128,13 @@ def test_a_convolution_without_an_image_uses_one_drawn_weight(case, dim, lead):
 
 @pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
 def test_outputs_of_a_convolution_have_their_law(case):
-    """Margins are exact, and so is what positions share; the rest is independent over positions."""
+    """Each position has its exact law, and so has what positions share; the rest is independent."""
     q, x = case.make((), KERNEL, torch.float64), torch.randn(1, 2, 4, 3)
     outputs = F.conv2d(x.repeat(20_000, 1, 1, 1), lazy(q))
-    mean, variance = dense.convolution_moments(x, q.loc, case.covariance(q))
-    shared = dense.feature_map_covariance(x, case.shared_covariance(q), OUT, KERNEL[2:])[0]
-    independent = torch.diag(variance.flatten() - shared.diagonal())
-    assert_moments(outputs, mean[0], shared + independent)
+    covariance, shared = case.covariance(q), case.shared_covariance(q)
+    mean, _ = dense.convolution_moments(x, q.loc, covariance)
+    drawn = dense.drawn_feature_map_covariance(x, covariance, shared, OUT, KERNEL[2:])[0]
+    assert_moments(outputs, mean[0], drawn)
 
 
 # ---- one draw, kept ------------------------------------------------------------------------------

@@ -1,17 +1,29 @@
 """Distributions over weights, each with its image under a linear map."""
 
+from pyro_structvi.distributions.augmented import AugmentedMatrixNormal
+from pyro_structvi.distributions.auxiliary import Auxiliary
+from pyro_structvi.distributions.conditional import ConditionalNormal
 from pyro_structvi.distributions.full import FullNormal
+from pyro_structvi.distributions.inducing import InducingNormal
 from pyro_structvi.distributions.k_tied import KTiedNormal
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior
 from pyro_structvi.distributions.low_rank import LowRankNormal
+from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
+from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
 __all__ = [
+    "AugmentedMatrixNormal",
+    "Auxiliary",
+    "ConditionalNormal",
     "FullNormal",
+    "InducingNormal",
     "JoinedPrior",
     "KTiedNormal",
     "LowRankNormal",
+    "MatrixNormal",
     "MeanFieldNormal",
+    "PointMixture",
     "WeightDistribution",
 ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_positive, check_shape, shape_text
+from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
 from pyro_structvi.distributions.mean_field import bias_moments, floored_sqrt
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linear_maps import DenseMap, LinearMap
@@ -66,8 +66,7 @@ class FullNormal(WeightDistribution):
         if self._validate_args:
             size = self.event_shape.numel()
             check_shape("scale_tril", scale_tril, (*self.batch_shape, size, size), "(*batch, D, D)")
-            check_positive("scale_tril.diagonal()", scale_tril.diagonal(dim1=-2, dim2=-1))
-            _check_lower_triangular(scale_tril)
+            check_cholesky_factor("scale_tril", scale_tril)
 
     @property
     def variance(self) -> Tensor:
@@ -139,8 +138,28 @@ class FullNormal(WeightDistribution):
         return _FullImage(self, x, loc, linear_map.event_dim(loc), bias_variance)
 
 
-class _FullImage(FullNormal):
-    """The law of the outputs. Its covariance is formed where a draw cannot do without it."""
+class DenseImage(FullNormal):
+    """The law of the outputs of a map, which has a dense covariance where one is asked for."""
+
+    @property
+    def scale_tril(self) -> Tensor:  # type: ignore[override]
+        """The Cholesky factor of the covariance, ``(*batch_shape, E, E)`` for E outputs."""
+        tril, info = torch.linalg.cholesky_ex(self.covariance_matrix)
+        factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
+        return factor
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, ``(*batch_shape,)``."""
+        return self._event_sum(self.variance)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> FullNormal:
+        """Return this law with a larger batch shape, and its covariance factored."""
+        return FullNormal(self.loc, self.scale_tril, False).expand(batch_shape, _instance)
+
+
+class _FullImage(DenseImage):
+    """The image of a full covariance. A draw of it is one weight for each example."""
 
     def __init__(
         self,
@@ -153,13 +172,6 @@ class _FullImage(FullNormal):
         WeightDistribution.__init__(self, {"loc": loc}, event_dim, False)
         self._weight, self._bias_variance = weight, bias_variance
         self._x = x.unsqueeze(-2) if event_dim == 1 else x.flatten(-event_dim, -2)
-
-    @property
-    def scale_tril(self) -> Tensor:  # type: ignore[override]
-        """The Cholesky factor of the covariance, ``(*batch_shape, E, E)`` for E outputs."""
-        tril, info = torch.linalg.cholesky_ex(self.covariance_matrix)
-        factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
-        return factor
 
     @property
     def _columns(self) -> Tensor:
@@ -176,11 +188,6 @@ class _FullImage(FullNormal):
         if self._bias_variance is not None:
             variance = variance + self._bias_variance.unsqueeze(-2)
         return variance.reshape(self.loc.shape)
-
-    @property
-    def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
-        return self._event_sum(self.variance)
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -203,17 +210,3 @@ class _FullImage(FullNormal):
             outputs = outputs + noise * floored_sqrt(self._bias_variance).unsqueeze(-2)
         draws: Tensor = outputs.reshape(shape)
         return draws
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> FullNormal:
-        """Return this law with a larger batch shape, and its covariance factored."""
-        return FullNormal(self.loc, self.scale_tril, False).expand(batch_shape, _instance)
-
-
-def _check_lower_triangular(scale_tril: Tensor) -> None:
-    above = scale_tril.detach().triu(1)
-    if bool(above.any()):
-        raise ValueError(
-            "`scale_tril` must be lower triangular, but it has an entry "
-            f"{above[above != 0][0].item()} above the diagonal. Pass "
-            "`torch.linalg.cholesky(covariance)`, or `scale_tril.tril()`."
-        )

@@ -45,6 +45,7 @@ class WeightDistribution(TorchDistribution):
 
     has_rsample = True
     has_independent_elements: ClassVar[bool] = False
+    takes_bias_column: ClassVar[bool] = False
     _parameters: ClassVar[tuple[str, ...]]
     loc: Tensor
 
@@ -53,15 +54,20 @@ class WeightDistribution(TorchDistribution):
     ) -> None:
         for name, value in parameters.items():
             setattr(self, name, value)
-        self.site_use: SiteUse | None = None
         split = self.loc.dim() - event_dim
-        super().__init__(self.loc.shape[:split], self.loc.shape[split:], validate_args=False)
+        self._set_shapes(self.loc.shape[:split], self.loc.shape[split:], validate_args)
+        if self._validate_args:
+            for name, value in parameters.items():
+                check_same_kind(name, value, "loc", self.loc)
+
+    def _set_shapes(
+        self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
+    ) -> None:
+        self.site_use: SiteUse | None = None
+        super().__init__(batch_shape, event_shape, validate_args=False)
         if validate_args is None:
             validate_args = Distribution._validate_args
         self._validate_args: bool = validate_args
-        if validate_args:
-            for name, value in parameters.items():
-                check_same_kind(name, value, "loc", self.loc)
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
@@ -123,6 +129,10 @@ class WeightDistribution(TorchDistribution):
         """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
         return self.variance_sum, self.log_det_covariance
 
+    def prefers_drawn_weight(self, linear_map: LinearMap, x: Tensor) -> bool:
+        """Whether a drawn weight is cheaper here than drawn outputs, and nothing exact is lost."""
+        return False
+
     def split_noise(
         self, sample_shape: torch.Size
     ) -> "tuple[WeightDistribution | None, Tensor | None]":
@@ -159,12 +169,12 @@ class WeightDistribution(TorchDistribution):
         Raises:
             ValueError: If the last dimension of ``x``, its dtype or device do not fit the weight.
         """
-        size = self._matrix(self.loc).shape[-1]
+        size = self.event_shape[1:].numel()
         if x.dim() < 1 or x.shape[-1] != size:
             raise ValueError(
                 f"`x` must have shape (*batch, in) with in = {size}, but got {tuple(x.shape)}."
             )
-        check_same_kind("x", x, "loc", self.loc)
+        check_same_kind("x", x, self._parameters[0], self._first_parameter)
         image = self.image_under(DenseMap(positions=False), x)
         assert image is not None, f"{type(self).__name__} must have an image under a dense map."
         return image
@@ -207,6 +217,12 @@ class WeightDistribution(TorchDistribution):
         WeightDistribution.__init__(new, expanded, len(self.event_shape), self._validate_args)
         new.site_use = self.site_use
         return new
+
+    @property
+    def _first_parameter(self) -> Tensor:
+        """A tensor of this distribution's dtype and device, at hand without any computation."""
+        parameter: Tensor = getattr(self, self._parameters[0])
+        return parameter
 
     def _map_for_batch(self, linear_map: LinearMap) -> LinearMap:
         """Return the map for a batch of weights: what lies in between meets several, not one."""

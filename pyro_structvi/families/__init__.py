@@ -9,20 +9,26 @@ from pyro_structvi.families.family import (
     SitePosterior,
 )
 from pyro_structvi.families.full_covariance import FullCovariance
+from pyro_structvi.families.inducing import InducingWeights
 from pyro_structvi.families.k_tied import KTied
 from pyro_structvi.families.low_rank import LowRank
+from pyro_structvi.families.matrix_normal import MatrixGaussian
 from pyro_structvi.families.mean_field import MeanField
+from pyro_structvi.families.members import Members
 from pyro_structvi.families.transformed import TransformedMeanField
 
 __all__ = [
     "Family",
     "FullCovariance",
+    "InducingWeights",
     "JoinedBias",
     "KTied",
     "LatentSite",
     "LowRank",
     "MatrixFamily",
+    "MatrixGaussian",
     "MeanField",
+    "Members",
     "Plate",
     "SitePosterior",
     "TransformedMeanField",

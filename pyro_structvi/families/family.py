@@ -1,12 +1,16 @@
 """The contract of a family: which variational parameters, with which start, make a posterior."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import constraints
+
+if TYPE_CHECKING:
+    from pyro_structvi.families.coupling import Coupling
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,12 @@ class JoinedBias:
     Attributes:
         name: The bias's site in the model.
         weight_shape: The weight's own shape there, ``(out, *rest)``.
+        prior_scale: As for :class:`LatentSite`.
     """
 
     name: str
     weight_shape: torch.Size
+    prior_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class LatentSite:
         is_local: Whether one of the plates holds observations too: the site then belongs to the
             examples it was trained on, and is left to the model when predicting others.
         bias: The bias joined to this weight, if one is.
+        prior_scale: The standard deviation of the prior, root mean square over elements; None where
+            there is none or it is infinite.
     """
 
     name: str
@@ -56,6 +64,7 @@ class LatentSite:
     plates: tuple[Plate, ...] = ()
     is_local: bool = False
     bias: JoinedBias | None = None
+    prior_scale: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,14 +74,17 @@ class LatentSite:
     def join_bias(self, bias: "LatentSite") -> "LatentSite":
         """Return the site of this weight with a bias ``(out,)`` as its last column."""
         shape = torch.Size([self.shape[0], self.shape[1:].numel() + 1])
-        return replace(self, shape=shape, event_dim=2, bias=JoinedBias(bias.name, self.shape))
+        joined = JoinedBias(bias.name, self.shape, bias.prior_scale)
+        return replace(self, shape=shape, event_dim=2, bias=joined)
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
         """Return the values of the model's sites, by name."""
         if self.bias is None:
             return {self.name: value}
-        weight = value[..., :-1].reshape(*value.shape[:-2], *self.bias.weight_shape)
-        return {self.name: weight, self.bias.name: value[..., -1]}
+        weight, bias = value.split([value.shape[-1] - 1, 1], -1)
+        # Torch would return the gradient of rows that lie apart transposed, and turn it, slowly.
+        weight = weight.contiguous().view(*value.shape[:-2], *self.bias.weight_shape)
+        return {self.name: weight, self.bias.name: bias.squeeze(-1)}
 
     @property
     def is_real(self) -> bool:
@@ -89,9 +101,17 @@ class Family:
 
     A family defines ``init`` and ``distribution``, in this order, and narrows ``fits`` where it
     cannot serve every site. See "Write your own family" in the documentation.
+
+    Attributes:
+        needs: In words, what sites it serves.
+        constants: The names among those of ``init`` that are not trained.
+        keeps_factors: Whether its distributions factor matrices, which are then kept between calls
+            without gradients for as long as the parameters stay equal.
     """
 
     needs: ClassVar[str]
+    constants: ClassVar[tuple[str, ...]] = ()
+    keeps_factors: ClassVar[bool] = False
 
     def fits(self, site: LatentSite) -> bool:
         """Whether this family can serve the site; ``needs`` says in words what it takes."""
@@ -113,6 +133,15 @@ class Family:
     def distribution(self, site: LatentSite, **parameters: Tensor) -> TorchDistribution:
         """Return the posterior that the unconstrained parameters stand for."""
         raise NotImplementedError
+
+    def couple(self, posteriors: "Mapping[str, SitePosterior]", scale: float) -> "Coupling | None":
+        """Return what sites of this family draw together, or None where they are independent.
+
+        Args:
+            posteriors: The posteriors of all sites of this family, by site.
+            scale: The standard deviation of each element at the start.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -156,14 +185,50 @@ class SitePosterior(nn.Module):
         super().__init__()
         self.family = family
         self.site = site
+        self._names = tuple(parameters)
+        self._kept: tuple[dict[str, Tensor], TorchDistribution] | None = None
         for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value.detach()))
+            if name in family.constants:
+                self.register_buffer(name, value.detach())
+            else:
+                self.register_parameter(name, nn.Parameter(value.detach()))
+
+    def value(self, name: str) -> Tensor:
+        """Return a parameter or constant as it stands, masks and parametrizations applied."""
+        value: Tensor = getattr(self, name)
+        return value
+
+    def release(self, name: str) -> Tensor:
+        """Give up a parameter and return its value."""
+        self._names = tuple(own for own in self._names if own != name)
+        value = self.value(name).detach()
+        delattr(self, name)
+        return value
 
     def forward(self) -> TorchDistribution:
         """Return the posterior at the current parameters."""
-        parameters = {name: value for name, value in self._parameters.items() if value is not None}
-        return self.family.distribution(self.site, **parameters)
+        values = {name: self.value(name) for name in self._names}
+        if torch.is_grad_enabled() or not self.family.keeps_factors:
+            self._kept = None
+            return self.family.distribution(self.site, **values)
+        if self._kept is None or not _are_equal(self._kept[0], values):
+            copies = {name: value.clone() for name, value in values.items()}
+            self._kept = copies, self.family.distribution(self.site, **copies)
+        return self._kept[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without what can be computed again."""
+        return {**super().__getstate__(), "_kept": None}
 
     def extra_repr(self) -> str:
         """Say what posterior stands at which site."""
         return f"{' and '.join(self.site.names)}: {self.family}"
+
+
+def _are_equal(kept: dict[str, Tensor], values: dict[str, Tensor]) -> bool:
+    return all(
+        kept[name].dtype == value.dtype
+        and kept[name].device == value.device
+        and torch.equal(kept[name], value)
+        for name, value in values.items()
+    )

@@ -1,14 +1,13 @@
 """One full covariance for all elements of a layer."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from pyro_structvi._checks import check_positive_number
 from pyro_structvi.distributions import FullNormal
+from pyro_structvi.families.cholesky_factor import cholesky_factor, initial_factor
 from pyro_structvi.families.family import LatentSite, MatrixFamily
 
 
@@ -36,6 +35,7 @@ class FullCovariance(MatrixFamily):
         MemoryError: When a guide is made, if a site would take more than ``max_memory``.
 
     Example:
+        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.guides import StructuredGuide
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
@@ -69,24 +69,13 @@ class FullCovariance(MatrixFamily):
         """
         size = loc.numel()
         self._check_memory(site, size, loc.element_size())
-        return {
-            "loc": loc.clone(),
-            "log_diagonal": loc.new_full((size,), math.log(scale)),
-            "lower": loc.new_zeros(size * (size - 1) // 2),
-        }
+        log_diagonal, lower = initial_factor(size, scale, loc)
+        return {"loc": loc.clone(), "log_diagonal": log_diagonal, "lower": lower}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:
         """Return the Normal with the factor that the parameters hold."""
-        log_diagonal, lower = parameters["log_diagonal"], parameters["lower"]
-        scale, size, device = log_diagonal.exp(), log_diagonal.shape[0], log_diagonal.device
-        rows, columns = torch.tril_indices(size, size, offset=-1, device=device)
-        diagonal = torch.arange(size, device=device) * (size + 1)
-        scale_tril = lower.new_zeros(size * size).scatter_(
-            0,
-            torch.cat([diagonal, rows * size + columns]),
-            torch.cat([scale, scale[rows] * lower]),
-        )
-        return FullNormal(parameters["loc"], scale_tril.view(size, size), validate_args=False)
+        scale_tril = cholesky_factor(parameters["log_diagonal"], parameters["lower"])
+        return FullNormal(parameters["loc"], scale_tril, validate_args=False)
 
     def _check_memory(self, site: LatentSite, size: int, bytes_each: int) -> None:
         parameters = size + size * (size + 1) // 2

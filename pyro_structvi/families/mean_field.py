@@ -1,18 +1,27 @@
 """Mean field: one mean and one standard deviation for each element."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from pyro_structvi._checks import check_positive_number
 from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.families.capped import capped, uncapped
 from pyro_structvi.families.family import Family, LatentSite
 
 
 @dataclass(frozen=True)
 class MeanField(Family):
     """Independent normals; two parameters for each element, ``loc`` and ``log_scale``.
+
+    Args:
+        max_scale: The most that a standard deviation may be; no bound when None. A bound keeps a
+            posterior from underfitting where its prior is wide.
+
+    Raises:
+        ValueError: If ``max_scale`` is not a positive number.
 
     Example:
         >>> from pyro_structvi.guides import StructuredGuide
@@ -24,20 +33,26 @@ class MeanField(Family):
         torch.Size([3])
     """
 
+    max_scale: float | None = field(default=None, repr=False)
     needs: ClassVar[str] = "a site with real values"
+
+    def __post_init__(self) -> None:
+        """Check the bound."""
+        if self.max_scale is not None:
+            check_positive_number("max_scale", self.max_scale)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site takes every real value."""
         return site.is_real
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc`` with the same standard deviation everywhere."""
+        """Start at ``loc`` with the same standard deviation everywhere, at most half the bound."""
         return {
             "loc": loc.clone(),
-            "log_scale": torch.full_like(loc, scale).log(),
+            "log_scale": torch.full_like(loc, uncapped(scale, self.max_scale)),
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> MeanFieldNormal:
         """Return the normals; batch dimensions are those of the site's plates."""
-        scale = parameters["log_scale"].exp()
+        scale = capped(parameters["log_scale"], self.max_scale)
         return MeanFieldNormal(parameters["loc"], scale, site.event_dim, validate_args=False)

@@ -111,8 +111,12 @@ class LazyPart(WeightStandIn):
             return None
         if not self.whole._may_give_outputs(together):
             return None
-        assert not isinstance(application.linear_map, BiasColumnMap)
-        linear_map, x = application.linear_map.join_bias(application.x)
+        linear_map, x = application.linear_map, application.x
+        assert not isinstance(linear_map, BiasColumnMap)
+        if self.whole.distribution.takes_bias_column:
+            linear_map = BiasColumnMap(linear_map)
+        else:
+            linear_map, x = linear_map.join_bias(x)
         return self.whole._draw_outputs(together._replace(linear_map=linear_map, x=x))
 
 

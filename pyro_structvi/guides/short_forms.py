@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Unpack
 
-from pyro_structvi.families import FullCovariance, KTied, LowRank, MeanField
+from pyro_structvi.families import FullCovariance, KTied, LowRank, MatrixGaussian, MeanField
 from pyro_structvi.families.low_rank import Diagonal
 from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 
@@ -64,6 +64,41 @@ class KTiedGuide(StructuredGuide):
         **options: Unpack[GuideOptions],
     ) -> None:
         super().__init__(model, {"*": KTied(rank, join_bias=join_bias)}, **options)
+
+
+class MatrixNormalGuide(StructuredGuide):
+    """The matrix normal at every weight, with full covariances; mean field at vectors.
+
+    A layer has one covariance over its outputs and one over its inputs, out (out + 1) / 2 and
+    in (in + 1) / 2 parameters beside the means.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
+            together.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> net = torch.nn.Linear(400, 400, bias=False)
+        >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
+        >>> sum(parameter.numel() for parameter in MatrixNormalGuide(model).parameters())
+        320400
+
+    References:
+        Louizos and Welling (2016), "Structured and efficient variational deep learning with matrix
+        Gaussian posteriors".
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        join_bias: bool = False,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        super().__init__(model, {"*": MatrixGaussian(join_bias=join_bias)}, **options)
 
 
 class AutoLowRankLRT(StructuredGuide):

@@ -1,5 +1,6 @@
 """Which latent sites a model has, and how often it uses each: by looking, or by one run."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,9 @@ from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
+from torch.distributions import Independent
 
+from pyro_structvi.distributions.weight_distribution import shrink
 from pyro_structvi.families import LatentSite, Plate
 from pyro_structvi.lazy_weight import CountedWeight, SiteUse
 
@@ -56,7 +59,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
             name = f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
             initial = module.__dict__.get("initial_values", {}).get(attribute)
             shape = torch.Size(prior.shape())
-            site = LatentSite(name, shape, len(shape), prior.support)
+            site = LatentSite(name, shape, len(shape), prior.support, prior_scale=_scale_of(prior))
             found[name] = FoundSite(site, prior, initial, SiteUse(name))
     return found
 
@@ -117,10 +120,31 @@ class _SiteRecorder(Messenger):
         value: Tensor = msg["value"]
         event_dim = msg["fn"].event_dim if frames else value.dim()
         plates = tuple(Plate(frame.name, frame.size, frame.dim) for frame in frames)
-        site = LatentSite(name, value.shape, event_dim, msg["fn"].support, plates)
+        site = LatentSite(
+            name,
+            value.shape,
+            event_dim,
+            msg["fn"].support,
+            plates,
+            prior_scale=_scale_of(msg["fn"]),
+        )
         use = SiteUse(name)
         self.found[name] = FoundSite(site, msg["fn"], None, use)
         msg["value"] = CountedWeight(value, use)
+
+
+def _scale_of(prior: Any) -> float | None:
+    """Return the standard deviation of a prior, root mean square over its elements."""
+    while isinstance(prior, Independent):
+        prior = prior.base_dist
+    try:
+        scales = shrink(prior.stddev, prior.stddev.dim())
+    except (NotImplementedError, AttributeError):
+        return None
+    if scales.is_meta:
+        return None
+    scale = float(scales.detach().square().mean().sqrt() if scales.numel() > 1 else scales)
+    return scale if 0 < scale < math.inf else None
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import pyro
 import pyro.poutine as poutine
@@ -105,6 +105,8 @@ class StructuredGuide(nn.Module):
         self.init_loc_fn = init_loc_fn
         self.local_reparam = local_reparam
         self.posteriors = nn.ModuleDict()
+        self.couplings = nn.ModuleDict()
+        self._coupled: dict[str, list[str]] = {}  # the sites of each
         self._uses: dict[str, SiteUse] = {}
         self._weight_of: dict[str, str] = {}  # of each joined bias
         self._initialized = False
@@ -181,11 +183,7 @@ class StructuredGuide(nn.Module):
         declare_parameters(self.named_parameters(type(self).__name__))
         values: dict[str, Tensor] = {}
         plates: dict[str, Any] = {}
-        for posterior in self._site_posteriors():
-            site = posterior.site
-            if site.is_local and predicting:
-                continue
-            distribution = posterior()
+        for site, distribution in self._distributions("sample", local=not predicting):
             if site.bias is not None:
                 values |= sample_joined(site, distribution, self._uses)
                 continue
@@ -212,23 +210,19 @@ class StructuredGuide(nn.Module):
             RuntimeError: If no site is known yet.
         """
         values: dict[str, Tensor] = {}
-        for posterior in self._site_posteriors():
-            if local or not posterior.site.is_local:
-                values |= posterior.site.split(posterior().rsample())
+        for site, distribution in self._distributions("draw", local):
+            values |= site.split(distribution.rsample())
         return values
 
     @torch.no_grad()
     def median(self) -> dict[str, Tensor]:
         """Return the posterior median of each site that is not local; for normals, the mean."""
         medians: dict[str, Tensor] = {}
-        for posterior in self._site_posteriors():
-            if not posterior.site.is_local:
-                distribution = posterior()
-                base = getattr(distribution, "base_dist", distribution)
-                value = base.mean
-                for transform in getattr(distribution, "transforms", ()):
-                    value = transform(value)
-                medians |= posterior.site.split(value.clone())
+        for site, distribution in self._distributions("mean", local=False):
+            value = getattr(distribution, "base_dist", distribution).mean
+            for transform in getattr(distribution, "transforms", ()):
+                value = transform(value)
+            medians |= site.split(value.clone())
         return medians
 
     def __getitem__(self, name: str) -> SitePosterior:
@@ -240,15 +234,30 @@ class StructuredGuide(nn.Module):
         assert isinstance(posterior, SitePosterior)
         return posterior
 
+    def _distributions(
+        self, how: Literal["sample", "draw", "mean"], local: bool
+    ) -> Iterator[tuple[LatentSite, Any]]:
+        """Yield each site and its law; what sites draw together is sampled, drawn or averaged first."""
+        posteriors = {posterior.site.name: posterior for posterior in self._site_posteriors()}
+        given: dict[str, Tensor] = {}
+        for key, coupling in self.couplings.items():
+            names = self._coupled[key]
+            given |= getattr(coupling, how)({name: self[name] for name in names})
+        for name, posterior in posteriors.items():
+            if local or not posterior.site.is_local:
+                law = posterior()
+                yield posterior.site, law.given(given[name]) if name in given else law
+
     def _site_posteriors(self) -> Iterator[SitePosterior]:
         if not self._uses:
             raise RuntimeError(
                 "The guide knows no latent site yet, since its model declares none before it runs. "
                 "Train it, or call `guide.initialize(...)` with the model's arguments, first."
             )
-        for name in self._uses:
-            if name not in self._weight_of:
-                yield self[name]
+        yield from self._own_posteriors()
+
+    def _own_posteriors(self) -> Iterator[SitePosterior]:
+        return (self[name] for name in self._uses if name not in self._weight_of)
 
     # ---- setting up ------------------------------------------------------------------------------
 
@@ -289,6 +298,25 @@ class StructuredGuide(nn.Module):
         for name, item in found.items():
             item.use.local_reparam = self.local_reparam
             self._uses[name] = item.use
+        self._couple()
+
+    def _couple(self) -> None:
+        """Make what the sites of a family draw together, once."""
+        for number, family in enumerate(dict.fromkeys(self.families.values())):
+            own = {post.site.name: post for post in self._own_posteriors() if post.family == family}
+            key = str(number)
+            late = [name for name in own if name not in self._coupled.get(key, own)]
+            if late:
+                raise ValueError(
+                    f"The sites {self._coupled[key]} draw their inducing weights together, and {late} "
+                    "were found only now. Make the guide from a function, so that it finds all sites "
+                    "in one run, or give these a family of their own."
+                )
+            if own and key not in self.couplings:
+                with torch.no_grad():
+                    coupling = family.couple(own, self.init_scale)
+                if coupling is not None:
+                    self.couplings[key], self._coupled[key] = coupling, list(own)
 
     def _check_joined(self, found: dict[str, FoundSite]) -> None:
         for bias, weight in self._weight_of.items():

@@ -19,7 +19,7 @@ from torch.distributions import kl_divergence
 
 from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive_integer
-from pyro_structvi.distributions import JoinedPrior
+from pyro_structvi.distributions import Auxiliary, JoinedPrior
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.lazy_weight import weights_wait
 
@@ -222,6 +222,9 @@ class StructuredELBO(ELBO):
         done = kl.keys() | model_trace.nodes.keys() | parts
         for name, site in guide_trace.nodes.items():
             if site["type"] == "sample" and name not in done:
+                if isinstance(site["fn"], Auxiliary):
+                    kl[name] = site["fn"].kl()
+                    continue
                 log_density = site["fn"].log_prob(site["value"])
                 kl[name] = scale_and_mask(log_density, site["scale"], site["mask"]).sum()
                 sampled.append(name)

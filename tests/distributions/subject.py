@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pyro.distributions as dist
 import pytest
 import torch
-from torch.distributions import constraints
 
-from pyro_structvi.distributions import WeightDistribution
+from pyro_structvi.distributions import AugmentedMatrixNormal, WeightDistribution
+from pyro_structvi.distributions.conditional import AugmentedNormal
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, Case
 from tests.statistics import assert_mean
@@ -27,7 +27,7 @@ class Subject:
 
     @property
     def dtype(self):
-        return self.q.loc.dtype
+        return self.q._first_parameter.dtype
 
     @property
     def event_dim(self):
@@ -70,16 +70,44 @@ class Subject:
             self.assert_close(actual, expected)
 
 
-def with_arguments(q, change):
-    """Return a copy of a distribution whose arguments are changed, and leaves."""
+def named_arguments(q):
+    """Return the tensors that a distribution was made of, by name."""
+    named = {name: getattr(q, name) for name in q._parameters}
+    if isinstance(q, AugmentedNormal):
+        inner = named_arguments(q.inducing)
+        named |= q.joint.arguments | {f"inducing_{name}": value for name, value in inner.items()}
+    return named
+
+
+def rebuilt(q, named):
+    """Return a copy of a distribution that was made of other tensors."""
     new = copy.copy(q)
+    if isinstance(q, AugmentedNormal):
+        prefix = "inducing_"
+        joint = {name: named[name] for name in q.joint.arguments}
+        inner = {name[len(prefix) :]: named[name] for name in named if name.startswith(prefix)}
+        AugmentedNormal.__init__(
+            new,
+            AugmentedMatrixNormal(**joint, event_shape=q.event_shape, validate_args=False),
+            rebuilt(q.inducing, inner),
+            named["conditional_scale"],
+            validate_args=False,
+        )
+        new._validate_args = q._validate_args
+        return new
     for name in q._parameters:
-        setattr(new, name, change(getattr(q, name)).requires_grad_())
+        setattr(new, name, named[name])
     return new
 
 
+def with_arguments(q, change):
+    """Return a copy of a distribution whose arguments are changed, and leaves."""
+    changed = {name: change(value) for name, value in named_arguments(q).items()}
+    return rebuilt(q, {name: value.requires_grad_() for name, value in changed.items()})
+
+
 def arguments(q):
-    return [getattr(q, name) for name in q._parameters]
+    return list(named_arguments(q).values())
 
 
 def gradients(value, q):
@@ -89,13 +117,9 @@ def gradients(value, q):
     at the other entries.
     """
     found = torch.autograd.grad(value.sum(), arguments(q))
-    triangular = [
-        isinstance(q.arg_constraints[name], type(constraints.lower_cholesky))
-        for name in q._parameters
-    ]
     return [
-        gradient.tril() if lower else gradient
-        for gradient, lower in zip(found, triangular, strict=True)
+        gradient.tril() if "scale_tril" in name else gradient
+        for name, gradient in zip(named_arguments(q), found, strict=True)
     ]
 
 
@@ -118,7 +142,7 @@ def image_oracle(subject, exact, x):
     """Return the dense mean and covariance of ``W x``."""
     x = x.detach().double()
     covariance = dense.image_covariance(x, subject.case.covariance(exact), subject.out)
-    return dense.image_mean(x, exact.loc, subject.event_dim), covariance
+    return dense.image_mean(x, subject.case.mean(exact), subject.event_dim), covariance
 
 
 def independent_copies(q):

@@ -99,6 +99,7 @@ def test_image_refuses_a_single_number(plain_subject):
 
 def test_image_refuses_another_dtype(subject):
     other = FLOAT32 if subject.dtype == FLOAT64 else FLOAT64
-    message = rf"`x` must have the dtype of `loc`, {subject.dtype}, but got {other}.*`x.to\(loc\)`"
+    name = subject.q._parameters[0]
+    message = rf"`x` must have the dtype of `{name}`, {subject.dtype}, .* {other}.*`x.to\({name}\)`"
     with pytest.raises(ValueError, match=message):
         subject.q.image(subject.randn(subject.size).to(other))

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_structvi.distributions import FullNormal, MeanFieldNormal
 from pyro_structvi.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_full
 from tests.lazy_weights import lazy
+from tests.recorded_sizes import RecordsSizes
 from tests.statistics import assert_moments
 
 OUT, IN = 4, 3
@@ -111,20 +111,6 @@ def test_an_image_expands():
 
 
 # ---- costs ---------------------------------------------------------------------------------------
-
-
-class RecordsSizes(TorchDispatchMode):
-    """Records the number of elements of every tensor that is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = result if isinstance(result, (tuple, list)) else (result,)
-        self.sizes.extend(tensor.numel() for tensor in tensors)
-        return result
 
 
 def test_a_draw_of_the_image_forms_one_weight_for_each_example_and_nothing_larger():

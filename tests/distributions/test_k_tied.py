@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from pyro.distributions import Normal
 from torch.distributions import kl_divergence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
 from pyro_structvi.linear_maps import ConvolutionMap
 from tests.distributions.cases import make_k_tied
+from tests.recorded_sizes import RecordsSizes
 
 
 def test_rank_one_is_mean_field_with_the_outer_product_of_the_factors():
@@ -29,22 +29,6 @@ def test_rank_one_is_mean_field_with_the_outer_product_of_the_factors():
 def test_rank_is_the_rank_of_the_standard_deviations(rank):
     q = make_k_tied(rank)((), (6, 5), torch.float64)
     assert q.rank == torch.linalg.matrix_rank(q.stddev) == rank
-
-
-class RecordsSizes(TorchDispatchMode):
-    """Records the size of every tensor that is computed, views of ``known`` excepted."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = known.untyped_storage().data_ptr()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if tensor.untyped_storage().data_ptr() != self.known:
-                self.sizes.append(tensor.numel())
-        return result
 
 
 def never(self):

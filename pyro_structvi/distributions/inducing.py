@@ -1,0 +1,278 @@
+"""A weight whose inducing weights are random: the posterior of Ritter et al. (2021)."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence, register_kl
+
+from pyro_structvi.distributions.conditional import AugmentedNormal, ConditionalNormal
+from pyro_structvi.distributions.matrix_normal import MatrixNormal
+from pyro_structvi.distributions.mean_field import MeanFieldNormal
+from pyro_structvi.distributions.point_mixture import PointMixture
+from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
+
+if TYPE_CHECKING:
+    from pyro_structvi.distributions.augmented import AugmentedMatrixNormal
+
+
+class InducingNormal(AugmentedNormal):
+    r"""A weight with its inducing weights integrated out.
+
+    .. math:: q(W) = \int N(W; \mu_{W|U}, \lambda^2 \Sigma_{W|U})\, q(\tilde U)\, d\tilde U, \qquad
+        \tilde U_{ab} \sim N(m_{ab}, s_{ab}^2)
+
+    The whitened :math:`\tilde U` may have another law, too; see :meth:`from_inducing`.
+
+    ``kl_divergence`` from this to independent normals is the divergence over W and U together,
+
+    .. math:: D \left( \tfrac{\lambda^2}{2} - \log \lambda - \tfrac12 \right) +
+        \mathrm{KL}(q(\tilde U) \| N(0, I)) + E_q[\log p_\sigma(W) - \log p(W)],
+
+    an upper bound of the one over W, so that the evidence bound stays one. Here :math:`p_\sigma` is the
+    joint's own prior of W; the last term is zero where it is p, the prior asked for. ``log_prob`` and
+    ``entropy`` are those of W alone; they factor matrices of ``M_out M_in`` rows, for small sizes.
+
+    Args:
+        joint: The joint prior of W and U.
+        inducing_loc: Means of the whitened inducing weights, ``(*batch, M_out, M_in)``.
+        inducing_scale: Their standard deviations, positive, broadcastable to the means.
+        conditional_scale: The :math:`\lambda`, positive, a number or ``(*batch,)``.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a scale is not positive.
+
+    Example:
+        >>> from pyro_structvi.distributions import AugmentedMatrixNormal
+        >>> one = torch.ones(1)
+        >>> joint = AugmentedMatrixNormal(torch.ones(1, 2), torch.ones(1, 3), one, one, scale=0.5)
+        >>> q = InducingNormal(joint, torch.zeros(1, 1), torch.ones(1, 1), conditional_scale=1.0)
+        >>> q.variance  # this one is the prior
+        tensor([[0.2500, 0.2500, 0.2500],
+                [0.2500, 0.2500, 0.2500]])
+        >>> q.image(torch.ones(3)).covariance_matrix
+        tensor([[0.7500, 0.0000],
+                [0.0000, 0.7500]])
+
+    References:
+        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
+        inducing weights", Eq. 7-9.
+    """
+
+    def __init__(
+        self,
+        joint: "AugmentedMatrixNormal",
+        inducing_loc: Tensor,
+        inducing_scale: Tensor | float,
+        conditional_scale: Tensor | float,
+        validate_args: bool | None = None,
+    ) -> None:
+        inducing = MeanFieldNormal(inducing_loc, inducing_scale, 2, validate_args)
+        super().__init__(joint, inducing, conditional_scale, validate_args)
+
+    @classmethod
+    def from_inducing(
+        cls,
+        joint: "AugmentedMatrixNormal",
+        inducing: WeightDistribution | None,
+        conditional_scale: Tensor | float,
+        validate_args: bool | None = None,
+    ) -> "InducingNormal":
+        """Return the law of the weight for any law of its whitened inducing weights.
+
+        Args:
+            joint: The joint prior of W and U.
+            inducing: A distribution over ``(M_out, M_in)``: independent normals, a matrix normal, one
+                full covariance, or a :class:`PointMixture`, whose own KL is left out of the weight's,
+                as for ensembles. None where a guide draws them elsewhere; see :meth:`given`.
+            conditional_scale: The scale of the conditional noise.
+            validate_args: As for the class.
+
+        Returns:
+            The law of W.
+        """
+        new = cls.__new__(cls)
+        AugmentedNormal.__init__(new, joint, inducing, conditional_scale, validate_args)
+        return new
+
+    def given(self, whitened: Tensor) -> "GivenInducing":
+        """Return the law of the weight for whitened inducing weights that were drawn elsewhere.
+
+        Args:
+            whitened: Their draw, ``(*batch, M_out, M_in)``.
+
+        Returns:
+            The conditional law, whose KL and density count the weight alone.
+        """
+        return GivenInducing(self.joint, whitened, self.conditional_scale)
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        log_det: Tensor = torch.linalg.slogdet(self._seen_covariance()).logabsdet
+        return self._given().log_det_covariance + log_det.to(self.conditional_scale.dtype)
+
+    def _mahalanobis(self, difference: Tensor) -> Tensor:
+        given, batch = self._given(), difference.shape[: difference.dim() - len(self.event_shape)]
+        v = difference.reshape(*batch, self.event_shape[0], -1) / self._scales
+        rows, columns = self._bases
+        k = (rows @ v @ columns.mT).double().flatten(-2).unsqueeze(-1)
+        k = torch.linalg.solve(self._residual(), k)
+        covariance = self.inducing.covariance_matrix.double()
+        gain = torch.linalg.solve(self._seen_covariance(), covariance)
+        explained = (k.mT @ gain @ k)[..., 0, 0] / self._squared_lambda(0).double().square()
+        distance: Tensor = given._mahalanobis(difference) - explained.to(v.dtype)
+        return distance
+
+    def _given(self) -> ConditionalNormal:
+        """Return the law given inducing weights of zero; the spread is that of any others."""
+        zeros = torch.zeros_like(self.inducing.mean)
+        return ConditionalNormal(self.joint, zeros, self.conditional_scale, validate_args=False)
+
+    def _residual(self) -> Tensor:
+        """Return ``I - B_r B_r' (x) B_c B_c'`` in double, ``(*batch, M_out M_in, M_out M_in)``."""
+        g, f = (side.complement.double() for side in (self.joint.rows, self.joint.columns))
+        one, other = (
+            torch.eye(matrix.shape[-1], dtype=g.dtype, device=g.device) for matrix in (g, f)
+        )
+        product = torch.einsum("...ac,...bd->...abcd", g, other) + torch.einsum(
+            "...ac,...bd->...abcd", one - g, f
+        )
+        return product.flatten(-4, -3).flatten(-2)
+
+    def _seen_covariance(self) -> Tensor:
+        r"""Return ``I + C Q`` with ``Q = ((I - T)^-1 - I) / lambda^2`` and C the inducing covariance."""
+        residual = self._residual()
+        identity = torch.eye(residual.shape[-1], dtype=residual.dtype, device=residual.device)
+        information = torch.linalg.solve(residual, identity - residual)
+        covariance = self.inducing.covariance_matrix.double()
+        seen: Tensor = identity + covariance @ information / self._squared_lambda(2).double()
+        return seen
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
+        if not isinstance(self.inducing, PointMixture):
+            return super().log_prob(value)
+        if self._validate_args:
+            self._validate_sample(value)
+        members = self.inducing.members.movedim(-3, 0)
+        densities = []
+        for member in members:
+            given = ConditionalNormal(self.joint, member, self.conditional_scale, False)
+            densities.append(given.log_prob(value))
+        return torch.stack(densities).logsumexp(0) - math.log(len(members))
+
+    def entropy(self) -> Tensor:
+        """Return the differential entropy of W ``(*batch_shape,)``, in nats.
+
+        Raises:
+            NotImplementedError: For a mixture of several points, which has no closed form.
+        """
+        if isinstance(self.inducing, PointMixture) and self.inducing.members.shape[-3] > 1:
+            raise NotImplementedError("A mixture of normals has no entropy in closed form.")
+        return super().entropy()
+
+
+class GivenInducing(InducingNormal):
+    r"""A weight whose inducing weights were drawn elsewhere, with several others or as a member.
+
+    Draws are those of the conditional law. Its KL is that of the conditional noise. Its ``log_prob`` is
+    what the bound asks of it, :math:`\log p(W) + \log q(W \mid U) - \log p(W \mid U)`, and no density of
+    W; see :class:`Auxiliary`, by which U itself is scored.
+
+    Args:
+        joint: The joint prior of W and U.
+        whitened: The whitened inducing weights, ``(*batch, M_out, M_in)``.
+        conditional_scale: The scale of the conditional noise.
+    """
+
+    def __init__(
+        self, joint: "AugmentedMatrixNormal", whitened: Tensor, conditional_scale: Tensor | float
+    ) -> None:
+        inducing = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
+        AugmentedNormal.__init__(self, joint, inducing, conditional_scale, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the weight's part of the bound, in nats, ``(*sample, *batch_shape)``."""
+        scale, whitened = self.conditional_scale, self.inducing.mean
+        unscaled = ConditionalNormal(self.joint, whitened, torch.ones_like(scale), False)
+        distance = unscaled._mahalanobis(value - self.loc)
+        ratio = 0.5 * distance * (1 - scale.square().reciprocal())
+        prior = self.joint.weight_prior().log_prob(value)
+        part: Tensor = prior + ratio - self.event_shape.numel() * scale.log()
+        return part
+
+
+@register_kl(InducingNormal, Normal)
+def _kl_inducing_normal(q: InducingNormal, p: Any) -> Tensor:
+    """KL over the weight and its inducing weights, in nats, ``(*batch_shape,)``."""
+    scale = q.conditional_scale
+    conditional = q.event_shape.numel() * (scale.square() / 2 - scale.log() - 0.5)
+    divergence: Tensor = conditional + _prior_gap(q, p)
+    if isinstance(q.inducing, PointMixture):
+        return divergence
+    standard = Normal(torch.zeros_like(scale), torch.ones_like(scale), validate_args=False)
+    of_inducing: Tensor = kl_divergence(q.inducing, standard)
+    return divergence + of_inducing
+
+
+def _prior_gap(q: InducingNormal, p: Any) -> Tensor:
+    """Return the mean under q of ``log p_joint(W) - log p(W)``; zero where the two are one prior."""
+    loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
+    own = q._scales
+    if scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
+        count = q.event_shape[0]
+        first, second = (moment.unsqueeze(-2) for moment in _column_moments(q))
+    else:
+        count, matrix = 1, (*q.batch_shape, q.event_shape[0], -1)
+        first = q.mean.reshape(matrix)
+        second = q.variance.reshape(matrix) + first.square()
+    precision = scale.square().reciprocal()
+    gap = (
+        second * (precision - own.square().reciprocal())
+        + (count * loc - 2 * first) * loc * precision
+        + 2 * count * (scale.log() - own.log())
+    )
+    nats: Tensor = 0.5 * gap.sum((-2, -1))
+    return nats
+
+
+def _rows_and_columns(q: InducingNormal, value: Tensor) -> Tensor:
+    """View a prior's argument as ``(*batch, 1 or out, 1 or in)``."""
+    event_dim = len(q.event_shape)
+    value = shrink(value.expand(*q.batch_shape, *q.event_shape), event_dim)
+    rows, *rest = value.shape[value.dim() - event_dim :]
+    if any(size > 1 for size in rest):
+        value = value.expand(*q.batch_shape, rows, *q.event_shape[1:])
+    return value.reshape(*q.batch_shape, rows, -1)
+
+
+def _column_moments(q: InducingNormal) -> tuple[Tensor, Tensor]:
+    """Return the sums over rows of ``E[W]`` and of ``E[W^2]``, ``(*batch, in)`` each."""
+    rows, columns = q._bases
+    scale, gram, mean = q.joint.column_scale, q.joint.rows.gram, q.inducing.mean
+    first = scale * (rows.sum(-1).unsqueeze(-2) @ mean @ columns).squeeze(-2)
+    seen = mean.mT @ gram @ mean + _spread(q.inducing, gram)
+    kept = q.event_shape[0] - _trace(gram).unsqueeze(-1) * columns.square().sum(-2)
+    second = (columns * (seen @ columns)).sum(-2) + q._squared_lambda(1) * kept
+    return first, scale.square() * second
+
+
+def _spread(inducing: WeightDistribution, gram: Tensor) -> Tensor:
+    """Return ``E[D' G D]`` for the deviation D of the inducing weights from their mean."""
+    if inducing.has_independent_elements:
+        diagonal = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+        return torch.diag_embed((diagonal @ inducing.variance).squeeze(-2))
+    if isinstance(inducing, MatrixNormal):
+        rows, columns = inducing.scale_tril_row.tril(), inducing.scale_tril_column.tril()
+        return _trace(rows.mT @ gram @ rows)[..., None, None] * (columns @ columns.mT)
+    shape = inducing.event_shape
+    covariance = inducing.covariance_matrix.unflatten(-1, shape).unflatten(-3, shape)
+    return torch.einsum("...abcd,...ac->...bd", covariance, gram)
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -1,0 +1,119 @@
+"""A weight that is one of a few known ones: the law of an ensemble."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import shape_text
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.linear_maps import LinearMap
+
+
+class PointMixture(WeightDistribution):
+    r"""One of K known weights, each with probability 1/K; a point mass for K = 1.
+
+    .. math:: W \sim \frac1K \sum_k \delta(W - W_k)
+
+    It has draws, moments and an image, and no density: ``log_prob``, ``entropy`` and the KL to a normal
+    raise a ``NotImplementedError``. A draw passes its gradient to the member that was drawn.
+
+    Args:
+        members: The weights, ``(*batch, K, out, *rest)``.
+        event_dim: How many trailing dimensions are the weight; all but the first of ``members`` when
+            None.
+        validate_args: Pyro's own setting when None.
+
+    Raises:
+        ValueError: If ``members`` has no dimension in front of the weight's own.
+
+    Example:
+        >>> q = PointMixture(torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]]))
+        >>> q.mean, q.variance
+        (tensor([[2., 0.]]), tensor([[1., 0.]]))
+
+    References:
+        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
+        inducing weights", section 3.1.
+    """
+
+    arg_constraints: ClassVar = {"members": constraints.real}
+    _parameters = ("members",)
+    members: Tensor
+
+    def __init__(
+        self, members: Tensor, event_dim: int | None = None, validate_args: bool | None = None
+    ) -> None:
+        event_dim = members.dim() - 1 if event_dim is None else event_dim
+        if members.dim() <= event_dim:
+            raise ValueError(
+                "`members` must have shape (*batch, K, *event) with an event of "
+                f"{event_dim} dimensions, but got {shape_text(members.shape)}. Write "
+                "`weight.unsqueeze(0)` for a single one."
+            )
+        self.members = members
+        split = members.dim() - event_dim
+        self._set_shapes(members.shape[: split - 1], members.shape[split:], validate_args)
+
+    @property
+    def loc(self) -> Tensor:  # type: ignore[override]
+        """The mean, ``(*batch_shape, *event_shape)``."""
+        return self.members.mean(self._member_dim)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.members.var(self._member_dim, correction=0)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)``, of rank K - 1."""
+        event_dim = len(self.event_shape)
+        deviations = (self.members - self.loc.unsqueeze(self._member_dim)).flatten(-event_dim)
+        return deviations.mT @ deviations / deviations.shape[-2]
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw members ``(*sample_shape, *batch_shape, *event_shape)``."""
+        shape = self._extended_shape(torch.Size(sample_shape))
+        batch, count = self.batch_shape.numel(), self.members.shape[self._member_dim]
+        if count == 1:
+            return self.members.squeeze(self._member_dim).expand(shape)
+        members = self.members.reshape(batch, count, *self.event_shape)
+        draws = shape.numel() // max(self.loc.numel(), 1)
+        chosen = torch.randint(count, (draws, batch), device=members.device)
+        return members[torch.arange(batch, device=members.device), chosen].reshape(shape)
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+    ) -> "PointMixture | None":
+        """Return the law of ``linear_map(x, W) + bias``, exact over positions too.
+
+        Args:
+            linear_map: A dense map or a convolution.
+            x: Its input.
+            bias: Nothing, or a tensor ``(out,)``.
+
+        Returns:
+            A mixture of the K outputs of each example; None where the bias is random.
+        """
+        if isinstance(bias, WeightDistribution):
+            return None
+        linear_map = self._map_for_batch(linear_map)
+        matrices = self.members.reshape(*self.members.shape[: -len(self.event_shape) + 1], -1)
+        images = linear_map.stack(x, matrices)
+        if bias is not None:
+            images = images + bias.reshape(-1, *(1 for _ in range(-linear_map.channel_dim - 1)))
+        return PointMixture(images, linear_map.event_dim(images.select(self._member_dim, 0)), False)
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """Refused: there is no density."""
+        raise NotImplementedError("A mixture of point masses has no density.")
+
+    def _mahalanobis(self, difference: Tensor) -> Tensor:
+        raise NotImplementedError("A mixture of point masses has no density.")
+
+    @property
+    def _member_dim(self) -> int:
+        return -len(self.event_shape) - 1

@@ -1,0 +1,288 @@
+"""What MatrixNormal has beyond the contract: its relatives, positions, groups, the triangles, costs."""
+
+import jax
+import numpy as np
+import numpyro
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.distributions import Normal
+from torch.distributions import kl_divergence
+
+from pyro_structvi.distributions import KTiedNormal, MatrixNormal, MeanFieldNormal
+from pyro_structvi.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from tests import dense_oracles as dense
+from tests.distributions.cases import make_matrix_normal, positive
+from tests.lazy_weights import lazy
+from tests.recorded_sizes import RecordsSizes
+from tests.statistics import assert_moments
+
+OUT, IN = 4, 3
+CONVOLUTION = (OUT, IN, 2, 2)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, check_stride=False)
+
+
+def make(*event_shape):
+    return make_matrix_normal((), event_shape or (OUT, IN), torch.float64)
+
+
+# ---- its relatives -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(OUT, IN), CONVOLUTION], ids=["matrix", "convolution"])
+def test_with_diagonal_factors_it_is_one_tied(shape):
+    loc, size = torch.randn(shape), torch.Size(shape[1:]).numel()
+    rows, columns = (positive(number, dtype=loc.dtype) for number in (OUT, size))
+    q = MatrixNormal(loc, torch.diag(rows), torch.diag(columns))
+    tied = KTiedNormal(loc, rows.unsqueeze(-1), columns.unsqueeze(-1))
+    value, x, prior = torch.randn(shape), torch.randn(7, size), Normal(0.3, 0.7).expand(shape)
+    image, tied_image = q.image(x), tied.image(x)
+    close(q.mean, tied.mean)
+    close(q.covariance_matrix, tied.covariance_matrix)
+    close(q.log_prob(value), tied.log_prob(value))
+    close(q.entropy(), tied.entropy())
+    close(kl_divergence(q, prior), kl_divergence(tied, prior))
+    close(image.mean, tied_image.mean)
+    close(image.covariance_matrix, tied_image.covariance_matrix)
+
+
+@pytest.mark.parametrize("batch_shape", [(), (2,)])
+def test_its_density_is_that_of_numpyro(batch_shape):
+    q = make_matrix_normal(batch_shape, (OUT, IN), torch.float64)
+    value = torch.randn(5, *batch_shape, OUT, IN)
+    with jax.enable_x64(True):
+        theirs = numpyro.distributions.MatrixNormal(
+            *(getattr(q, name).numpy() for name in q._parameters)
+        )
+        density = np.array(theirs.log_prob(value.numpy()))
+    close(q.log_prob(value), torch.from_numpy(density))
+
+
+def test_scale_may_move_from_one_factor_to_the_other():
+    q = make()
+    moved = MatrixNormal(q.loc, 2 * q.scale_tril_row, q.scale_tril_column / 2)
+    close(moved.covariance_matrix, q.covariance_matrix)
+
+
+# ---- the image -----------------------------------------------------------------------------------
+
+
+def test_the_covariance_of_an_image_is_a_multiple_of_that_of_the_rows():
+    q, x = make(), torch.randn(7, IN)
+    rows, columns = map(dense.full_covariance, (q.scale_tril_row, q.scale_tril_column))
+    size = torch.stack([row @ columns @ row for row in x])
+    close(q.image(x).covariance_matrix, size[:, None, None] * rows)
+
+
+POSITIONS = {"sequence": (2,), "grid": (2, 1)}
+
+
+@pytest.mark.parametrize("random_bias", [False, True])
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS.keys())
+def test_positions_of_an_example_are_independent_and_each_has_its_exact_law(positions, random_bias):
+    q, x = make(), torch.randn(5, *positions, IN)
+    bias = MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=x.dtype))
+    image = q.image_under(DenseMap(), x, bias if random_bias else bias.mean)
+    rows = x.reshape(5, -1, IN)
+    mean = (dense.image_mean(rows, q.loc, 2) + bias.mean).flatten(1)
+    blocks = dense.image_covariance(rows, dense_covariance(q), OUT)
+    blocks = blocks + random_bias * torch.diag(bias.variance)
+    covariance = torch.stack([torch.block_diag(*example) for example in blocks])
+    y = torch.randn(5, *positions, OUT)
+    assert (image.batch_shape, image.event_shape) == ((5,), (*positions, OUT))
+    close(image.mean.flatten(1), mean)
+    close(image.variance.flatten(1), covariance.diagonal(dim1=-2, dim2=-1))
+    close(image.covariance_matrix, covariance)
+    close(image.log_det_covariance, torch.linalg.slogdet(covariance).logabsdet)
+    close(image.log_prob(y), dense.log_prob(y.flatten(1), mean, covariance, 1))
+    assert_moments(image.rsample((20_000,)), image.mean, torch.block_diag(*covariance))
+
+
+def dense_covariance(q):
+    return dense.matrix_normal_covariance(q.scale_tril_row, q.scale_tril_column)
+
+
+@pytest.mark.parametrize("random_bias", [False, True])
+@pytest.mark.parametrize("join", [False, True], ids=["plain", "joined"])
+def test_an_image_under_a_convolution_has_its_density_and_draws(join, random_bias):
+    """With channels first; the oracle joins a bias by a further entry 1 of every patch."""
+    size, x = 2 * IN + join, torch.randn(2, IN, 3)
+    q = make(OUT, size)
+    linear_map = ConvolutionMap(F.conv1d, (IN, 2), padding=1)
+    bias = MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=x.dtype))
+    image = q.image_under(BiasColumnMap(linear_map) if join else linear_map, x, bias)
+    cut = F.pad(dense.patches(x, (2,), padding=1)[:, 0], (0, int(join)), value=1.0)
+    positions = cut.shape[1]
+    mean = dense.image_mean(cut, q.loc, 2) + bias.mean
+    blocks = dense.image_covariance(cut, dense_covariance(q), OUT) + torch.diag(bias.variance)
+    covariance = torch.zeros(2, OUT, positions, OUT, positions)
+    for position in range(positions):
+        covariance[:, :, position, :, position] = blocks[:, position]
+    covariance = covariance.reshape(2, OUT * positions, -1)
+    y = torch.randn(2, OUT, positions)
+    assert (image.batch_shape, image.event_shape) == ((2,), (OUT, positions))
+    close(image.mean, mean.mT)
+    close(image.covariance_matrix, covariance)
+    close(image.variance.flatten(1), covariance.diagonal(dim1=-2, dim2=-1))
+    close(image.log_prob(y), dense.log_prob(y.flatten(1), mean.mT.flatten(1), covariance, 1))
+    assert_moments(image.rsample((20_000,)), image.mean, torch.block_diag(*covariance))
+
+
+@pytest.mark.parametrize("random_bias", [False, True])
+def test_an_image_expands(random_bias):
+    q, x, y = make(), torch.randn(5, 2, IN), torch.randn(5, 2, OUT)
+    bias = MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=x.dtype)) if random_bias else None
+    image = q.image_under(DenseMap(), x, bias)
+    expanded = image.expand((3, 5))
+    assert (expanded.batch_shape, expanded.event_shape) == ((3, 5), (2, OUT))
+    close(expanded.covariance_matrix, image.covariance_matrix.expand(3, 5, -1, -1))
+    close(expanded.variance, image.variance.expand(3, 5, 2, OUT))
+    close(expanded.log_prob(y), image.log_prob(y).expand(3, 5))
+    assert expanded.rsample((6,)).shape == (6, 3, 5, 2, OUT)
+
+
+@pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])
+def test_a_convolution_with_groups_has_no_image(join):
+    q = make(OUT, 2 * 2 * 2)
+    linear_map = join(ConvolutionMap(F.conv2d, (2, 2, 2), groups=2))
+    assert q.image_under(linear_map, torch.randn(5, 4, 3, 3)) is None
+
+
+def test_a_convolution_with_groups_uses_one_drawn_weight():
+    weight, x = lazy(make(OUT, 2, 2, 2)), torch.randn(5, 4, 3, 3)
+    outputs = F.conv2d(x, weight, groups=2)
+    assert weight.is_drawn
+    assert torch.equal(outputs, F.conv2d(x, weight.draw(), groups=2))
+
+
+# ---- costs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("random_bias", [False, True])
+def test_a_draw_of_the_image_forms_nothing_larger_than_inputs_outputs_and_factors(random_bias):
+    q, x = make(20, 30), torch.randn(50, 30)
+    bias = MeanFieldNormal(torch.randn(20), torch.rand(20)) if random_bias else None
+    with RecordsSizes() as recorded:
+        q.image_under(DenseMap(), x, bias).rsample()
+    assert max(recorded.sizes) == 50 * 30
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def everything(q):
+    """Return all that may look at the triangular arguments."""
+    torch.manual_seed(0)
+    x, value = torch.randn(5, IN), torch.randn(OUT, IN)
+    image = q.image(x)
+    return [
+        *(q.variance, q.variance_sum, q.covariance_matrix, q.log_det_covariance, q.rsample()),
+        *(q.log_prob(value), q.entropy(), image.variance, image.covariance_matrix),
+        *(image.rsample(), image.log_prob(torch.zeros(5, OUT))),
+    ]
+
+
+def test_only_the_lower_triangles_count():
+    q = make()
+    row, column = (
+        factor + torch.full_like(factor, torch.nan).triu(1)
+        for factor in (q.scale_tril_row, q.scale_tril_column)
+    )
+    full = MatrixNormal(q.loc, row, column, validate_args=False)
+    for actual, expected in zip(everything(full), everything(q), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("loc", "row", "column", "message"),
+    [
+        (
+            (4, 3),
+            (5, 5),
+            (3, 3),
+            r"`scale_tril_row` must have shape \(\*batch, out, out\) = \(4, 4\), but got \(5, 5\)",
+        ),
+        (
+            (4, 3),
+            (4, 4),
+            (4, 4),
+            r"`scale_tril_column` must have shape \(\*batch, in, in\) = \(3, 3\), but got \(4, 4\)",
+        ),
+        (
+            (4, 3, 2, 2),
+            (4, 4),
+            (3, 3),
+            r"`scale_tril_column` must have shape .* = \(12, 12\), but got \(3, 3\)",
+        ),
+        ((4, 3), (4, 3), (3, 3), r"`scale_tril_row` must have shape .* but got \(4, 3\)"),
+        ((4, 3), (4, 4), (3,), r"`scale_tril_column` must have shape .* but got \(3,\)"),
+        (
+            (4, 3),
+            (4,),
+            (3, 3),
+            r"`loc` must have shape \(\*batch, out, \*rest\), .* `scale_tril_row` \(\*batch, out, "
+            r"out\), but got \(4, 3\) and \(4,\)",
+        ),
+        ((4,), (4, 4), (1, 1), r"`loc` .* at least two dimensions, .* got \(4,\) and \(4, 4\)"),
+        ((4, 3), (5, 4, 4), (5, 3, 3), r"`loc` must have shape .* \(4, 3\) and \(5, 4, 4\)"),
+        (
+            (5, 4, 3),
+            (5, 4, 4),
+            (3, 3),
+            r"`scale_tril_column` must have shape .* = \(5, 3, 3\), but got \(3, 3\)",
+        ),
+        (
+            (5, 4, 3),
+            (6, 4, 4),
+            (5, 3, 3),
+            r"`scale_tril_row` must have shape .* = \(5, 4, 4\), but got \(6, 4, 4\)",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(loc, row, column, message):
+    with pytest.raises(ValueError, match=message):
+        MatrixNormal(torch.zeros(loc), torch.zeros(row), torch.zeros(column))
+
+
+def arguments(**factors):
+    identities = {"scale_tril_row": torch.eye(OUT), "scale_tril_column": torch.eye(IN)}
+    return {"loc": torch.zeros(OUT, IN), **identities, **factors}
+
+
+FACTORS = pytest.mark.parametrize(
+    ("name", "size"), [("scale_tril_row", OUT), ("scale_tril_column", IN)]
+)
+
+
+@FACTORS
+def test_an_entry_above_the_diagonal_is_refused(name, size):
+    factor = torch.eye(size)
+    factor[0, 2] = 0.25
+    message = rf"`{name}` must be lower triangular, but it has an entry 0\.25 .*`{name}\.tril\(\)`"
+    with pytest.raises(ValueError, match=message):
+        MatrixNormal(**arguments(**{name: factor}))
+
+
+@FACTORS
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_diagonals_must_be_positive_and_finite(name, size, wrong):
+    factor = torch.eye(size)
+    factor[1, 1] = wrong
+    message = rf"`{name}\.diagonal\(\)` must be positive and finite everywhere"
+    with pytest.raises(ValueError, match=message):
+        MatrixNormal(**arguments(**{name: factor}))
+
+
+@FACTORS
+def test_factors_of_another_dtype_are_refused(name, size):
+    message = rf"`{name}` must have the dtype of `loc`, torch\.float64, but got torch\.float32"
+    with pytest.raises(ValueError, match=message):
+        MatrixNormal(**arguments(**{name: torch.eye(size, dtype=torch.float32)}))
+
+
+def test_validation_can_be_switched_off():
+    q = MatrixNormal(**arguments(scale_tril_row=-torch.eye(OUT)), validate_args=False)
+    assert q.variance.eq(1).all()
