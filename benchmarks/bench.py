@@ -12,19 +12,46 @@ page would be a good part of some steps, and is no part of the work.
 import argparse
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.models import resnet18
 
 import pyro_structvi as ps
+from pyro_structvi.nn import PointEstimateWarning
 
-NETS: dict[str, tuple[tuple[int, ...], int]] = {
-    "small": ((20, 50, 10), 128),
-    "mnist": ((784, 400, 400, 10), 128),
-    "wide": ((1024, 2048, 2048, 10), 512),
+def make_mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size, out in pairwise(widths):
+        layers += [nn.Linear(size, out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def make_resnet18() -> nn.Module:
+    net = resnet18(num_classes=10)
+    net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # for images of 32 x 32
+    net.maxpool = nn.Identity()  # type: ignore[assignment]
+    return net
+
+
+NETS: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {
+    "small": ("MLP 20-50-10, batch 128", lambda: make_mlp(20, 50, 10), (128, 20)),
+    "mnist": ("MLP 784-400-400-10, batch 128", lambda: make_mlp(784, 400, 400, 10), (128, 784)),
+    "wide": (
+        "MLP 1024-2048-2048-10, batch 512",
+        lambda: make_mlp(1024, 2048, 2048, 10),
+        (512, 1024),
+    ),
+    "huge": (
+        "MLP 4096-4096-4096-10, batch 512",
+        lambda: make_mlp(4096, 4096, 4096, 10),
+        (512, 4096),
+    ),
+    "resnet18": ("ResNet-18 (CIFAR stem), batch 32", make_resnet18, (32, 3, 32, 32)),
 }
 
 GUIDES: dict[str, Callable[[ps.Classifier], ps.StructuredGuide]] = {
@@ -36,6 +63,8 @@ GUIDES: dict[str, Callable[[ps.Classifier], ps.StructuredGuide]] = {
     "low rank, K = 1": lambda model: ps.AutoLowRankLRT(model, rank=1),
     "low rank, K = 2": lambda model: ps.AutoLowRankLRT(model, rank=2),
     "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5),
+    "inducing 64": lambda model: ps.InducingWeightGuide(model),
+    "inducing 64, drawn": lambda model: ps.InducingWeightGuide(model, local_reparam=False),
     "full covariance": lambda model: ps.FullCovarianceGuide(model),
 }
 
@@ -45,8 +74,10 @@ SMALL_ONLY = {"full covariance"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--net", choices=NETS, action="append", help="default: every net")
+    parser.add_argument("--guide", choices=GUIDES, action="append", help="default: every guide")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    warnings.simplefilter("ignore", PointEstimateWarning)  # of batch norms
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = (
         torch.cuda.get_device_name()
@@ -55,23 +86,16 @@ def main() -> None:
     )
     print(f"torch {torch.__version__}, {device.type}, {kind}")
     for name in options.net or NETS:
-        widths, batch = NETS[name]
+        description, make_net, shape = NETS[name]
         torch.manual_seed(0)
-        x = torch.randn(batch, widths[0], device=device)
-        y = torch.randint(widths[-1], (batch,), device=device)
-        steps = {"deterministic": deterministic_step(make_net(widths).to(device), x, y)}
-        for title, make_guide in GUIDES.items():
+        x = torch.randn(shape, device=device)
+        y = torch.randint(10, shape[:1], device=device)
+        steps = {"deterministic": deterministic_step(make_net().to(device), x, y)}
+        for title in options.guide or GUIDES:
             if title in SMALL_ONLY and name != "small":
                 continue
-            steps[title] = guide_step(make_net(widths).to(device), make_guide, x, y)
-        report(f"MLP {'-'.join(map(str, widths))}, batch {batch}", measure(steps, options.rounds))
-
-
-def make_net(widths: tuple[int, ...]) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for size, out in pairwise(widths):
-        layers += [nn.Linear(size, out), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+            steps[title] = guide_step(make_net().to(device), GUIDES[title], x, y)
+        report(description, measure(steps, options.rounds))
 
 
 def deterministic_step(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:

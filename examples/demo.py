@@ -32,6 +32,9 @@ METHODS: dict[str, Callable[[Any], nn.Module]] = {
         model, rank=5, diagonal="full", join_bias=True
     ),
     "full covariance": lambda model: ps.FullCovarianceGuide(model),
+    "FFG-U": lambda model: ps.InducingWeightGuide(model, (16, 16)),
+    "FCG-U": lambda model: ps.InducingWeightGuide(model, (16, 16), "full"),
+    "Ensemble-U": lambda model: ps.InducingWeightGuide(model, (16, 16), "ensemble"),
 }
 
 # Its covariance of the first layer for the digits would have five million parameters.

@@ -24,6 +24,8 @@ GUIDES: dict[str, Callable[[ps.Classifier, int], ps.StructuredGuide]] = {
     "k-tied": ps.KTiedGuide,
     "low-rank": ps.AutoLowRankLRT,
     "low-rank-full-diagonal": lambda model, rank: ps.AutoLowRankLRT(model, rank, diagonal="full"),
+    "inducing": lambda model, rank: ps.InducingWeightGuide(model, max_conditional_scale=0.1),
+    "inducing-unbounded": lambda model, rank: ps.InducingWeightGuide(model),
 }
 
 

@@ -40,13 +40,17 @@ class BankAndSquaredNorm(torch.autograd.Function):
     def backward(ctx: Any, of_bank: Tensor, of_norm: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients, the two for x as one product."""
         x, matrix = ctx.saved_tensors
-        of_x = torch.addmm(2 * of_norm * x, of_bank, matrix) if ctx.needs_input_grad[0] else None
-        of_matrix = of_bank.mT @ x if ctx.needs_input_grad[1] else None
+        dtype = of_bank.dtype  # autocast has its own
+        of_x = of_matrix = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.addmm((2 * of_norm * x).to(dtype), of_bank, matrix.to(dtype))
+        if ctx.needs_input_grad[1]:
+            of_matrix = of_bank.mT @ x.to(dtype)
         return of_x, of_matrix
 
 
 def _sum_of_products(a: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
     """Return ``a * b`` summed to a shape, without forming the products where it is one number."""
     if shape.numel() == 1:
-        return torch.dot(a.reshape(-1), b.reshape(-1)).reshape(shape)
+        return torch.dot(a.reshape(-1).to(b.dtype), b.reshape(-1)).reshape(shape)
     return (a * b).sum_to_size(shape)

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
+LEAST_PIVOT = 3e-7  # of the largest; less may be all rounding
 
 
 def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,17 +22,30 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
         The lower factor, of NaN where no jitter helps, and what was added to the diagonal
         ``(*batch,)``.
     """
+    if matrix.device.type == "cpu":
+        tril, failed = _try_cholesky(matrix)
+        if not bool(failed.any()):
+            return tril, matrix.new_zeros(matrix.shape[:-2])
+    jitter = smallest_jitter(matrix)
+    tril, failed = _try_cholesky(add_to_diagonal(matrix, jitter))
+    return tril.masked_fill(failed[..., None, None], torch.nan), jitter
+
+
+@torch.no_grad()
+def smallest_jitter(matrix: Tensor) -> Tensor:
+    """Return the jitter ``(*batch,)`` that each matrix takes, by trying all at once; 0 if none helps."""
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+    tried = torch.stack([diagonal * jitter for jitter in JITTERS], -1)
+    _, failed = _try_cholesky(add_to_diagonal(matrix.unsqueeze(-3), tried))
+    first = failed.long().argmin(-1, keepdim=True)
+    return tried.gather(-1, first).squeeze(-1)
+
+
+def _try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower factor, and where it does not exist or is lost in rounding, ``(*batch,)``."""
     tril, info = torch.linalg.cholesky_ex(matrix)
-    if not matrix.is_cuda and not bool(info.any()):
-        return tril, matrix.new_zeros(matrix.shape[:-2])
-    with torch.no_grad():
-        diagonal = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
-        tried = torch.stack([diagonal * jitter for jitter in JITTERS], -1)
-        _, failed = torch.linalg.cholesky_ex(add_to_diagonal(matrix.unsqueeze(-3), tried))
-        first = failed.ne(0).long().argmin(-1, keepdim=True)
-        jitter = tried.gather(-1, first).squeeze(-1)
-    tril, info = torch.linalg.cholesky_ex(add_to_diagonal(matrix, jitter))
-    return tril.masked_fill((info > 0)[..., None, None], torch.nan), jitter
+    pivots = tril.detach().diagonal(dim1=-2, dim2=-1)
+    return tril, (info > 0) | (pivots.amin(-1) < LEAST_PIVOT * pivots.amax(-1))
 
 
 def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
@@ -57,9 +70,9 @@ class KroneckerLogDet(torch.autograd.Function):
         return spectrum.log().sum((-2, -1))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to both matrices."""
+        _refuse_second_derivatives()
         g, f, row_basis, column_basis = ctx.saved_tensors
         weights = gradient[..., None, None] / _spectrum(g, f)
         of_g = (weights * (1 - f).unsqueeze(-2)).sum(-1, keepdim=True)
@@ -81,14 +94,23 @@ class KroneckerQuadratic(torch.autograd.Function):
         return quadratic
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients with respect to ``k`` and both matrices."""
+        _refuse_second_derivatives()
         solution, rows, columns = ctx.saved_tensors
         weighted = gradient[..., None, None] * solution
         of_rows = weighted @ (columns @ solution.mT - solution.mT)
         of_columns = weighted.mT @ (rows @ solution - solution)
         return 2 * weighted, of_rows.sum_to_size(rows.shape), of_columns.sum_to_size(columns.shape)
+
+
+def _refuse_second_derivatives() -> None:
+    """Raise where a graph of the gradients is asked for: torch's decorator lets most pass as zeros."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "A density of Kronecker structure has first derivatives only. Differentiate it without "
+            "`create_graph=True`."
+        )
 
 
 def _spectrum(g: Tensor, f: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from pyro_structvi.applications import Application, parse_application
 from pyro_structvi.linear_maps import LinearMap
 
 if TYPE_CHECKING:
-    from pyro_structvi.distributions.weight_distribution import WeightDistribution
+    from pyro_structvi.distributions.weight_distribution import FactoredDraw, WeightDistribution
 
 LocalReparam = bool | Literal["exact"]
 
@@ -50,6 +50,11 @@ def weights_wait() -> Iterator[None]:
         _WAITING.reset(token)
 
 
+def weights_wait_now() -> bool:
+    """Return whether this code runs inside :func:`weights_wait`."""
+    return _WAITING.get()
+
+
 @dataclass
 class SiteUse:
     """How a guide's site is used by the model, and how its draws may therefore be put off.
@@ -75,7 +80,7 @@ class SiteUse:
     @property
     def waits_now(self) -> bool:
         """Whether a draw at this site is to be put off here and now; see :func:`weights_wait`."""
-        return self.may_wait and _WAITING.get()
+        return self.may_wait and weights_wait_now()
 
     def allows_image(self, application: Application) -> bool:
         """Whether this use may be answered by the image's law instead of a drawn weight."""
@@ -201,6 +206,7 @@ class LazyWeight(WeightStandIn):
 
     distribution: "WeightDistribution"
     _drawn: Tensor | None
+    _factored: "FactoredDraw | None"
     _gave_outputs: bool
     _with_grad: bool
 
@@ -209,14 +215,15 @@ class LazyWeight(WeightStandIn):
         weight = cls._make(distribution._first_parameter, distribution.event_shape, use)
         weight.distribution = distribution
         weight._drawn = None
+        weight._factored = None
         weight._gave_outputs = False
         weight._with_grad = torch.is_grad_enabled()
         return weight
 
     @property
     def is_drawn(self) -> bool:
-        """Whether an ordinary weight has been drawn."""
-        return self._drawn is not None
+        """Whether a weight has been drawn, as a tensor or in factors."""
+        return self._drawn is not None or self._factored is not None
 
     def draw(self) -> Tensor:
         """Return the ordinary weight, drawn at the first call and kept.
@@ -227,20 +234,20 @@ class LazyWeight(WeightStandIn):
         self._refuse_second_use()
         if self._drawn is None:
             with torch.set_grad_enabled(self._with_grad):  # wherever it is first looked at
-                self._drawn = self.distribution.rsample()
+                factored = self._factored
+                self._drawn = factored.weight() if factored else self.distribution.rsample()
         return self._drawn
 
     def _draw_outputs(self, application: Application) -> Tensor | None:
-        """Draw the outputs of the map, or return None where the structure has no image under it.
+        """Draw the outputs of the map, or return None where only an ordinary weight will do.
 
         What a lazy bias has of independent noise adds its variance to that of the outputs. The rest
         of it, or all of it where an example has several positions, is drawn once for each example.
         """
         linear_map, x, _, bias = application
-        if not self._may_give_outputs(application):
-            return None
-        if self.distribution.prefers_drawn_weight(linear_map, x):
-            return None
+        prefers_draw = self.distribution.prefers_drawn_weight(linear_map, x)
+        if prefers_draw or not self._may_give_outputs(application):
+            return self._apply_factored(application)
         self._refuse_second_use()
         lazy_bias, shift = None, None
         if isinstance(bias, LazyWeight) and bias._may_give_outputs(application):
@@ -258,6 +265,18 @@ class LazyWeight(WeightStandIn):
             lazy_bias._gave_outputs = True
         outputs: Tensor = image.rsample()
         return outputs if shift is None else outputs + shift
+
+    def _apply_factored(self, application: Application) -> Tensor | None:
+        """Apply one draw of the weight in factors, where that costs less than forming it."""
+        linear_map, x, _, bias = application
+        formed = self._drawn is not None and self._factored is None
+        if formed or not self.distribution.draws_in_factors(linear_map):
+            return None
+        self._refuse_second_use()
+        if self._factored is None:
+            with torch.set_grad_enabled(self._with_grad):
+                self._factored = self.distribution.rsample_in_factors()
+        return self._factored.apply(linear_map, _value(x), _value(bias))
 
     def _may_give_outputs(self, application: Application) -> bool:
         """Whether this weight's part in a linear map may be drawn as outputs."""

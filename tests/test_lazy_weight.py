@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.distributions.conditional import AugmentedNormal
 from pyro_structvi.linear_maps import ConvolutionMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, CONVOLUTION_CASES
@@ -127,8 +128,9 @@ def test_a_convolution_without_an_image_uses_one_drawn_weight(case, dim, lead):
 
 
 @pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
-def test_outputs_of_a_convolution_have_their_law(case):
+def test_outputs_of_a_convolution_have_their_law(case, monkeypatch):
     """Each position has its exact law, and so has what positions share; the rest is independent."""
+    monkeypatch.setattr(AugmentedNormal, "prefers_drawn_weight", lambda *args: False)
     q, x = case.make((), KERNEL, torch.float64), torch.randn(1, 2, 4, 3)
     outputs = F.conv2d(x.repeat(20_000, 1, 1, 1), lazy(q))
     covariance, shared = case.covariance(q), case.shared_covariance(q)

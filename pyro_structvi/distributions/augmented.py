@@ -46,13 +46,12 @@ class InducingSide:
     def of(cls, factor: Tensor, diagonal: Tensor) -> Self:
         """Factor ``Z (*batch, M, size)`` and the diagonal ``D (*batch, M)``."""
         with autocast_off(factor):
-            square = diagonal.double().square()
-            gram = (factor @ factor.mT).double()
-            tril, jitter = stable_cholesky(gram + torch.diag_embed(square))
+            double, square = factor.double(), diagonal.double().square()
+            tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
             identity = torch.eye(tril.shape[-1], dtype=tril.dtype, device=tril.device)
             inverse = torch.linalg.solve_triangular(tril, identity.expand_as(tril), upper=False)
             remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
-            basis = inverse.to(factor.dtype) @ factor
+            basis = (inverse @ double).to(factor.dtype)
         return cls(basis, remainder.to(factor.dtype), tril, jitter)
 
     @cached_property
@@ -76,7 +75,8 @@ class AugmentedMatrixNormal:
         \Psi = Z Z^\top + D^2
 
     with ``vec`` row by row. Whatever Z and D are, W alone has independent entries
-    :math:`N(0, \sigma^2)`, so they are free parameters of a posterior. *Whitened* inducing weights are :math:`\tilde U =
+    :math:`N(0, \sigma^2)`, so they are free parameters of a posterior. *Whitened* inducing weights are
+    :math:`\tilde U =
     L_r^{-1} U L_c^{-\top}` with :math:`L = \operatorname{chol}(\Psi)`, standard normal. Then, with
     :math:`B = L^{-1} Z` and :math:`P = B^\top B`,
 
@@ -124,6 +124,12 @@ class AugmentedMatrixNormal:
         event_shape: Sequence[int] | None = None,
         validate_args: bool | None = None,
     ) -> None:
+        for name, factor, size in (("row", row_factor, "out"), ("column", column_factor, "in")):
+            if factor.dim() < 2:
+                raise ValueError(
+                    f"`{name}_factor` must have shape (*batch, M_{size}, {size}), but got "
+                    f"{shape_text(factor.shape)}."
+                )
         self.row_factor, self.column_factor = row_factor, column_factor
         self.row_diagonal, self.column_diagonal = row_diagonal, column_diagonal
         self.scale = self._tensor(scale)
@@ -150,7 +156,7 @@ class AugmentedMatrixNormal:
             check_shape(name, getattr(self, name), (*self.batch_shape, *expected), meaning)
         for name in self.scales:
             check_broadcastable(name, getattr(self, name), self.batch_shape, "(*batch,)")
-        if self.event_shape[0] != out or self.event_shape[1:].numel() != size:
+        if self.event_shape[:1] != (out,) or self.event_shape[1:].numel() != size:
             raise ValueError(
                 f"`event_shape` must be (out, *rest) with out = {out} and prod(rest) = {size}, but "
                 f"got {shape_text(self.event_shape)}."

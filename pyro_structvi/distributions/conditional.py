@@ -1,12 +1,19 @@
 """A weight given its joint prior with inducing weights: draws, moments and outputs."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Distribution, constraints
 
-from pyro_structvi._checks import check_positive, check_shape
+from pyro_structvi._autocast import autocast_off
+from pyro_structvi._checks import (
+    check_broadcastable,
+    check_positive,
+    check_same_kind,
+    check_shape,
+)
 from pyro_structvi._fused import AddScaledNoise
 from pyro_structvi._linear_algebra import KroneckerLogDet, KroneckerQuadratic
 from pyro_structvi.distributions.full import DenseImage
@@ -40,6 +47,7 @@ class AugmentedNormal(WeightDistribution):
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
     _parameters = ("conditional_scale",)
     takes_bias_column = True
+    has_factored_draws = True
     conditional_scale: Tensor
 
     def __init__(
@@ -51,14 +59,14 @@ class AugmentedNormal(WeightDistribution):
     ) -> None:
         if isinstance(conditional_scale, (int, float)):
             conditional_scale = joint.row_factor.new_tensor(conditional_scale)
-        self.joint, self._inducing = joint, inducing
-        self.conditional_scale = conditional_scale.expand(joint.batch_shape)
         self._set_shapes(joint.batch_shape, joint.event_shape, validate_args)
         if self._validate_args:
-            shape, inducing = (*joint.batch_shape, *joint.inducing_shape), self.inducing
-            own = (*inducing.batch_shape, *inducing.event_shape)
-            check_shape("inducing", torch.empty(own, device="meta"), shape, "(*batch, M_out, M_in)")
-            check_positive("conditional_scale", conditional_scale)
+            name, shape = "conditional_scale", joint.batch_shape
+            check_broadcastable(name, conditional_scale, shape, "(*batch,)")
+            check_same_kind(name, conditional_scale, "row_factor", joint.row_factor)
+            check_positive(name, conditional_scale)
+        self.joint, self._inducing = joint, inducing
+        self.conditional_scale = conditional_scale.expand(joint.batch_shape)
 
     @property
     def inducing(self) -> WeightDistribution:
@@ -124,11 +132,23 @@ class AugmentedNormal(WeightDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)`` by the extended Matheron rule."""
-        sample = torch.Size(sample_shape)
-        weight, whitened = self.joint.draw_standard(sample)
+        return self._draw(torch.Size(sample_shape)).weight()
+
+    def rsample_in_factors(self) -> "MatheronDraw":
+        """Draw a weight that is not formed."""
+        return self._draw(torch.Size())
+
+    def _draw(self, sample_shape: torch.Size) -> "MatheronDraw":
+        noise, whitened = self.joint.draw_standard(sample_shape)
         scale = self.conditional_scale[..., None, None]
-        projected = self._project(self.inducing.rsample(sample) - scale * whitened)
-        return self._weight(AddScaledNoise.apply(projected, scale * self._scales, weight))
+        return MatheronDraw(self, self.inducing.rsample(sample_shape) - scale * whitened, noise)
+
+    def draws_in_factors(self, linear_map: LinearMap) -> bool:
+        """Whether the factors' products, gradients too, are less than the gradient of the weight."""
+        out, (inducing_out, inducing_in) = self.event_shape[0], self.joint.inducing_shape
+        thin = self._size * inducing_in + inducing_out * (inducing_in + out)
+        draws: bool = linear_map.groups == 1 and 3 * thin < out * self._size
+        return draws
 
     def _perturbation(self, shape: torch.Size) -> Tensor:
         return self.rsample(shape[: len(shape) - len(self._extended_shape())]) - self.loc
@@ -199,7 +219,8 @@ class AugmentedNormal(WeightDistribution):
     def _project(self, inducing: Tensor) -> Tensor:
         """Return the conditional mean, as a matrix, for whitened inducing weights."""
         rows, columns = self._bases
-        projected: Tensor = rows.mT @ inducing @ (columns * self._scales)
+        with autocast_off(inducing):
+            projected: Tensor = rows.mT @ inducing @ (columns * self._scales)
         return projected
 
     def _squared_lambda(self, dims: int) -> Tensor:
@@ -221,6 +242,39 @@ class AugmentedNormal(WeightDistribution):
         )
         new._validate_args, new.site_use = self._validate_args, self.site_use
         return new
+
+
+@dataclass(frozen=True)
+class MatheronDraw:
+    """A draw of a weight as a low-rank part and noise that takes no gradient.
+
+    Attributes:
+        law: The law of the weight.
+        inducing: The whitened inducing weights of the low-rank part, ``(*sample, M_out, M_in)``.
+        noise: Standard normal, ``(*sample, out, in)``.
+    """
+
+    law: AugmentedNormal
+    inducing: Tensor
+    noise: Tensor
+
+    def weight(self) -> Tensor:
+        """Return the weight."""
+        law = self.law
+        coefficient = law.conditional_scale[..., None, None] * law._scales
+        weight = AddScaledNoise.apply(law._project(self.inducing), coefficient, self.noise)
+        return law._weight(weight)
+
+    def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``linear_map(x, W) + bias``: two products of the weight's size in place of three."""
+        law = self.law
+        rows, columns = law._bases
+        hidden = linear_map.bank(x, columns * law._scales)
+        low_rank = linear_map.mix(linear_map.mix(hidden, self.inducing), rows.mT, bias)
+        coefficient, noise = law.conditional_scale * law.joint.scale, self.noise
+        if law.joint.bias_scale is not None:
+            noise = noise * (law._scales / law.joint.scale)
+        return torch.addcmul(low_rank, coefficient, linear_map(x, noise))
 
 
 class AugmentedImage(DenseImage):
@@ -395,6 +449,16 @@ def _scaled(
     return linear_map.bank(x.square(), joint.column_scale.square().unsqueeze(-2))
 
 
+def check_inducing(
+    name: str, value: Tensor, joint: "AugmentedMatrixNormal", validate_args: bool | None
+) -> None:
+    """Raise a ``ValueError`` unless a tensor fits a joint prior's inducing weights, if that is asked."""
+    if Distribution._validate_args if validate_args is None else validate_args:
+        shape = (*joint.batch_shape, *joint.inducing_shape)
+        check_shape(name, value, shape, "(*batch, M_out, M_in)")
+        check_same_kind(name, value, "row_factor", joint.row_factor)
+
+
 class ConditionalNormal(AugmentedNormal):
     r"""A weight given its inducing weights, :math:`N(\mu_{W|U}, \lambda^2 \Sigma_{W|U})`.
 
@@ -433,6 +497,7 @@ class ConditionalNormal(AugmentedNormal):
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
     ) -> None:
+        check_inducing("whitened", whitened, joint, validate_args)
         inducing = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
         super().__init__(joint, inducing, conditional_scale, validate_args)
 

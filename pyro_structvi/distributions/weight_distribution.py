@@ -1,7 +1,7 @@
 """The contract: what every distribution over a weight must define, may define, and obeys."""
 
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -9,8 +9,18 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_structvi._checks import check_same_kind
-from pyro_structvi.lazy_weight import LazyWeight, SiteUse
+from pyro_structvi.lazy_weight import LazyWeight, SiteUse, weights_wait_now
 from pyro_structvi.linear_maps import DenseMap, LinearMap
+
+
+class FactoredDraw(Protocol):
+    """One draw of a weight that can be applied without being formed."""
+
+    def weight(self) -> Tensor:
+        """Return the weight."""
+
+    def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``linear_map(x, W) + bias``."""
 
 
 class WeightDistribution(TorchDistribution):
@@ -46,6 +56,7 @@ class WeightDistribution(TorchDistribution):
     has_rsample = True
     has_independent_elements: ClassVar[bool] = False
     takes_bias_column: ClassVar[bool] = False
+    has_factored_draws: ClassVar[bool] = False
     _parameters: ClassVar[tuple[str, ...]]
     loc: Tensor
 
@@ -133,6 +144,14 @@ class WeightDistribution(TorchDistribution):
         """Whether a drawn weight is cheaper here than drawn outputs, and nothing exact is lost."""
         return False
 
+    def draws_in_factors(self, linear_map: LinearMap) -> bool:
+        """Whether a drawn weight is better applied in factors under this map than formed."""
+        return False
+
+    def rsample_in_factors(self) -> "FactoredDraw":
+        """Draw a weight that is not formed, where ``has_factored_draws``."""
+        raise NotImplementedError
+
     def split_noise(
         self, sample_shape: torch.Size
     ) -> "tuple[WeightDistribution | None, Tensor | None]":
@@ -186,9 +205,11 @@ class WeightDistribution(TorchDistribution):
     def __call__(self, sample_shape: Any = ()) -> Tensor:
         """Draw as ``pyro.sample`` does; at a guide's site the draw may be put off."""
         use = self.site_use
-        if use is not None and use.waits_now and not sample_shape and not self.batch_shape:
+        if use is None or sample_shape or self.batch_shape:
+            return self.rsample(sample_shape)
+        if use.waits_now or (self.has_factored_draws and weights_wait_now()):
             return LazyWeight(self, use)
-        return self.rsample(sample_shape)
+        return self.rsample()
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
@@ -209,12 +230,11 @@ class WeightDistribution(TorchDistribution):
         """Return this distribution with a larger batch shape, sharing memory."""
         batch_shape = torch.Size(batch_shape)
         new: Self = self._get_checked_instance(type(self), _instance)
-        expanded = {}
         for name in self._parameters:
             value = getattr(self, name)
             own = value.shape[len(self.batch_shape) :]
-            expanded[name] = value.expand(batch_shape + own)
-        WeightDistribution.__init__(new, expanded, len(self.event_shape), self._validate_args)
+            setattr(new, name, value.expand(batch_shape + own))
+        new._set_shapes(batch_shape, self.event_shape, self._validate_args)
         new.site_use = self.site_use
         return new
 

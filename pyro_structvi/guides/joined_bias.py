@@ -107,11 +107,10 @@ class LazyPart(WeightStandIn):
 
     def _draw_outputs(self, application: Application) -> Tensor | None:
         bias, together = application.bias, application._replace(weight=self.whole, bias=None)
-        if not (isinstance(bias, LazyPart) and bias.whole is self.whole):
-            return None
-        if not self.whole._may_give_outputs(together):
-            return None
         linear_map, x = application.linear_map, application.x
+        whole = bias.whole if isinstance(bias, LazyPart) else None
+        if whole is not self.whole or isinstance(x, WeightStandIn):
+            return None
         assert not isinstance(linear_map, BiasColumnMap)
         if self.whole.distribution.takes_bias_column:
             linear_map = BiasColumnMap(linear_map)
