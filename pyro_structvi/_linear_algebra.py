@@ -54,6 +54,63 @@ def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
     return matrix + value[..., None, None] * identity
 
 
+class OrthonormalRows(torch.autograd.Function):
+    """``L^-1 [Z, D]`` for ``L L' = Z Z' + D^2``: the LQ decomposition of ``[Z, D]``, by Cholesky.
+
+    Factored in double precision, with the smallest jitter that works, which counts to ``D^2``. The
+    gradient is that of the decomposition, in the arguments' precision.
+    """
+
+    @staticmethod
+    def forward(factor: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``L^-1 Z``, ``L^-1 D`` and the jitter for ``Z (*b, M, size)`` and ``D (*b, M)``."""
+        double, square = factor.double(), diagonal.double().square()
+        tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
+        identity = torch.eye(tril.shape[-1], dtype=tril.dtype, device=tril.device)
+        inverse = torch.linalg.solve_triangular(tril, identity.expand_as(tril), upper=False)
+        remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
+        return (inverse @ double).to(factor.dtype), remainder.to(factor.dtype), jitter
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Keep the rows and the diagonal, which together say what ``L^-1`` is."""
+        (_, diagonal), (basis, remainder, jitter) = inputs, output
+        ctx.save_for_backward(basis, remainder, diagonal, jitter)
+        ctx.save_for_forward(basis, remainder, diagonal, jitter)
+        ctx.mark_non_differentiable(jitter)
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_basis: Tensor, of_remainder: Tensor, _: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients with respect to ``Z`` and ``D``."""
+        basis, remainder, diagonal, jitter = ctx.saved_tensors
+        inverse, share = _inverse_and_share(remainder, diagonal, jitter)
+        product = of_basis @ basis.mT + of_remainder @ remainder.mT
+        symmetric = product.tril() + product.tril(-1).mT
+        of_factor = inverse.mT @ (of_basis - symmetric @ basis)
+        of_diagonal = (inverse * (of_remainder - symmetric @ remainder)).sum(-2)
+        return of_factor, of_diagonal * share
+
+    @staticmethod
+    def jvp(
+        ctx: Any, of_factor: Tensor | None, of_diagonal: Tensor | None
+    ) -> tuple[Tensor, Tensor, None]:
+        """Return the tangents of ``L^-1 Z`` and ``L^-1 D``."""
+        basis, remainder, diagonal, jitter = ctx.saved_tensors
+        inverse, share = _inverse_and_share(remainder, diagonal, jitter)
+        left, right = torch.zeros_like(basis), torch.zeros_like(remainder)
+        if of_factor is not None:
+            left = inverse @ of_factor
+        if of_diagonal is not None:
+            right = inverse * (share * of_diagonal).unsqueeze(-2)
+        product = left @ basis.mT + right @ remainder.mT
+        of_tril = product.tril() + product.triu(1).mT
+        return left - of_tril @ basis, right - of_tril @ remainder, None
+
+
 class KroneckerLogDet(torch.autograd.Function):
     """``log det(I - G (x) F)``, where ``I - G`` and ``I - F`` are given; no derivative of ``eigh``.
 
@@ -111,6 +168,14 @@ def _refuse_second_derivatives() -> None:
             "A density of Kronecker structure has first derivatives only. Differentiate it without "
             "`create_graph=True`."
         )
+
+
+def _inverse_and_share(
+    remainder: Tensor, diagonal: Tensor, jitter: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ``L^-1`` from ``L^-1 D``, and how much of the jittered ``D`` is ``D`` itself."""
+    jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
+    return remainder / jittered.unsqueeze(-2), diagonal / jittered
 
 
 def _spectrum(g: Tensor, f: Tensor) -> Tensor:

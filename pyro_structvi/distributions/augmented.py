@@ -17,7 +17,7 @@ from pyro_structvi._checks import (
     check_shape,
     shape_text,
 )
-from pyro_structvi._linear_algebra import stable_cholesky
+from pyro_structvi._linear_algebra import OrthonormalRows
 from pyro_structvi.distributions.conditional import ConditionalNormal
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
@@ -30,29 +30,33 @@ class InducingSide:
     With :math:`\Psi = Z Z^\top + D^2 = L L^\top`:
 
     Attributes:
+        factor: :math:`Z`, ``(*batch, M, size)``.
+        diagonal: The diagonal of :math:`D`, ``(*batch, M)``.
         basis: :math:`B = L^{-1} Z`, ``(*batch, M, size)``; whitened inducing weights meet the weight
             through it.
         remainder: :math:`H = L^{-1} D`, ``(*batch, M, M)``, so that :math:`B B^\top + H H^\top = I`.
-        scale_tril: :math:`L`, ``(*batch, M, M)``, in double precision.
         jitter: What was added to the diagonal of :math:`\Psi`, ``(*batch,)``.
     """
 
+    factor: Tensor
+    diagonal: Tensor
     basis: Tensor
     remainder: Tensor
-    scale_tril: Tensor
     jitter: Tensor
 
     @classmethod
     def of(cls, factor: Tensor, diagonal: Tensor) -> Self:
         """Factor ``Z (*batch, M, size)`` and the diagonal ``D (*batch, M)``."""
         with autocast_off(factor):
-            double, square = factor.double(), diagonal.double().square()
-            tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
-            identity = torch.eye(tril.shape[-1], dtype=tril.dtype, device=tril.device)
-            inverse = torch.linalg.solve_triangular(tril, identity.expand_as(tril), upper=False)
-            remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
-            basis = (inverse @ double).to(factor.dtype)
-        return cls(basis, remainder.to(factor.dtype), tril, jitter)
+            return cls(factor, diagonal, *OrthonormalRows.apply(factor, diagonal))
+
+    @cached_property
+    def scale_tril(self) -> Tensor:
+        """The factor :math:`L`, ``(*batch, M, M)``, in double precision."""
+        factor, square = self.factor.double(), self.diagonal.double().square()
+        psi = factor @ factor.mT + torch.diag_embed(square + self.jitter.unsqueeze(-1))
+        tril: Tensor = torch.linalg.cholesky_ex(psi).L
+        return tril
 
     @cached_property
     def gram(self) -> Tensor:
@@ -63,7 +67,8 @@ class InducingSide:
     @cached_property
     def complement(self) -> Tensor:
         """The matrix ``I - B B' = H H'``, ``(*batch, M, M)``."""
-        return self.remainder @ self.remainder.mT
+        with autocast_off(self.remainder):
+            return self.remainder @ self.remainder.mT
 
 
 class AugmentedMatrixNormal:

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence, register_kl
 
-from pyro_structvi.distributions.conditional import AugmentedNormal, ConditionalNormal
+from pyro_structvi.distributions.conditional import (
+    AugmentedNormal,
+    ConditionalNormal,
+    check_inducing,
+)
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.point_mixture import PointMixture
@@ -70,6 +74,7 @@ class InducingNormal(AugmentedNormal):
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
     ) -> None:
+        check_inducing("inducing_loc", inducing_loc, joint, validate_args)
         inducing = MeanFieldNormal(inducing_loc, inducing_scale, 2, validate_args)
         super().__init__(joint, inducing, conditional_scale, validate_args)
 
@@ -94,6 +99,8 @@ class InducingNormal(AugmentedNormal):
         Returns:
             The law of W.
         """
+        if inducing is not None:
+            check_inducing("inducing", inducing.mean, joint, validate_args)
         new = cls.__new__(cls)
         AugmentedNormal.__init__(new, joint, inducing, conditional_scale, validate_args)
         return new
@@ -116,15 +123,12 @@ class InducingNormal(AugmentedNormal):
         return self._given().log_det_covariance + log_det.to(self.conditional_scale.dtype)
 
     def _mahalanobis(self, difference: Tensor) -> Tensor:
-        given, batch = self._given(), difference.shape[: difference.dim() - len(self.event_shape)]
-        v = difference.reshape(*batch, self.event_shape[0], -1) / self._scales
-        rows, columns = self._bases
-        k = (rows @ v @ columns.mT).double().flatten(-2).unsqueeze(-1)
-        k = torch.linalg.solve(self._residual(), k)
+        v, seen = self._seen(difference)
+        k = torch.linalg.solve(self._residual(), seen.flatten(-2).unsqueeze(-1))
         covariance = self.inducing.covariance_matrix.double()
         gain = torch.linalg.solve(self._seen_covariance(), covariance)
         explained = (k.mT @ gain @ k)[..., 0, 0] / self._squared_lambda(0).double().square()
-        distance: Tensor = given._mahalanobis(difference) - explained.to(v.dtype)
+        distance: Tensor = self._given()._mahalanobis(difference) - explained.to(v.dtype)
         return distance
 
     def _given(self) -> ConditionalNormal:
@@ -153,8 +157,14 @@ class InducingNormal(AugmentedNormal):
         return seen
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
+        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``.
+
+        Raises:
+            NotImplementedError: Where the inducing weights' own inducing weights are several points.
+        """
         if not isinstance(self.inducing, PointMixture):
+            if self._is_mixture:
+                raise NotImplementedError("A mixture of normals as inducing weights has no density.")
             return super().log_prob(value)
         if self._validate_args:
             self._validate_sample(value)
@@ -171,7 +181,7 @@ class InducingNormal(AugmentedNormal):
         Raises:
             NotImplementedError: For a mixture of several points, which has no closed form.
         """
-        if isinstance(self.inducing, PointMixture) and self.inducing.members.shape[-3] > 1:
+        if self._is_mixture:
             raise NotImplementedError("A mixture of normals has no entropy in closed form.")
         return super().entropy()
 
@@ -214,7 +224,7 @@ def _kl_inducing_normal(q: InducingNormal, p: Any) -> Tensor:
     divergence: Tensor = conditional + _prior_gap(q, p)
     if isinstance(q.inducing, PointMixture):
         return divergence
-    standard = Normal(torch.zeros_like(scale), torch.ones_like(scale), validate_args=False)
+    standard = Normal(scale.new_zeros(()), scale.new_ones(()), validate_args=False)
     of_inducing: Tensor = kl_divergence(q.inducing, standard)
     return divergence + of_inducing
 
@@ -222,8 +232,11 @@ def _kl_inducing_normal(q: InducingNormal, p: Any) -> Tensor:
 def _prior_gap(q: InducingNormal, p: Any) -> Tensor:
     """Return the mean under q of ``log p_joint(W) - log p(W)``; zero where the two are one prior."""
     loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
-    own = q._scales
-    if scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
+    own, size = q._scales, q.event_shape.numel()
+    if loc.shape[-2:] == scale.shape[-2:] == own.shape[-2:] == (1, 1):  # one prior for all
+        count = size
+        first, second = (moment[..., None, None] for moment in _total_moments(q))
+    elif scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
         count = q.event_shape[0]
         first, second = (moment.unsqueeze(-2) for moment in _column_moments(q))
     else:
@@ -250,15 +263,29 @@ def _rows_and_columns(q: InducingNormal, value: Tensor) -> Tensor:
     return value.reshape(*q.batch_shape, rows, -1)
 
 
+def _total_moments(q: InducingNormal) -> tuple[Tensor, Tensor]:
+    """Return the sums of ``E[W]`` and of ``E[W^2]``, ``(*batch,)`` each, for a prior of one scale."""
+    (rows, columns), mean, scale = q._bases, q.inducing.mean, q.joint.scale
+    gram, column_gram = q.joint.rows.gram, q.joint.columns.gram
+    first = (rows.sum(-1).unsqueeze(-2) @ mean @ columns.sum(-1).unsqueeze(-1))[..., 0, 0]
+    seen = (_second_moment(q.inducing, gram) * column_gram).sum((-2, -1))
+    kept = q.event_shape.numel() - _trace(gram) * _trace(column_gram)
+    return scale * first, scale.square() * (seen + q._squared_lambda(0) * kept)
+
+
 def _column_moments(q: InducingNormal) -> tuple[Tensor, Tensor]:
     """Return the sums over rows of ``E[W]`` and of ``E[W^2]``, ``(*batch, in)`` each."""
-    rows, columns = q._bases
-    scale, gram, mean = q.joint.column_scale, q.joint.rows.gram, q.inducing.mean
-    first = scale * (rows.sum(-1).unsqueeze(-2) @ mean @ columns).squeeze(-2)
-    seen = mean.mT @ gram @ mean + _spread(q.inducing, gram)
+    (rows, columns), mean, scale = q._bases, q.inducing.mean, q.joint.column_scale
+    gram = q.joint.rows.gram
+    first = (rows.sum(-1).unsqueeze(-2) @ mean @ columns).squeeze(-2)
+    seen = (columns * (_second_moment(q.inducing, gram) @ columns)).sum(-2)
     kept = q.event_shape[0] - _trace(gram).unsqueeze(-1) * columns.square().sum(-2)
-    second = (columns * (seen @ columns)).sum(-2) + q._squared_lambda(1) * kept
-    return first, scale.square() * second
+    return scale * first, scale.square() * (seen + q._squared_lambda(1) * kept)
+
+
+def _second_moment(inducing: WeightDistribution, gram: Tensor) -> Tensor:
+    """Return ``E[U' G U]`` for the inducing weights U, ``(*batch, M_in, M_in)``."""
+    return inducing.mean.mT @ gram @ inducing.mean + _spread(inducing, gram)
 
 
 def _spread(inducing: WeightDistribution, gram: Tensor) -> Tensor:

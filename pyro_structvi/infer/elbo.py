@@ -20,6 +20,7 @@ from torch.distributions import kl_divergence
 from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.distributions import Auxiliary, JoinedPrior
+from pyro_structvi.families.family import one_step
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.lazy_weight import weights_wait
 
@@ -121,9 +122,11 @@ class StructuredELBO(ELBO):
         Raises:
             ValueError: If a latent site of the model is missing in the guide.
         """
-        particles = [
-            self._particle_terms(*traces) for traces in self._get_traces(model, guide, args, kwargs)
-        ]
+        with one_step():
+            particles = [
+                self._particle_terms(*traces)
+                for traces in self._get_traces(model, guide, args, kwargs)
+            ]
         if len(particles) == 1:
             return particles[0]
 
