@@ -3,6 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
+from pyro_structvi import pruning
 from pyro_structvi.guides import (
     AutoLowRankLRT,
     FullCovarianceGuide,
@@ -39,6 +40,7 @@ __all__ = [
     "fit",
     # using the posterior
     "predict",
+    "pruning",
     "to_inference_data",
 ]
 

@@ -79,6 +79,14 @@ def check_positive_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_fraction(name: str, value: Any) -> float:
+    """Return ``value`` as a float, or raise unless it is a number of at least 0 and below 1."""
+    valid = isinstance(value, Real) and not isinstance(value, bool)
+    if not valid or not 0 <= value < 1:
+        raise ValueError(f"`{name}` must be a number of at least 0 and below 1, but got {value!r}.")
+    return float(value)
+
+
 def check_positive_integer(name: str, value: Any) -> int:
     """Return ``value``, or raise unless it is a whole number of at least 1."""
     is_whole = isinstance(value, Integral) and value is not True and value is not False

@@ -14,7 +14,17 @@ SCRIPTS = {
     "examples/mnist.py": ["--data", "{folder}/images.npz", "--epochs", "1", "--num-samples", "2"],
     "benchmarks/bench.py": ["--net", "mnist", "--rounds", "2"],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
+    "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],
+    "docs/scripts/prediction_overhead.py": [
+        "--batches",
+        "32",
+        "--samples",
+        "1",
+        "2",
+        "--rounds",
+        "1",
+    ],
 }
 
 
@@ -44,4 +54,4 @@ def test_a_script_runs(script, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert re.search("k-tied|low rank", result.stdout)
+    assert re.search("k-tied|low rank|inducing", result.stdout)

@@ -8,7 +8,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, MatrixNormal
-from pyro_structvi.distributions.conditional import MatheronDraw
+from pyro_structvi.distributions.matheron import MatheronDraw
 from pyro_structvi.lazy_weight import LazyWeight, SiteUse, weights_wait
 from pyro_structvi.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
 

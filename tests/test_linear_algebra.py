@@ -215,3 +215,49 @@ def test_gradients_of_orthonormal_rows(batch, size):
 
     assert torch.autograd.gradcheck(rows, (factor, diagonal), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(rows, (factor, diagonal))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.parametrize("constant", ["factor", "diagonal"])
+def test_factor_or_diagonal_may_be_constant(constant):
+    values = {"factor": torch.randn(3, 6), "diagonal": torch.rand(3) + 0.2}
+    tensors = [value.requires_grad_(name != constant) for name, value in values.items()]
+
+    def rows(factor, diagonal):
+        return OrthonormalRows.apply(factor, diagonal)[:2]
+
+    assert torch.autograd.gradcheck(rows, tensors, check_forward_ad=True)
+
+
+def rows_by_qr(factor, diagonal):
+    """Return ``L^-1 [Z, D]`` as the Q of a QR decomposition, with a positive diagonal of R."""
+    q, r = torch.linalg.qr(torch.cat([factor, torch.diag_embed(diagonal)], -1).mT)
+    return (q * r.diagonal().sign()).mT
+
+
+def test_jitter_counts_to_the_diagonal_and_is_constant():
+    factor, probe = torch.randn(3, 6), torch.randn(3, 9)
+    factor[1] = factor[0]
+    arguments = factor.requires_grad_(), torch.full((3,), 1e-7, requires_grad=True)
+    basis, remainder, jitter = OrthonormalRows.apply(*arguments)
+    assert jitter > 0
+    expected = rows_by_qr(factor, (arguments[1].square() + jitter.detach()).sqrt())
+    rows = torch.cat([basis, remainder], -1)
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-3)
+    oracle = torch.autograd.grad((expected * probe).sum(), arguments)
+    for found, gradient in zip(
+        torch.autograd.grad((rows * probe).sum(), arguments), oracle, strict=True
+    ):
+        largest = gradient.abs().max().item()
+        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-3 * largest)
+
+
+@pytest.mark.parametrize("diagonal", [1e-1, 1e-3, 1e-5])
+@pytest.mark.parametrize("apart", [1.0, 1e-2, 1e-4])
+def test_rows_are_orthonormal_in_single_precision(apart, diagonal):
+    """Two rows of Z are nearly one; a product in single precision would not tell them apart."""
+    factor = torch.randn(8, 50)
+    factor[1] = factor[0] + apart * torch.randn(50)
+    basis, remainder, _ = OrthonormalRows.apply(factor.float(), torch.full((8,), diagonal).float())
+    rows = torch.cat([basis, remainder], -1).double()
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(8), rtol=0, atol=1e-5)

@@ -10,6 +10,7 @@ from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, CONVOLUTION_CASES
+from tests.distributions.subject import arguments, with_arguments
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 2)}
@@ -239,9 +240,12 @@ def assert_several_are_each(linear_map, x, matrices, batch_dim):
 
 
 @pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize(("shape", "batch_dim"), DENSE)
-def test_several_dense_weights_are_each(shape, batch_dim):
-    assert_several_are_each(DenseMap(), torch.randn(shape), torch.randn(2, 4, 3), batch_dim)
+def test_several_dense_weights_are_each(shape, batch_dim, joined):
+    linear_map = BiasColumnMap(DenseMap()) if joined else DenseMap()
+    matrices = torch.randn(2, 4, 3 + joined)
+    assert_several_are_each(linear_map, torch.randn(shape), matrices, batch_dim)
 
 
 @pytest.mark.usefixtures("route")
@@ -294,6 +298,38 @@ def test_a_bias_column_is_a_bias(dim, geometry):
     ones = plain.bank(x, torch.zeros(2, size)) + 1
     column = bank[:, -1].repeat(geometry.get("groups", 1)).reshape(-1, *(1 for _ in range(dim)))
     close(joined.bank(x, bank), plain.bank(x, bank[:, :-1]) + column * ones)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_a_bias_column_of_a_dense_map_is_a_further_one(batch):
+    x, matrix, bias = torch.randn(7, *batch, 3), torch.randn(*batch, OUT, 4), torch.randn(OUT)
+    joined, inputs = BiasColumnMap(DenseMap()), torch.cat([x, torch.ones(7, *batch, 1)], -1)
+    close(joined(x, matrix, bias), (matrix @ inputs.unsqueeze(-1)).squeeze(-1) + bias)
+    close(joined.bank(x, matrix), (matrix @ inputs.unsqueeze(-1)).squeeze(-1))
+    close(joined.squared_norm(x, OUT), inputs.square().sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_a_dense_bank_and_norm_are_each(batch, joined):
+    x, bank = torch.randn(7, 5, *batch, 3), torch.randn(*batch, 2, 3 + joined)
+    linear_map = BiasColumnMap(DenseMap()) if joined else DenseMap()
+    hidden, norms = linear_map.bank_and_squared_norm(x, bank)
+    close(hidden, linear_map.bank(x, bank))
+    close(norms, linear_map.squared_norm(x, 1))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("dim", "geometry"), SETTINGS)
+def test_the_bank_and_norms_of_a_convolution_are_each(dim, geometry, joined):
+    plain, x, groups = make_map(dim, geometry), make_input(dim), geometry.get("groups", 1)
+    bank = torch.randn(2, torch.Size(filters_shape(dim, geometry)[1:]).numel() + joined)
+    linear_map = BiasColumnMap(plain) if joined else plain
+    hidden, norms = linear_map.bank_and_squared_norm(x, bank)
+    close(hidden, linear_map.bank(x, bank))
+    cut = dense.patches(x, KERNELS[dim], **geometry)
+    assert norms.shape[1] == groups
+    close(norms, cut.square().sum(-1) + joined)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -390,9 +426,8 @@ def test_a_bias_moves_the_moments_of_a_linear_layer(case, batch_shape):
 def test_a_convolution_of_zeros_has_finite_gradients(case):
     """Padding alone makes patches of zeros, and rounding may make a variance negative."""
     x = torch.zeros(1, CHANNELS, *SPACES[2])
-    q = case.make((), filters_shape(2, {}), torch.float64)
-    leaves = [getattr(q, name).requires_grad_() for name in q._parameters]
+    q = with_arguments(case.make((), filters_shape(2, {}), torch.float64), torch.clone)
     draw = q.image_under(make_map(2, {"padding": 1}), x).rsample()
     assert (draw.abs() < 1e-15).all()
-    for gradient in torch.autograd.grad(draw.sum(), leaves):
+    for gradient in torch.autograd.grad(draw.sum(), arguments(q)):
         assert torch.isfinite(gradient).all()

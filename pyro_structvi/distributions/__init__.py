@@ -11,6 +11,7 @@ from pyro_structvi.distributions.low_rank import LowRankNormal
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.point_mixture import PointMixture
+from pyro_structvi.distributions.pruned import PrunedNormal
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "MatrixNormal",
     "MeanFieldNormal",
     "PointMixture",
+    "PrunedNormal",
     "WeightDistribution",
 ]

@@ -129,10 +129,10 @@ class AugmentedMatrixNormal:
         event_shape: Sequence[int] | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        for name, factor, size in (("row", row_factor, "out"), ("column", column_factor, "in")):
+        for name, factor, side in (("row", row_factor, "out"), ("column", column_factor, "in")):
             if factor.dim() < 2:
                 raise ValueError(
-                    f"`{name}_factor` must have shape (*batch, M_{size}, {size}), but got "
+                    f"`{name}_factor` must have shape (*batch, M_{side}, {side}), but got "
                     f"{shape_text(factor.shape)}."
                 )
         self.row_factor, self.column_factor = row_factor, column_factor
@@ -285,8 +285,9 @@ class AugmentedMatrixNormal:
             return torch.randn(*shape, *size, dtype=like.dtype, device=like.device)
 
         weight = noise(out, self.column_factor.shape[-1])
-        inner = weight @ columns.basis.mT + noise(out, inducing_in) @ columns.remainder.mT
-        whitened = rows.basis @ inner + rows.remainder @ noise(inducing_out, inducing_in)
+        with autocast_off(weight):
+            inner = weight @ columns.basis.mT + noise(out, inducing_in) @ columns.remainder.mT
+            whitened = rows.basis @ inner + rows.remainder @ noise(inducing_out, inducing_in)
         return weight, whitened
 
     def expand(self, batch_shape: torch.Size) -> "AugmentedMatrixNormal":

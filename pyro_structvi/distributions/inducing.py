@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence, register_kl
 
-from pyro_structvi.distributions.conditional import (
-    AugmentedNormal,
-    ConditionalNormal,
-    check_inducing,
-)
+from pyro_structvi.distributions.augmented_normal import AugmentedNormal, check_inducing
+from pyro_structvi.distributions.conditional import ConditionalNormal
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.point_mixture import PointMixture
@@ -164,7 +161,9 @@ class InducingNormal(AugmentedNormal):
         """
         if not isinstance(self.inducing, PointMixture):
             if self._is_mixture:
-                raise NotImplementedError("A mixture of normals as inducing weights has no density.")
+                raise NotImplementedError(
+                    "A mixture of normals as inducing weights has no density."
+                )
             return super().log_prob(value)
         if self._validate_args:
             self._validate_sample(value)

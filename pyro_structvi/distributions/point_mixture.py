@@ -75,13 +75,14 @@ class PointMixture(WeightDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw members ``(*sample_shape, *batch_shape, *event_shape)``."""
-        shape = self._extended_shape(torch.Size(sample_shape))
+        sample = torch.Size(sample_shape)
+        shape = self._extended_shape(sample)
         batch, count = self.batch_shape.numel(), self.members.shape[self._member_dim]
         if count == 1:
-            return self.members.squeeze(self._member_dim).expand(shape)
+            draw = self.members.squeeze(self._member_dim)
+            return draw.expand(shape) if sample else draw.clone()
         members = self.members.reshape(batch, count, *self.event_shape)
-        draws = shape.numel() // max(self.loc.numel(), 1)
-        chosen = torch.randint(count, (draws, batch), device=members.device)
+        chosen = torch.randint(count, (sample.numel(), batch), device=members.device)
         return members[torch.arange(batch, device=members.device), chosen].reshape(shape)
 
     def image_under(
@@ -100,11 +101,12 @@ class PointMixture(WeightDistribution):
         if isinstance(bias, WeightDistribution):
             return None
         linear_map = self._map_for_batch(linear_map)
-        matrices = self.members.reshape(*self.members.shape[: -len(self.event_shape) + 1], -1)
+        count, out = self.members.shape[self._member_dim], self.event_shape[0]
+        matrices = self.members.reshape(*self.batch_shape, count, out, -1)
         images = linear_map.stack(x, matrices)
         if bias is not None:
             images = images + bias.reshape(-1, *(1 for _ in range(-linear_map.channel_dim - 1)))
-        return PointMixture(images, linear_map.event_dim(images.select(self._member_dim, 0)), False)
+        return PointMixture(images, linear_map.event_dim(images.flatten(0, 1)), False)
 
     @property
     def log_det_covariance(self) -> Tensor:

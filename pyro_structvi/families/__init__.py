@@ -15,6 +15,7 @@ from pyro_structvi.families.low_rank import LowRank
 from pyro_structvi.families.matrix_normal import MatrixGaussian
 from pyro_structvi.families.mean_field import MeanField
 from pyro_structvi.families.members import Members
+from pyro_structvi.families.pruned import PrunedMeanField
 from pyro_structvi.families.transformed import TransformedMeanField
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "MeanField",
     "Members",
     "Plate",
+    "PrunedMeanField",
     "SitePosterior",
     "TransformedMeanField",
 ]

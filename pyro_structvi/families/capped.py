@@ -18,7 +18,7 @@ def capped(log_value: Tensor, most: float | None) -> Tensor:
 
     Example:
         >>> capped(torch.tensor([-9.0, 9.0]), most=1.0)
-        tensor([1.2340e-04, 9.9988e-01])
+        tensor([1.2339e-04, 9.9988e-01])
     """
     return log_value.exp() if most is None else most * torch.sigmoid(log_value - math.log(most))
 

@@ -57,10 +57,9 @@ class SharedInducing(Coupling):
         scale: The standard deviation that each of them starts with.
     """
 
-    site_name = "inducing_weights"
-
     def __init__(self, family: Family, starts: Mapping[str, Tensor], scale: float) -> None:
         super().__init__()
+        self.site_name = f"inducing_weights of {next(iter(starts))}"
         self.shapes = {site: start.shape for site, start in starts.items()}
         columns = max(shape[1] for shape in self.shapes.values())
         loc = torch.cat([

@@ -1,6 +1,8 @@
 """The contract of a family: which variational parameters, with which start, make a posterior."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +13,22 @@ from torch.distributions import constraints
 
 if TYPE_CHECKING:
     from pyro_structvi.families.coupling import Coupling
+
+
+_STEP: ContextVar[dict["SitePosterior", TorchDistribution]] = ContextVar("one_step")
+
+
+@contextmanager
+def one_step() -> Iterator[None]:
+    """Keep what is factored in this block for all passes in it, with one backward pass for all.
+
+    The parameters may not change in the block.
+    """
+    token = _STEP.set({})
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
 
 
 @dataclass(frozen=True)
@@ -205,20 +223,32 @@ class SitePosterior(nn.Module):
         delattr(self, name)
         return value
 
+    def replace_family(self, family: Family, **constants: Tensor) -> None:
+        """Go over to a family with the same parameters, and some constants beside them."""
+        self.family = family
+        self._names = tuple(dict.fromkeys([*self._names, *constants]))
+        for name, value in constants.items():
+            self.register_buffer(name, value)
+
     def forward(self) -> TorchDistribution:
         """Return the posterior at the current parameters."""
         values = {name: self.value(name) for name in self._names}
         if torch.is_grad_enabled() or not self.family.keeps_factors:
             self._kept = None
-            return self.family.distribution(self.site, **values)
+            step = _STEP.get({}) if self.family.keeps_factors else {}
+            if self not in step:
+                step[self] = self.family.distribution(self.site, **values)
+            return step[self]
         if self._kept is None or not _are_equal(self._kept[0], values):
             copies = {name: value.clone() for name, value in values.items()}
             self._kept = copies, self.family.distribution(self.site, **copies)
         return self._kept[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what can be computed again."""
-        return {**super().__getstate__(), "_kept": None}
+        """Return the state without what can be computed again, and without gradients of masks."""
+        state = {**super().__getstate__(), "_kept": None}
+        masked = {name: state[name].detach() for name in self._names if name in state}
+        return state | masked
 
     def extra_repr(self) -> str:
         """Say what posterior stands at which site."""

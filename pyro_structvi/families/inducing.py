@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,18 +72,12 @@ class InducingWeights(MatrixFamily):
     max_conditional_scale: float | None = None
     prior_scale: float | None = None
     needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
-    constants: ClassVar[tuple[str, ...]] = ("prior_scale",)
     keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        if not isinstance(self.shape, tuple) or len(self.shape) != 2:
-            raise ValueError(
-                f"`shape` must be (M_out, M_in), such as (64, 64), but got {self.shape!r}."
-            )
-        for size in self.shape:
-            check_positive_integer("shape", size)
+        check_inducing_shape("shape", self.shape)
         if not isinstance(self.posterior, Family):
             raise TypeError(
                 "`posterior` must be a Family for the inducing weights, such as `MeanField()`, but got "
@@ -98,6 +92,11 @@ class InducingWeights(MatrixFamily):
         for name in ("max_conditional_scale", "prior_scale"):
             if getattr(self, name) is not None:
                 check_positive_number(name, getattr(self, name))
+
+    @property
+    def constants(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of the priors' scales, those of nested inducing weights too."""
+        return "prior_scale", *(f"inducing_{name}" for name in self.posterior.constants)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight matrix, or can be seen as one."""
@@ -174,6 +173,14 @@ class InducingWeights(MatrixFamily):
 
     def _inducing_site(self, shape: Sequence[int]) -> LatentSite:
         return LatentSite("inducing", torch.Size(shape), 2, constraints.real, prior_scale=1.0)
+
+
+def check_inducing_shape(name: str, value: Any) -> None:
+    """Raise a ``ValueError`` unless a value is two whole numbers of at least 1."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ValueError(f"`{name}` must be (M_out, M_in), such as (64, 64), but got {value!r}.")
+    for size in value:
+        check_positive_integer(name, size)
 
 
 def _leading_directions(matrix: Tensor, out: int, size: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, get_args
 
+from pyro_structvi._checks import check_positive_integer, check_positive_number
 from pyro_structvi.families import (
     Family,
     FullCovariance,
@@ -11,6 +12,7 @@ from pyro_structvi.families import (
     MeanField,
     Members,
 )
+from pyro_structvi.families.inducing import check_inducing_shape
 from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 
 InducingPosterior = Literal["diagonal", "matrix", "full", "ensemble"]
@@ -67,6 +69,7 @@ class InducingWeightGuide(StructuredGuide):
         join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
+        check_inducing_shape("inducing_shape", inducing_shape)
         family = InducingWeights(
             inducing_shape,
             _inducing_family(inducing_posterior, ensemble_size, max_inducing_scale),
@@ -96,10 +99,13 @@ def _inducing_family(
             '`inducing_posterior` must be "diagonal", "matrix", "full", "ensemble" or a Family, but '
             f"got {posterior!r}."
         )
+    if max_scale is not None:
+        check_positive_number("max_inducing_scale", max_scale)
+    size = 5 if ensemble_size is None else check_positive_integer("ensemble_size", ensemble_size)
     families: dict[str, Family] = {
         "diagonal": MeanField(max_scale),
         "matrix": MatrixGaussian(),
         "full": FullCovariance(),
-        "ensemble": Members(5 if ensemble_size is None else ensemble_size),
+        "ensemble": Members(size),
     }
     return families[posterior]

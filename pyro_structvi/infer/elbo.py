@@ -225,12 +225,11 @@ class StructuredELBO(ELBO):
         done = kl.keys() | model_trace.nodes.keys() | parts
         for name, site in guide_trace.nodes.items():
             if site["type"] == "sample" and name not in done:
-                if isinstance(site["fn"], Auxiliary):
-                    kl[name] = site["fn"].kl()
-                    continue
-                log_density = site["fn"].log_prob(site["value"])
-                kl[name] = scale_and_mask(log_density, site["scale"], site["mask"]).sum()
-                sampled.append(name)
+                closed = isinstance(site["fn"], Auxiliary)
+                nats = site["fn"].kl() if closed else site["fn"].log_prob(site["value"])
+                kl[name] = scale_and_mask(nats, site["scale"], site["mask"]).sum()
+                if not closed:
+                    sampled.append(name)
         self._say_once(sampled)
         return ELBOTerms(likelihood, kl, tuple(sampled))
 

@@ -53,6 +53,7 @@ class Case:
             ``(D, D)``; the rest of the noise is drawn independently at every position.
         has_convolution_image: Whether outputs of a convolution are drawn in the weight's place.
         serves_groups: Whether that holds for convolutions with groups too.
+        has_forward_mode: Whether its KL has derivatives in forward mode.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     shared_covariance: Callable = no_covariance
     has_convolution_image: bool = True
     serves_groups: bool = True
+    has_forward_mode: bool = True
 
     def kl(self, q, loc, scale):
         """Return the dense KL to independent normals, whose arguments broadcast to the mean."""
@@ -222,6 +224,7 @@ def inducing_case(name, make, covariance, kl_is_dense=True):
         kl_with_inducing=None if kl_is_dense else oracle.kl,
         shared_covariance=oracle.shared_covariance,
         serves_groups=False,
+        has_forward_mode=not kl_is_dense,
     )
 
 

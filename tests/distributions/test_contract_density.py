@@ -104,9 +104,11 @@ def test_kl_to_normals_of_the_same_moments_is_what_correlations_are_worth(subjec
     covariance = subject.case.covariance(exact)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     oracle = (variance.log().sum(-1) - torch.linalg.slogdet(covariance).logabsdet) / 2
-    subject.assert_close(
-        kl_divergence(q, dist.Normal(q.mean, q.stddev).to_event(subject.event_dim)), oracle
-    )
+    kl = kl_divergence(q, dist.Normal(q.mean, q.stddev).to_event(subject.event_dim))
+    if subject.case.kl_with_inducing is None:
+        subject.assert_close(kl, oracle)
+    else:  # an upper bound
+        assert (kl > oracle).all()
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "to_event"])

@@ -1,0 +1,82 @@
+"""Independent normals of which some are no longer random."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Normal, constraints, kl_divergence, register_kl
+
+from pyro_structvi._checks import check_broadcastable
+from pyro_structvi.distributions.mean_field import MeanFieldNormal
+from pyro_structvi.distributions.weight_distribution import event_sum
+
+
+class PrunedNormal(MeanFieldNormal):
+    """Independent normals, the pruned ones of which are exactly zero and no variables any more.
+
+    ``log_prob``, ``entropy`` and the KL to independent normals are those of the kept elements; draws,
+    moments and the image are those of the whole weight.
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        scale: Standard deviations, positive, broadcastable to ``loc``.
+        kept: Which elements are left, of booleans, broadcastable to ``loc``.
+        event_dim: How many trailing dimensions are the weight; all of them when None.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If ``scale`` or ``kept`` does not broadcast to ``loc``, or ``scale`` is not positive.
+
+    Example:
+        >>> q = PrunedNormal(torch.ones(3), torch.tensor(0.5), torch.tensor([True, False, True]))
+        >>> q.mean, q.variance
+        (tensor([1., 0., 1.]), tensor([0.2500, 0.0000, 0.2500]))
+
+    References:
+        Graves (2011), "Practical variational inference for neural networks".
+    """
+
+    arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.nonnegative}
+
+    def __init__(
+        self,
+        loc: Tensor,
+        scale: Tensor | float,
+        kept: Tensor,
+        event_dim: int | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        super().__init__(loc, scale, event_dim, validate_args)
+        if self._validate_args:
+            check_broadcastable("kept", kept, loc.shape, "the shape of `loc`")
+        self.loc, self.scale = (torch.where(kept, value, 0.0) for value in (loc, self.scale))
+
+    @property
+    def kept(self) -> Tensor:
+        """Which elements are left, ``(*batch_shape, *event_shape)``."""
+        return self.scale > 0
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of the kept elements, in nats, ``(*sample, *batch_shape)``."""
+        if self._validate_args:
+            self._validate_sample(value)
+        return self._sum_kept(self._normal.log_prob(value))
+
+    def entropy(self) -> Tensor:
+        """Return the differential entropy of the kept elements ``(*batch_shape,)``, in nats."""
+        return self._sum_kept(self._normal.entropy())
+
+    @property
+    def _normal(self) -> Normal:
+        """The elements as torch's normals, with some scale where they are pruned."""
+        return Normal(self.loc, torch.where(self.kept, self.scale, 1.0), validate_args=False)
+
+    def _sum_kept(self, nats: Tensor) -> Tensor:
+        return event_sum(torch.where(self.kept, nats, 0.0), len(self.event_shape))
+
+
+@register_kl(PrunedNormal, Normal)
+def _kl_pruned_normal(q: PrunedNormal, p: Any) -> Tensor:
+    """KL of the kept elements to independent normals, in nats, ``(*batch_shape,)``."""
+    return q._sum_kept(kl_divergence(q._normal, p))

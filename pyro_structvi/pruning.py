@@ -1,0 +1,185 @@
+"""Pruning of a trained guide: what matters least becomes exactly zero, and stays so in further fits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils import prune
+
+from pyro_structvi._checks import check_fraction
+from pyro_structvi.families import InducingWeights, MeanField, PrunedMeanField, SitePosterior
+from pyro_structvi.guides import StructuredGuide
+
+_FACTORS = ("row_factor", "column_factor")
+
+
+@dataclass(frozen=True)
+class PruningReport:
+    """What pruning left of a guide.
+
+    Attributes:
+        totals: How many numbers could be pruned, by site: entries of the factors of inducing weights,
+            or weights, with a mean and a spread each.
+        left: How many of them are left, by site.
+        num_parameters: The parameters of the whole guide that are left.
+    """
+
+    totals: Mapping[str, int]
+    left: Mapping[str, int]
+    num_parameters: int
+
+    @property
+    def total(self) -> int:
+        """How many numbers could be pruned, over all sites."""
+        return sum(self.totals.values())
+
+    @property
+    def total_left(self) -> int:
+        """How many of them are left, over all sites."""
+        return sum(self.left.values())
+
+
+@torch.no_grad()
+def prune_inducing_factors(guide: StructuredGuide, amount: float) -> PruningReport:
+    """Set the smallest entries of the factors Z of all inducing weights to zero, and keep them there.
+
+    The prior of the weights stays what it is, and the bound a bound on the same evidence. The masks are
+    those of :mod:`torch.nn.utils.prune`: the guide's state has ``row_factor_orig`` and
+    ``row_factor_mask`` in the place of ``row_factor``, and likewise for ``column_factor``. Prune a new
+    guide by ``amount=0`` before such a state is loaded into it.
+
+    Args:
+        guide: A guide with inducing weights, trained; it is changed in place.
+        amount: The fraction of all entries to be zero, those of an earlier call included; at least 0
+            and below 1. The smallest magnitudes over all sites are taken.
+
+    Returns:
+        What is left.
+
+    Raises:
+        ValueError: If ``amount`` is out of its range, or less than was pruned before, or if the guide
+            has no inducing weights.
+
+    Example:
+        >>> from pyro_structvi import Classifier, InducingWeightGuide, bayesianize
+        >>> net = torch.nn.Linear(400, 400, bias=False)
+        >>> model = Classifier(bayesianize(net, prior=0.1), num_data=10)
+        >>> guide = InducingWeightGuide(model, inducing_shape=(16, 16))
+        >>> prune_inducing_factors(guide, amount=0.5)
+        PruningReport(totals={'net.weight': 12800}, left={'net.weight': 6400}, num_parameters=6945)
+
+    References:
+        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
+        inducing weights", section 4.3.
+    """
+    posteriors = _posteriors_of(guide, InducingWeights)
+    for posterior in posteriors:
+        posterior()  # so that earlier masks are on the factors as they are now
+    totals = {
+        posterior.site.name: sum(posterior.value(name).numel() for name in _FACTORS)
+        for posterior in posteriors
+    }
+    done = sum(map(_count_pruned, posteriors))
+    further = _target(amount, sum(totals.values()), done) - done
+    factors = [(posterior, name) for posterior in posteriors for name in _FACTORS]
+    prune.global_unstructured(factors, prune.L1Unstructured, amount=further)
+    return _report(guide, totals)
+
+
+@torch.no_grad()
+def prune_mean_field(guide: StructuredGuide, amount: float) -> PruningReport:
+    r"""Take the weights with the smallest ``|mean| / standard deviation`` out of a model.
+
+    Of all weights and vectors with a :class:`~pyro_structvi.families.MeanField` posterior, those become
+    zero, mean and spread, and the KL counts the others alone. This changes the model after the fact:
+    the bound is one on the evidence of the smaller model. (Where a prior has no KL in closed form, its
+    density at zero stays in, a constant.)
+
+    The sites' family is then :class:`~pyro_structvi.families.PrunedMeanField`, with a mask ``kept`` in
+    the guide's state. Prune a new guide by ``amount=0`` before such a state is loaded into it.
+
+    Args:
+        guide: A guide with mean-field sites, trained; it is changed in place.
+        amount: The fraction to be zero, that of an earlier call included; at least 0 and below 1.
+
+    Returns:
+        What is left.
+
+    Raises:
+        ValueError: If ``amount`` is out of its range, or less than was pruned before, or if the guide
+            has no mean-field weight or vector.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> net = torch.nn.Linear(400, 400, bias=False)
+        >>> guide = MeanFieldGuide(Classifier(bayesianize(net, prior=0.1), num_data=10))
+        >>> prune_mean_field(guide, amount=0.9)
+        PruningReport(totals={'net.weight': 160000}, left={'net.weight': 16000}, num_parameters=32000)
+
+    References:
+        Graves (2011), "Practical variational inference for neural networks"; for FFG-W in Ritter,
+        Kukla, Zhang and Li (2021), section 4.3.
+    """
+    posteriors = _posteriors_of(guide, MeanField)
+    ratios, totals = [], {}
+    for posterior in posteriors:
+        law = posterior()
+        ratio = law.mean.abs() / law.scale
+        ratios.append(ratio.nan_to_num(nan=-1.0).flatten())  # 0 / 0 where it was pruned before
+        totals[posterior.site.name] = ratio.numel()
+    ranked = torch.cat(ratios)
+    target = _target(amount, len(ranked), sum(map(_count_pruned, posteriors)))
+    kept = torch.ones_like(ranked, dtype=torch.bool)
+    kept[ranked.topk(target, largest=False).indices] = False
+    for posterior, own in zip(posteriors, kept.split(list(totals.values())), strict=True):
+        assert isinstance(posterior.family, MeanField)
+        family = PrunedMeanField(posterior.family.max_scale)
+        posterior.replace_family(family, kept=own.reshape(posterior.site.shape).clone())
+    return _report(guide, totals)
+
+
+def _posteriors_of(
+    guide: StructuredGuide, kind: type[InducingWeights] | type[MeanField]
+) -> list[SitePosterior]:
+    """Return the posteriors of weights and vectors that are of one kind of family."""
+    every = list(guide._site_posteriors())
+    found = [
+        posterior
+        for posterior in every
+        if isinstance(posterior.family, kind) and posterior.site.shape and not posterior.site.plates
+    ]
+    if not found:
+        raise ValueError(
+            f"`guide` must have {kind.__name__} at a weight or a vector, but its families are "
+            f"{list(dict.fromkeys(str(posterior.family) for posterior in every))}. Factors of inducing "
+            "weights are pruned by `prune_inducing_factors`, mean field by `prune_mean_field`."
+        )
+    return found
+
+
+def _target(amount: float, total: int, pruned: int) -> int:
+    """Return how many numbers shall be zero, of a total, where some are already."""
+    target = round(check_fraction("amount", amount) * total)
+    if target < pruned:
+        raise ValueError(
+            f"`amount` must be at least the {pruned / total:.3g} that is pruned already, but got "
+            f"{amount!r}. Pruning is not undone; prune a copy, `copy.deepcopy(guide)`, to compare."
+        )
+    return target
+
+
+def _count_pruned(posterior: SitePosterior) -> int:
+    """Return how many factor entries, or weights, of a site are pruned."""
+    masks = [
+        mask for name, mask in posterior.named_buffers() if name == "kept" or name.endswith("_mask")
+    ]
+    return sum(mask.numel() - int(mask.count_nonzero()) for mask in masks)
+
+
+def _report(guide: StructuredGuide, totals: dict[str, int]) -> PruningReport:
+    left = {name: total - _count_pruned(guide[name]) for name, total in totals.items()}
+    num_parameters = sum(parameter.numel() for parameter in guide.parameters())
+    for posterior in guide._site_posteriors():
+        each = 2 if isinstance(posterior.family, PrunedMeanField) else 1
+        num_parameters -= each * _count_pruned(posterior)
+    return PruningReport(totals, left, num_parameters)

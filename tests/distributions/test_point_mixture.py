@@ -1,0 +1,223 @@
+"""A mixture of known weights: draws, moments, images over positions, and the density it has not."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributions import Normal, kl_divergence
+
+from pyro_structvi.distributions import MeanFieldNormal, PointMixture
+from pyro_structvi.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from tests.distributions.cases import CONVOLUTION, MATRIX, VECTOR
+
+EVENTS = pytest.mark.parametrize("event_shape", [VECTOR, MATRIX, CONVOLUTION], ids=str)
+BATCHES = pytest.mark.parametrize("batch_shape", [(), (2,), (2, 3)], ids=str)
+COUNTS = pytest.mark.parametrize("count", [1, 3])
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, check_stride=False)
+
+
+def make(batch_shape=(), count=3, event_shape=MATRIX):
+    return PointMixture(torch.randn(*batch_shape, count, *event_shape), len(event_shape))
+
+
+# ---- moments and draws ---------------------------------------------------------------------------
+
+
+@EVENTS
+@BATCHES
+@COUNTS
+def test_moments_are_those_of_the_members(batch_shape, count, event_shape):
+    q = make(batch_shape, count, event_shape)
+    assert (q.batch_shape, q.event_shape) == (batch_shape, event_shape)
+    members = q.members.flatten(-len(event_shape)).unbind(-2)
+    mean = sum(members) / count
+    outer = sum((w - mean).unsqueeze(-1) * (w - mean).unsqueeze(-2) for w in members) / count
+    close(q.mean.flatten(-len(event_shape)), mean)
+    close(q.covariance_matrix, outer)
+    close(q.variance.flatten(-len(event_shape)), outer.diagonal(dim1=-2, dim2=-1))
+    close(q.variance_sum, outer.diagonal(dim1=-2, dim2=-1).sum(-1))
+
+
+def frequencies(draws, members):
+    """Return how often each of ``members (K, *event)`` was drawn; every draw must be one of them."""
+    draws, members = draws.flatten(1), members.flatten(1)
+    counts = torch.stack([(draws == member).all(-1).sum() for member in members])
+    assert counts.sum() == len(draws), "a draw is none of the members"
+    return counts / len(draws)
+
+
+def test_members_are_drawn_equally_often_and_apart():
+    """Each frequency is a z-test; six of them and nine pairs raise a false alarm at 1e-6."""
+    q, count = make((2,), 3), 20_000
+    draws = q.rsample((count,))
+    assert draws.shape == (count, 2, *MATRIX)
+    bound = 5.4
+    for index in range(2):
+        found = frequencies(draws[:, index], q.members[index])
+        assert ((found - 1 / 3).abs() < bound * math.sqrt(2 / 9 / count)).all()
+    pairs = torch.stack([
+        torch.cat([first.flatten(), second.flatten()])
+        for first in q.members[0]
+        for second in q.members[1]
+    ])
+    assert (
+        (frequencies(draws.flatten(1), pairs) - 1 / 9).abs() < bound * math.sqrt(8 / 81 / count)
+    ).all()
+
+
+@BATCHES
+@COUNTS
+@pytest.mark.parametrize("sample_shape", [(), (5,), (2, 5)], ids=str)
+def test_draws_have_the_shape(batch_shape, count, sample_shape):
+    q = make(batch_shape, count, CONVOLUTION)
+    shape = (*sample_shape, *batch_shape, *CONVOLUTION)
+    assert q.rsample(sample_shape).shape == q.sample(sample_shape).shape == shape
+
+
+@COUNTS
+def test_a_draw_is_not_the_member_itself(count):
+    """Training moves the members in place; a draw stays what it was."""
+    q = make((), count)
+    draw = q.sample()
+    before = draw.clone()
+    q.members.add_(1.0)
+    assert torch.equal(draw, before)
+
+
+def test_the_gradient_of_a_draw_goes_to_its_member():
+    members = torch.randn(3, *MATRIX, requires_grad=True)
+    draw = PointMixture(members).rsample()
+    (gradient,) = torch.autograd.grad((2 * draw).sum(), members)
+    chosen = (members == draw).all(-1).all(-1)
+    assert chosen.sum() == 1
+    assert torch.equal(gradient, 2.0 * chosen[:, None, None].expand(gradient.shape))
+
+
+@BATCHES
+def test_it_expands(batch_shape):
+    q = make(batch_shape, 3)
+    expanded = q.expand((5, *batch_shape))
+    assert type(expanded) is PointMixture
+    assert (expanded.batch_shape, expanded.event_shape) == ((5, *batch_shape), MATRIX)
+    close(expanded.mean, q.mean.expand(5, *q.mean.shape))
+    assert expanded.members.data_ptr() == q.members.data_ptr()
+    assert expanded.rsample((2,)).shape == (2, 5, *batch_shape, *MATRIX)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))], ids=["copy", "pickle"]
+)
+def test_copies_are_equal_and_apart(duplicate):
+    q = make()
+    twin = duplicate(q)
+    assert torch.equal(twin.members, q.members)
+    twin.members.add_(1.0)
+    close(twin.mean, q.mean + 1)
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+@EVENTS
+@BATCHES
+@COUNTS
+@pytest.mark.parametrize("lead", ["one x", "a batch"])
+def test_its_image_is_the_mixture_of_images(batch_shape, count, event_shape, lead):
+    q = make(batch_shape, count, event_shape)
+    size = math.prod(event_shape[1:])
+    leading = () if lead == "one x" else (7, *(1 for _ in batch_shape))
+    x = torch.randn(*leading, size)
+    image = q.image(x)
+    matrices = q.members.reshape(*batch_shape, count, event_shape[0], size)
+    images = (matrices * x.unsqueeze(-2).unsqueeze(-2)).sum(-1)
+    assert isinstance(image, PointMixture)
+    assert image.batch_shape + image.event_shape == images.shape[:-2] + images.shape[-1:]
+    close(image.members, images)
+
+
+LINEAR_MAPS = {
+    "dense": (DenseMap(), (5, 3), MATRIX, F.linear),
+    "positions": (DenseMap(), (5, 2, 3), MATRIX, F.linear),
+    "a grid": (DenseMap(), (5, 2, 6, 3), MATRIX, F.linear),
+    "convolution": (ConvolutionMap(F.conv2d, (3, 2, 2)), (5, 3, 4, 5), CONVOLUTION, F.conv2d),
+    "without batch": (ConvolutionMap(F.conv2d, (3, 2, 2)), (3, 4, 5), CONVOLUTION, F.conv2d),
+    "groups": (
+        ConvolutionMap(F.conv1d, (3, 2), groups=2),
+        (5, 6, 4),
+        (4, 3, 2),
+        lambda x, weight, bias: F.conv1d(x, weight, bias, groups=2),
+    ),
+}
+
+
+@COUNTS
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("linear_map", "x_shape", "event_shape", "function"), LINEAR_MAPS.values(), ids=LINEAR_MAPS
+)
+def test_one_member_serves_all_positions(
+    linear_map, x_shape, event_shape, function, with_bias, count
+):
+    q, x = make((), count, event_shape), torch.randn(x_shape)
+    bias = torch.randn(event_shape[0]) if with_bias else None
+    image = q.image_under(linear_map, x, bias)
+    for index, member in enumerate(q.members):
+        expected = function(x, member, bias)
+        assert image.batch_shape + image.event_shape == expected.shape
+        close(image.members.select(-len(image.event_shape) - 1, index), expected)
+    draw = image.rsample()
+    examples = draw.reshape(-1, image.event_shape.numel())
+    members = image.members.reshape(len(examples), count, -1)
+    assert (examples.unsqueeze(1) == members).all(-1).any(-1).all()
+
+
+def test_examples_draw_their_members_apart():
+    q = PointMixture(torch.tensor([[[0.0]], [[1.0]]]))
+    draws = q.image(torch.ones(20_000, 1)).rsample()
+    assert abs(draws.mean().item() - 0.5) < 4.9 * 0.5 / math.sqrt(20_000)  # false alarm 1e-6
+
+
+def test_a_joined_bias_is_a_column():
+    q, x = make((), 3, (4, 7)), torch.randn(5, 3, 4)
+    image = q.image_under(BiasColumnMap(ConvolutionMap(F.conv1d, (3, 2), padding=1)), x)
+    for index, member in enumerate(q.members):
+        expected = F.conv1d(x, member[:, :-1].reshape(4, 3, 2), member[:, -1], padding=1)
+        close(image.members[:, index], expected)
+
+
+def test_with_a_random_bias_it_has_no_image():
+    bias = MeanFieldNormal(torch.zeros(4), torch.ones(4))
+    assert make().image_under(DenseMap(), torch.randn(5, 3), bias) is None
+
+
+# ---- what it has not -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda q: q.log_prob(torch.zeros(MATRIX)),
+        lambda q: q.entropy(),
+        lambda q: q.log_det_covariance,
+        lambda q: kl_divergence(q, Normal(torch.zeros(MATRIX), 1.0)),
+    ],
+    ids=["log_prob", "entropy", "log det", "kl"],
+)
+def test_it_has_no_density(ask):
+    with pytest.raises(NotImplementedError, match="A mixture of point masses has no density"):
+        ask(make())
+
+
+def test_a_weight_alone_is_refused():
+    message = (
+        r"`members` must have shape \(\*batch, K, \*event\) with an event of 2 dimensions, but got "
+        r"\(4, 3\)\. Write `weight\.unsqueeze\(0\)`"
+    )
+    with pytest.raises(ValueError, match=message):
+        PointMixture(torch.zeros(MATRIX), event_dim=2)
