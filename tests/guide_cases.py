@@ -1,5 +1,7 @@
 """The guides that the tests of models and objectives run over; a new one is added here."""
 
+import pytest
+
 import pyro_structvi as ps
 
 GUIDES = {
@@ -15,4 +17,18 @@ GUIDES = {
         model, rank=2, diagonal="full", join_bias=True, **options
     ),
     "full covariance": ps.FullCovarianceGuide,
+    "inducing weights": lambda model, **options: ps.InducingWeightGuide(model, (3, 2), **options),
+    "inducing weights, full, not joined": lambda model, **options: ps.InducingWeightGuide(
+        model, (3, 2), "full", join_bias=False, **options
+    ),
+    "inducing weights, ensemble": lambda model, **options: ps.InducingWeightGuide(
+        model, (3, 2), "ensemble", ensemble_size=3, **options
+    ),
 }
+
+SLOW = ("inducing weights, full, not joined", "inducing weights, ensemble")
+
+# For tests of some seconds each.
+GUIDE_NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in GUIDES
+]

@@ -9,6 +9,7 @@ from torch.distributions import Normal, kl_divergence, register_kl
 
 from pyro_structvi.distributions.augmented_normal import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.conditional import ConditionalNormal
+from pyro_structvi.distributions.kl_to_normals import JoinedPrior, kl_weight_joined
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.point_mixture import PointMixture
@@ -218,9 +219,45 @@ class GivenInducing(InducingNormal):
 @register_kl(InducingNormal, Normal)
 def _kl_inducing_normal(q: InducingNormal, p: Any) -> Tensor:
     """KL over the weight and its inducing weights, in nats, ``(*batch_shape,)``."""
+    loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
+    own = q._scales
+    if loc.shape[-2:] == scale.shape[-2:] == own.shape[-2:] == (1, 1):  # one prior for all
+        group = q.joint.columns.basis.sum(-1), q.joint.columns.gram, q._size
+        return _kl(q, _gap_of_columns(q, group, loc[..., 0, 0], scale[..., 0, 0], q.joint.scale))
+    if scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
+        first, second = (moment.unsqueeze(-2) for moment in _column_moments(q))
+        gap = _gap(q.event_shape[0], first, second, loc, scale, own)
+    else:
+        matrix = (*q.batch_shape, q.event_shape[0], -1)
+        mean = q.mean.reshape(matrix)
+        gap = _gap(1, mean, q.variance.reshape(matrix) + mean.square(), loc, scale, own)
+    return _kl(q, gap.sum((-2, -1)))
+
+
+@register_kl(InducingNormal, JoinedPrior)
+def _kl_inducing_joined(q: InducingNormal, p: JoinedPrior) -> Tensor:
+    """The same, to priors of a weight and its bias, of one number each in the usual case."""
+    scalars = p.scalars()
+    if scalars is None or q.batch_shape:
+        divergence: Tensor = kl_weight_joined(q, p)
+        return divergence
+    columns, joint = q.joint.columns, q.joint
+    last = columns.basis[:, -1]
+    outer = torch.outer(last, last)
+    weight = columns.basis.sum(-1) - last, columns.gram - outer, q._size - 1
+    own = joint.scale if joint.bias_scale is None else joint.bias_scale
+    return _kl(
+        q,
+        _gap_of_columns(q, weight, *scalars[0], joint.scale)
+        + _gap_of_columns(q, (last, outer, 1), *scalars[1], own),
+    )
+
+
+def _kl(q: InducingNormal, gap: Tensor) -> Tensor:
+    """Return the KL given the mean under q of ``log p_joint(W) - log p(W)``."""
     scale = q.conditional_scale
     conditional = q.event_shape.numel() * (scale.square() / 2 - scale.log() - 0.5)
-    divergence: Tensor = conditional + _prior_gap(q, p)
+    divergence: Tensor = conditional + gap
     if isinstance(q.inducing, PointMixture):
         return divergence
     standard = Normal(scale.new_zeros(()), scale.new_ones(()), validate_args=False)
@@ -228,28 +265,36 @@ def _kl_inducing_normal(q: InducingNormal, p: Any) -> Tensor:
     return divergence + of_inducing
 
 
-def _prior_gap(q: InducingNormal, p: Any) -> Tensor:
-    """Return the mean under q of ``log p_joint(W) - log p(W)``; zero where the two are one prior."""
-    loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
-    own, size = q._scales, q.event_shape.numel()
-    if loc.shape[-2:] == scale.shape[-2:] == own.shape[-2:] == (1, 1):  # one prior for all
-        count = size
-        first, second = (moment[..., None, None] for moment in _total_moments(q))
-    elif scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
-        count = q.event_shape[0]
-        first, second = (moment.unsqueeze(-2) for moment in _column_moments(q))
-    else:
-        count, matrix = 1, (*q.batch_shape, q.event_shape[0], -1)
-        first = q.mean.reshape(matrix)
-        second = q.variance.reshape(matrix) + first.square()
+def _gap_of_columns(
+    q: InducingNormal,
+    group: tuple[Tensor, Tensor, int],
+    loc: Tensor,
+    scale: Tensor,
+    own: Tensor,
+) -> Tensor:
+    """Return the gap of columns with one prior, from the sum, the Gram matrix and the number of them."""
+    total, outer, count = group
+    rows, gram, out = q.joint.rows.basis, q.joint.rows.gram, q.event_shape[0]
+    first = (rows.sum(-1).unsqueeze(-2) @ q.inducing.mean @ total.unsqueeze(-1))[..., 0, 0]
+    seen = (_second_moment(q.inducing, gram) * outer).sum((-2, -1))
+    second = seen + q._squared_lambda(0) * (out * count - _trace(gram) * _trace(outer))
+    return _gap(out * count, own * first, own.square() * second, loc, scale, own)
+
+
+def _gap(
+    count: int, first: Tensor, second: Tensor, loc: Tensor, scale: Tensor, own: Tensor
+) -> Tensor:
+    """Return the mean of ``log p_joint - log p`` over so many weights, from their moments.
+
+    Zero where the two priors are one.
+    """
     precision = scale.square().reciprocal()
-    gap = (
+    gap: Tensor = (
         second * (precision - own.square().reciprocal())
         + (count * loc - 2 * first) * loc * precision
         + 2 * count * (scale.log() - own.log())
     )
-    nats: Tensor = 0.5 * gap.sum((-2, -1))
-    return nats
+    return 0.5 * gap
 
 
 def _rows_and_columns(q: InducingNormal, value: Tensor) -> Tensor:
@@ -260,16 +305,6 @@ def _rows_and_columns(q: InducingNormal, value: Tensor) -> Tensor:
     if any(size > 1 for size in rest):
         value = value.expand(*q.batch_shape, rows, *q.event_shape[1:])
     return value.reshape(*q.batch_shape, rows, -1)
-
-
-def _total_moments(q: InducingNormal) -> tuple[Tensor, Tensor]:
-    """Return the sums of ``E[W]`` and of ``E[W^2]``, ``(*batch,)`` each, for a prior of one scale."""
-    (rows, columns), mean, scale = q._bases, q.inducing.mean, q.joint.scale
-    gram, column_gram = q.joint.rows.gram, q.joint.columns.gram
-    first = (rows.sum(-1).unsqueeze(-2) @ mean @ columns.sum(-1).unsqueeze(-1))[..., 0, 0]
-    seen = (_second_moment(q.inducing, gram) * column_gram).sum((-2, -1))
-    kept = q.event_shape.numel() - _trace(gram) * _trace(column_gram)
-    return scale * first, scale.square() * (seen + q._squared_lambda(0) * kept)
 
 
 def _column_moments(q: InducingNormal) -> tuple[Tensor, Tensor]:

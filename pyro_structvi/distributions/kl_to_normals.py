@@ -47,6 +47,27 @@ class JoinedPrior(Distribution):
         total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
         return total
 
+    def normals(self) -> tuple[Any, Any]:
+        """Return both priors as plain normals.
+
+        Raises:
+            NotImplementedError: If one of them is not normal.
+        """
+        weight, bias = _base(self.weight), _base(self.bias)
+        if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
+            raise NotImplementedError
+        return weight, bias
+
+    def scalars(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Return mean and scale of weight and bias as one number each, or None if they are more."""
+        pairs = []
+        for normal in self.normals():
+            loc, scale = (shrink(value, value.dim()) for value in (normal.loc, normal.scale))
+            if loc.numel() > 1 or scale.numel() > 1:
+                return None
+            pairs.append((loc.reshape(()), scale.reshape(())))
+        return pairs
+
 
 @register_kl(WeightDistribution, Normal)
 def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
@@ -86,11 +107,9 @@ def _kl_weight_mean_field(q: WeightDistribution, p: MeanFieldNormal) -> Tensor:
 
 
 @register_kl(WeightDistribution, JoinedPrior)
-def _kl_weight_joined(q: WeightDistribution, p: JoinedPrior) -> Tensor:
+def kl_weight_joined(q: WeightDistribution, p: JoinedPrior) -> Tensor:
     """KL to independent normals, of which the last column has its own."""
-    weight, bias = _base(p.weight), _base(p.bias)
-    if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
-        raise NotImplementedError
+    weight, bias = p.normals()
     loc, scale = (
         _join(getattr(weight, name), getattr(bias, name), p.weight_shape)
         for name in ("loc", "scale")
