@@ -96,7 +96,9 @@ def run_regression(output: Path, smoke: bool) -> None:
             output / f"{name}.nc"
         )
         parameters = sum(parameter.numel() for parameter in guide.parameters())
-        bound = ps.StructuredELBO(num_particles=20 if smoke else 500).terms(model, guide, x, y).elbo
+        with torch.no_grad():
+            elbo = ps.StructuredELBO(num_particles=20 if smoke else 500)
+            bound = elbo.terms(model, guide, x, y).elbo
         distances = distances_by_region(
             grid, predictions[title].functions, predictions["NUTS"].functions
         )

@@ -31,6 +31,7 @@ class ConditionalNormal(AugmentedNormal):
         ValueError: If ``whitened`` has another shape, or ``conditional_scale`` is not positive.
 
     Example:
+        >>> import torch
         >>> from pyro_structvi.distributions import AugmentedMatrixNormal
         >>> one = torch.ones(1)
         >>> joint = AugmentedMatrixNormal(torch.ones(1, 2), torch.ones(1, 3), one, one, scale=0.5)

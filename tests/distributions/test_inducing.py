@@ -39,7 +39,7 @@ from tests.distributions.inducing_laws import (
     nested,
     point_mixture,
 )
-from tests.distributions.subject import FLOAT64
+from tests.distributions.subject import FLOAT64, gradients, with_arguments
 from tests.statistics import assert_mean, assert_moments
 
 SIZE = 12  # of a matrix
@@ -155,17 +155,21 @@ def test_every_form_of_the_prior_of_filters_has_the_dense_kl(loc_form, scale_for
     close(kl_divergence(q, Independent(Normal(loc, scale), 4)), ORACLE.kl(q, loc, scale))
 
 
+@pytest.mark.parametrize("bias_scale", [False, True], ids=["one scale", "a bias"])
 @pytest.mark.parametrize("weight_form", [(), (1, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("bias_form", [(), (4,)], ids=str)
 @EVERY_LAW_WITH_KL
-def test_a_joined_prior_has_the_dense_kl(law, weight_form, bias_form):
-    q = make(law, bias_scale=True)
+def test_a_joined_prior_has_the_dense_kl_and_gradients(law, weight_form, bias_form, bias_scale):
+    q = with_arguments(make(law, bias_scale=bias_scale), torch.clone)
     weight, bias = torch.rand(weight_form) + 0.5, torch.rand(bias_form) + 0.5
     normals = Normal(0.3, weight.expand(4, 2)), Normal(-1.0, bias.expand(4))
     prior = JoinedPrior(Independent(normals[0], 2), Independent(normals[1], 1))
     scale = torch.cat([weight.expand(4, 2), bias.expand(4).unsqueeze(-1)], -1)
     loc = torch.tensor([0.3, 0.3, -1.0]).expand(MATRIX)
-    close(kl_divergence(q, prior), ORACLE.kl(q, loc, scale))
+    divergence, oracle = kl_divergence(q, prior), ORACLE.kl(q, loc, scale)
+    close(divergence, oracle)
+    for gradient, expected in zip(gradients(divergence, q), gradients(oracle, q), strict=True):
+        close(gradient, expected)
 
 
 # ---- other laws of the inducing weights ----------------------------------------------------------

@@ -1,0 +1,32 @@
+"""Guides of inducing weights of every kind, for their tests."""
+
+import pytest
+import torch
+
+import pyro_structvi as ps
+from pyro_structvi.families import InducingWeights, LowRank
+from tests.models import make_regressor
+
+SHAPE = (3, 2)
+
+KINDS = {
+    "diagonal": {"inducing_posterior": "diagonal"},
+    "matrix": {"inducing_posterior": "matrix"},
+    "full": {"inducing_posterior": "full"},
+    "ensemble": {"inducing_posterior": "ensemble", "ensemble_size": 3},
+    "matrix, shared": {"inducing_posterior": "matrix", "shared": True},
+    "full, shared": {"inducing_posterior": "full", "shared": True},
+    "a family": {"inducing_posterior": LowRank(rank=1)},
+    "nested": {"inducing_posterior": InducingWeights((2, 1))},
+    "nested, shared": {"inducing_posterior": InducingWeights((2, 1)), "shared": True},
+}
+EVERY_KIND = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+
+
+def make_guide(model=None, shape=SHAPE, **options):
+    return ps.InducingWeightGuide(make_regressor() if model is None else model, shape, **options)
+
+
+def close(actual, expected, **tolerance):
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} | tolerance
+    torch.testing.assert_close(actual, expected, check_stride=False, **tolerance)

@@ -1,0 +1,176 @@
+"""What the layers of an InducingWeightGuide draw together, and what objectives make of it."""
+
+import math
+
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+from torch.distributions import Normal, kl_divergence
+
+import pyro_structvi as ps
+from pyro_structvi.families import FullCovariance, InducingWeights, MatrixGaussian
+from tests import dense_oracles as dense
+from tests.distributions.cases import joint_covariance
+from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide
+from tests.models import make_regressor, regression_data
+from tests.statistics import assert_mean, assert_moments
+
+# ---- objectives ----------------------------------------------------------------------------------
+
+
+def losses(elbo, guide, data, count):
+    with torch.no_grad():
+        return torch.tensor([[elbo.loss(guide.model, guide, *data)] for _ in range(count)])
+
+
+def gap_of_the_bound(guide):
+    """Return what the divergences of all layers exceed those over the weights by."""
+    total = 0.0
+    for name in ("net.0.weight", "net.2.weight"):
+        q = guide[name]()
+        prior = Normal(torch.zeros(q.event_shape), 1.0)
+        total = (
+            total
+            + kl_divergence(q, prior)
+            - dense.kl_to_independent_normals(
+                q.mean, q.covariance_matrix, prior.mean, prior.stddev, 2
+            )
+        )
+    return total
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "full, shared", "ensemble"])
+def test_objectives_agree_but_for_the_marginal_density(kind):
+    """Trace_ELBO has the density of the weight alone where there is one, and so a higher bound."""
+    guide, data = make_guide(init_scale=0.2, **KINDS[kind]), regression_data()
+    guide.initialize(*data)
+    ours = losses(ps.StructuredELBO(), guide, data, 400)
+    theirs = losses(Trace_ELBO(), guide, data, 400)
+    gap = gap_of_the_bound(guide).detach() if kind == "diagonal" else torch.tensor(0.0)
+    assert gap >= 0
+    assert_mean(ours - theirs, gap.reshape(1))
+
+
+@pytest.mark.parametrize("kind", ["full", "full, shared"])
+def test_a_scale_of_model_and_guide_weighs_all_of_the_divergence(kind):
+    guide = make_guide(**KINDS[kind])
+    guide.initialize(*regression_data())
+    elbo, data = ps.StructuredELBO(), regression_data()
+    plain = elbo.terms(guide.model, guide, *data).kl
+    scaled = (poutine.scale(program, scale=0.25) for program in (guide.model, guide))
+    weighed = elbo.terms(*scaled, *data).kl
+    assert weighed.keys() == plain.keys()
+    assert ("shared" in kind) == (len(plain) == 3)
+    for name, nats in plain.items():
+        close(weighed[name], 0.25 * nats)
+
+
+# ---- what layers draw together -------------------------------------------------------------------
+
+
+def chosen_members(guide, values):
+    """Return which member each layer's weight comes from: the one whose mean is nearest."""
+    chosen = []
+    for name in ("net.0.weight", "net.2.weight"):
+        posterior = guide[name]
+        means = [posterior().given(member).mean for member in posterior.inducing_members]
+        value = torch.cat([values[name], values[name.replace("weight", "bias")].unsqueeze(-1)], -1)
+        distances = torch.stack([(value - mean).norm() for mean in means])
+        assert distances.min() < 0.1 * distances.sort().values[1]
+        chosen.append(distances.argmin().item())
+    return chosen
+
+
+def trace_values(guide):
+    trace = poutine.trace(guide).get_trace(*regression_data())
+    return {name: trace.nodes[name]["value"] for name in guide.site_names}
+
+
+@pytest.mark.parametrize("draw", [lambda guide: guide.draw(), trace_values], ids=["draw", "trace"])
+def test_a_pass_uses_one_member_in_all_layers_and_passes_use_all(draw):
+    """Each of three frequencies is a z-test; a false alarm has p = 1e-6."""
+    guide, count = make_guide(init_scale=1e-4, **KINDS["ensemble"]), 300
+    guide.initialize(*regression_data())
+    with torch.no_grad():
+        chosen = torch.tensor([chosen_members(guide, draw(guide)) for _ in range(count)])
+    assert torch.equal(chosen[:, 0], chosen[:, 1])
+    frequencies = torch.bincount(chosen[:, 0], minlength=3) / count
+    assert ((frequencies - 1 / 3).abs() < 5.2 * math.sqrt(2 / 9 / count)).all()
+
+
+def test_the_median_of_an_ensemble_is_the_mean_of_its_members():
+    guide = make_guide(**KINDS["ensemble"])
+    means = [guide["net.2.weight"]().given(m).mean for m in guide["net.2.weight"].inducing_members]
+    close(guide.median()["net.2.weight"], sum(means)[:, :-1].detach() / 3)
+
+
+def randomize(guide):
+    """Move every parameter, so that nothing is diagonal or equal that need not be."""
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def joint_moments(guide):
+    """Return mean and covariance of the stacked layers from those of the stacked inducing weights."""
+    names = ["net.0.weight", "net.2.weight"]
+    laws = [guide[name]() for name in names]
+    stacked = guide.couplings["0"].posterior()
+    index = torch.arange(stacked.event_shape.numel()).reshape(stacked.event_shape)
+    gains, noises, first = [], [], 0
+    for law in laws:
+        gain, noise = dense.conditional_moments(
+            joint_covariance(law.joint), law.event_shape.numel()
+        )
+        rows, columns = law.joint.inducing_shape
+        own = index[first : first + rows, :columns].flatten()
+        gains.append(torch.zeros(len(gain), stacked.event_shape.numel()))
+        gains[-1][:, own] = gain
+        noises.append(law.conditional_scale.square() * noise)
+        first += rows
+    gain = torch.cat(gains)
+    covariance = gain @ stacked.covariance_matrix @ gain.mT + torch.block_diag(*noises)
+    return gain @ stacked.mean.flatten(), covariance
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (6, 7)], ids=["equal", "of the layers' own sizes"])
+@pytest.mark.parametrize("kind", ["matrix, shared", "full, shared", "nested, shared"])
+def test_layers_are_correlated_as_their_shared_inducing_weights_say(kind, shape):
+    """A layer with fewer columns of inducing weights than others uses the first of the matrix."""
+    guide = make_guide(None, shape, **KINDS[kind])
+    randomize(guide)
+    mean, covariance = (moment.detach() for moment in joint_moments(guide))
+
+    def flat(values):
+        return torch.cat([
+            torch.cat(
+                [values[f"{name}.weight"], values[f"{name}.bias"].unsqueeze(-1)], -1
+            ).flatten()
+            for name in ("net.0", "net.2")
+        ])
+
+    close(flat(guide.median()), mean)
+    with torch.no_grad():
+        draws = torch.stack([flat(guide.draw()) for _ in range(3000)])
+    assert_moments(draws, mean, covariance)
+    deviation = covariance.diagonal().sqrt()
+    correlation = covariance / deviation / deviation.unsqueeze(-1)
+    assert correlation[:20, 20:].abs().max() > 0.02, "layers should vary together"
+
+
+def test_layers_of_two_families_share_apart():
+    model, data = make_regressor(), regression_data()
+    families = (
+        InducingWeights((3, 2), family(), shared=True)
+        for family in (FullCovariance, MatrixGaussian)
+    )
+    guide = ps.StructuredGuide(model, dict(zip(("net.0.*", "*"), families, strict=True)))
+    assert set(ps.StructuredELBO().terms(model, guide, *data).kl) == {
+        "net.0.weight",
+        "net.2.weight",
+        "net.0.bias",
+        "net.2.bias",
+        "inducing_weights of net.0.weight",
+        "inducing_weights of net.2.weight",
+    }

@@ -1,0 +1,359 @@
+"""InducingWeightGuide as an object: copies, factors that are kept and never stale, errors."""
+
+import copy
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi import _linear_algebra
+from pyro_structvi.families import (
+    InducingWeights,
+    KTied,
+    MeanField,
+    Members,
+)
+from tests.guides.inducing_guides import EVERY_KIND, KINDS, make_guide
+from tests.models import make_regressor, regression_data
+
+SOME_KINDS = pytest.mark.parametrize("kind", ["diagonal", "full, shared", "ensemble", "nested"])
+
+
+def randomize(guide):
+    """Move every parameter."""
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def draw(guide):
+    """Return one draw without gradients, the same for guides that are the same."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return guide.draw()
+
+
+def assert_same_draws(guide, other):
+    ours, theirs = draw(guide), draw(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name])
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def load_into_a_new_guide(guide, options):
+    new = make_guide(guide.model, **options)
+    new.load_state_dict(guide.state_dict())
+    return new
+
+
+DUPLICATES = {
+    "state dict": load_into_a_new_guide,
+    "deepcopy": lambda guide, options: copy.deepcopy(guide),
+    "pickle": lambda guide, options: pickle.loads(pickle.dumps(guide)),
+}
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
+@EVERY_KIND
+def test_a_copy_is_the_same_and_apart(options, duplicate):
+    guide = make_guide(**options)
+    randomize(guide)
+    draw(guide)  # so that there are factors to copy
+    twin = duplicate(guide, options)
+    assert_same_draws(guide, twin)
+    before = draw(guide)
+    randomize(twin)
+    after, theirs = draw(guide), draw(twin)
+    for name, value in before.items():
+        assert torch.equal(after[name], value)
+        assert not torch.equal(theirs[name], value)
+
+
+@SOME_KINDS
+def test_a_copy_trains(kind):
+    model = make_regressor()
+    guide = copy.deepcopy(make_guide(model, **KINDS[kind]))
+    before = copy.deepcopy(guide.state_dict())
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO())
+    svi.step(*regression_data())
+    for name, parameter in guide.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+
+
+# ---- factors -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def factorizations(monkeypatch):
+    """Return a list that grows with each factorization."""
+    made, original = [], _linear_algebra.stable_cholesky
+
+    def counted(matrix):
+        made.append(matrix.shape)
+        return original(matrix)
+
+    monkeypatch.setattr(_linear_algebra, "stable_cholesky", counted)
+    return made
+
+
+@pytest.mark.parametrize("num_particles", [1, 3])
+@SOME_KINDS
+def test_a_training_step_factors_each_side_of_each_layer_once(kind, num_particles, factorizations):
+    guide, data = make_guide(**KINDS[kind]), regression_data()
+    guide.initialize(*data)
+    factorizations.clear()
+    elbo = ps.StructuredELBO(num_particles=num_particles)
+    for steps in range(1, 4):
+        elbo.differentiable_loss(guide.model, guide, *data).backward()
+        assert len(factorizations) == steps * (8 if kind == "nested" else 4)
+
+
+@SOME_KINDS
+def test_predictions_of_an_unchanged_guide_factor_once(kind, factorizations):
+    guide, data = make_guide(**KINDS[kind]), regression_data()
+    guide.initialize(*data)
+    factorizations.clear()
+    for _ in range(3):
+        ps.predict(guide.model, guide, data[0], num_samples=4)
+        guide.median()
+        draw(guide)
+    assert len(factorizations) == (8 if kind == "nested" else 4)
+
+
+def take_a_step(guide):
+    optimizer = torch.optim.SGD(guide.parameters(), lr=1e-3)
+    ps.StructuredELBO().differentiable_loss(guide.model, guide, *regression_data()).backward()
+    optimizer.step()
+
+
+def assign_data(guide):
+    for parameter in guide.parameters():
+        parameter.data = parameter.data + 0.1
+
+
+def write_data(guide):
+    for parameter in guide.parameters():
+        parameter.data.mul_(1.1)
+
+
+def write_without_gradients(guide):
+    """Change one entry only."""
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.view(-1)[-1] += 0.1
+
+
+def load_a_state_dict(guide):
+    guide.load_state_dict({name: value + 0.1 for name, value in guide.state_dict().items()})
+
+
+CHANGES = {
+    "step": take_a_step,
+    "assignment of data": assign_data,
+    "data written to": write_data,
+    "written without gradients": write_without_gradients,
+    "state dict": load_a_state_dict,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@SOME_KINDS
+def test_kept_factors_are_never_stale(kind, change):
+    guide = make_guide(**KINDS[kind])
+    guide.initialize(*regression_data())
+    before = draw(guide)
+    change(guide)
+    fresh = load_into_a_new_guide(guide, KINDS[kind])
+    assert_same_draws(guide, fresh)
+    after = draw(guide)
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+    median, expected = guide.median(), fresh.median()
+    assert all(torch.equal(median[name], expected[name]) for name in median)
+
+
+@SOME_KINDS
+def test_a_change_of_precision_is_seen(kind):
+    guide = make_guide(make_regressor().float(), **KINDS[kind])
+    assert {value.dtype for value in draw(guide).values()} == {torch.float32}
+    guide = guide.double()
+    assert {value.dtype for value in draw(guide).values()} == {torch.float64}
+    fresh = load_into_a_new_guide(guide, KINDS[kind]).double()
+    fresh.load_state_dict(guide.state_dict())
+    assert_same_draws(guide, fresh)
+
+
+@SOME_KINDS
+def test_gradients_reach_the_parameters_after_a_pass_without(kind):
+    guide = make_guide(**KINDS[kind])
+    guide.initialize(*regression_data())
+    draw(guide)
+    ps.StructuredELBO().differentiable_loss(guide.model, guide, *regression_data()).backward()
+    for name, parameter in guide.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.ne(0).any(), name
+
+
+def test_a_law_without_gradients_stays_what_it_was():
+    guide = make_guide()
+    with torch.no_grad():
+        law = guide["net.0.weight"]()
+        before = law.mean.clone()
+        randomize(guide)
+        assert torch.equal(law.mean, before)
+        assert not torch.equal(guide["net.0.weight"]().mean, before)
+
+
+# ---- other models --------------------------------------------------------------------------------
+
+
+def function_model(x, y=None, prior=None):
+    """Two layers drawn in a function."""
+    prior = dist.Normal(0.0, 1.0) if prior is None else prior
+    first = pyro.sample("first", prior.expand([4, 3]).to_event(2))
+    second = pyro.sample("second", prior.expand([1, 4]).to_event(2))
+    mean = F.linear(torch.tanh(F.linear(x, first)), second)
+    with pyro.plate("data", len(x)):
+        pyro.sample("obs", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("kind", ["full, shared", "ensemble"])
+def test_layers_of_a_function_draw_together(kind):
+    guide = make_guide(function_model, **KINDS[kind])
+    guide.initialize(*regression_data())
+    new = make_guide(function_model, **KINDS[kind])
+    new.initialize(*regression_data())
+    randomize(guide)
+    new.load_state_dict(guide.state_dict())
+    assert_same_draws(guide, new)
+    assert list(draw(guide)) == ["first", "second"]
+
+
+def half_declared():
+    """Return a module that declares one layer and draws another in forward."""
+
+    class Model(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = ps.bayesianize(nn.Linear(3, 4), prior=1.0)
+
+        def forward(self, x, y=None):
+            weight = pyro.sample("late", dist.Normal(torch.zeros(1, 4), 1.0).to_event(2))
+            mean = F.linear(torch.tanh(self.layer(x)), weight)
+            with pyro.plate("data", len(x)):
+                pyro.sample("obs", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+    return Model()
+
+
+@pytest.mark.parametrize("kind", ["full, shared", "ensemble"])
+def test_a_layer_that_is_found_late_cannot_draw_with_the_others(kind):
+    guide = make_guide(half_declared(), **KINDS[kind])
+    message = r"\['layer\.weight'\] draw their inducing weights together, and \['late'\] were found"
+    with pytest.raises(ValueError, match=message):
+        guide.initialize(*regression_data())
+
+
+def test_a_layer_that_is_found_late_may_draw_by_itself():
+    guide = make_guide(half_declared())
+    guide.initialize(*regression_data())
+    assert guide["late"]().event_shape == (1, 4)
+
+
+def heavy_tailed(x, y=None):
+    function_model(x, y, dist.Cauchy(torch.tensor(0.0), 1.0))
+
+
+def test_a_prior_without_a_standard_deviation_asks_for_one():
+    message = r"The prior of first has no finite standard deviation.*Pass `prior_scale=`"
+    guide = make_guide(heavy_tailed)
+    with pytest.raises(ValueError, match=message):
+        guide.initialize(*regression_data())
+    guide = ps.StructuredGuide(heavy_tailed, {"*": InducingWeights((3, 2), prior_scale=0.5)})
+    guide.initialize(*regression_data())
+    assert guide["first"].prior_scale.tolist() == [0.5]
+    with pytest.warns(ps.infer.SampledKLWarning):
+        assert torch.isfinite(
+            ps.StructuredELBO().terms(heavy_tailed, guide, *regression_data()).elbo
+        )
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inducing_posterior": "dense"}, r'`inducing_posterior` must be "diagonal", .* \'dense\''),
+        ({"inducing_posterior": 3}, r"`inducing_posterior` must be .* a Family, but got 3"),
+        (
+            {"ensemble_size": 3},
+            r'`ensemble_size` is for inducing_posterior="ensemble", .* \'diagonal\'',
+        ),
+        (
+            {"ensemble_size": 0, "inducing_posterior": "ensemble"},
+            "`ensemble_size` must be a whole number of at least 1, but got 0",
+        ),
+        (
+            {"max_inducing_scale": 0.1, "inducing_posterior": "full"},
+            r'`max_inducing_scale` is for inducing_posterior="diagonal", but got \'full\'',
+        ),
+        (
+            {"max_inducing_scale": -0.1},
+            "`max_inducing_scale` must be a positive number, but got -0.1",
+        ),
+        (
+            {"max_conditional_scale": 0},
+            "`max_conditional_scale` must be a positive number, but got 0",
+        ),
+        (
+            {"shape": 64},
+            r"`inducing_shape` must be \(M_out, M_in\), such as \(64, 64\), but got 64",
+        ),
+        ({"shape": (64,)}, r"`inducing_shape` must be \(M_out, M_in\), .* but got \(64,\)"),
+        ({"shape": (64, 0)}, "`inducing_shape` must be a whole number of at least 1, but got 0"),
+        ({"shape": (64, 1.5)}, "`inducing_shape` must be a whole number .* but got 1.5"),
+        ({"shared": True}, r"`shared` is for a posterior with correlations.* got MeanField"),
+        (
+            {"shared": True, "inducing_posterior": "ensemble"},
+            r"`shared` is for a posterior with correlations.* got Members\(size=5\)",
+        ),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_guide(**options)
+
+
+def test_join_bias_must_be_true_or_false():
+    with pytest.raises(TypeError, match="`join_bias` must be True or False, but got 'yes'"):
+        make_guide(join_bias="yes")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: InducingWeights([3, 2]), ValueError, r"`shape` must be \(M_out, M_in\).*\[3, 2\]"),
+        (lambda: InducingWeights(posterior="full"), TypeError, "`posterior` must be a Family"),
+        (lambda: InducingWeights(prior_scale=-1.0), ValueError, "`prior_scale` must be a positive"),
+        (lambda: Members(0), ValueError, "`size` must be a whole number of at least 1, but got 0"),
+        (lambda: MeanField(max_scale=0.0), ValueError, "`max_scale` must be a positive number"),
+    ],
+    ids=["shape", "posterior", "prior scale", "members", "mean field"],
+)
+def test_families_check_their_options(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_only_weights_take_inducing_weights():
+    guide = ps.StructuredGuide(make_regressor(), {"*.bias": InducingWeights(), "*": KTied(1)})
+    assert guide["net.0.bias"].family == MeanField()

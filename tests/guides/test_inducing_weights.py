@@ -1,0 +1,232 @@
+"""InducingWeightGuide: training, parameters, where it starts, and bounds on its scales."""
+
+import pyro
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families.capped import capped, uncapped
+from tests.guides.inducing_guides import EVERY_KIND, KINDS, SHAPE, close, make_guide
+from tests.models import make_regressor, regression_data
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def assert_trains(model, guide, data, elbo=ps.StructuredELBO, steps=80):
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo())
+    losses = torch.tensor([svi.step(*data) for _ in range(steps)])
+    assert losses[-15:].mean() < losses[:15].mean() - losses[-15:].std()
+    assert all(torch.isfinite(parameter).all() for parameter in guide.parameters())
+
+
+@pytest.mark.parametrize("join_bias", [True, False], ids=["joined", "not joined"])
+@EVERY_KIND
+def test_every_kind_trains(options, join_bias):
+    model = make_regressor()
+    assert_trains(model, make_guide(model, join_bias=join_bias, **options), regression_data())
+
+
+def convolution_net():
+    """Return a net with few and with many channels, with groups, and a layer without an image."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 2, groups=2),
+        nn.ConvTranspose2d(4, 2, 2),
+        nn.Flatten(),
+        nn.Linear(2 * 4 * 4, 3),
+    )
+    return ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=12)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "full, shared", "ensemble"])
+def test_convolutions_train(kind):
+    model, data = convolution_net(), (torch.randn(12, 1, 6, 6), torch.randint(3, (12,)))
+    assert_trains(model, make_guide(model, **KINDS[kind]), data)
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.Linear(9, 8), (3, 3)),
+        (nn.Linear(1, 2), (2, 2)),
+        (nn.Linear(2, 2), (3, 3)),  # with its bias as large in one direction
+        (nn.Linear(8, 2), (3, 3)),
+        (nn.Linear(1, 8, bias=False), (3, 3)),
+        (nn.Conv2d(2, 2, 2), (3, 3)),
+    ],
+    ids=str,
+)
+def test_only_a_weight_that_is_smaller_in_both_directions_has_fewer(layer, expected):
+    guide = make_guide(ps.Classifier(ps.bayesianize(layer), num_data=8), (3, 3))
+    assert guide["net.weight"]().inducing.event_shape == expected
+
+
+COUNTS = {  # of a posterior over 3 x 2 inducing weights
+    "diagonal": 2 * 6,
+    "matrix": 6 + 6 + 3,
+    "full": 6 + 21,
+    "ensemble": 3 * 6,
+    "a family": 2 * 6 + 0,
+    "nested": (2 * 3 + 1 * 2) + (2 + 1) + 1 + 2 * 2,
+}
+
+
+@pytest.mark.parametrize("join_bias", [True, False])
+@pytest.mark.parametrize("kind", COUNTS)
+def test_the_parameters_are_counted_by_a_formula(kind, join_bias):
+    """Factors, diagonals and one scale, beside those of the inducing weights."""
+    model = ps.Classifier(ps.bayesianize(nn.Linear(8, 7), prior=1.0), num_data=8)
+    guide = make_guide(model, join_bias=join_bias, **KINDS[kind])
+    out, size = 7, 8 + join_bias
+    expected = 3 * out + 2 * size + (3 + 2) + 1 + COUNTS[kind] + (0 if join_bias else 2 * out)
+    assert sum(parameter.numel() for parameter in guide.parameters()) == expected
+
+
+def test_shared_inducing_weights_are_stacked_as_rows():
+    model = ps.Classifier(
+        ps.bayesianize(nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 1)), prior=1.0), num_data=8
+    )
+    guide = make_guide(model, (3, 2), **KINDS["full, shared"])
+    layers = sum(3 * out + 2 * (size + 1) + 5 + 1 for out, size in ((7, 8), (1, 7)))
+    stacked = 6 * 2
+    expected = layers + stacked + stacked * (stacked + 1) // 2
+    assert sum(parameter.numel() for parameter in guide.parameters()) == expected
+
+
+@pytest.mark.parametrize("kind", ["nested", "nested, shared"])
+def test_prior_scales_are_no_parameters(kind):
+    guide = make_guide(**KINDS[kind])
+    names = [name for name, _ in guide.named_parameters() if name.endswith("prior_scale")]
+    assert names == []
+    inner = [
+        name
+        for name in guide.state_dict()
+        if name.endswith(("inducing_prior_scale", "posterior.prior_scale"))
+    ]
+    assert len(inner) == (1 if "shared" in kind else 2)
+
+
+def test_the_resnet_50_of_the_paper_has_as_many_parameters_as_it_says():
+    """Ritter et al. (2021), section 5.2: batch norms counted, 5,710,902 in place of 23,520,842."""
+    torchvision = pytest.importorskip("torchvision")
+    net = torchvision.models.resnet50(num_classes=10)
+    net.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+    net.maxpool = nn.Identity()
+    assert sum(parameter.numel() for parameter in net.parameters()) == 23_520_842
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=False), num_data=50_000)
+    guide = ps.InducingWeightGuide(model, inducing_shape=(64, 64))
+    trained = [*guide.parameters(), *(p for p in model.parameters() if p.requires_grad)]
+    assert sum(parameter.numel() for parameter in trained) == 5_710_902
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+
+def biased_model(out=6, inputs=5, **priors):
+    net = nn.Linear(inputs, out)
+    priors = {"weight": 0.7, "bias": 1.5} | priors
+    return ps.Classifier(ps.bayesianize(net, prior=priors), num_data=8), net
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (2, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize("posterior", ["diagonal", "matrix", "full"])
+def test_the_start_is_the_best_approximation_of_low_rank(posterior, shape):
+    """Best in units of the priors; the singular values fall off, as those that matter should."""
+    model, _ = biased_model()
+    columns = torch.tensor([0.7] * 5 + [1.5])
+    u, _, v = torch.linalg.svd(torch.randn(6, 6))
+    matrix = (u * torch.logspace(0, -5, 6)) @ v * columns
+    model.net.initial_values["weight"], model.net.initial_values["bias"] = (
+        matrix[:, :-1].contiguous(),
+        matrix[:, -1].contiguous(),
+    )
+    median = make_guide(model, shape, inducing_posterior=posterior).median()
+    found = torch.cat([median["net.weight"], median["net.bias"].unsqueeze(-1)], -1) / columns
+    u, s, v = torch.linalg.svd(matrix / columns)
+    rank = min(shape)
+    best = (u[:, :rank] * s[:rank]) @ v[:rank]
+    error = (found - matrix / columns).norm()
+    assert error < (1 + 1e-6) * (best - matrix / columns).norm()
+    close(found, best, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (6, 6), (6, 64)], ids=str)
+def test_with_as_many_inducing_weights_the_start_is_the_nets(shape):
+    model, net = biased_model()
+    median = make_guide(model, shape).median()
+    close(median["net.weight"], net.weight.detach(), atol=1e-8)
+    close(median["net.bias"], net.bias.detach(), atol=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (64, 64), (3, 64)], ids=str)
+@pytest.mark.parametrize("posterior", ["diagonal", "matrix", "full"])
+def test_the_start_has_the_covariance_of_mean_field(posterior, shape):
+    """``init_scale^2`` times the identity, and for the bias the ratio of prior variances."""
+    model, _ = biased_model()
+    q = make_guide(model, shape, inducing_posterior=posterior, init_scale=0.2)["net.weight"]()
+    variance = torch.tensor([0.04] * 5 + [0.04 * (1.5 / 0.7) ** 2]).expand(6, 6)
+    close(q.covariance_matrix, torch.diag(variance.flatten()))
+
+
+def test_members_start_apart():
+    guide = make_guide(**KINDS["ensemble"])
+    members = guide["net.0.weight"].inducing_members
+    assert members.shape == (3, *SHAPE)
+    assert (members[0] - members[1]).abs().min() > 1e-3
+
+
+def test_prior_scales_are_those_of_weight_and_bias():
+    net = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 2), nn.Linear(2, 2, bias=False))
+    prior = ps.FanIn(1.4, vector_scale=0.3)
+    guide = make_guide(ps.Regressor(ps.bayesianize(net, prior=prior), 12, noise_scale=0.3))
+    for layer, inputs in ((0, 8), (1, 5)):
+        expected = torch.tensor([1.4 / inputs**0.5, 0.3])
+        close(guide[f"net.{layer}.weight"].prior_scale, expected)
+    close(guide["net.2.weight"].prior_scale, torch.tensor([1.4 / 2**0.5]))
+
+
+# ---- bounds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [None, 0.3, 100.0])
+@pytest.mark.parametrize("value", [1e-3, 0.1, 0.2, 10.0])
+def test_a_bound_keeps_a_value_of_up_to_half_of_it(value, most):
+    expected = value if most is None else min(value, most / 2)
+    close(capped(torch.tensor(uncapped(value, most)), most), torch.tensor(expected))
+
+
+def test_what_is_bounded_has_a_gradient_and_no_more_than_the_bound():
+    x = torch.linspace(-30.0, 30.0, 61, requires_grad=True)
+    values = capped(x, 0.3)
+    assert ((values > 0) & (values <= 0.3)).all()
+    assert (values.diff() > 0)[:45].all()
+    (gradient,) = torch.autograd.grad(values.sum(), x)
+    assert (gradient > 0).all()
+    close(values[:10], x[:10].exp(), rtol=1e-8)
+
+
+def test_scales_start_at_the_bounds_half_at_most_and_stay_below():
+    """The prior has 0.7: the start would be 0.2 / 0.7 for both."""
+    bounds = {"max_conditional_scale": 0.03, "max_inducing_scale": 0.1}
+    guide = make_guide(biased_model()[0], init_scale=0.2, **bounds)
+    q = guide["net.weight"]()
+    close(q.conditional_scale, torch.tensor(0.015))
+    close(q.inducing.scale, torch.full(SHAPE, 0.05))
+    with torch.no_grad():
+        for name in ("log_conditional_scale", "inducing_log_scale"):
+            guide["net.weight"].value(name).fill_(20.0)
+    q = guide["net.weight"]()
+    close(q.conditional_scale, torch.tensor(0.03), rtol=1e-6)
+    close(q.inducing.scale, torch.full(SHAPE, 0.1), rtol=1e-6)
+
+
+def test_bounds_that_do_not_bind_leave_the_start_as_it_is():
+    guide = make_guide(biased_model()[0], max_conditional_scale=0.5, max_inducing_scale=0.5)
+    q = guide["net.weight"]()
+    close(q.conditional_scale, torch.tensor(0.01 / 0.7))
+    close(q.inducing.scale, torch.full(SHAPE, 0.01 / 0.7))
