@@ -24,6 +24,7 @@ from torchvision.models import resnet18
 import pyro_structvi as ps
 from pyro_structvi.nn import PointEstimateWarning
 
+
 def make_mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for size, out in pairwise(widths):
