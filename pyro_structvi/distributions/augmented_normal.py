@@ -22,7 +22,9 @@ from pyro_structvi.linear_maps import LinearMap
 if TYPE_CHECKING:
     from pyro_structvi.distributions.augmented import AugmentedMatrixNormal
 
-NOISE_COST = 700  # of one output, in multiplications; docs/scripts/inducing_layers.py measures it
+# Of one output, in multiplications. By time alone it is about 700, but gradients are the less noisy
+# where outputs are drawn; docs/scripts/inducing_layers.py measures both.
+NOISE_COST = 400
 
 
 class AugmentedNormal(WeightDistribution):
@@ -172,7 +174,7 @@ class AugmentedNormal(WeightDistribution):
         return AugmentedImage(self, self._map_for_batch(linear_map), x, *bias_moments(bias))
 
     def prefers_drawn_weight(self, linear_map: LinearMap, x: Tensor) -> bool:
-        """Whether noise at every position costs more than the products that it saves.
+        """Whether noise at every position costs clearly more than the products that it saves.
 
         Where an example has several positions both are approximate in one way or another: outputs drop
         correlations between positions, a drawn weight ties the examples of a batch together.
