@@ -1,10 +1,12 @@
-"""Reading a call of ``F.linear`` or a convolution as a linear map of its weight."""
+"""Reading a call of ``F.linear``, a convolution, or a function of a factor, as a map of its weight."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pyro_structvi.linear_maps import ConvolutionMap, DenseMap, LinearMap
 
@@ -16,6 +18,14 @@ class Application(NamedTuple):
     x: Any
     weight: Any
     bias: Any
+
+
+class FactorApplication(NamedTuple):
+    """A call of a function of a factor, ``function(x, weight)``, which may have examples in front."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    x: Any
+    weight: Any
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
@@ -42,7 +52,7 @@ def _convolution(function: Callable[..., Tensor]) -> Callable[..., Application]:
     return parse
 
 
-_PARSERS: dict[Callable[..., Any], Callable[..., Application | None]] = {
+_PARSERS: dict[Callable[..., Any], Callable[..., Application | FactorApplication | None]] = {
     F.linear: _linear,
     F.conv1d: _convolution(F.conv1d),
     F.conv2d: _convolution(F.conv2d),
@@ -50,10 +60,49 @@ _PARSERS: dict[Callable[..., Any], Callable[..., Application | None]] = {
 }
 
 
+def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a function of inputs and a small factor one for which a lazy factor is drawn anew.
+
+    For layers whose weight is a function of a factor: each example then has a weight of its own, at
+    the price of the factor's draws, and the joint law of its outputs is exact. What a lazy factor
+    is under any other objective, or if the model uses it twice, see :class:`LazyWeight`.
+
+    Args:
+        function: Called as ``function(x, factor, *args)``. It must take a factor of its own shape,
+            and one with the examples ``x.shape[:1]`` in front.
+
+    Returns:
+        The function.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> from pyro_structvi.lazy_weight import LazyWeight, SiteUse
+        >>> scale = drawn_per_example(lambda x, factor: x * factor)
+        >>> q = MeanFieldNormal(torch.zeros(3), torch.tensor(1.0))
+        >>> outputs = scale(torch.ones(2, 3), LazyWeight(q, SiteUse("factor", count=1)))
+        >>> bool((outputs[0] == outputs[1]).any())
+        False
+    """
+
+    @wraps(function)
+    def overridable(x: Tensor, factor: Tensor, *args: Any) -> Tensor:
+        if has_torch_function_unary(factor):
+            outputs: Tensor = handle_torch_function(overridable, (factor,), x, factor, *args)
+            return outputs
+        return function(x, factor, *args)
+
+    def parse(x: Any, factor: Any, *args: Any) -> FactorApplication:
+        return FactorApplication(lambda x, factor: function(x, factor, *args), x, factor)
+
+    _PARSERS[overridable] = parse
+    return overridable
+
+
 def parse_application(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Application | None:
-    """Read a call of ``F.linear`` or a convolution, positional or by keyword.
+) -> Application | FactorApplication | None:
+    """Read a call that applies a weight, positional or by keyword.
 
     Args:
         function: The function called.
@@ -61,7 +110,7 @@ def parse_application(
         kwargs: Its keyword arguments.
 
     Returns:
-        The application, or None if the function is not a linear map of its weight.
+        The application, or None if the function is none of those known.
 
     Example:
         >>> import torch

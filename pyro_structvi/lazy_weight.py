@@ -14,13 +14,14 @@ from pyro.poutine.substitute_messenger import SubstituteMessenger
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyro_structvi.applications import Application, parse_application
-from pyro_structvi.linear_maps import LinearMap
+from pyro_structvi.applications import Application, FactorApplication, parse_application
+from pyro_structvi.flipout import flipout
+from pyro_structvi.linear_maps import LinearMap, shape_per_example
 
 if TYPE_CHECKING:
     from pyro_structvi.distributions.weight_distribution import FactoredDraw, WeightDistribution
 
-LocalReparam = bool | Literal["exact"]
+LocalReparam = bool | Literal["exact", "flipout"]
 
 _WAITING: ContextVar[bool] = ContextVar("weights_wait", default=False)
 
@@ -62,8 +63,8 @@ class SiteUse:
     Attributes:
         name: The site.
         local_reparam: True for the local rule wherever there is one, "exact" for the local rule
-            only where it gives the exact joint law (one position for each example), False for
-            weights that are always drawn.
+            only where it gives the exact joint law (one position for each example), "flipout" for
+            the same with flipout elsewhere, False for weights that are always drawn.
         count: How often one pass of the model uses the site, or None before that is known. A weight
             used more than once must be the same weight each time, so it is drawn.
     """
@@ -84,10 +85,14 @@ class SiteUse:
 
     def allows_image(self, application: Application) -> bool:
         """Whether this use may be answered by the image's law instead of a drawn weight."""
-        if not self.may_wait:
-            return False
-        exact_only = self.local_reparam == "exact"
-        return not (exact_only and application.linear_map.has_positions(application.x))
+        exact_only = self.local_reparam in {"exact", "flipout"}
+        has_positions = application.linear_map.has_positions(application.x)
+        return self.may_wait and not (exact_only and has_positions)
+
+    def allows_flipout(self, application: Application) -> bool:
+        """Whether this use is one for flipout: the outputs' law without it would not be exact."""
+        has_positions = application.linear_map.has_positions(application.x)
+        return self.may_wait and self.local_reparam == "flipout" and has_positions
 
 
 class WeightStandIn(Tensor):
@@ -109,6 +114,10 @@ class WeightStandIn(Tensor):
 
     def _draw_outputs(self, application: Application) -> Tensor | None:
         """Draw the outputs of a linear map without drawing the weight, where that may be done."""
+        return None
+
+    def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
+        """Draw a factor for each example, where that may be done."""
         return None
 
     def _check_input(self, x: Tensor) -> None:
@@ -141,8 +150,12 @@ class WeightStandIn(Tensor):
                 return func(*args, **kwargs)
         application = parse_application(func, args, kwargs)
         if application is not None and isinstance(application.weight, WeightStandIn):
-            application.weight._check_input(application.x)
-            outputs = application.weight._draw_outputs(application)
+            weight = application.weight
+            weight._check_input(application.x)
+            if isinstance(application, FactorApplication):
+                outputs = weight._draw_per_example(application)
+            else:
+                outputs = weight._draw_outputs(application)
             if outputs is not None:
                 return outputs
         return func(*tree_map(_value, args), **tree_map(_value, kwargs))
@@ -245,26 +258,39 @@ class LazyWeight(WeightStandIn):
         of it, or all of it where an example has several positions, is drawn once for each example.
         """
         linear_map, x, _, bias = application
+        flips = self.distribution.has_independent_elements and self.use.allows_flipout(application)
         prefers_draw = self.distribution.prefers_drawn_weight(linear_map, x)
-        if prefers_draw or not self._may_give_outputs(application):
+        if prefers_draw or not self._may_give_outputs(application, flips):
             return self._apply_factored(application)
         self._refuse_second_use()
         lazy_bias, shift = None, None
-        if isinstance(bias, LazyWeight) and bias._may_give_outputs(application):
+        if isinstance(bias, LazyWeight) and bias._may_give_outputs(application, flips):
             bias._refuse_second_use()
             lazy_bias = bias
             if linear_map.has_positions(x):
                 bias, shift = None, _draw_bias_per_example(lazy_bias, linear_map, x)
             else:
                 bias, shift = lazy_bias.distribution.split_noise(x.shape[:-1])
-        image = self.distribution.image_under(linear_map, x, _value(bias))
-        if image is None:
-            return None
+        if flips:
+            outputs = flipout(self.distribution, linear_map, x, _value(bias))
+        else:
+            image = self.distribution.image_under(linear_map, x, _value(bias))
+            if image is None:
+                return None
+            outputs = image.rsample()
         self._gave_outputs = True
         if lazy_bias is not None:
             lazy_bias._gave_outputs = True
-        outputs: Tensor = image.rsample()
         return outputs if shift is None else outputs + shift
+
+    def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
+        """Apply a factor that is drawn for each example, or return None to apply one to all."""
+        x = application.x
+        if isinstance(x, WeightStandIn) or self.is_drawn or not self.use.may_wait:
+            return None
+        self._refuse_second_use()
+        self._gave_outputs = True
+        return application.function(x, self.distribution.rsample(x.shape[:1]))
 
     def _apply_factored(self, application: Application) -> Tensor | None:
         """Apply one draw of the weight in factors, where that costs less than forming it."""
@@ -278,10 +304,11 @@ class LazyWeight(WeightStandIn):
                 self._factored = self.distribution.rsample_in_factors()
         return self._factored.apply(linear_map, _value(x), _value(bias))
 
-    def _may_give_outputs(self, application: Application) -> bool:
-        """Whether this weight's part in a linear map may be drawn as outputs."""
+    def _may_give_outputs(self, application: Application, flips: bool = False) -> bool:
+        """Whether this weight's part in a map may be drawn as outputs, or as flipout's."""
         takes_data = not isinstance(application.x, WeightStandIn)
-        return takes_data and not self.is_drawn and self.use.allows_image(application)
+        allows = self.use.allows_flipout if flips else self.use.allows_image
+        return takes_data and not self.is_drawn and allows(application)
 
     def _refuse_second_use(self) -> None:
         if self._gave_outputs and _inside_model():
@@ -305,15 +332,9 @@ def _value(value: Any) -> Any:
 
 def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -> Tensor:
     """Draw one bias for each example, shaped to meet the outputs at every position."""
-    leading = x.dim() + linear_map.channel_dim
-    batch = x.shape[: min(leading, 1)]
+    batch = x.shape[: min(x.dim() + linear_map.channel_dim, 1)]
     draw = bias.distribution.rsample(batch)
-    return draw.reshape(
-        *batch,
-        *(1 for _ in range(leading - len(batch))),
-        draw.shape[-1],
-        *(1 for _ in range(-linear_map.channel_dim - 1)),
-    )
+    return draw.reshape(shape_per_example(linear_map, x, draw.shape[-1]))
 
 
 def _inside_transform() -> bool:

@@ -301,6 +301,14 @@ class BiasColumnMap:
 LinearMap = DenseMap | ConvolutionMap | BiasColumnMap
 
 
+def shape_per_example(linear_map: LinearMap, x: Tensor, size: int) -> list[int]:
+    """Return the shape of ``size`` channels for each example that meets ``x`` at all positions."""
+    leading = x.dim() + linear_map.channel_dim
+    batch = x.shape[: min(leading, 1)]
+    positions = [1 for _ in range(leading - len(batch))]
+    return [*batch, *positions, size, *(1 for _ in range(-linear_map.channel_dim - 1))]
+
+
 def _add_weighted(onto: Tensor, coefficients: Tensor, images: Tensor) -> Tensor:
     """Add ``images (*batch, K, *event)``, weighed by ``coefficients (*batch, K)``, onto outputs."""
     batch, rank = coefficients.shape[:-1].numel(), coefficients.shape[-1]

@@ -61,8 +61,9 @@ class StructuredGuide(nn.Module):
             vector or scalar at the prior's median.
         local_reparam: True to draw, under ``StructuredELBO``, the outputs of linear layers and
             convolutions wherever there is a rule for it; "exact" to do so only where that leaves the
-            joint law of an example exact (one position for each example); False to draw weights
-            always, as every other objective of Pyro gets them.
+            joint law of an example exact (one position for each example); "flipout" for the same,
+            and flipout for independent elements elsewhere; False to draw weights always, as every
+            other objective of Pyro gets them.
 
     Raises:
         ValueError: If a weight has no family, if a family cannot serve a site that is named
@@ -89,9 +90,10 @@ class StructuredGuide(nn.Module):
         local_reparam: LocalReparam = True,
     ) -> None:
         super().__init__()
-        if local_reparam not in (True, False, "exact"):
+        if local_reparam not in (True, False, "exact", "flipout"):
             raise ValueError(
-                f'`local_reparam` must be True, False or "exact", but got {local_reparam!r}.'
+                '`local_reparam` must be True, False, "exact" or "flipout", but got '
+                f"{local_reparam!r}."
             )
         for pattern, family in families.items():
             if not isinstance(family, Family):

@@ -125,7 +125,7 @@ def test_init_scale_must_be_positive(init_scale):
 
 
 def test_local_reparam_must_be_known():
-    with pytest.raises(ValueError, match="`local_reparam` must be True, False or"):
+    with pytest.raises(ValueError, match='`local_reparam` must be True, False, "exact" or'):
         ps.KTiedGuide(make_regressor(), local_reparam="sometimes")
 
 
