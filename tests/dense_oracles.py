@@ -41,6 +41,14 @@ def full_covariance(scale_tril):
     return (lower.unsqueeze(-2) * lower.unsqueeze(-3)).sum(-1)
 
 
+def rowwise_covariance(scale_tril):
+    """Return the covariance with the blocks ``L_i L_i'`` of the rows i on its diagonal."""
+    out, size = scale_tril.shape[-3:-1]
+    blocks = enumerate(full_covariance(scale_tril).unbind(-3))
+    bands = [F.pad(block, (i * size, (out - 1 - i) * size)) for i, block in blocks]
+    return torch.cat(bands, -2)
+
+
 def matrix_normal_covariance(scale_tril_row, scale_tril_column):
     """Return ``Cov(W_ij, W_kl) = A_ik B_jl`` with the covariances A and B of the two factors."""
     rows, columns = full_covariance(scale_tril_row), full_covariance(scale_tril_column)

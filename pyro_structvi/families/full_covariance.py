@@ -5,14 +5,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive_number
 from pyro_structvi.distributions import FullNormal
 from pyro_structvi.families.cholesky_factor import cholesky_factor, initial_factor
-from pyro_structvi.families.family import LatentSite, MatrixFamily
+from pyro_structvi.families.family import LatentSite
+from pyro_structvi.families.memory import MemoryLimitedFamily
 
 
 @dataclass(frozen=True)
-class FullCovariance(MatrixFamily):
+class FullCovariance(MemoryLimitedFamily):
     r"""Normals with any covariance over the D elements of a site, for small layers.
 
     Parameters are ``loc``, ``log_diagonal (D,)`` and ``lower (D (D - 1) / 2,)``, the entries of the
@@ -48,13 +48,7 @@ class FullCovariance(MatrixFamily):
         inducing weights", the FCG-W of Figure 2.
     """
 
-    max_memory: float = 8.0
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
-
-    def __post_init__(self) -> None:
-        """Check the limit."""
-        super().__post_init__()
-        check_positive_number("max_memory", self.max_memory)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight or a vector."""
@@ -68,7 +62,7 @@ class FullCovariance(MatrixFamily):
                 before that is known.
         """
         size = loc.numel()
-        self._check_memory(site, size, loc.element_size())
+        self.check_memory(site, f"the {size:,} elements of", 1, size, loc.element_size())
         log_diagonal, lower = initial_factor(size, scale, loc)
         return {"loc": loc.clone(), "log_diagonal": log_diagonal, "lower": lower}
 
@@ -76,21 +70,3 @@ class FullCovariance(MatrixFamily):
         """Return the Normal with the factor that the parameters hold."""
         scale_tril = cholesky_factor(parameters["log_diagonal"], parameters["lower"])
         return FullNormal(parameters["loc"], scale_tril, validate_args=False)
-
-    def _check_memory(self, site: LatentSite, size: int, bytes_each: int) -> None:
-        parameters = size + size * (size + 1) // 2
-        gibibytes = (4 * parameters + 2 * size**2) * bytes_each / 2**30
-        if gibibytes > self.max_memory:
-            raise MemoryError(
-                f"A full covariance of the {size:,} elements of {' and '.join(site.names)} would "
-                f"take {_memory_text(gibibytes)} in training, and `max_memory` allows "
-                f"{_memory_text(self.max_memory)}. Use AutoLowRankLRT, or a StructuredGuide with "
-                f"another family for this site, such as {{'{site.name}': LowRank(rank=2), '*': "
-                "FullCovariance()}; or pass a larger `max_memory`."
-            )
-
-
-def _memory_text(gibibytes: float) -> str:
-    if gibibytes >= 1024:
-        return f"{gibibytes / 1024:.3g} TiB"
-    return f"{gibibytes:.3g} GiB"

@@ -3,7 +3,14 @@
 from collections.abc import Callable
 from typing import Any, Unpack
 
-from pyro_structvi.families import FullCovariance, KTied, LowRank, MatrixGaussian, MeanField
+from pyro_structvi.families import (
+    FullCovariance,
+    KTied,
+    LowRank,
+    MatrixGaussian,
+    MeanField,
+    Rowwise,
+)
 from pyro_structvi.families.low_rank import Diagonal
 from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 
@@ -99,6 +106,48 @@ class MatrixNormalGuide(StructuredGuide):
         **options: Unpack[GuideOptions],
     ) -> None:
         super().__init__(model, {"*": MatrixGaussian(join_bias=join_bias)}, **options)
+
+
+class RowwiseGuide(StructuredGuide):
+    """A full covariance over the inputs of each unit, at every weight; mean field at vectors.
+
+    Units are independent. Each has in (in + 1) / 2 parameters beside its means, and takes as many
+    numbers as the layer has weights, out in, for each example.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
+            together.
+        max_memory: The most that training one layer may take, in GiB, by the formula of
+            :class:`pyro_structvi.families.Rowwise`.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Raises:
+        ValueError: If ``max_memory`` is not a positive number.
+        MemoryError: If a layer would take more than ``max_memory``.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> net = torch.nn.Linear(20, 50, bias=False)
+        >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
+        >>> sum(parameter.numel() for parameter in RowwiseGuide(model).parameters())
+        11500
+
+    References:
+        Rossi and Filippone, tutorial on variational inference, the "column-wise" posterior; layers
+        are written x W there.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        join_bias: bool = False,
+        max_memory: float = 8.0,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        super().__init__(model, {"*": Rowwise(max_memory, join_bias=join_bias)}, **options)
 
 
 class AutoLowRankLRT(StructuredGuide):

@@ -14,6 +14,7 @@ from pyro_structvi.distributions import (
     LowRankNormal,
     MatrixNormal,
     MeanFieldNormal,
+    RowwiseNormal,
 )
 from tests.dense_oracles import (
     augmented_covariance,
@@ -25,6 +26,7 @@ from tests.dense_oracles import (
     low_rank_covariance,
     matrix_normal_covariance,
     mean_field_covariance,
+    rowwise_covariance,
 )
 
 VECTOR, MATRIX, CONVOLUTION = (4,), (4, 3), (4, 3, 2, 2)
@@ -128,6 +130,12 @@ def make_matrix_normal(batch_shape, event_shape, dtype):
     sizes = event_shape[0], torch.Size(event_shape[1:]).numel()
     loc = torch.randn(*batch_shape, *event_shape, dtype=dtype)
     return MatrixNormal(loc, *(cholesky_factor(batch_shape, size, dtype) for size in sizes))
+
+
+def make_rowwise(batch_shape, event_shape, dtype):
+    out, size = event_shape[0], torch.Size(event_shape[1:]).numel()
+    loc = torch.randn(*batch_shape, *event_shape, dtype=dtype)
+    return RowwiseNormal(loc, cholesky_factor((*batch_shape, out), size, dtype))
 
 
 # ---- inducing weights ----------------------------------------------------------------------------
@@ -248,6 +256,12 @@ CASES = [
         make_matrix_normal,
         lambda q: matrix_normal_covariance(q.scale_tril_row, q.scale_tril_column),
         serves_groups=False,
+    ),
+    Case(
+        "rowwise",
+        make_rowwise,
+        lambda q: rowwise_covariance(q.scale_tril),
+        event_shapes=(VECTOR, MATRIX, CONVOLUTION),
     ),
     *(
         Case(

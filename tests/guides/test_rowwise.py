@@ -1,0 +1,198 @@
+"""RowwiseGuide: the exact posterior of a linear regression, parameters, memory.
+
+With weights W (out, in), inputs as rows of X, noise of its own s_i for each output and prior variance
+p^2, the rows of W are independent in the posterior, row i with the covariance
+
+    Sigma_i = (X'X / s_i^2 + I / p^2)^-1.
+"""
+
+from collections import namedtuple
+
+import pyro
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
+
+import pyro_structvi as ps
+from pyro_structvi.families import LowRank, MeanField, Rowwise
+from pyro_structvi.families.cholesky_factor import cholesky_factor
+from pyro_structvi.infer import CosineDecay
+from pyro_structvi.lazy_weight import LazyWeight
+from tests.models import make_regressor
+
+OUT, IN, NUM_DATA, PRIOR = 3, 4, 30, 0.7
+NOISE = torch.tensor([0.3, 0.5, 0.8], dtype=torch.float64)
+
+Regression = namedtuple("Regression", ["x", "y", "mean", "covariances", "log_evidence"])
+
+
+@pytest.fixture
+def regression():
+    """Data with correlated inputs; means and covariances of the rows in the exact posterior."""
+    x = torch.randn(NUM_DATA, IN) @ (torch.eye(IN) + 0.5)
+    y = x @ torch.randn(IN, OUT) + NOISE * torch.randn(NUM_DATA, OUT)
+    precisions = x.mT @ x / NOISE[:, None, None] ** 2 + torch.eye(IN) / PRIOR**2
+    covariances = precisions.inverse()
+    mean = (covariances @ (x.mT @ y / NOISE**2).mT.unsqueeze(-1)).squeeze(-1)
+    marginals = PRIOR**2 * x @ x.mT + NOISE[:, None, None] ** 2 * torch.eye(NUM_DATA)
+    evidence = MultivariateNormal(torch.zeros(NUM_DATA), marginals).log_prob(y.mT).sum()
+    return Regression(x, y, mean, covariances, evidence)
+
+
+@pytest.fixture
+def model():
+    net = ps.bayesianize(nn.Linear(IN, OUT, bias=False), prior=PRIOR)
+    return ps.Regressor(net, num_data=NUM_DATA, noise_scale=NOISE)
+
+
+def exact_elbo(q, regression):
+    """Return the bound: a normal's log density needs the moments of its mean only."""
+    image = q.image(regression.x)
+    log_likelihood = Normal(image.mean, NOISE).log_prob(regression.y).sum()
+    prior = Independent(Normal(torch.zeros(OUT, IN), PRIOR), 2)
+    return log_likelihood - (image.variance / NOISE**2).sum() / 2 - kl_divergence(q, prior)
+
+
+def fit_exactly(guide, regression):
+    """Maximize the bound; scaled up, since torch's LBFGS learns nothing from products below 1e-10."""
+    optimizer = torch.optim.LBFGS(
+        guide.parameters(),
+        line_search_fn="strong_wolfe",
+        history_size=50,
+        max_iter=1000,
+        tolerance_change=0,
+    )
+
+    def loss():
+        optimizer.zero_grad()
+        value = -1e6 * exact_elbo(guide["net.weight"](), regression)
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return guide["net.weight"]()
+
+
+def test_it_finds_the_exact_posterior_where_outputs_have_different_noise(model, regression):
+    q = fit_exactly(ps.RowwiseGuide(model, init_scale=0.1), regression)
+    expected = torch.block_diag(*regression.covariances)
+    torch.testing.assert_close(q.mean, regression.mean, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(q.covariance_matrix, expected, rtol=1e-5, atol=1e-8)
+    elbo = exact_elbo(q, regression)
+    torch.testing.assert_close(elbo, regression.log_evidence, rtol=1e-9, atol=0)
+
+
+def test_training_by_draws_arrives_near_the_exact_posterior(model, regression):
+    """1500 steps: means within 0.2 standard deviations, covariances within 20 % of a row's largest.
+
+    Over eight seeds the worst were 0.053 and 12 %.
+    """
+    guide = ps.RowwiseGuide(model, init_scale=0.1)
+    data, schedule = (regression.x, regression.y), CosineDecay(1500)
+    ps.fit(model, guide, data, num_steps=1500, lr=0.05, lr_schedule=schedule, progress=False)
+    q, covariances = guide["net.weight"](), regression.covariances
+    deviations = covariances.diagonal(dim1=-2, dim2=-1).sqrt()
+    assert ((q.mean - regression.mean) / deviations).abs().max() < 0.2
+    errors = (q.scale_tril @ q.scale_tril.mT - covariances).abs().amax((-2, -1))
+    assert (errors / covariances.amax((-2, -1))).max() < 0.2
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("join_bias", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "out", "size"),
+    [(nn.Linear(4, 3), 3, 4), (nn.Conv2d(2, 3, (2, 1)), 3, 4), (nn.Linear(1, 1), 1, 1)],
+    ids=["linear", "convolution", "one by one"],
+)
+def test_parameters_are_loc_and_a_triangle_for_each_row(layer, out, size, join_bias):
+    """A bias is a further column, or a mean and a standard deviation for each output."""
+    model = ps.Classifier(ps.bayesianize(layer, prior=1.0), num_data=8)
+    guide = ps.RowwiseGuide(model, join_bias=join_bias)
+    size += join_bias
+    expected = out * size + out * size * (size + 1) // 2
+    assert sum(parameter.numel() for parameter in guide["net.weight"].parameters()) == expected
+    both = sum(parameter.numel() for parameter in guide.parameters())
+    assert both == expected + (0 if join_bias else 2 * out)
+
+
+def test_each_row_has_the_factor_of_its_parameters():
+    log_diagonal, lower = torch.randn(2, 3, 4), torch.randn(2, 3, 6)
+    factors = cholesky_factor(log_diagonal, lower)
+    assert factors.shape == (2, 3, 4, 4)
+    for index in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
+        own = tuple(index)
+        assert torch.equal(factors[own], cholesky_factor(log_diagonal[own], lower[own]))
+
+
+def test_it_starts_at_a_multiple_of_the_identity():
+    guide = ps.RowwiseGuide(make_regressor(), join_bias=True, init_scale=0.2)
+    net = guide.model.net
+    q = guide["net.0.weight"]()
+    torch.testing.assert_close(q.covariance_matrix, 0.2**2 * torch.eye(5 * 4))
+    weight, bias = (net[0].initial_values[name] for name in ("weight", "bias"))
+    assert torch.equal(q.mean, torch.cat([weight, bias.unsqueeze(-1)], -1))
+
+
+def test_vectors_get_mean_field():
+    guide = ps.RowwiseGuide(make_regressor())
+    assert guide["net.0.weight"].family == Rowwise()
+    assert guide["net.0.bias"].family == MeanField()
+
+
+# ---- convolutions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("join_bias", [False, True])
+def test_a_net_with_groups_trains_without_a_drawn_weight(join_bias, monkeypatch):
+    layers = nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3)
+    model = ps.Classifier(ps.bayesianize(nn.Sequential(*layers), prior=1.0), num_data=12)
+    guide = ps.RowwiseGuide(model, join_bias=join_bias)
+    data = torch.randn(12, 2, 6, 6), torch.randint(3, (12,))
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-2}), ps.StructuredELBO())
+    svi.step(*data)
+    drawn = []
+    monkeypatch.setattr(LazyWeight, "draw", lambda self: drawn.append(self.use.name))
+    losses = torch.tensor([svi.step(*data) for _ in range(150)])
+    assert drawn == []
+    assert losses[-20:].mean() < losses[:20].mean() - losses[-20:].std()
+    for name in ("net.0.weight", "net.3.weight"):
+        assert (guide[name].lower != 0).all()
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def classifier(*sizes):
+    return ps.Classifier(ps.bayesianize(nn.Linear(*sizes), prior=1.0), num_data=10)
+
+
+def test_a_layer_that_takes_too_much_is_refused_before_anything_large_is_allocated():
+    model = classifier(30_000, 400).float()
+    message = (
+        r"A full covariance of the 30,001 elements in each of the 400 rows of net\.weight and "
+        r"net\.bias would take 5\.24 TiB in training, and `max_memory` allows 8 GiB\. Use "
+        r"AutoLowRankLRT, or .*\{'net\.weight': LowRank\(rank=2\), '\*': Rowwise\(\)\}; or pass a "
+        r"larger `max_memory`"
+    )
+    with pytest.raises(MemoryError, match=message):  # where there is no 5 TiB, by no other error
+        ps.RowwiseGuide(model, join_bias=True)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, 4), (torch.float64, 8)])
+def test_the_memory_counts_parameters_moments_gradients_and_the_factors(dtype, number):
+    out, size = 3, 5
+    gibibytes = out * (4 * (size + size * (size + 1) / 2) + 2 * size**2) * number / 2**30
+    model = classifier(size, out).to(dtype)
+    ps.RowwiseGuide(model, max_memory=gibibytes * 1.001)
+    with pytest.raises(MemoryError, match=r"5 elements in each of the 3 rows of net\.weight would"):
+        ps.RowwiseGuide(model, max_memory=gibibytes * 0.999)
+    families = {"net.weight": LowRank(rank=2), "*": Rowwise(max_memory=gibibytes * 0.999)}
+    ps.StructuredGuide(model, families)
+
+
+def test_the_limit_must_be_a_positive_number():
+    with pytest.raises(ValueError, match="`max_memory` must be a positive number, but got 0"):
+        Rowwise(max_memory=0)
