@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from pyro.nn import PyroModule, PyroSample
@@ -9,16 +11,26 @@ from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from pyro_structvi._patterns import matches
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
+from pyro_structvi.nn.rank_one import RankOne, RankOneLayer
+from pyro_structvi.nn.walsh_hadamard import WalshHadamard, WalshHadamardLayer
 
 _NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
 
 
 class PointEstimateWarning(UserWarning):
     """Some parameters of the net stayed what they were: trained, but without a posterior."""
 
 
-def bayesianize(net: nn.Module, prior: Prior = 1.0, normalization: bool | None = None) -> Any:
+def bayesianize(
+    net: nn.Module,
+    prior: Prior = 1.0,
+    normalization: bool | None = None,
+    *,
+    layers: Mapping[str, RankOne | WalshHadamard] | None = None,
+) -> Any:
     """Return a copy of a net whose weights are sample sites with priors.
 
     The net that is given stays as it is. Its weights are remembered, by reference, as the place
@@ -33,13 +45,17 @@ def bayesianize(net: nn.Module, prior: Prior = 1.0, normalization: bool | None =
             parameter names, as in ``net.named_parameters()``, to any of these. The first match wins.
         normalization: Whether the parameters of normalization layers get sites too. When None they
             stay point estimates, and a warning says so. Frozen parameters always stay.
+        layers: Layers to take the place of the net's own, for patterns of module names as in
+            ``net.named_modules()``: ``{"0": RankOne(), "*": WalshHadamard()}``. The first match wins
+            that fits the module. Of a bare layer the name is "".
 
     Returns:
         A ``PyroModule`` that is called as the net is.
 
     Raises:
-        TypeError: If ``net`` is no module, or the prior is of no known kind.
-        ValueError: If the net has no weights, or a prior does not fit.
+        TypeError: If ``net`` is no module, or a prior or a layer is of no known kind.
+        ValueError: If the net has no weights, a prior does not fit, a pattern of ``layers`` matches no
+            module that fits, or a layer to be replaced shares its weight with another.
 
     Example:
         >>> import torch
@@ -54,13 +70,19 @@ def bayesianize(net: nn.Module, prior: Prior = 1.0, normalization: bool | None =
     if not isinstance(net, nn.Module):
         raise TypeError(f"`net` must be a torch.nn.Module, but got {type(net).__name__}.")
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    stays = _point_estimates(net, bool(normalization))
+    converted = _convert_layers(net, {} if layers is None else layers, prior)
+    own = _parameters_of_layers(net, converted)
+    stays = {
+        key: parameter
+        for key, parameter in _point_estimates(net, bool(normalization)).items()
+        if key not in own
+    }
     sampled = {
         key: resolve_prior(prior, name, parameter)
         for name, parameter in net.named_parameters()
-        if (key := id(parameter)) not in stays
+        if (key := id(parameter)) not in stays and key not in own
     }
-    if not sampled:
+    if not sampled and not own:
         raise ValueError(
             f"`net` has no weights to put a prior on; its parameters are {list(names.values())}. "
             "Pass a net with unfrozen weights, or `normalization=True`."
@@ -75,8 +97,9 @@ def bayesianize(net: nn.Module, prior: Prior = 1.0, normalization: bool | None =
         )
     # Parameters that become sites are shared with the net, not copied: only their values are kept.
     shared = {id(parameter): parameter for parameter in net.parameters()}
-    bayes_net = copy.deepcopy(net, {key: shared[key] for key in sampled})
+    bayes_net = copy.deepcopy(net, {key: shared[key] for key in sampled} | converted)
     to_pyro_module_(bayes_net)
+    _leave_fast_path(bayes_net)
     _sample_parameters(bayes_net, sampled)
     _freeze_for_good(bayes_net)
     return bayes_net
@@ -90,6 +113,76 @@ def _point_estimates(net: nn.Module, normalization: bool) -> dict[int, Tensor]:
         for parameter in module.parameters(recurse=False)
         if not parameter.requires_grad or (isinstance(module, _NORMALIZATION) and not normalization)
     }
+
+
+def _convert_layers(
+    net: nn.Module, layers: Mapping[str, RankOne | WalshHadamard], prior: Prior
+) -> dict[int, Any]:
+    """Return what takes the place of modules of the net, by the modules' identity."""
+    chosen: dict[int, tuple[nn.Module, RankOne | WalshHadamard]] = {}
+    for pattern, layer in layers.items():
+        if not isinstance(layer, (RankOne, WalshHadamard)):
+            raise TypeError(
+                f"The layer for '{pattern}' must be `WalshHadamard()` or `RankOne()`, but got "
+                f"{layer!r}."
+            )
+        for module in _find_fitting(net, pattern, layer):
+            chosen.setdefault(id(module), (module, layer))
+    names = {id(module): name for name, module in net.named_modules()}
+    _check_untied(net, {key: names[key] for key in chosen})
+    return {
+        key: layer.convert(module, names[key], prior) for key, (module, layer) in chosen.items()
+    }
+
+
+def _find_fitting(net: nn.Module, pattern: str, layer: RankOne | WalshHadamard) -> list[nn.Module]:
+    modules = dict(net.named_modules(remove_duplicate=False))
+    matching = {name: module for name, module in modules.items() if matches(name, pattern)}
+    fitting = [module for module in matching.values() if layer.fits(module)]
+    if not matching:
+        raise ValueError(
+            f"The pattern '{pattern}' of `layers` matches none of the modules {list(modules)}."
+        )
+    if not fitting:
+        kinds = {name: type(module).__name__ for name, module in matching.items()}
+        raise ValueError(
+            f"{layer} needs {layer.needs}, but the pattern '{pattern}' of `layers` matches only "
+            f"{kinds}."
+        )
+    return fitting
+
+
+def _check_untied(net: nn.Module, chosen: dict[int, str]) -> None:
+    owners = Counter(
+        id(parameter) for module in net.modules() for parameter in module.parameters(recurse=False)
+    )
+    for module in net.modules():
+        if id(module) in chosen and any(owners[id(own)] > 1 for own in module.parameters()):
+            raise ValueError(
+                f"The module '{chosen[id(module)]}' shares a parameter with another one, so it "
+                "cannot be replaced by a layer of its own. Leave it out of `layers`."
+            )
+
+
+def _parameters_of_layers(net: nn.Module, converted: dict[int, Any]) -> set[int]:
+    """Return the parameters that belong to rank-1 and Walsh-Hadamard layers, old or new."""
+    return {
+        id(parameter)
+        for module in net.modules()
+        if id(module) in converted or isinstance(module, _FACTOR_LAYERS)
+        for parameter in module.parameters()
+    }
+
+
+def _leave_fast_path(bayes_net: PyroModule) -> None:
+    """Let encoders call their layers: in evaluation torch would apply the layers' weights itself."""
+    for module in bayes_net.modules():
+        if not any(isinstance(part, _FACTOR_LAYERS) for part in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _sample_parameters(bayes_net: PyroModule, sampled: dict[int, Any]) -> None:

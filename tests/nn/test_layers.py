@@ -1,0 +1,196 @@
+"""Rank-1 and Walsh-Hadamard layers in the place of a net's own, by the `layers` of bayesianize."""
+
+import copy
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.guides.sites import find_declared_sites
+from pyro_structvi.nn import PointEstimateWarning, RankOneConv2d, RankOneLinear, WalshHadamardConv2d
+from tests.nn.test_bayesianize import SharedNet, TiedNet
+
+KINDS = [ps.WalshHadamard(), ps.RankOne()]
+
+
+def make_net():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding="same", padding_mode="reflect"),
+        nn.Conv2d(4, 4, 3, stride=2, groups=2),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def sites_of(module):
+    return {name: found.prior for name, found in find_declared_sites(module).items()}
+
+
+def scale_of(module, name):
+    return sites_of(module)[name].stddev.unique().item()
+
+
+# ---- where layers are placed ---------------------------------------------------------------------
+
+
+def test_the_first_pattern_that_fits_wins():
+    net = make_net()
+    kinds = [type(module) for module in net]
+    bayes_net = ps.bayesianize(net, layers={"3": ps.RankOne(), "*": ps.WalshHadamard()})
+    assert isinstance(bayes_net[0], WalshHadamardConv2d)
+    assert isinstance(bayes_net[1], nn.Conv2d)  # it has groups
+    assert isinstance(bayes_net[3], RankOneLinear)
+    assert set(sites_of(bayes_net)) == {
+        *("0.coefficients", "0.bias", "1.weight", "1.bias"),
+        *("3.input_scale", "3.output_scale"),
+    }
+    assert [type(module) for module in net] == kinds
+    later = ps.bayesianize(net, layers={"*": ps.WalshHadamard(), "1": ps.RankOne()})
+    assert isinstance(later[1], RankOneConv2d)
+
+
+@pytest.mark.parametrize("pattern", ["", "*"])
+def test_a_bare_layer(pattern):
+    names = {"coefficients", "bias"}
+    assert set(sites_of(ps.bayesianize(nn.Linear(3, 2), layers={pattern: KINDS[0]}))) == names
+
+
+@pytest.mark.parametrize("name", ["second", "first.0", "first.*"])
+def test_a_layer_in_two_places_stays_one(name):
+    net, x = SharedNet(), torch.randn(5, 3)
+    bayes_net = ps.bayesianize(net, layers={name: ps.RankOne()})
+    assert bayes_net.second is bayes_net.first[0]
+    assert len(sites_of(bayes_net)) == 2
+    ones = {name: torch.ones(3) for name in sites_of(bayes_net)}
+    torch.testing.assert_close(poutine.condition(bayes_net, ones)(x), net(x))
+
+
+@pytest.mark.parametrize("layer", KINDS)
+def test_the_convolution_keeps_its_geometry(layer):
+    net, x = make_net()[:1], torch.randn(3, 2, 5, 6)
+    bayes_net = ps.bayesianize(net, layers={"0": layer})
+    values = ps.MeanFieldGuide(bayes_net).median()
+    oracle = copy.deepcopy(net)
+    if layer == ps.WalshHadamard():
+        oracle[0].weight.data = bayes_net[0].weight(values["0.coefficients"]).detach()
+    torch.testing.assert_close(poutine.condition(bayes_net, values)(x), oracle(x))
+
+
+@pytest.mark.parametrize("layer", KINDS)
+def test_an_encoder_calls_its_layers_in_evaluation_too(layer):
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    net, x = nn.TransformerEncoder(encoder, 1), torch.randn(3, 5, 4)
+    bayes_net = ps.bayesianize(net, normalization=True, layers={"*.linear?": layer})
+    values = {name: prior.sample() for name, prior in sites_of(bayes_net).items()}
+    mask = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    with torch.no_grad():
+        trained, evaluated = (
+            poutine.condition(bayes_net.train(mode), values)(x, src_key_padding_mask=mask)[~mask]
+            for mode in (True, False)
+        )
+    torch.testing.assert_close(evaluated, trained)
+
+
+# ---- priors and starts ---------------------------------------------------------------------------
+
+
+def test_priors_are_those_of_the_names():
+    prior = {"3.weight": ps.FanIn(2.0), "*.weight": 0.5, "0.bias": dist.Laplace(0.0, 2.0), "*": 3.0}
+    bayes_net = ps.bayesianize(make_net(), prior, layers={"0": KINDS[0], "3": KINDS[0]})
+    assert scale_of(bayes_net, "0.coefficients") == pytest.approx(0.5 * 32**0.5)  # in = 18
+    assert scale_of(bayes_net, "3.coefficients") == pytest.approx(2.0 / 4 * 16**0.5)
+    assert scale_of(bayes_net, "1.weight") == 0.5
+    assert scale_of(bayes_net, "3.bias") == 3.0
+    assert isinstance(sites_of(bayes_net)["0.bias"].base_dist, dist.Laplace)
+
+
+def test_means_start_at_the_mean_square_and_the_bias_of_the_net():
+    net = nn.Linear(300, 4000)
+    net.weight.data.mul_(7.0)
+    bayes_net = ps.bayesianize(net, layers={"": ps.WalshHadamard()})
+    median = ps.MeanFieldGuide(bayes_net).median()
+    weight = bayes_net.weight(median["coefficients"])
+    torch.testing.assert_close(weight.square().mean(), net.weight.square().mean(), rtol=0.1, atol=0)
+    assert torch.equal(median["bias"], net.bias)
+
+
+def test_rank_one_takes_over_the_weight():
+    net, x = make_net(), torch.randn(3, 2, 5, 5)
+    bayes_net = ps.bayesianize(net, layers={"*": ps.RankOne(prior_scale=0.3)})
+    assert scale_of(bayes_net, "0.input_scale") == 0.3
+    ones = {name: torch.ones(prior.shape()) for name, prior in sites_of(bayes_net).items()}
+    torch.testing.assert_close(poutine.condition(bayes_net, ones)(x), net(x))
+    signs = ps.bayesianize(net, layers={"*": ps.RankOne(start="signs")})
+    assert set(ps.MeanFieldGuide(signs)["3.input_scale"].loc.tolist()) == {-1.0, 1.0}
+
+
+# ---- what is a point estimate --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", KINDS)
+def test_the_layers_own_parameters_are_not_warned_of(layer):
+    """Warnings are errors here."""
+    by_hand = ps.bayesianize(nn.Linear(3, 2), layers={"": layer})
+    own = [name for name, _ in by_hand.named_parameters()]
+    assert sorted(own) in (["bias", "weight"], ["column_scale", "row_scale"])
+    again = ps.bayesianize(nn.Sequential(by_hand, nn.Linear(2, 1)))
+    assert [name for name, _ in again.named_parameters()] == [f"0.{name}" for name in own]
+    assert {"1.weight", "1.bias"} < set(sites_of(again))
+
+
+def test_frozen_weights_of_rank_one_stay_frozen():
+    net = make_net()
+    net[3].requires_grad_(False)
+    bayes_net = ps.bayesianize(net, layers={"3": ps.RankOne()})
+    assert not list(bayes_net.parameters())
+    assert torch.equal(bayes_net[3].weight, net[3].weight)
+    with pytest.warns(PointEstimateWarning, match=r"\['3.weight', '3.bias'\]"):
+        kept = ps.bayesianize(net, layers={"*": ps.WalshHadamard()})
+    assert isinstance(kept[3], nn.Linear)
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "message"),
+    [
+        (
+            {"1": KINDS[0]},
+            ValueError,
+            r"WalshHadamard\(\) needs an nn.Linear or a convolution without",
+        ),
+        ({"2": KINDS[1]}, ValueError, r"RankOne.* needs .* matches only {'2': 'Flatten'}"),
+        ({"4": KINDS[0]}, ValueError, r"'4' of `layers` matches none of the modules \['', '0'"),
+        ({"2*": KINDS[0]}, ValueError, r"the pattern '2\*' of `layers` matches only"),
+        (
+            {"0": "rank one"},
+            TypeError,
+            r"layer for '0' must be `WalshHadamard\(\)` or `RankOne\(\)`",
+        ),
+        ({"0": ps.WalshHadamard}, TypeError, "layer for '0' must be"),
+    ],
+)
+def test_layers_that_do_not_fit(layers, error, message):
+    with pytest.raises(error, match=message):
+        ps.bayesianize(make_net(), layers=layers)
+
+
+@pytest.mark.parametrize("layer", KINDS)
+def test_a_tied_weight_is_not_replaced(layer):
+    with pytest.raises(ValueError, match="'decoder' shares a parameter with another one"):
+        ps.bayesianize(TiedNet(), layers={"*": layer})
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [dist.Laplace(0.0, 1.0), dist.Normal(1.0, 1.0), torch.rand(2, 3) + 0.1],
+)
+def test_a_prior_that_is_not_one_normal(prior):
+    with pytest.raises(ValueError, match=r"prior for '0\.weight' must be one normal around zero"):
+        ps.bayesianize(
+            nn.Sequential(nn.Linear(3, 2)), {"*.bias": 1.0, "*": prior}, layers={"0": KINDS[0]}
+        )

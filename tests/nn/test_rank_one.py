@@ -1,0 +1,189 @@
+"""Rank-1 layers: torch's layers with the weight W0 * (r s')."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from pyro import poutine
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import FullCovariance
+from pyro_structvi.guides.sites import find_declared_sites
+from pyro_structvi.lazy_weight import weights_wait
+from pyro_structvi.nn import RankOneConv1d, RankOneConv2d, RankOneConv3d, RankOneLinear
+from tests.models import regression_data
+from tests.statistics import assert_mean
+
+LAYERS = [
+    (lambda: nn.Linear(4, 3), (4,)),
+    (lambda: nn.Linear(4, 3, bias=False), (2, 4)),
+    (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 5)),
+    (lambda: nn.Conv2d(4, 3, (2, 3), padding="same", padding_mode="circular"), (4, 3, 3)),
+    (lambda: nn.Conv3d(4, 3, 2, dilation=(1, 2, 1), bias=False), (4, 2, 3, 2)),
+]
+RANK_ONE = {
+    nn.Linear: RankOneLinear,
+    nn.Conv1d: RankOneConv1d,
+    nn.Conv2d: RankOneConv2d,
+    nn.Conv3d: RankOneConv3d,
+}
+
+
+def rank_one(layer, **options):
+    return RANK_ONE[type(layer)](layer, **options)
+
+
+def with_scales(layer, input_scale, output_scale):
+    """Return torch's layer with the scaled weight, element by element."""
+    scaled = copy.deepcopy(layer)
+    groups = getattr(layer, "groups", 1)
+    out, size = layer.weight.shape[:2]
+    for o in range(out):
+        first = (o // (out // groups)) * size
+        for c in range(size):
+            scaled.weight.data[o, c] *= output_scale[o] * input_scale[first + c]
+    return scaled
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
+@pytest.mark.parametrize("batch", [(3,), ()])
+def test_the_weight_is_scaled_by_an_outer_product(make, shape, batch):
+    layer, x = make(), torch.randn(*batch, *shape)
+    before = copy.deepcopy(layer.state_dict())
+    ours = rank_one(layer, prior_scale=0.5)
+    trace = poutine.trace(ours).get_trace(x)
+    r, s = (trace.nodes[f"{name}_scale"]["value"] for name in ("output", "input"))
+    expected = with_scales(layer, s, r)(x)
+    torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
+    ours.weight.data.zero_()
+    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+
+
+def run_lazily(layer, guide, x):
+    """Run a layer on what its guide hands it under StructuredELBO."""
+    guide.initialize(x)
+    with weights_wait():
+        trace = poutine.trace(guide).get_trace(x)
+    return poutine.replay(layer, trace)(x).detach()
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
+def test_outputs_of_an_example_have_the_law_of_one_draw(make, shape):
+    """E[y_op y_qt] = E[r_o r_q] a_op' E[s s'] a_qt without bias, a_op the parts of the channels."""
+    layer, x, count = make(), torch.randn(2, *shape), 8_000
+    ours = rank_one(layer)
+    families = {"*_scale": FullCovariance()}
+    guide = ps.StructuredGuide(ours, families, init_scale=0.5)
+    for name in ("input_scale", "output_scale"):
+        guide[name].lower.data.normal_(std=0.5)
+        guide[name].loc.data.normal_()
+    draws = run_lazily(ours, guide, x.repeat(count, *(1 for _ in shape)))
+
+    def by_channel(outputs):  # (m, batch, out, positions)
+        moved = outputs.movedim(ours.channel_dim, 2)
+        return moved.reshape(*moved.shape[:3], -1)
+
+    bias = 0 if layer.bias is None else layer(torch.zeros_like(x))
+    channels = x.movedim(ours.channel_dim, -1).unsqueeze(-2) * torch.eye(4)
+    parts = [layer(one.movedim(-1, ours.channel_dim)) - bias for one in channels.unbind(-2)]
+    parts = by_channel(torch.stack(parts))
+    (r, r_second), (s, s_second) = (
+        (q.mean, q.covariance_matrix + torch.outer(q.mean, q.mean))
+        for q in (guide["output_scale"](), guide["input_scale"]())
+    )
+    means = torch.einsum("o,c,cnop->nop", r, s, parts)
+    second = torch.einsum("oq,cd,cnop,dnqt->nopqt", r_second, s_second, parts, parts)
+
+    flat = by_channel(draws.unflatten(0, (count, -1)) - bias)
+    assert_mean(flat, means)
+    products = flat.unsqueeze(-1).unsqueeze(-1) * flat.unsqueeze(2).unsqueeze(2)
+    assert_mean(products, second)
+    between = flat[:, 0].flatten(1).unsqueeze(-1) * flat[:, 1].flatten(1).unsqueeze(-2)
+    assert_mean(between, torch.outer(means[0].flatten(), means[1].flatten()))
+
+
+def test_one_draw_serves_the_batch_elsewhere():
+    layer, x = RankOneLinear(nn.Linear(3, 6)), torch.randn(1, 3).expand(4, 3)
+    guide = ps.MeanFieldGuide(layer, init_scale=1.0)
+    trace = poutine.trace(guide).get_trace(x)
+    outputs = poutine.replay(layer, trace)(x)
+    assert torch.equal(outputs[:-1], outputs[1:])
+    lazy = run_lazily(layer, guide, x)
+    assert not torch.isclose(lazy[:-1], lazy[1:]).any()
+
+
+def test_priors_and_starts():
+    layer = RankOneLinear(nn.Linear(100, 60), prior_scale=0.3)
+    for name, found in find_declared_sites(layer).items():
+        assert torch.equal(found.prior.mean, torch.ones(found.prior.shape()))
+        assert torch.equal(found.prior.stddev, torch.full(found.prior.shape(), 0.3))
+        assert torch.equal(ps.MeanFieldGuide(layer)[name].loc, torch.ones(found.prior.shape()))
+    guide = ps.MeanFieldGuide(RankOneLinear(nn.Linear(100, 60), start="signs"))
+    for name in ("input_scale", "output_scale"):
+        assert set(guide[name].loc.tolist()) == {-1.0, 1.0}
+
+
+def test_parameters_of_mean_field():
+    layer = RankOneLinear(nn.Linear(40, 60, bias=False))
+    count = sum(p.numel() for p in [*layer.parameters(), *ps.MeanFieldGuide(layer).parameters()])
+    assert count == 40 * 60 + 2 * (40 + 60)
+
+
+def make_regressor():
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    layers = [part if i == 1 else RankOneLinear(part) for i, part in enumerate(net)]
+    return ps.Regressor(ps.bayesianize(nn.Sequential(*layers)), num_data=12, noise_scale=0.3)
+
+
+@pytest.mark.parametrize(
+    "guide_class", [ps.MeanFieldGuide, ps.AutoLowRankLRT, ps.FullCovarianceGuide]
+)
+def test_fitting_and_predicting(guide_class):
+    model, data = make_regressor(), regression_data()
+    guide, before = guide_class(model), copy.deepcopy(model.state_dict())
+    history = ps.fit(model, guide, data, num_steps=150, lr=0.03, progress=False)
+    assert sum(history.elbo[-20:]) / 20 > history.elbo[0] + 10
+    assert not torch.equal(model.net[0].weight, before["net.0.weight"])  # trained along
+    assert ps.predict(model, guide, data[0], num_samples=3).mean.shape == (12, 1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_state_dicts(copied):
+    source, target, x = make_regressor(), make_regressor(), torch.randn(4, 3)
+    values = ps.MeanFieldGuide(source).draw()
+    expected = poutine.condition(source.net, values)(x)
+    target.load_state_dict(source.state_dict())
+    for same in (target, copied(source)):
+        assert isinstance(same.net[0], RankOneLinear)
+        torch.testing.assert_close(poutine.condition(same.net, values)(x), expected)
+
+
+def test_layers_convert():
+    layer = RankOneConv1d(nn.Conv1d(2, 5, 3, dtype=torch.float32))
+    guide = ps.MeanFieldGuide(layer)
+    assert layer(torch.zeros(1, 2, 4, dtype=torch.float32)).dtype == torch.float32
+    assert {p.dtype for p in [*guide.parameters(), *layer.parameters()]} == {torch.float32}
+    assert layer.double()(torch.zeros(1, 2, 4)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: RankOneLinear(3), TypeError, "`layer` must be an nn.Linear, but got int"),
+        (
+            lambda: RankOneConv2d(nn.Conv1d(1, 1, 1)),
+            TypeError,
+            "must be an nn.Conv2d, but got Conv1d",
+        ),
+        (lambda: RankOneLinear(nn.Linear(1, 1), 0), ValueError, "`prior_scale` must be a positive"),
+        (lambda: RankOneLinear(nn.Linear(1, 1), start="one"), ValueError, "`start` must be"),
+        (lambda: ps.RankOne(-1), ValueError, "`prior_scale` must be a positive"),
+        (lambda: ps.RankOne(start="one"), ValueError, "`start` must be"),
+        (lambda: RankOneLinear(nn.Linear(3, 2))(torch.zeros(4, 2)), ValueError, "3 channels"),
+    ],
+)
+def test_arguments_that_do_not_fit(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
