@@ -17,16 +17,25 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import pyro_structvi as ps
-from pyro_structvi import reference
+from pyro_structvi import reference, subnetwork
+from pyro_structvi.families import Dropout, PointEstimate
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.metrics import classification_scores, predictive_distance
 from pyro_structvi.plots import plot_regressions
 
 METHODS: dict[str, Callable[[Any], nn.Module]] = {
+    "MAP": lambda model: ps.MAPGuide(model),
+    "Ensemble-W": lambda model: ps.EnsembleGuide(model, size=5),
+    # The first layer keeps all its inputs.
+    "MC dropout": lambda model: ps.StructuredGuide(
+        model, {"net.0.*": PointEstimate(), "*": Dropout(rate=0.1)}
+    ),
+    "mean field, drawn": lambda model: ps.MeanFieldGuide(model, local_reparam=False),
     "mean field": lambda model: ps.MeanFieldGuide(model),
     "k-tied, k = 1": lambda model: ps.KTiedGuide(model, rank=1),
     "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
     "matrix normal": lambda model: ps.MatrixNormalGuide(model, join_bias=True),
+    "rowwise": lambda model: ps.RowwiseGuide(model, join_bias=True),
     "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5, join_bias=True),
     "low rank, full diagonal": lambda model: ps.AutoLowRankLRT(
         model, rank=5, diagonal="full", join_bias=True
@@ -37,8 +46,24 @@ METHODS: dict[str, Callable[[Any], nn.Module]] = {
     "Ensemble-U": lambda model: ps.InducingWeightGuide(model, (16, 16), "ensemble"),
 }
 
+SUBNETWORK = "subnetwork of 50"  # needs the MAP first
+
 # Its covariance of the first layer for the digits would have five million parameters.
 REGRESSION_ONLY = {"full covariance"}
+
+# Layers of another kind, and so nets of their own, of which NUTS would sample another posterior.
+LAYERS: dict[str, tuple[Any, Callable[[Any], nn.Module]]] = {
+    "Walsh-Hadamard": (ps.WalshHadamard(), lambda model: ps.MeanFieldGuide(model)),
+    "Walsh-Hadamard, full": (ps.WalshHadamard(), lambda model: ps.FullCovarianceGuide(model)),
+    "rank-1": (ps.RankOne(), lambda model: ps.MeanFieldGuide(model)),
+    "BatchEnsemble": (
+        ps.RankOne(prior_scale=1.0, start="signs"),
+        lambda model: ps.EnsembleGuide(model, size=5),
+    ),
+}
+
+# With points among the posteriors, what is maximized bounds no evidence.
+NO_BOUND = {"MAP", "Ensemble-W", "MC dropout", "Ensemble-U", SUBNETWORK}
 
 REGIONS = {
     "on data": ((-1, -0.7), (0.5, 1)),
@@ -82,10 +107,10 @@ def run_regression(output: Path, smoke: bool) -> None:
     predictions = {"NUTS": ps.predict(model, nuts, grid)}
     ps.to_inference_data(model, nuts, x, y).to_netcdf(output / "nuts.nc")
 
-    rows = []
-    for title, make_guide in METHODS.items():
+    rows, guides = [], {}
+    for title in [*METHODS, SUBNETWORK]:
         print(f"Regression: {title}")
-        guide = make_guide(model)
+        guides[title] = guide = make_guide(title, model, guides, x)
         steps = 20 if smoke else 10_000
         start = time.perf_counter()
         ps.fit(model, guide, (x, y), num_steps=steps, lr=0.01, lr_schedule=CosineDecay(steps))
@@ -97,12 +122,13 @@ def run_regression(output: Path, smoke: bool) -> None:
         )
         parameters = sum(parameter.numel() for parameter in guide.parameters())
         with torch.no_grad():
-            elbo = ps.StructuredELBO(num_particles=20 if smoke else 500)
-            bound = elbo.terms(model, guide, x, y).elbo
+            objective = ps.StructuredELBO(num_particles=20 if smoke else 500)
+            bound = objective.terms(model, guide, x, y).elbo
         distances = distances_by_region(
             grid, predictions[title].functions, predictions["NUTS"].functions
         )
-        rows.append([title, str(parameters), f"{bound:.1f}", f"{milliseconds:.2f}", *distances])
+        elbo = "-" if title in NO_BOUND else f"{bound:.1f}"
+        rows.append([title, str(parameters), elbo, f"{milliseconds:.2f}", *distances])
 
     header = ["guide", "parameters", "ELBO", "ms/step", *REGIONS]
     print("\nDistance of the function's posterior to that of NUTS: difference of means, ratio of")
@@ -110,6 +136,14 @@ def run_regression(output: Path, smoke: bool) -> None:
     print_table(header, rows)
     figure = plot_regressions(predictions, grid, x, y, truth=true_function(grid), limits=(-3, 3))
     figure.savefig(output / "regression.png", dpi=150)
+
+
+def make_guide(title: str, model: Any, fitted: dict[str, nn.Module], x: Tensor) -> nn.Module:
+    """Make a guide; that of a subnetwork is chosen by Laplace variances around the fitted MAP."""
+    if title != SUBNETWORK:
+        return METHODS[title](model)
+    variances = subnetwork.laplace_variances(model, fitted["MAP"], x, num_samples=10)
+    return ps.SubnetworkGuide(model, subnetwork.largest(variances, size=50), fitted["MAP"])
 
 
 def make_regression(size: int = 100) -> tuple[Tensor, Tensor]:
@@ -144,14 +178,22 @@ def run_digits(smoke: bool) -> None:
     test, train = order[:360], order[360:]
     net = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
     # Of the prior scales 1.4, 3, 5 and 8, this one has the largest ELBO.
-    model = ps.Classifier(ps.bayesianize(net, prior=ps.FanIn(scale=5.0)), num_data=len(train))
+    prior = ps.FanIn(scale=5.0)
+    model = ps.Classifier(ps.bayesianize(net, prior), num_data=len(train))
 
-    rows = []
-    for title, make_guide in METHODS.items():
+    rows, guides = [], {}
+    for title in [*METHODS, SUBNETWORK, *LAYERS]:
         if title in REGRESSION_ONLY:
             continue
         print(f"Digits: {title}")
-        guide = make_guide(model)
+        if title in LAYERS:
+            layer, make = LAYERS[title]
+            bayes_net = ps.bayesianize(net, prior, layers={"*": layer})
+            model = ps.Classifier(bayes_net, num_data=len(train))
+            guide = make(model)
+        else:
+            guide = make_guide(title, model, guides, x[train])
+        guides[title] = guide
         epochs = 1 if smoke else 250
         ps.fit(
             model,
@@ -165,7 +207,9 @@ def run_digits(smoke: bool) -> None:
         )
         prediction = ps.predict(model, guide, x[test], num_samples=100)
         scores = classification_scores(prediction.mean, y[test])
-        parameters = sum(parameter.numel() for parameter in guide.parameters())
+        parameters = sum(
+            parameter.numel() for root in (guide, model) for parameter in root.parameters()
+        )
         cells = [f"{scores.accuracy:.3f}", f"{scores.nll:.3f}", f"{scores.calibration_error:.3f}"]
         rows.append([title, str(parameters), *cells])
     print()

@@ -3,19 +3,31 @@
 from importlib import import_module
 from types import ModuleType
 
-from pyro_structvi import pruning
+from pyro_structvi import pruning, subnetwork
 from pyro_structvi.guides import (
     AutoLowRankLRT,
+    EnsembleGuide,
     FullCovarianceGuide,
     InducingWeightGuide,
     KTiedGuide,
+    MAPGuide,
     MatrixNormalGuide,
+    MCDropoutGuide,
     MeanFieldGuide,
+    RowwiseGuide,
     StructuredGuide,
+    SubnetworkGuide,
 )
 from pyro_structvi.infer import LinearAnnealing, StructuredELBO, fit
 from pyro_structvi.inference_data import to_inference_data
-from pyro_structvi.nn import Classifier, FanIn, Regressor, bayesianize
+from pyro_structvi.nn import (
+    Classifier,
+    FanIn,
+    RankOne,
+    Regressor,
+    WalshHadamard,
+    bayesianize,
+)
 from pyro_structvi.predict import predict
 
 __version__ = "0.1.0"
@@ -24,16 +36,23 @@ __all__ = [
     # making a model
     "Classifier",
     "FanIn",
+    "RankOne",
     "Regressor",
+    "WalshHadamard",
     "bayesianize",
     # guides
     "AutoLowRankLRT",
+    "EnsembleGuide",
     "FullCovarianceGuide",
     "InducingWeightGuide",
     "KTiedGuide",
+    "MAPGuide",
+    "MCDropoutGuide",
     "MatrixNormalGuide",
     "MeanFieldGuide",
+    "RowwiseGuide",
     "StructuredGuide",
+    "SubnetworkGuide",
     # fitting
     "LinearAnnealing",
     "StructuredELBO",
@@ -41,6 +60,7 @@ __all__ = [
     # using the posterior
     "predict",
     "pruning",
+    "subnetwork",
     "to_inference_data",
 ]
 

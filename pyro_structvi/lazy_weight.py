@@ -332,8 +332,7 @@ def _value(value: Any) -> Any:
 
 def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -> Tensor:
     """Draw one bias for each example, shaped to meet the outputs at every position."""
-    batch = x.shape[: min(x.dim() + linear_map.channel_dim, 1)]
-    draw = bias.distribution.rsample(batch)
+    draw = bias.distribution.rsample(x.shape[: x.dim() - linear_map.event_dim(x)])
     return draw.reshape(shape_per_example(linear_map, x, draw.shape[-1]))
 
 

@@ -303,10 +303,10 @@ LinearMap = DenseMap | ConvolutionMap | BiasColumnMap
 
 def shape_per_example(linear_map: LinearMap, x: Tensor, size: int) -> list[int]:
     """Return the shape of ``size`` channels for each example that meets ``x`` at all positions."""
-    leading = x.dim() + linear_map.channel_dim
-    batch = x.shape[: min(leading, 1)]
-    positions = [1 for _ in range(leading - len(batch))]
-    return [*batch, *positions, size, *(1 for _ in range(-linear_map.channel_dim - 1))]
+    batch = x.shape[: x.dim() - linear_map.event_dim(x)]
+    positions = x.dim() + linear_map.channel_dim - len(batch)
+    space = -linear_map.channel_dim - 1
+    return [*batch, *(1 for _ in range(positions)), size, *(1 for _ in range(space))]
 
 
 def _add_weighted(onto: Tensor, coefficients: Tensor, images: Tensor) -> Tensor:

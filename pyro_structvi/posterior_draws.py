@@ -28,7 +28,8 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
 
     Args:
         posterior: A guide, or draws by site with the draw as first dimension.
-        num_samples: The number asked for, or None for all draws there are, 100 of a guide.
+        num_samples: The number asked for, or None for all draws there are, each member of an
+            ensemble once, 100 of another guide.
 
     Returns:
         The number of draws.
@@ -39,7 +40,8 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     if num_samples is not None:
         check_positive_integer("num_samples", num_samples)
     if not isinstance(posterior, Mapping):
-        return num_samples or DEFAULT_NUM_SAMPLES
+        ensemble = posterior.ensemble if isinstance(posterior, StructuredGuide) else None
+        return num_samples or (ensemble.size if ensemble else DEFAULT_NUM_SAMPLES)
     sizes = {name: len(draws) for name, draws in posterior.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"All sites must have the same number of draws, but got {sizes}.")
@@ -71,9 +73,9 @@ def iterate_draws(
         for index in (round(step * number) for number in range(num_samples)):
             yield {name: draws[index] for name, draws in posterior.items()}
         return
-    for _ in range(num_samples):
+    for number in range(num_samples):
         if isinstance(posterior, StructuredGuide):
-            yield posterior.draw(local)
+            yield posterior.draw(local, number)
         else:
             yield _draw_from_guide(posterior, args)
 

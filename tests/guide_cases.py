@@ -12,6 +12,8 @@ GUIDES = {
     "matrix normal, joined": lambda model, **options: ps.MatrixNormalGuide(
         model, join_bias=True, **options
     ),
+    "rowwise": ps.RowwiseGuide,
+    "rowwise, joined": lambda model, **options: ps.RowwiseGuide(model, join_bias=True, **options),
     "low rank": lambda model, **options: ps.AutoLowRankLRT(model, rank=2, **options),
     "low rank and full diagonal, joined": lambda model, **options: ps.AutoLowRankLRT(
         model, rank=2, diagonal="full", join_bias=True, **options
@@ -24,6 +26,13 @@ GUIDES = {
     "inducing weights, ensemble": lambda model, **options: ps.InducingWeightGuide(
         model, (3, 2), "ensemble", ensemble_size=3, **options
     ),
+}
+
+# Without a density over weights, and so without the closed forms that the guides above have.
+POINTS = {
+    "points": ps.MAPGuide,
+    "ensemble": lambda model, **options: ps.EnsembleGuide(model, 3, **options),
+    "dropout": lambda model, **options: ps.MCDropoutGuide(model, rate=0.2, **options),
 }
 
 SLOW = ("inducing weights, full, not joined", "inducing weights, ensemble")

@@ -95,15 +95,19 @@ def squeeze(text):
     return " ".join(text.split())
 
 
-def test_gradient_variance_script_runs(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("net", ["dense", "convolution"])
+def test_gradient_variance_script_runs(net, monkeypatch, capsys, tmp_path):
     script, figure = ROOT / "docs/scripts/gradient_variance.py", tmp_path / "figure.png"
-    arguments = ["--gradients", "10", "--batch-size", "100", "--figure", str(figure)]
+    arguments = ["--net", net, "--gradients", "10", "--figure", str(figure)]
     monkeypatch.setattr(sys, "argv", [script.name, *arguments])
     runpy.run_path(str(script), run_name="__main__")
     rows = capsys.readouterr().out.splitlines()[2:]
     assert len(rows) == 6
     assert figure.stat().st_size > 0
-    assert all(float(row.split()[-1]) > 1 for row in rows), "drawn weights vary less"
+    gains = [float(gain) for row in rows for gain in re.findall(r"\( *([\d.]+)\)", row)]
+    assert sorted(gains)[:6] == [1.0] * 6, "drawn weights are the measure"
+    assert len(gains) == (16 if net == "convolution" else 12)
+    assert all(gain > 1 for gain in sorted(gains)[6:]), "drawn weights vary less"
 
 
 @pytest.mark.parametrize("name", [with_marks(name, name) for name in MODULES])

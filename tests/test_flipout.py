@@ -135,7 +135,9 @@ def test_it_is_for_independent_elements():
 
 
 def test_a_random_bias_is_drawn_for_each_example():
-    weight = lazy(MeanFieldNormal(torch.zeros(1, 1, 1), torch.tensor(1e-9)), local_reparam="flipout")
+    weight = lazy(
+        MeanFieldNormal(torch.zeros(1, 1, 1), torch.tensor(1e-9)), local_reparam="flipout"
+    )
     bias = lazy(standard_normal(1), "bias", local_reparam="flipout")
     outputs = of_ones(weight, F.conv1d, 1, 1, bias=bias)
     assert not bias.is_drawn

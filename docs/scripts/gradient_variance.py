@@ -1,17 +1,19 @@
-"""Variance of the ELBO's gradient, with drawn weights and by local reparameterization.
+"""Variance of the ELBO's gradient by drawn weights, local reparameterization and flipout.
 
     python docs/scripts/gradient_variance.py
-    python docs/scripts/gradient_variance.py --figure build/gradient_variance.png
+    python docs/scripts/gradient_variance.py --net convolution --figure build/gradient_variance.png
 
 The batch is fixed, so that only the noise of the weights varies. The table gives the variance of one
-gradient, averaged over the parameters of a kind, and the ratio of the two estimators. *Drawn* is the
-naive estimator, one draw of the weights that all examples share; *local* draws outputs, for each
-example its own. The figure shows the table.
+gradient, averaged over the parameters of a kind, and how many times that of drawn weights is larger.
+*Drawn* is the naive estimator, one draw of the weights that all examples share; *local* draws outputs,
+for each example its own; *flipout* gives one draw of a convolution's filters other signs for each
+example. The figure shows the table.
 """
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -25,35 +27,58 @@ GUIDES: dict[str, Callable[..., ps.StructuredGuide]] = {
     "low rank, K = 2": lambda model, **options: ps.AutoLowRankLRT(model, rank=2, **options),
 }
 
-Row = tuple[str, str, float, float]  # guide, kind of parameters, variance drawn and local
+NETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
+    "dense": ((20,), lambda: nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 1))),
+    "convolution": (
+        (1, 8, 8),
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3),
+            nn.Tanh(),
+            nn.Conv2d(8, 8, 3),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(128, 1),
+        ),
+    ),
+}
+
+ESTIMATORS: dict[str, Any] = {"drawn": False, "local": True, "flipout": "flipout"}
+
+Row = tuple[str, dict[str, float]]  # guide and kind of parameters, variance by estimator
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--net", choices=NETS, default="dense")
     parser.add_argument("--gradients", type=int, default=1000, help="gradients an estimate")
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--figure", type=Path, default=Path("gradient_variance.png"))
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    x = torch.randn(options.batch_size, 20)
-    y = x[:, :1].sin()
-    net = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 1))
-    model = ps.Regressor(ps.bayesianize(net, prior=0.3), num_data=len(x), noise_scale=0.1)
+    shape, make_net = NETS[options.net]
+    x = torch.randn(options.batch_size, *shape)
+    y = x.flatten(1)[:, :1].sin()
+    net = ps.bayesianize(make_net(), prior=0.3)
+    model = ps.Regressor(net, num_data=len(x), noise_scale=0.1)
     print(f"torch {torch.__version__}, {options.gradients} gradients, batch {options.batch_size}")
-    print(f"{'guide':<17}{'parameters':<12}{'drawn':>10}{'local':>10}{'ratio':>8}")
+    # A dense layer without positions has no use for flipout, nor has a low rank.
+    names = [name for name in ESTIMATORS if options.net == "convolution" or name != "flipout"]
+    print(f"{'guide':<17}{'parameters':<12}" + "".join(f"{name:>18}" for name in names))
     rows: list[Row] = []
     for title, make_guide in GUIDES.items():
-        variances = []
-        for local_reparam in (False, True):
+        variances = {}
+        for name in names:
+            if (title, name) == ("low rank, K = 2", "flipout"):
+                continue
             torch.manual_seed(1)
-            guide = make_guide(model, init_scale=0.05, local_reparam=local_reparam)
-            variances.append(gradient_variances(model, guide, x, y, options.gradients))
-        drawn, local = variances
-        for kind in drawn:
-            ratio = drawn[kind] / local[kind]
-            print(f"{title:<17}{kind:<12}{drawn[kind]:>10.3g}{local[kind]:>10.3g}{ratio:>8.1f}")
-            rows.append((title, kind, drawn[kind], local[kind]))
+            guide = make_guide(model, init_scale=0.05, local_reparam=ESTIMATORS[name])
+            variances[name] = gradient_variances(model, guide, x, y, options.gradients)
+        for kind, drawn in variances["drawn"].items():
+            row = {name: of_kinds[kind] for name, of_kinds in variances.items()}
+            cells = [f"{value:>10.3g} ({drawn / value:>5.1f})" for value in row.values()]
+            print(f"{title:<17}{kind:<12}" + "".join(cells))
+            rows.append((f"{title}: {kind}", row))
     plot(rows).savefig(options.figure, dpi=150)
 
 
@@ -87,14 +112,14 @@ def variance(
 def plot(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(7, 0.5 * len(rows) + 1), layout="constrained")
     axes = figure.subplots()
-    titles, kinds, drawn, local = zip(*rows, strict=True)
-    heights = range(len(rows))
-    axes.hlines(heights, local, drawn, color="0.8", zorder=1)
-    axes.scatter(drawn, heights, label="drawn weights")
-    axes.scatter(local, heights, marker="s", label="local reparameterization")
+    for height, (_, row) in enumerate(rows):
+        axes.hlines(height, min(row.values()), max(row.values()), color="0.8", zorder=1)
+    for name, marker in zip(ESTIMATORS, "os^", strict=True):
+        points = [(row[name], height) for height, (_, row) in enumerate(rows) if name in row]
+        if points:
+            axes.scatter(*zip(*points, strict=True), marker=marker, label=name)
     axes.set(xscale="log", xlabel="variance of an element of the gradient")
-    labels = [f"{title}: {kind}" for title, kind in zip(titles, kinds, strict=True)]
-    axes.set_yticks(heights, labels)
+    axes.set_yticks(range(len(rows)), [title for title, _ in rows])
     axes.invert_yaxis()
     axes.legend()
     return figure

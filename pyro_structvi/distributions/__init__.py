@@ -3,6 +3,7 @@
 from pyro_structvi.distributions.augmented import AugmentedMatrixNormal
 from pyro_structvi.distributions.auxiliary import Auxiliary
 from pyro_structvi.distributions.conditional import ConditionalNormal
+from pyro_structvi.distributions.dropout import BernoulliDropout
 from pyro_structvi.distributions.full import FullNormal
 from pyro_structvi.distributions.inducing import InducingNormal
 from pyro_structvi.distributions.k_tied import KTiedNormal
@@ -10,13 +11,16 @@ from pyro_structvi.distributions.kl_to_normals import JoinedPrior
 from pyro_structvi.distributions.low_rank import LowRankNormal
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
+from pyro_structvi.distributions.point_mass import PointMass
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.pruned import PrunedNormal
+from pyro_structvi.distributions.rowwise import RowwiseNormal
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
 __all__ = [
     "AugmentedMatrixNormal",
     "Auxiliary",
+    "BernoulliDropout",
     "ConditionalNormal",
     "FullNormal",
     "InducingNormal",
@@ -25,7 +29,9 @@ __all__ = [
     "LowRankNormal",
     "MatrixNormal",
     "MeanFieldNormal",
+    "PointMass",
     "PointMixture",
     "PrunedNormal",
+    "RowwiseNormal",
     "WeightDistribution",
 ]

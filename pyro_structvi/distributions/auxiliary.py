@@ -18,15 +18,17 @@ class Auxiliary(TorchDistribution):
     marginal is p(W), this is the bound without ``log r`` if U is scored by ``log q(U) - log p(U)`` and
     W by ``log p(W) + log q(W | U) - log p(W | U)``. The first is ``log_prob`` here.
 
+    Without a prior the variable is a part of W itself, whose own site has all of ``log p(W)``.
+
     Args:
         posterior: The law of the variable in the guide.
-        prior: Its law in the joint prior.
+        prior: Its law in the joint prior, or None.
     """
 
     has_rsample = True
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, posterior: Any, prior: Any) -> None:
+    def __init__(self, posterior: Any, prior: Any | None = None) -> None:
         self.posterior, self.prior = posterior, prior
         super().__init__(posterior.batch_shape, posterior.event_shape, validate_args=False)
 
@@ -36,15 +38,19 @@ class Auxiliary(TorchDistribution):
         return draw
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return ``log q - log p``, in nats."""
-        ratio: Tensor = self.posterior.log_prob(value) - self.prior.log_prob(value)
-        return ratio
+        """Return ``log q - log p``, in nats; without a prior ``log q``."""
+        ratio: Tensor = self.posterior.log_prob(value)
+        return ratio if self.prior is None else ratio - self.prior.log_prob(value)
 
     def kl(self) -> Tensor:
-        """Return the divergence of the posterior from the prior, in nats."""
+        """Return the mean of :meth:`log_prob`: a divergence, or without a prior minus an entropy."""
         with autocast_off(self.posterior.mean):
+            if self.prior is None:
+                nats: Tensor = -self.posterior.entropy()
+                return nats
             return kl_divergence(self.posterior, self.prior)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Auxiliary":
         """Return this with a larger batch shape."""
-        return Auxiliary(self.posterior.expand(batch_shape), self.prior.expand(batch_shape))
+        prior = None if self.prior is None else self.prior.expand(batch_shape)
+        return Auxiliary(self.posterior.expand(batch_shape), prior)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import shape_text
+from pyro_structvi.distributions.point_mass import PointMass
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linear_maps import LinearMap
 
@@ -84,6 +85,10 @@ class PointMixture(WeightDistribution):
         members = self.members.reshape(batch, count, *self.event_shape)
         chosen = torch.randint(count, (sample.numel(), batch), device=members.device)
         return members[torch.arange(batch, device=members.device), chosen].reshape(shape)
+
+    def given(self, value: Tensor) -> PointMass:
+        """Return the law where it is known which member it is: that member."""
+        return PointMass(value, len(self.event_shape))
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None

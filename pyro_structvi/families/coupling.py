@@ -1,6 +1,7 @@
-"""Inducing weights that the sites of one family draw together."""
+"""What the sites of one family draw together: inducing weights, or the member of an ensemble."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import pyro
 import torch
@@ -15,15 +16,23 @@ from pyro_structvi.families.family import Family, LatentSite, SitePosterior
 class Coupling(nn.Module):
     """What several sites of a guide draw together, for each pass of the model once.
 
-    Each method returns the whitened inducing weights of each site ``(M_out, M_in)``, by site.
+    Each method returns, by site, what the site's law is then taken ``given``, such as the whitened
+    inducing weights ``(M_out, M_in)`` or a member's value.
+
+    Attributes:
+        takes_more_sites: Whether sites that are found later may join.
     """
+
+    takes_more_sites: ClassVar[bool] = False
 
     def sample(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
         """Draw as a part of a guide, with a sample site where there is a KL to count."""
         return self.draw(posteriors)
 
-    def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
-        """Draw as ordinary tensors."""
+    def draw(
+        self, posteriors: Mapping[str, SitePosterior], number: int | None = None
+    ) -> dict[str, Tensor]:
+        """Draw as ordinary tensors; with a number, the draw of that number in a sequence of them."""
         raise NotImplementedError
 
     def mean(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
@@ -34,16 +43,26 @@ class Coupling(nn.Module):
 class SameMember(Coupling):
     """The member of an ensemble, the same in each layer: a member is a whole net."""
 
-    def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
-        """Choose a member."""
-        members = {name: post.value("inducing_members") for name, post in posteriors.items()}
+    takes_more_sites: ClassVar[bool] = True
+
+    def members(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
+        """Return all members ``(K, *shape)`` of each site."""
+        return {name: post.family.members(post) for name, post in posteriors.items()}
+
+    def draw(
+        self, posteriors: Mapping[str, SitePosterior], number: int | None = None
+    ) -> dict[str, Tensor]:
+        """Choose a member; in a sequence of draws the members take turns."""
+        members = self.members(posteriors)
         first = next(iter(members.values()))
-        chosen = torch.randint(len(first), (), device=first.device)
-        return {name: values[chosen] for name, values in members.items()}
+        if number is None:
+            chosen = torch.randint(len(first), (), device=first.device)
+            return {name: values[chosen] for name, values in members.items()}
+        return {name: values[number % len(first)] for name, values in members.items()}
 
     def mean(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
         """Return the mean over members."""
-        return {name: post.value("inducing_members").mean(0) for name, post in posteriors.items()}
+        return {name: values.mean(0) for name, values in self.members(posteriors).items()}
 
 
 class SharedInducing(Coupling):
@@ -76,7 +95,9 @@ class SharedInducing(Coupling):
         infer = {"is_auxiliary": True}
         return self._split(pyro.sample(self.site_name, Auxiliary(q, prior), infer=infer))
 
-    def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
+    def draw(
+        self, posteriors: Mapping[str, SitePosterior], number: int | None = None
+    ) -> dict[str, Tensor]:
         """Draw the stacked matrix."""
         return self._split(self.posterior().rsample())
 

@@ -161,6 +161,10 @@ class Family:
         """
         return None
 
+    def members(self, posterior: "SitePosterior") -> Tensor:
+        """Return what each member ``(K, *shape)`` of an ensemble has at a site."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class MatrixFamily(Family):

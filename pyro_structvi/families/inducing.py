@@ -160,6 +160,10 @@ class InducingWeights(MatrixFamily):
         logs = [math.log(scale / prior) for prior in priors]
         return SharedInducing(self.posterior, starts, math.exp(sum(logs) / len(logs)))
 
+    def members(self, posterior: SitePosterior) -> Tensor:
+        """Return the inducing weights ``(K, M_out, M_in)`` of an ensemble's members."""
+        return posterior.value("inducing_members")
+
     def _prior_scale(self, site: LatentSite, loc: Tensor) -> Tensor:
         """Return the prior's standard deviation ``(1,)``, or those of weight and bias ``(2,)``."""
         own = [site.prior_scale] + ([] if site.bias is None else [site.bias.prior_scale])

@@ -1,23 +1,32 @@
 """A few weights, each trained as a point: the posterior of an ensemble."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.distributions import PointMixture
-from pyro_structvi.families.family import Family, LatentSite
+from pyro_structvi.families.coupling import SameMember
+from pyro_structvi.families.family import Family, LatentSite, SitePosterior
+from pyro_structvi.families.transformed import bijection_onto
 
 
 @dataclass(frozen=True)
 class Members(Family):
-    """One of K values, all equally likely; the parameter is ``members (K, *shape)``.
+    """One of K values, all equally likely; the parameter is ``members (K, *shape)``, unconstrained.
 
-    For inducing weights it is Ensemble-U; see :class:`InducingWeights`.
+    Sites of this family take the same member in one pass of the model, so that a member of an ensemble
+    is a whole net; :class:`~pyro_structvi.EnsembleGuide` trains all in one pass. For inducing weights it
+    is Ensemble-U; see :class:`InducingWeights`.
 
     Args:
         size: The number K of members, at least 1.
+        vectorize: Whether a training step runs all members in one pass, by :func:`torch.func.vmap`;
+            otherwise one after the other. Where other sites have other families, a step trains one
+            member, chosen at random.
 
     Raises:
         ValueError: If the size is not a whole number of at least 1.
@@ -29,21 +38,35 @@ class Members(Family):
     """
 
     size: int = 5
-    needs: ClassVar[str] = "a site with real values, in no plate"
+    vectorize: bool = field(default=True, repr=False)
+    needs: ClassVar[str] = "a continuous site, in no plate"
 
     def __post_init__(self) -> None:
         """Check the size."""
         check_positive_integer("size", self.size)
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site takes every real value."""
-        return site.is_real and not site.plates
+        """Whether the site is continuous and has one value."""
+        return not site.support.is_discrete and not site.plates
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start apart from each other by as much as the elements of ``loc`` are from zero."""
-        spread = loc.square().mean().sqrt().clamp_min(scale)
-        return {"members": loc + spread * loc.new_empty(self.size, *loc.shape).normal_()}
+        """Start the first at ``loc``, the others at normal draws with the spread of its elements."""
+        first = bijection_onto(site.support).inv(loc)
+        spread = first.std(correction=0).clamp_min(scale)
+        others = first.mean() + spread * first.new_empty(self.size - 1, *first.shape).normal_()
+        return {"members": torch.cat([first.unsqueeze(0), others])}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMixture:
         """Return the mixture."""
-        return PointMixture(parameters["members"], site.event_dim, validate_args=False)
+        members = bijection_onto(site.support)(parameters["members"])
+        return PointMixture(members, site.event_dim, validate_args=False)
+
+    def couple(self, posteriors: Mapping[str, SitePosterior], scale: float) -> SameMember:
+        """Return the choice of one member for all sites."""
+        return SameMember()
+
+    def members(self, posterior: SitePosterior) -> Tensor:
+        """Return the members ``(K, *shape)`` of a site."""
+        law = posterior()
+        assert isinstance(law, PointMixture)
+        return law.members

@@ -38,7 +38,7 @@ class TransformedMeanField(Family):
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``, with the same standard deviation for each unconstrained element."""
-        unconstrained = _bijection(site.support).inv(loc).clone()
+        unconstrained = bijection_onto(site.support).inv(loc).clone()
         return {
             "loc": unconstrained,
             "log_scale": torch.full_like(unconstrained, scale).log(),
@@ -49,10 +49,10 @@ class TransformedMeanField(Family):
         loc, scale = parameters["loc"], parameters["log_scale"].exp()
         plates = len(site.shape) - site.event_dim
         base = Normal(loc, scale, validate_args=False).to_event(loc.dim() - plates)
-        return TransformedDistribution(base, [_bijection(site.support)], validate_args=False)
+        return TransformedDistribution(base, [bijection_onto(site.support)], validate_args=False)
 
 
-def _bijection(support: Any) -> Any:
+def bijection_onto(support: Any) -> Any:
     """Return the map onto the support: exp alone for positive numbers, as in a log-normal."""
     positive = isinstance(support, type(constraints.positive)) and support.lower_bound == 0
     return ExpTransform() if positive else biject_to(support)

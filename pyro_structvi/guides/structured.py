@@ -18,9 +18,11 @@ from pyro_structvi.families import (
     Family,
     LatentSite,
     MeanField,
+    Members,
     SitePosterior,
     TransformedMeanField,
 )
+from pyro_structvi.families.coupling import SameMember
 from pyro_structvi.guides.joined_bias import join_values, joins_with, sample_joined
 from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
@@ -199,11 +201,33 @@ class StructuredGuide(nn.Module):
                 values[site.name] = pyro.sample(site.name, distribution)
         return values
 
-    def draw(self, local: bool = False) -> dict[str, Tensor]:
+    @property
+    def ensemble(self) -> Members | None:
+        """The family of an ensemble of points, where all sites are of one."""
+        families = {posterior.family for posterior in self.posteriors.values()}
+        family = families.pop() if len(families) == 1 else None
+        return family if isinstance(family, Members) else None
+
+    def members(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return all members ``(K, *shape)`` of an ensemble by site, for an objective.
+
+        Like a call of the guide, this shows the parameters to Pyro.
+
+        Args:
+            *args: The model's arguments.
+            **kwargs: The model's keyword arguments.
+        """
+        if not self._initialized:
+            self.initialize(*args, **kwargs)
+        declare_parameters(self.named_parameters(type(self).__name__))
+        return SameMember().members({name: self[name] for name in self._uses})
+
+    def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, as ordinary tensors; needs no data.
 
         Args:
             local: Whether to draw local sites too, which belong to the examples of the training.
+            number: Which of a sequence of draws this is: the members of an ensemble then take turns.
 
         Returns:
             One joint draw of the posterior: with it the model is one consistent function.
@@ -212,7 +236,7 @@ class StructuredGuide(nn.Module):
             RuntimeError: If no site is known yet.
         """
         values: dict[str, Tensor] = {}
-        for site, distribution in self._distributions("draw", local):
+        for site, distribution in self._distributions("draw", local, number=number):
             values |= site.split(distribution.rsample())
         return values
 
@@ -237,14 +261,14 @@ class StructuredGuide(nn.Module):
         return posterior
 
     def _distributions(
-        self, how: Literal["sample", "draw", "mean"], local: bool
+        self, how: Literal["sample", "draw", "mean"], local: bool, **options: Any
     ) -> Iterator[tuple[LatentSite, Any]]:
         """Yield each site and its law; what sites draw together is sampled, drawn or averaged first."""
         posteriors = {posterior.site.name: posterior for posterior in self._site_posteriors()}
         given: dict[str, Tensor] = {}
         for key, coupling in self.couplings.items():
-            names = self._coupled[key]
-            given |= getattr(coupling, how)({name: self[name] for name in names})
+            posteriors_of = {name: self[name] for name in self._coupled[key]}
+            given |= getattr(coupling, how)(posteriors_of, **options)
         for name, posterior in posteriors.items():
             if local or not posterior.site.is_local:
                 law = posterior()
@@ -308,17 +332,19 @@ class StructuredGuide(nn.Module):
             own = {post.site.name: post for post in self._own_posteriors() if post.family == family}
             key = str(number)
             late = [name for name in own if name not in self._coupled.get(key, own)]
-            if late:
+            if late and not self.couplings[key].takes_more_sites:
                 raise ValueError(
-                    f"The sites {self._coupled[key]} draw their inducing weights together, and {late} "
-                    "were found only now. Make the guide from a function, so that it finds all sites "
-                    "in one run, or give these a family of their own."
+                    f"The sites {self._coupled[key]} are drawn together, and {late} were found only "
+                    "now. Make the guide from a function, so that it finds all sites in one run, or "
+                    "give these a family of their own."
                 )
             if own and key not in self.couplings:
                 with torch.no_grad():
                     coupling = family.couple(own, self.init_scale)
                 if coupling is not None:
-                    self.couplings[key], self._coupled[key] = coupling, list(own)
+                    self.couplings[key] = coupling
+            if key in self.couplings:
+                self._coupled[key] = list(own)
 
     def _check_joined(self, found: dict[str, FoundSite]) -> None:
         for bias, weight in self._weight_of.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.distributions import Delta
@@ -19,8 +20,9 @@ from torch.distributions import kl_divergence
 
 from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive_integer
-from pyro_structvi.distributions import Auxiliary, JoinedPrior
+from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass
 from pyro_structvi.families.family import one_step
+from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.lazy_weight import weights_wait
 
@@ -123,21 +125,16 @@ class StructuredELBO(ELBO):
             ValueError: If a latent site of the model is missing in the guide.
         """
         with one_step():
+            if isinstance(guide, StructuredGuide) and guide.ensemble is not None:
+                return self._average_over_members(model, guide, args, kwargs)
             particles = [
                 self._particle_terms(*traces)
                 for traces in self._get_traces(model, guide, args, kwargs)
             ]
         if len(particles) == 1:
             return particles[0]
-
-        def average(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-            return {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
-
-        return ELBOTerms(
-            average([particle.log_likelihood for particle in particles]),
-            average([particle.kl for particle in particles]),
-            particles[0].sampled,
-        )
+        likelihood, kl = _average([(part.log_likelihood, part.kl) for part in particles])
+        return ELBOTerms(likelihood, kl, particles[0].sampled)
 
     def differentiable_loss(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
@@ -163,6 +160,42 @@ class StructuredELBO(ELBO):
         if loss.requires_grad:
             torch.autograd.backward(loss)
         return float(torch_item(loss))
+
+    def _average_over_members(
+        self,
+        model: Callable[..., Any],
+        guide: StructuredGuide,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> ELBOTerms:
+        """Return the terms of an ensemble of points, averaged over its members."""
+
+        def terms_of(member: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            def points(*args: Any, **kwargs: Any) -> None:
+                for name, value in member.items():
+                    pyro.sample(name, PointMass(value, value.dim()))
+
+            terms = self._particle_terms(*self._get_trace(model, points, args, kwargs))
+            return terms.log_likelihood, terms.kl
+
+        members = guide.members(*args, **kwargs)
+        assert guide.ensemble is not None
+        if not guide.ensemble.vectorize:
+            numbers = range(guide.ensemble.size)
+            each = ({name: values[k] for name, values in members.items()} for k in numbers)
+            return ELBOTerms(*_average([terms_of(member) for member in each]))
+        try:
+            with pyro.validation_enabled(
+                False
+            ):  # it looks at values, and there are none under vmap
+                stacked = torch.func.vmap(terms_of, randomness="different")(members)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "The members of the ensemble could not be run in one pass through this model: "
+                f"{str(error).splitlines()[0]} Pass `vectorize=False` to run one after the other."
+            ) from error
+        likelihood, kl = ({name: v.mean(0) for name, v in part.items()} for part in stacked)
+        return ELBOTerms(likelihood, kl)
 
     def _get_traces(
         self,
@@ -245,6 +278,17 @@ class StructuredELBO(ELBO):
             )
 
 
+def _average(
+    parts: list[tuple[dict[str, Tensor], dict[str, Tensor]]],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Average log likelihoods and KLs over particles or members."""
+    likelihoods, kls = (
+        {name: torch.stack([part[name] for part in kind]).mean(0) for name in kind[0]}
+        for kind in zip(*parts, strict=True)
+    )
+    return likelihoods, kls
+
+
 def _enters_likelihood(name: str, site: Any) -> bool:
     """Whether a site is an observation with a density, not the record of a deterministic value."""
     return bool(site["is_observed"]) and not site["infer"].get("_deterministic")
@@ -253,7 +297,7 @@ def _enters_likelihood(name: str, site: Any) -> bool:
 def _is_delta(distribution: Any) -> bool:
     while isinstance(distribution, torch.distributions.Independent):
         distribution = distribution.base_dist
-    return isinstance(distribution, Delta)
+    return isinstance(distribution, Delta) and not isinstance(distribution, PointMass)
 
 
 def _joint_sites(guide_trace: Any) -> dict[str, tuple[str, str]]:

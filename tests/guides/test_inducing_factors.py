@@ -253,12 +253,23 @@ def half_declared():
     return Model()
 
 
-@pytest.mark.parametrize("kind", ["full, shared", "ensemble"])
-def test_a_layer_that_is_found_late_cannot_draw_with_the_others(kind):
-    guide = make_guide(half_declared(), **KINDS[kind])
-    message = r"\['layer\.weight'\] draw their inducing weights together, and \['late'\] were found"
+def test_a_layer_that_is_found_late_cannot_draw_with_the_others():
+    guide = make_guide(half_declared(), **KINDS["full, shared"])
+    message = r"\['layer\.weight'\] are drawn together, and \['late'\] were found"
     with pytest.raises(ValueError, match=message):
         guide.initialize(*regression_data())
+
+
+def test_a_layer_that_is_found_late_takes_the_member_of_the_others():
+    guide = make_guide(half_declared(), init_scale=1e-6, **KINDS["ensemble"])
+    guide.initialize(*regression_data())
+    names, values = ("layer.weight", "late"), guide.draw(number=1)
+    for name in names:
+        expected = guide[name]().given(guide[name].inducing_members[1]).mean
+        drawn = torch.cat(
+            [values[part].reshape(len(expected), -1) for part in guide[name].site.names], -1
+        )
+        torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-4)
 
 
 def test_a_layer_that_is_found_late_may_draw_by_itself():

@@ -17,7 +17,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
 from pyro_structvi.lazy_weight import LazyWeight, weights_wait
-from tests.guide_cases import GUIDE_NAMES, GUIDES
+from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
 from tests.models import (
     HandWritten,
     convolution_function,
@@ -189,11 +189,11 @@ def test_init_loc_fn_must_return_the_sites_shape():
 
 @pytest.mark.parametrize("elbo", ELBOS)
 @pytest.mark.parametrize("case", function_cases())
-@pytest.mark.parametrize("guide_name", GUIDE_NAMES)
+@pytest.mark.parametrize("guide_name", [*GUIDE_NAMES, *POINTS])
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
 def test_every_model_trains_under_every_elbo(case, elbo, guide_name):
     model, args = function_cases()[case]
-    guide = GUIDES[guide_name](model)
+    guide = (GUIDES | POINTS)[guide_name](model)
     svi = make_svi(model, guide, elbo(num_particles=2))
     first = sum(svi.step(*args) for _ in range(10))
     for _ in range(100):
@@ -222,7 +222,7 @@ def test_the_param_store_mirrors_the_parameters():
     assert store["KTiedGuide.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
 
 
-@pytest.mark.parametrize("guide_class", GUIDES.values(), ids=GUIDES)
+@pytest.mark.parametrize("guide_class", [*GUIDES.values(), *POINTS.values()], ids=GUIDES | POINTS)
 @pytest.mark.parametrize("make_model", [make_regressor, make_classifier])
 def test_no_weight_is_drawn_in_a_training_step(guide_class, make_model, monkeypatch):
     model = make_model()

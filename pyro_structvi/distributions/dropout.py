@@ -1,0 +1,207 @@
+"""Weights whose input channels are there or not: the posterior of Monte Carlo dropout."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import Normal, constraints, register_kl
+
+from pyro_structvi._checks import check_fraction
+from pyro_structvi.distributions.mean_field import bias_moments, floored_sqrt
+from pyro_structvi.distributions.point_mass import expected_neg_log_prob
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.linear_maps import LinearMap, shape_per_example
+
+
+class BernoulliDropout(WeightDistribution):
+    r"""A known weight of which each input channel is dropped with probability p.
+
+    .. math:: W_{oc} = M_{oc}\, \frac{z_c}{1 - p}, \qquad z_c \sim \mathrm{Bernoulli}(1 - p)
+
+    with one z for all outputs, and for a convolution for the whole kernel of a channel and for all its
+    groups. Its image under x is dropout: a mask on the channels of each example, the same at all
+    positions.
+
+    There are 2^in weights, and no density. ``log_prob`` is the log probability of a draw, ``entropy``
+    that of the masks. The KL from an independent normal prior is taken as :math:`E[-\log p(W)] -
+    H(z)`: the paper's approximation, without the constant that the width of its narrow normals
+    contributes.
+
+    Args:
+        loc: The mean M, ``(out, in)`` or ``(out, channels, *kernel)``.
+        rate: The probability p, at least 0 and below 1.
+        validate_args: Pyro's own setting when None.
+
+    Raises:
+        ValueError: If ``loc`` has fewer than two dimensions, or the rate is out of range.
+
+    Example:
+        >>> q = BernoulliDropout(torch.ones(2, 3), rate=0.5)
+        >>> q.mean[0], q.variance[0]
+        (tensor([1., 1., 1.]), tensor([1., 1., 1.]))
+        >>> q.rsample().unique().tolist() in ([0.0, 2.0], [0.0], [2.0])
+        True
+
+    References:
+        Gal and Ghahramani (2016), "Dropout as a Bayesian approximation: representing model
+        uncertainty in deep learning", section 3 and appendix 4.
+    """
+
+    arg_constraints: ClassVar = {"loc": constraints.real}
+    _parameters = ("loc",)
+
+    def __init__(self, loc: Tensor, rate: float, validate_args: bool | None = None) -> None:
+        if loc.dim() < 2:
+            raise ValueError(
+                "`loc` must have shape (out, in) or (out, channels, *kernel), but got "
+                f"{tuple(loc.shape)}."
+            )
+        self.rate = check_fraction("rate", rate)
+        super().__init__({"loc": loc}, loc.dim(), validate_args)
+
+    @property
+    def _odds(self) -> float:
+        return self.rate / (1 - self.rate)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, of the shape of the weight."""
+        return self._odds * self.loc.square()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(D, D)``, of as many blocks as there are channels."""
+        channels = torch.arange(self.event_shape[1], device=self.loc.device)
+        of = channels.reshape(-1, *(1 for _ in self.event_shape[2:])).expand(self.event_shape)
+        same = of.flatten() == of.flatten().unsqueeze(-1)
+        flat = self.loc.flatten()
+        return self._odds * same * flat * flat.unsqueeze(-1)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw weights ``(*sample_shape, *event_shape)``."""
+        ones = [1 for _ in self.event_shape[2:]]
+        shape = [*sample_shape, 1, self.event_shape[1], *ones]
+        return self.loc * _masks(shape, self.rate, self.loc)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log probability of draws, in nats; minus infinity for what can be no draw."""
+        leading = value.dim() - len(self.event_shape)
+        others = [dim for dim in range(leading, value.dim()) if dim != leading + 1]
+        kept = (value != 0).any(others[0], keepdim=True)
+        for dim in others[1:]:
+            kept = kept.any(dim, keepdim=True)
+        possible = torch.isclose(value, self.loc * kept / (1 - self.rate)).flatten(leading).all(-1)
+        count = kept.flatten(leading).sum(-1).to(self.loc)
+        dropped = torch.xlogy(self.event_shape[1] - count, count.new_tensor(self.rate))
+        return torch.where(possible, count * math.log1p(-self.rate) + dropped, -math.inf)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy of the masks, in nats."""
+        of_one = torch.special.entr(self.loc.new_tensor([self.rate, 1 - self.rate])).sum()
+        nats: Tensor = self.event_shape[1] * of_one
+        return nats
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+    ) -> "_DropoutImage":
+        """Return the law of ``linear_map(x, W) + bias``, exact over positions too."""
+        return _DropoutImage(self, linear_map, x, *bias_moments(bias))
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """Refused: there is no density."""
+        raise NotImplementedError("Weights with dropout have no density.")
+
+    def _mahalanobis(self, difference: Tensor) -> Tensor:
+        raise NotImplementedError("Weights with dropout have no density.")
+
+
+class _DropoutImage(TorchDistribution):
+    """The outputs of a map whose input channels are dropped, for each example apart."""
+
+    has_rsample = True
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        weight: BernoulliDropout,
+        linear_map: LinearMap,
+        x: Tensor,
+        bias_loc: Tensor | None,
+        bias_variance: Tensor | None,
+    ) -> None:
+        self._weight, self._map, self._x = weight, linear_map, x
+        self._bias_loc, self._bias_variance = bias_loc, bias_variance
+        super().__init__(x.shape[: x.dim() - linear_map.event_dim(x)], validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of each output."""
+        return self._apply(self._x)
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """The shape of an example's outputs."""
+        return self.mean.shape[len(self.batch_shape) :]
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self._map(x, self._weight._matrix(self._weight.loc), self._bias_loc)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
+        if sample_shape:
+            count = torch.Size(sample_shape).numel()
+            draws = torch.stack([self.rsample() for _ in range(count)])
+            return draws.reshape(*sample_shape, *draws.shape[1:])
+        x, channels = self._x, self._weight.event_shape[1]
+        masks = _masks(shape_per_example(self._map, x, channels), self._weight.rate, x)
+        groups = [1 for _ in masks.shape]
+        groups[self._map.channel_dim] = self._map.groups
+        outputs = self._apply(x * masks.repeat(groups))
+        if self._bias_variance is None:
+            return outputs
+        shape = shape_per_example(self._map, x, len(self._bias_variance))
+        return outputs + torch.randn(shape).to(x) * floored_sqrt(self._bias_variance)
+
+    @property
+    def _columns(self) -> Tensor:
+        """Vectors whose outer products add up to the covariance, ``(number, *batch, *event)``."""
+        x, dim = self._x, self._map.channel_dim
+        channels = self._weight.event_shape[1]
+        matrix = self._weight._matrix(self._weight.loc)
+        of = torch.arange(x.shape[dim], device=x.device) % channels
+        of = of.reshape(-1, *(1 for _ in range(-dim - 1)))
+        each = [self._map(x * (of == channel), matrix) for channel in range(channels)]
+        columns = math.sqrt(self._weight._odds) * torch.stack(each)
+        if self._bias_variance is None:
+            return columns
+        biases = torch.diag(self._bias_variance.sqrt())
+        shape = shape_per_example(self._map, x, len(biases))
+        biases = biases.reshape(-1, *(1 for _ in shape[: dim % len(shape)]), *shape[dim:])
+        return torch.cat([columns, biases.expand(-1, *self.mean.shape)])
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output."""
+        return self._columns.square().sum(0)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` of E outputs; for small sizes."""
+        columns = self._columns.flatten(-len(self.event_shape)).movedim(0, -2)
+        return columns.mT @ columns
+
+
+def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
+    """Return zeros, and ``1 / (1 - rate)`` with the probability 1 - rate."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - rate) / (
+        1 - rate
+    )
+
+
+@register_kl(BernoulliDropout, Normal)
+def _kl_dropout_normal(q: BernoulliDropout, p: Any) -> Tensor:
+    """The expected negative log density of the prior, less the entropy of the masks, in nats."""
+    return expected_neg_log_prob(q.mean, q.variance, p, len(q.event_shape)) - q.entropy()

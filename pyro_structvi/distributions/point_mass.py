@@ -1,0 +1,102 @@
+"""A value with no density around it: a point estimate, or what was drawn at another site."""
+
+from typing import Any
+
+import torch
+from pyro.distributions import Delta, Distribution
+from torch import Tensor
+from torch.distributions import Independent, Normal, register_kl
+
+from pyro_structvi.distributions.weight_distribution import event_sum
+
+
+class PointMass(Delta):
+    r"""A known value. Its divergence from a prior p is :math:`E[-\log p(w)]`, in nats.
+
+    That is the KL but for the entropy of a point, minus infinity and the same for every value; so that
+    a guide of points has the loss of a maximum a posteriori estimate. ``log_prob`` is zero at the value.
+
+    Args:
+        value: The value, ``(*batch, *event)``.
+        event_dim: How many of its trailing dimensions are the event.
+        mean: The mean that the value was drawn with, where another site of the guide drew it.
+        variance: Likewise the variance of each element.
+
+    Example:
+        >>> from pyro.distributions import Normal
+        >>> q = PointMass(torch.tensor([1.0, 2.0]), event_dim=1)
+        >>> prior = Normal(torch.zeros(2), 1.0).to_event(1)
+        >>> kl_divergence(q, prior) == -prior.log_prob(q.v)
+        tensor(True)
+    """
+
+    def __init__(
+        self,
+        value: Tensor,
+        event_dim: int,
+        mean: Tensor | None = None,
+        variance: Tensor | None = None,
+    ) -> None:
+        super().__init__(value, event_dim=event_dim, validate_args=False)
+        self._mean, self._variance = mean, variance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the value itself, as ``pyro.sample`` does."""
+        value: Tensor = self.v
+        return value
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Return the value as a tensor of its own."""
+        draw: Tensor = super().rsample(torch.Size(sample_shape))
+        return draw.clone()
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean, of the value's shape."""
+        return self.v if self._mean is None else self._mean
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each element, of the value's shape."""
+        return torch.zeros_like(self.v) if self._variance is None else self._variance
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the value is no draw."""
+        return self._variance is None
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Delta:
+        """Return an ordinary point mass with a larger batch shape."""
+        return Delta(self.v, event_dim=self.event_dim, validate_args=False).expand(batch_shape)
+
+
+def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any, event_dim: int) -> Tensor:
+    """Return ``E[-log p(w)]`` of any law with these moments, for independent normal priors p.
+
+    Args:
+        mean: Of each element, ``(*batch, *event)``.
+        variance: Likewise.
+        prior: The prior, of the same shape.
+        event_dim: How many dimensions are the event.
+
+    Returns:
+        Nats, ``(*batch,)``.
+
+    Raises:
+        NotImplementedError: If the prior is not normal.
+    """
+    while isinstance(prior, Independent):
+        prior = prior.base_dist
+    if not isinstance(prior, Normal):
+        raise NotImplementedError
+    spread = (variance / prior.scale.square()).expand(mean.shape)
+    return event_sum(spread / 2 - prior.log_prob(mean), event_dim)
+
+
+@register_kl(PointMass, Distribution)  # Pyro's class, for which it has a rule of Delta's
+def _kl_point_mass(q: PointMass, p: Any) -> Tensor:
+    """The expected negative log density, in closed form or at a known value."""
+    if not q.is_known:
+        return expected_neg_log_prob(q.mean, q.variance, p, q.event_dim)
+    nats: Tensor = -p.log_prob(q.v)
+    return event_sum(nats, nats.dim() - len(q.batch_shape))

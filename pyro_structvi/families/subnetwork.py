@@ -1,0 +1,172 @@
+"""A posterior over some of the elements of a net, and points for the others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pyro
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import check_shape
+from pyro_structvi.distributions import Auxiliary, PointMass
+from pyro_structvi.families.coupling import Coupling
+from pyro_structvi.families.family import Family, LatentSite, SitePosterior
+from pyro_structvi.families.full_covariance import FullCovariance
+
+
+@dataclass(frozen=True, eq=False)
+class Subnetwork(Family):
+    """One posterior over chosen elements of several sites together; the others are points.
+
+    A site has the buffers ``rest``, its values, and ``index``, which elements are chosen; the S
+    chosen elements of all sites of this family are one vector, whose parameters are in the guide's
+    ``couplings``.
+
+    Args:
+        chosen: Which elements, a mask of booleans for each site by name; a site without one has none
+            that is chosen. All elements of all sites when None.
+        posterior: The family of the vector's posterior.
+        train_rest: Whether the other elements are trained along, as point estimates.
+
+    Raises:
+        TypeError: If a mask is no tensor of booleans.
+        ValueError: When a guide is made: if a mask has not its site's shape, or nothing is chosen.
+        MemoryError: When a guide is made, if a full covariance would take too much.
+
+    Example:
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi.families import PointEstimate
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> model = Classifier(bayesianize(net, prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"net.2.*": Subnetwork(), "*": PointEstimate()})
+        >>> sum(parameter.numel() for parameter in guide.parameters()) == 40 + 27 + 27 * 28 // 2
+        True
+
+    References:
+        Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato (2021), "Bayesian deep learning
+        via subnetwork inference".
+    """
+
+    chosen: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    posterior: Family = field(default_factory=FullCovariance)
+    train_rest: bool = False
+    needs: ClassVar[str] = "a site with real values, in no plate"
+
+    def __post_init__(self) -> None:
+        """Check the masks' types; their shapes are checked at the sites."""
+        for name, mask in (self.chosen or {}).items():
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                raise TypeError(
+                    f"`chosen['{name}']` must be a tensor of booleans, but got {mask!r:.60}. Write "
+                    "`index_of_weights > threshold`, or see `pyro_structvi.subnetwork`."
+                )
+
+    @property
+    def constants(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of what is not trained."""
+        return ("index",) if self.train_rest else ("rest", "index")
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site takes every real value."""
+        return site.is_real and not site.plates
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start at ``loc``, where the chosen elements have the standard deviation ``scale``."""
+        if self.chosen is None:
+            mask = torch.ones_like(loc, dtype=torch.bool)
+        else:
+            mask = self.chosen.get(site.name, torch.zeros_like(loc, dtype=torch.bool))
+        check_shape(f"chosen['{site.name}']", mask, loc.shape, "that of the site")
+        return {"rest": loc.clone(), "index": mask.flatten().nonzero().squeeze(-1).to(loc.device)}
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> "PartlyChosen":
+        """Return the values, into which the chosen ones are to be put."""
+        return PartlyChosen(parameters["rest"], site.event_dim, parameters["index"])
+
+    def couple(self, posteriors: Mapping[str, SitePosterior], scale: float) -> "JointSubnetwork":
+        """Return the posterior of all chosen elements."""
+        return JointSubnetwork(self.posterior, posteriors, scale)
+
+
+@dataclass(frozen=True)
+class ChosenPart:
+    """A site's part of the vector of chosen elements: its value, mean and variance, ``(size,)``."""
+
+    value: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+class PartlyChosen(PointMass):
+    """The values of a site, of which some are yet to come."""
+
+    def __init__(self, rest: Tensor, event_dim: int, index: Tensor) -> None:
+        super().__init__(rest, event_dim)
+        self._index = index
+
+    def given(self, part: ChosenPart) -> PointMass:
+        """Return the law of the site where the chosen elements are drawn elsewhere."""
+        value, mean = (self._put(self.v, chosen) for chosen in (part.value, part.mean))
+        variance = self._put(torch.zeros_like(self.v), part.variance)
+        return PointMass(value, self.event_dim, mean, variance)
+
+    def _put(self, values: Tensor, chosen: Tensor) -> Tensor:
+        flat: Tensor = values.flatten().scatter(0, self._index, chosen)
+        return flat.reshape(values.shape)
+
+
+class JointSubnetwork(Coupling):
+    """The posterior of the chosen elements of several sites, one after another in a vector.
+
+    Args:
+        family: Its family.
+        posteriors: The sites.
+        scale: The standard deviation that each element starts with.
+    """
+
+    def __init__(
+        self, family: Family, posteriors: Mapping[str, SitePosterior], scale: float
+    ) -> None:
+        super().__init__()
+        starts = {
+            name: post.value("rest").flatten()[post.value("index")]
+            for name, post in posteriors.items()
+        }
+        self.sizes = {name: len(start) for name, start in starts.items()}
+        loc = torch.cat(list(starts.values()))
+        if not len(loc):
+            raise ValueError(
+                f"`chosen` must choose at least one element of the sites {list(starts)}, but all its "
+                "masks there are false."
+            )
+        self.site_name = f"subnetwork of {next(iter(starts))}"
+        site = LatentSite(self.site_name, loc.shape, 1, constraints.real)
+        self.posterior = SitePosterior(family, site, family.init(site, loc, scale))
+
+    def sample(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
+        """Draw at an auxiliary sample site, which counts the entropy; the sites count their priors."""
+        q = self.posterior()
+        value = pyro.sample(self.site_name, Auxiliary(q), infer={"is_auxiliary": True})
+        return self._split(value, q)
+
+    def draw(
+        self, posteriors: Mapping[str, SitePosterior], number: int | None = None
+    ) -> dict[str, Any]:
+        """Draw all chosen elements."""
+        q = self.posterior()
+        return self._split(q.rsample(), q)
+
+    def mean(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
+        """Return the parts of the mean."""
+        q = self.posterior()
+        return self._split(q.mean, q)
+
+    def _split(self, value: Tensor, q: Any) -> dict[str, Any]:
+        parts = (vector.split(list(self.sizes.values())) for vector in (value, q.mean, q.variance))
+        return {
+            name: ChosenPart(*part)
+            for name, part in zip(self.sizes, zip(*parts, strict=True), strict=True)
+        }

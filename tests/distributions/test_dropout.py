@@ -1,0 +1,186 @@
+"""BernoulliDropout: all its weights listed, its image, and what stands in for a divergence."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributions import Laplace, Normal, kl_divergence
+
+from pyro_structvi.distributions import BernoulliDropout, MeanFieldNormal
+from pyro_structvi.linear_maps import ConvolutionMap, DenseMap
+from tests import dense_oracles as dense
+from tests.lazy_weights import lazy
+from tests.statistics import assert_mean
+
+RATE = 0.3
+SHAPES = [(4, 3), (4, 3, 2, 2)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def make(shape, rate=RATE):
+    return BernoulliDropout(torch.randn(shape), rate)
+
+
+def every_weight(q):
+    """Return all weights with their probabilities, channel by channel."""
+    weights, probabilities = [], []
+    for mask in itertools.product((0, 1), repeat=q.event_shape[1]):
+        kept = torch.tensor(mask).reshape(-1, *(1 for _ in q.event_shape[2:]))
+        weights.append(q.loc * kept / (1 - q.rate))
+        probabilities.append(math.prod(1 - q.rate if bit else q.rate for bit in mask))
+    return torch.stack(weights), torch.tensor(probabilities)
+
+
+def moments(values, probabilities):
+    flat = values.flatten(1)
+    mean = probabilities @ flat
+    return mean, ((flat - mean) * probabilities.unsqueeze(-1)).mT @ (flat - mean)
+
+
+@shapes
+def test_moments_are_those_of_all_weights(shape):
+    q = make(shape)
+    mean, covariance = moments(*every_weight(q))
+    close(q.mean.flatten(), mean)
+    close(q.covariance_matrix, covariance)
+    close(q.variance.flatten(), covariance.diagonal())
+
+
+@shapes
+def test_log_prob_and_entropy_are_those_of_the_masks(shape):
+    q = make(shape)
+    weights, probabilities = every_weight(q)
+    close(q.log_prob(weights), probabilities.log())
+    close(q.entropy(), -(probabilities * probabilities.log()).sum())
+    assert q.log_prob(q.loc) == -math.inf
+
+
+def test_without_dropout_it_is_a_point():
+    q = make((4, 3), rate=0.0)
+    assert torch.equal(q.rsample(), q.loc)
+    assert q.log_prob(q.loc) == q.entropy() == 0
+
+
+@shapes
+def test_draws_have_the_probabilities_of_all_weights(shape):
+    q = make(shape)
+    weights, probabilities = every_weight(q)
+    draws = q.rsample((20_000,))
+    drawn = (draws.flatten(1).unsqueeze(1) - weights.flatten(1)).abs().amax(-1) < 1e-12
+    assert (drawn.sum(-1) == 1).all()
+    assert_mean(drawn.double(), probabilities)
+
+
+@shapes
+def test_the_kl_is_the_cross_entropy_less_the_entropy(shape):
+    q = make(shape)
+    weights, probabilities = every_weight(q)
+    prior = Normal(torch.randn(shape), torch.rand(shape) + 0.5)
+    expected = -(probabilities * prior.log_prob(weights).flatten(1).sum(-1)).sum()
+    close(kl_divergence(q, prior), expected - q.entropy())
+    with pytest.raises(NotImplementedError):
+        kl_divergence(q, Laplace(torch.zeros(shape), 1.0))
+
+
+# ---- the image -----------------------------------------------------------------------------------
+
+
+def test_the_image_has_the_moments_of_all_outputs():
+    q, x = make((4, 3)), torch.randn(5, 3)
+    weights, probabilities = every_weight(q)
+    image = q.image(x)
+    for index, example in enumerate(x):
+        mean, covariance = moments(weights @ example, probabilities)
+        close(image.mean[index], mean)
+        close(image.covariance_matrix[index], covariance)
+        close(image.variance[index], covariance.diagonal())
+
+
+GEOMETRIES = [{"padding": 1}, {"stride": 2, "groups": 2}]
+
+
+@pytest.mark.parametrize("random_bias", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_it_is_exact_over_the_positions_of_a_convolution(geometry, random_bias):
+    q, groups = make((4, 3, 2, 2)), geometry.get("groups", 1)
+    x = torch.randn(2, 3 * groups, 3, 3)
+    bias = MeanFieldNormal(torch.randn(4), torch.rand(4) + 0.1)
+    linear_map = ConvolutionMap(F.conv2d, (3, 2, 2), **geometry)
+    image = q.image_under(linear_map, x, bias if random_bias else bias.mean)
+    weights, probabilities = every_weight(q)
+    outputs = torch.stack([F.conv2d(x, weight, bias.mean, **geometry) for weight in weights])
+    positions = outputs[0, 0, 0].numel()
+    noise = torch.kron(torch.diag(bias.variance), torch.ones(positions, positions))
+    for index in range(2):
+        mean, covariance = moments(outputs[:, index], probabilities)
+        covariance = covariance + random_bias * noise
+        close(image.mean[index].flatten(), mean)
+        close(image.covariance_matrix[index], covariance)
+        close(image.variance[index].flatten(), covariance.diagonal())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_each_example_of_an_image_is_one_of_all_outputs_and_examples_differ(groups):
+    q = make((4, 3, 2, 2))
+    x = torch.randn(1, 3 * groups, 3, 3).expand(4000, -1, -1, -1)
+    linear_map = ConvolutionMap(F.conv2d, (3, 2, 2), groups=groups)
+    draws = q.image_under(linear_map, x).rsample().flatten(1)
+    weights, probabilities = every_weight(q)
+    outputs = torch.stack([F.conv2d(x[:1], weight, groups=groups) for weight in weights]).flatten(1)
+    drawn = (draws.unsqueeze(1) - outputs).abs().amax(-1) < 1e-12
+    assert (drawn.sum(-1) == 1).all()
+    assert_mean(drawn.double(), probabilities)
+
+
+def test_a_random_bias_adds_its_noise():
+    q, x = BernoulliDropout(torch.zeros(2, 3), RATE), torch.ones(4000, 3)
+    bias = MeanFieldNormal(torch.ones(2), torch.tensor([0.5, 2.0]))
+    draws = q.image_under(DenseMap(), x, bias).rsample()
+    assert_mean(draws, bias.mean)
+    assert_mean((draws - 1).square(), bias.variance)
+
+
+def test_positions_of_a_sequence_share_a_mask():
+    q, x = BernoulliDropout(torch.eye(3), RATE), torch.ones(10, 4, 3)
+    draws = q.image_under(DenseMap(), x).rsample()
+    assert torch.equal(draws, draws[:, :1].expand(draws.shape))
+    assert len(draws[:, 0].unique(dim=0)) > 1
+    assert q.image_under(DenseMap(), x).rsample((5, 2)).shape == (5, 2, 10, 4, 3)
+
+
+def test_a_lazy_weight_gives_outputs():
+    weight = lazy(BernoulliDropout(torch.eye(3), 0.5))
+    outputs = F.linear(torch.ones(50, 3), weight)
+    assert not weight.is_drawn
+    assert len(outputs.unique(dim=0)) > 2
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, "half"])
+def test_a_rate_is_a_fraction(rate):
+    with pytest.raises(ValueError, match="`rate` must be a number of at least 0 and below 1"):
+        make((4, 3), rate)
+
+
+def test_a_vector_has_no_channels():
+    with pytest.raises(ValueError, match=r"`loc` must have shape \(out, in\) or .* but got \(3,\)"):
+        make((3,))
+
+
+def test_there_is_no_density():
+    with pytest.raises(NotImplementedError, match="no density"):
+        _ = make((4, 3)).log_det_covariance
+
+
+def test_dense_moments_agree_with_the_package_of_oracles():
+    """The image's covariance is that of ``(I kron x') Sigma (I kron x)`` too."""
+    q, x = make((4, 3)), torch.randn(5, 3)
+    close(q.image(x).covariance_matrix, dense.image_covariance(x, q.covariance_matrix, 4))

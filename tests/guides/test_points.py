@@ -1,0 +1,272 @@
+"""Guides of points: maximum a posteriori, ensembles, dropout."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import Dropout, MeanField, Members, PointEstimate
+from tests.models import (
+    hierarchical_function,
+    make_classifier,
+    make_regressor,
+    regression_data,
+)
+from tests.statistics import assert_mean
+
+NUM_DATA, PRIOR, NOISE = 12, 0.7, 0.3
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def map_loss(values, x, y, num_data=NUM_DATA):
+    """Return minus the log joint density of the regressor's net, written out."""
+    hidden = torch.tanh(F.linear(x, values["net.0.weight"], values["net.0.bias"]))
+    mean = F.linear(hidden, values["net.2.weight"], values["net.2.bias"])
+    log_likelihood = dist.Normal(mean, NOISE).log_prob(y).sum() * num_data / len(x)
+    log_prior = sum(dist.Normal(0.0, PRIOR).log_prob(value).sum() for value in values.values())
+    return -log_likelihood - log_prior
+
+
+def member(guide, number):
+    return {name: guide[name].members[number] for name in guide.site_names}
+
+
+# ---- maximum a posteriori ------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_maximum_a_posteriori_under_every_objective():
+    model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data(6)
+    guide = ps.MAPGuide(model)
+    expected = map_loss(guide.draw(), *data)
+    for elbo in (ps.StructuredELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
+        close(torch.tensor(elbo.loss(model, guide, *data)), expected.detach())
+
+
+def test_it_finds_ridge_regression():
+    x, y = regression_data(30)
+    net = ps.bayesianize(nn.Linear(3, 1, bias=False), prior=PRIOR)
+    model = ps.Regressor(net, num_data=30, noise_scale=NOISE)
+    guide = ps.MAPGuide(model)
+    schedule = ps.infer.CosineDecay(600)
+    ps.fit(model, guide, (x, y), num_steps=600, lr=0.1, lr_schedule=schedule, progress=False)
+    ridge = torch.linalg.solve(x.mT @ x + (NOISE / PRIOR) ** 2 * torch.eye(3), x.mT @ y)
+    torch.testing.assert_close(guide.median()["net.weight"], ridge.mT, rtol=1e-5, atol=1e-6)
+
+
+def test_constrained_sites_are_points_of_their_own_space():
+    """At the maximum of the density itself, not of that in the unconstrained space."""
+    model = lambda: pyro.sample("rate", dist.Gamma(3.0, torch.tensor(2.0)))  # noqa: E731
+    guide = ps.MAPGuide(model)
+    guide.initialize()
+    optimizer = torch.optim.LBFGS(guide.parameters(), max_iter=100, tolerance_grad=1e-10)
+    loss = ps.StructuredELBO()(model, guide)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    torch.testing.assert_close(guide.draw()["rate"].detach(), torch.tensor(1.0), rtol=1e-5, atol=0)
+
+
+def test_no_warning_of_a_sampled_divergence():
+    """Warnings are errors here; a hierarchical scale has no closed form with any other posterior."""
+    data = regression_data()
+    for guide in (ps.MAPGuide(hierarchical_function), ps.EnsembleGuide(hierarchical_function, 2)):
+        terms = ps.StructuredELBO().terms(hierarchical_function, guide, *data)
+        assert terms.sampled == ()
+
+
+def test_a_draw_is_a_copy():
+    guide = ps.MAPGuide(make_regressor())
+    before = guide["net.0.weight"].loc.clone()
+    guide.draw()["net.0.weight"].detach().zero_()
+    assert torch.equal(guide["net.0.weight"].loc, before)
+
+
+# ---- ensembles -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_the_loss_of_an_ensemble_is_the_mean_over_its_members(vectorize):
+    model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data(6)
+    guide = ps.EnsembleGuide(model, size=3, vectorize=vectorize)
+    loss = ps.StructuredELBO().differentiable_loss(model, guide, *data)
+    expected = sum(map_loss(member(guide, k), *data) for k in range(3)) / 3
+    close(loss, expected)
+    parameters = list(guide.parameters())
+    for own, exact in zip(
+        torch.autograd.grad(loss, parameters),
+        torch.autograd.grad(expected, parameters),
+        strict=True,
+    ):
+        close(own, exact)
+
+
+def test_training_together_is_training_apart():
+    """Adam does not see the factor 1/K of a member's gradient, but for its epsilon."""
+    data, steps = regression_data(), 20
+    model = make_regressor(NUM_DATA, PRIOR, NOISE)
+    ensemble = ps.EnsembleGuide(model, size=3)
+    apart = []
+    for k in range(3):
+        values = copy.deepcopy({n: v.detach() for n, v in member(ensemble, k).items()})
+        alone = ps.MAPGuide(model, init_loc_fn=lambda site, values=values: values[site["name"]])
+        ps.fit(model, alone, data, num_steps=steps, lr=0.01, progress=False)
+        apart.append(alone.median())
+    ps.fit(model, ensemble, data, num_steps=steps, lr=0.01, progress=False)
+    for k, values in enumerate(apart):
+        for name, value in values.items():
+            torch.testing.assert_close(ensemble[name].members[k], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("elbo", [Trace_ELBO, TraceMeanField_ELBO])
+def test_other_objectives_train_one_member_at_a_time(elbo):
+    model, data = make_regressor(NUM_DATA, PRIOR, NOISE), regression_data()
+    guide = ps.EnsembleGuide(model, size=3)
+    guide.initialize(*data)
+    with torch.no_grad():
+        each = torch.stack([map_loss(member(guide, k), *data) for k in range(3)])
+        losses = torch.tensor([elbo().loss(model, guide, *data) for _ in range(300)])
+    assert ((losses.unsqueeze(-1) - each).abs().amin(-1) < 1e-8).all()
+    assert_mean(losses.unsqueeze(-1), each.mean().reshape(1))
+
+
+def test_svi_trains_every_member():
+    model, data = make_regressor(), regression_data()
+    guide = ps.EnsembleGuide(model, size=3)
+    before = copy.deepcopy(dict(guide.named_parameters()))
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO())
+    losses = [svi.step(*data) for _ in range(30)]
+    assert losses[-1] < losses[0]
+    for name, value in guide.named_parameters():
+        assert (value != before[name]).all()
+
+
+def test_predictions_use_every_member_once():
+    model, (x, _) = make_classifier(), regression_data(7)
+    guide = ps.EnsembleGuide(model, size=3)
+    prediction = ps.predict(model, guide, x)
+    logits = []
+    for k in range(3):
+        values = member(guide, k)
+        hidden = torch.relu(F.linear(x, values["net.0.weight"], values["net.0.bias"]))
+        logits.append(F.linear(hidden, values["net.2.weight"], values["net.2.bias"]))
+    close(prediction.functions, torch.stack(logits).detach())
+    close(prediction.mean, torch.stack(logits).softmax(-1).mean(0).detach())
+    again = ps.predict(model, guide, x, num_samples=6)
+    close(again.functions, prediction.functions.repeat(2, 1, 1))
+
+
+def test_members_start_at_the_net_and_at_draws_of_its_spread():
+    net = nn.Linear(60, 60)
+    nn.init.constant_(net.bias, 0.5)
+    guide = ps.EnsembleGuide(ps.Classifier(ps.bayesianize(net), 9), size=20, init_scale=0.01)
+    weights, biases = (guide[f"net.{name}"].members.detach() for name in ("weight", "bias"))
+    assert torch.equal(weights[0], net.weight)
+    assert torch.equal(biases[0], net.bias)
+    own = net.weight.detach()
+    assert_mean(weights[1:].reshape(-1, 1), own.mean().reshape(1))
+    assert_mean(
+        (weights[1:] - own.mean()).square().reshape(-1, 1), own.var(correction=0).reshape(1)
+    )
+    assert_mean(biases[1:].reshape(-1, 1), torch.tensor([0.5]))
+    assert_mean((biases[1:] - 0.5).square().reshape(-1, 1), torch.tensor([0.01**2]))
+
+
+def test_an_ensemble_stands_beside_other_families():
+    """A pass then has one member, the same at all its sites."""
+    model, data = make_regressor(), regression_data()
+    families = {"*.weight": Members(3), "*": MeanField()}
+    guide = ps.StructuredGuide(model, families, init_scale=1e-6)
+    history = ps.fit(model, guide, data, num_steps=60, lr=0.02, progress=False)
+    assert sum(history.elbo[-10:]) > sum(history.elbo[:10])
+    chosen = []
+    for _ in range(40):
+        values = guide.draw()
+        pair = []
+        for name in ("net.0.weight", "net.2.weight"):
+            same = (guide[name].members == values[name]).flatten(1).all(-1)
+            pair.append(same.nonzero().item())
+        chosen.append(pair)
+    assert all(first == second for first, second in chosen)
+    assert {first for first, _ in chosen} == {0, 1, 2}
+
+
+def batch_normalized():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    return ps.Classifier(ps.bayesianize(net, normalization=False), 12)
+
+
+def test_a_net_that_cannot_be_vectorized_says_so_and_trains_without():
+    data = torch.randn(12, 3), torch.randint(2, (12,))
+    model = batch_normalized()
+    with pytest.raises(RuntimeError, match=r"one pass through this model: .*`vectorize=False`"):
+        ps.fit(model, ps.EnsembleGuide(model, 2), data, num_steps=1, progress=False)
+    guide = ps.EnsembleGuide(model, 2, vectorize=False)
+    history = ps.fit(model, guide, data, num_steps=30, lr=0.05, progress=False)
+    assert history.elbo[-1] > history.elbo[0]
+
+
+def test_an_ensemble_survives_its_state():
+    guide = ps.EnsembleGuide(make_regressor(), 3)
+    other = ps.EnsembleGuide(make_regressor(), 3)
+    other.load_state_dict(guide.state_dict())
+    copied = copy.deepcopy(guide)
+    for name in guide.site_names:
+        assert torch.equal(other[name].members, guide[name].members)
+        assert torch.equal(copied[name].members, guide[name].members)
+    assert copied.ensemble == Members(3)
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+def test_dropout_has_its_loss_under_every_objective():
+    """Against all masks of a layer, and the entropy of the masks."""
+    x, y = regression_data(5, 2)
+    net = nn.Linear(2, 1)
+    model = ps.Regressor(ps.bayesianize(net, prior=PRIOR), 10, NOISE)
+    guide = ps.MCDropoutGuide(model, rate=0.3)
+    weight, bias = net.weight.detach(), net.bias.detach()
+    prior, expected = dist.Normal(0.0, PRIOR), -guide["net.weight"]().entropy().detach()
+    for mask in ([0, 0], [0, 1], [1, 0], [1, 1]):
+        probability = 0.3 ** mask.count(0) * 0.7 ** mask.count(1)
+        masked = weight * torch.tensor(mask) / 0.7
+        density = dist.Normal(F.linear(x, masked, bias), NOISE).log_prob(y).sum() * 2
+        density = density + prior.log_prob(masked).sum() + prior.log_prob(bias).sum()
+        expected = expected - probability * density
+    guide.initialize(x, y)
+    for elbo in (ps.StructuredELBO(), Trace_ELBO()):
+        with torch.no_grad():
+            losses = torch.tensor([[elbo.loss(model, guide, x, y)] for _ in range(2000)])
+        assert_mean(losses, expected.reshape(1))
+
+
+def test_dropout_trains_and_predicts_with_masks():
+    model, data = make_regressor(), regression_data()
+    guide = ps.MCDropoutGuide(model, rate=0.2)
+    history = ps.fit(model, guide, data, num_steps=100, lr=0.02, progress=False)
+    assert sum(history.elbo[-10:]) > sum(history.elbo[:10])
+    masks = {tuple((guide.draw()["net.2.weight"] != 0).flatten().tolist()) for _ in range(40)}
+    assert len(masks) > 3
+    prediction = ps.predict(model, guide, data[0], num_samples=20)
+    assert (prediction.function_variance > 0).all()
+
+
+def test_dropout_stands_beside_other_families():
+    guide = ps.StructuredGuide(make_regressor(), {"net.0.*": MeanField(), "*": Dropout(0.5)})
+    assert guide["net.2.bias"].family == Dropout(0.5)
+    assert guide["net.0.weight"].family == MeanField()
+    assert ps.MAPGuide(make_regressor())["net.0.bias"].family == PointEstimate()
