@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,20 +57,31 @@ NETS: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 GUIDES: dict[str, Callable[[ps.Classifier], ps.StructuredGuide]] = {
+    "MAP": lambda model: ps.MAPGuide(model),
+    "ensemble of 5": lambda model: ps.EnsembleGuide(model, size=5),
+    "MC dropout": lambda model: ps.MCDropoutGuide(model),
     "mean field, drawn": lambda model: ps.MeanFieldGuide(model, local_reparam=False),
     "mean field": lambda model: ps.MeanFieldGuide(model),
+    "mean field, flipout": lambda model: ps.MeanFieldGuide(model, local_reparam="flipout"),
     "k-tied, k = 1": lambda model: ps.KTiedGuide(model, rank=1),
     "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
     "matrix normal": lambda model: ps.MatrixNormalGuide(model),
+    "rowwise": lambda model: ps.RowwiseGuide(model),
     "low rank, K = 1": lambda model: ps.AutoLowRankLRT(model, rank=1),
     "low rank, K = 2": lambda model: ps.AutoLowRankLRT(model, rank=2),
     "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5),
     "inducing 64": lambda model: ps.InducingWeightGuide(model),
     "inducing 64, drawn": lambda model: ps.InducingWeightGuide(model, local_reparam=False),
     "full covariance": lambda model: ps.FullCovarianceGuide(model),
+    "Walsh-Hadamard": lambda model: ps.MeanFieldGuide(model),
+    "rank-1": lambda model: ps.MeanFieldGuide(model),
 }
 
-SMALL_ONLY = {"full covariance"}
+LAYERS: dict[str, Any] = {"Walsh-Hadamard": ps.WalshHadamard(), "rank-1": ps.RankOne()}
+
+SMALL_ONLY = {"full covariance", "rowwise"}
+CONVOLUTIONS_ONLY = {"mean field, flipout"}  # elsewhere it is the local rule
+DENSE_ONLY = {"ensemble of 5"}  # batch norms cannot be vectorized
 
 
 def main() -> None:
@@ -93,9 +105,11 @@ def main() -> None:
         y = torch.randint(10, shape[:1], device=device)
         steps = {"deterministic": deterministic_step(make_net().to(device), x, y)}
         for title in options.guide or GUIDES:
-            if title in SMALL_ONLY and name != "small":
-                continue
-            steps[title] = guide_step(make_net().to(device), GUIDES[title], x, y)
+            only = {"small"} if title in SMALL_ONLY else set(NETS)
+            only -= {"resnet18"} if title in DENSE_ONLY else set()
+            only &= {"resnet18"} if title in CONVOLUTIONS_ONLY else only
+            if name in only:
+                steps[title] = guide_step(make_net().to(device), title, x, y)
         report(description, measure(steps, options.rounds))
 
 
@@ -110,14 +124,14 @@ def deterministic_step(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Non
     return step
 
 
-def guide_step(
-    net: nn.Module, make_guide: Callable[[ps.Classifier], nn.Module], x: Tensor, y: Tensor
-) -> Callable[[], None]:
-    model = ps.Classifier(ps.bayesianize(net, prior=0.3), num_data=60_000)
-    guide = make_guide(model)
+def guide_step(net: nn.Module, title: str, x: Tensor, y: Tensor) -> Callable[[], None]:
+    layers = {"*": LAYERS[title]} if title in LAYERS else None
+    model = ps.Classifier(ps.bayesianize(net, prior=0.3, layers=layers), num_data=60_000)
+    guide = GUIDES[title](model)
     loss = ps.StructuredELBO()(model, guide)
     loss(x, y)  # the run that counts uses
-    optimizer = torch.optim.Adam(guide.parameters(), lr=1e-4, fused=True)
+    parameters = [*guide.parameters(), *model.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=True)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -24,6 +24,7 @@ class PointMass(Delta):
 
     Example:
         >>> from pyro.distributions import Normal
+        >>> from torch.distributions import kl_divergence
         >>> q = PointMass(torch.tensor([1.0, 2.0]), event_dim=1)
         >>> prior = Normal(torch.zeros(2), 1.0).to_event(1)
         >>> kl_divergence(q, prior) == -prior.log_prob(q.v)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pyro.distributions as dist
@@ -31,6 +31,7 @@ class WalshHadamardLayer(PyroModule):
     """
 
     channel_dim: ClassVar[int]
+    draws_per_example = True
 
     def __init__(
         self,
@@ -73,11 +74,19 @@ class WalshHadamardLayer(PyroModule):
             coefficients: A value ``(blocks, D)`` of the sample site.
 
         Returns:
-            The first rows and columns of S1 H diag(g) H S2, reshaped.
+            The first rows and columns of S1 H diag(g) H S2, reshaped. The entry (i, j) of H diag(g) H
+            is that of H g with the number "i exclusive or j", over sqrt(D).
         """
-        size = self.weight_shape[1:].numel()
-        basis = torch.eye(size, dtype=coefficients.dtype, device=coefficients.device)
-        return self._multiply(basis, coefficients).mT.reshape(self.weight_shape)
+        width, device = self.row_scale.shape[-1], coefficients.device
+        out, size = self.weight_shape[0], self.weight_shape[1:].numel()
+        rows, columns = (torch.arange(count, device=device) for count in (out, size))
+        start = rows // width * width
+        index = start.unsqueeze(-1) + ((rows - start).unsqueeze(-1) ^ columns)
+        entries = walsh_hadamard_transform(coefficients).flatten() / math.sqrt(width)
+        matrix = entries.index_select(0, index.flatten()).reshape(out, size)
+        column_scale = self.column_scale[:, :size].repeat_interleave(width, 0)[:out]
+        scaled = self.row_scale.flatten()[:out].unsqueeze(-1) * matrix * column_scale
+        return scaled.reshape(self.weight_shape)
 
     def extra_repr(self) -> str:
         """Say which weight the layer has, in how many blocks."""
@@ -85,7 +94,10 @@ class WalshHadamardLayer(PyroModule):
         return f"weight {tuple(self.weight_shape)} of {blocks} x {width} coefficients"
 
     def _forward_batch(self, x: Tensor) -> Tensor:
-        outputs = _apply_layer(x, self.coefficients, self)
+        if self.draws_per_example:
+            outputs = _apply_layer(x, self.coefficients, self)
+        else:
+            outputs = self._outputs(x, self.coefficients)
         if self.bias is None:
             return outputs
         return shift_channels(outputs, self.bias, self.channel_dim)
@@ -180,9 +192,9 @@ class WalshHadamardLinear(WalshHadamardLayer):
 class WalshHadamardConv(WalshHadamardLayer):
     """A convolution whose filters, as a matrix ``(out, in)``, are S1 H diag(g) H S2.
 
-    ``in`` is the number of channels times the size of the kernel. Under ``StructuredELBO`` each
-    example has filters of its own, and its patches are transformed. Wherever there is one draw for
-    all examples, the filters are formed and the convolution is torch's.
+    ``in`` is the number of channels times the size of the kernel. One draw serves the batch: its
+    filters are formed, and the convolution is torch's. With ``filters_per_example`` each example has
+    filters of its own under ``StructuredELBO``, at the price of transforming its patches.
 
     Args:
         in_channels: Number of input channels.
@@ -193,6 +205,7 @@ class WalshHadamardConv(WalshHadamardLayer):
         dilation: As in torch's convolution.
         bias: Whether there is a bias, the sample site ``bias``.
         padding_mode: As in torch's convolution.
+        filters_per_example: Whether to draw the coefficients for each example.
         prior_scale: As for :class:`WalshHadamardLinear`.
         bias_prior_scale: Prior standard deviation of the bias.
         device: Of all tensors.
@@ -216,6 +229,7 @@ class WalshHadamardConv(WalshHadamardLayer):
         *,
         bias: bool = True,
         padding_mode: str = "zeros",
+        filters_per_example: bool = False,
         prior_scale: float = 1.0,
         bias_prior_scale: float = 1.0,
         device: Any = None,
@@ -236,6 +250,7 @@ class WalshHadamardConv(WalshHadamardLayer):
         self.stride, self.dilation = geometry.stride, geometry.dilation
         self.margins = geometry._reversed_padding_repeated_twice
         self.padding_mode = "constant" if padding_mode == "zeros" else padding_mode
+        self.draws_per_example = filters_per_example
 
     def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
         if any(self.margins):
@@ -291,6 +306,10 @@ class WalshHadamard:
     For the ``layers`` of ``bayesianize``. The prior of a weight there is that of its elements, and
     must be one normal around zero for all of them. The bias keeps its prior.
 
+    Args:
+        filters_per_example: As for :class:`WalshHadamardConv`; dense layers always draw for each
+            example.
+
     Example:
         >>> from pyro_structvi import bayesianize
         >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
@@ -299,6 +318,7 @@ class WalshHadamard:
         WalshHadamardLinear(weight (64, 4) of 16 x 4 coefficients)
     """
 
+    filters_per_example: bool = field(default=False, repr=False)
     needs: ClassVar[str] = "an nn.Linear or a convolution without groups, with nothing frozen"
 
     def fits(self, module: nn.Module) -> bool:
@@ -340,6 +360,7 @@ class WalshHadamard:
                 module.padding,
                 module.dilation,
                 padding_mode=module.padding_mode,
+                filters_per_example=self.filters_per_example,
                 **options,
             )
         layer._start_like(module.weight.square().mean())

@@ -167,7 +167,7 @@ def run_lazily(layer, guide, x):
         (lambda: WalshHadamardLinear(3, 6), F.linear, (3,)),
         (lambda: WalshHadamardLinear(3, 6), F.linear, (2, 3)),
         (
-            lambda: WalshHadamardConv2d(2, 3, 2, stride=2, padding=1),
+            lambda: WalshHadamardConv2d(2, 3, 2, stride=2, padding=1, filters_per_example=True),
             lambda *args: F.conv2d(*args, stride=2, padding=1),
             (2, 3, 3),
         ),
@@ -203,6 +203,18 @@ def test_one_draw_serves_the_batch_elsewhere():
     assert torch.equal(outputs[:-1], outputs[1:])
     lazy = run_lazily(layer, guide, x)
     assert not torch.isclose(lazy[:-1], lazy[1:]).any()
+
+
+def test_one_draw_of_filters_serves_the_batch_unless_asked():
+    x = torch.randn(1, 2, 5).expand(4, 2, 5)
+    for per_example in (False, True):
+        layer = WalshHadamardConv1d(2, 3, 2, bias=False, filters_per_example=per_example)
+        outputs = run_lazily(layer, ps.MeanFieldGuide(layer, init_scale=1.0), x)
+        assert torch.equal(outputs[0], outputs[1]) != per_example
+        placed = ps.bayesianize(
+            nn.Conv1d(2, 3, 2), layers={"": ps.WalshHadamard(filters_per_example=per_example)}
+        )
+        assert placed.draws_per_example == per_example
 
 
 def make_regressor():
