@@ -23,6 +23,7 @@ from pyro_structvi.inference_data import to_inference_data
 from pyro_structvi.nn import (
     Classifier,
     FanIn,
+    HierarchicalScale,
     RankOne,
     Regressor,
     WalshHadamard,
@@ -36,6 +37,7 @@ __all__ = [
     # making a model
     "Classifier",
     "FanIn",
+    "HierarchicalScale",
     "RankOne",
     "Regressor",
     "WalshHadamard",

@@ -1,9 +1,33 @@
-"""Steps with gradients by hand, which save passes over large tensors."""
+"""Steps with gradients by hand, which save passes over large tensors.
+
+They have no rules for the transforms of torch.func; the functions take torch's own steps there.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Tensor:
+    """Return ``outputs + coefficient * noise``, in the memory of ``outputs`` where that may be."""
+    if inside_transform():
+        return torch.addcmul(outputs, coefficient, noise)
+    total: Tensor = AddScaledNoise.apply(outputs, coefficient, noise)
+    return total
+
+
+def bank_and_squared_norm(x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x @ matrix'`` and ``|x|^2`` of each row, ``(rows, M)`` and ``(rows, 1)``."""
+    if inside_transform():
+        return x @ matrix.mT, x.square().sum(-1, keepdim=True)
+    products: tuple[Tensor, Tensor] = BankAndSquaredNorm.apply(x, matrix)
+    return products
+
+
+def inside_transform() -> bool:
+    """Whether this code runs inside a transform of torch.func, such as vmap."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class AddScaledNoise(torch.autograd.Function):

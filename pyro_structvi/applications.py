@@ -64,11 +64,12 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make a function of inputs and a small factor one for which a lazy factor is drawn anew.
 
     For layers whose weight is a function of a factor: each example then has a weight of its own, at
-    the price of the factor's draws, and the joint law of its outputs is exact. What a lazy factor
-    is under any other objective, or if the model uses it twice, see :class:`LazyWeight`.
+    the price of the factor's draws, and the joint law of its outputs is exact. A decorator, for
+    functions of a module. Under any other objective, or if the model uses it twice, a factor is drawn
+    once, as any :class:`LazyWeight`.
 
     Args:
-        function: Called as ``function(x, factor, *args)``. It must take a factor of its own shape,
+        function: Called as ``function(x, factor, ...)``. It must take a factor of its own shape,
             and one with the examples ``x.shape[:1]`` in front.
 
     Returns:
@@ -86,14 +87,16 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     @wraps(function)
-    def overridable(x: Tensor, factor: Tensor, *args: Any) -> Tensor:
+    def overridable(x: Tensor, factor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if has_torch_function_unary(factor):
-            outputs: Tensor = handle_torch_function(overridable, (factor,), x, factor, *args)
+            outputs: Tensor = handle_torch_function(
+                overridable, (factor,), x, factor, *args, **kwargs
+            )
             return outputs
-        return function(x, factor, *args)
+        return function(x, factor, *args, **kwargs)
 
-    def parse(x: Any, factor: Any, *args: Any) -> FactorApplication:
-        return FactorApplication(lambda x, factor: function(x, factor, *args), x, factor)
+    def parse(x: Any, factor: Any, *args: Any, **kwargs: Any) -> FactorApplication:
+        return FactorApplication(lambda x, factor: function(x, factor, *args, **kwargs), x, factor)
 
     _PARSERS[overridable] = parse
     return overridable

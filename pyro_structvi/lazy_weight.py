@@ -14,6 +14,7 @@ from pyro.poutine.substitute_messenger import SubstituteMessenger
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pyro_structvi._fused import inside_transform
 from pyro_structvi.applications import Application, FactorApplication, parse_application
 from pyro_structvi.flipout import flipout
 from pyro_structvi.linear_maps import LinearMap, shape_per_example
@@ -83,16 +84,10 @@ class SiteUse:
         """Whether a draw at this site is to be put off here and now; see :func:`weights_wait`."""
         return self.may_wait and weights_wait_now()
 
-    def allows_image(self, application: Application) -> bool:
-        """Whether this use may be answered by the image's law instead of a drawn weight."""
-        exact_only = self.local_reparam in {"exact", "flipout"}
+    def asks_for_exact(self, application: Application) -> bool:
+        """Whether this use is one where an image's law may be approximate, and that is not wanted."""
         has_positions = application.linear_map.has_positions(application.x)
-        return self.may_wait and not (exact_only and has_positions)
-
-    def allows_flipout(self, application: Application) -> bool:
-        """Whether this use is one for flipout: the outputs' law without it would not be exact."""
-        has_positions = application.linear_map.has_positions(application.x)
-        return self.may_wait and self.local_reparam == "flipout" and has_positions
+        return self.local_reparam in {"exact", "flipout"} and has_positions
 
 
 class WeightStandIn(Tensor):
@@ -191,7 +186,7 @@ class CountedWeight(WeightStandIn):
 
     def draw(self) -> Tensor:
         """Return the value, and count; a use that may be repeated or differentiated counts twice."""
-        self.use.count = (self.use.count or 0) + (2 if _inside_transform() else 1)
+        self.use.count = (self.use.count or 0) + (2 if _may_be_repeated() else 1)
         return self._counted
 
 
@@ -258,13 +253,15 @@ class LazyWeight(WeightStandIn):
         of it, or all of it where an example has several positions, is drawn once for each example.
         """
         linear_map, x, _, bias = application
-        flips = self.distribution.has_independent_elements and self.use.allows_flipout(application)
+        exact = self.distribution.has_exact_positions or not self.use.asks_for_exact(application)
+        independent = self.distribution.has_independent_elements
+        flips = not exact and independent and self.use.local_reparam == "flipout"
         prefers_draw = self.distribution.prefers_drawn_weight(linear_map, x)
-        if prefers_draw or not self._may_give_outputs(application, flips):
+        if prefers_draw or not (exact or flips) or not self._may_give_outputs(x):
             return self._apply_factored(application)
         self._refuse_second_use()
         lazy_bias, shift = None, None
-        if isinstance(bias, LazyWeight) and bias._may_give_outputs(application, flips):
+        if isinstance(bias, LazyWeight) and bias._may_give_outputs(x):
             bias._refuse_second_use()
             lazy_bias = bias
             if linear_map.has_positions(x):
@@ -286,7 +283,7 @@ class LazyWeight(WeightStandIn):
     def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
         """Apply a factor that is drawn for each example, or return None to apply one to all."""
         x = application.x
-        if isinstance(x, WeightStandIn) or self.is_drawn or not self.use.may_wait:
+        if not self._may_give_outputs(x):
             return None
         self._refuse_second_use()
         self._gave_outputs = True
@@ -304,11 +301,9 @@ class LazyWeight(WeightStandIn):
                 self._factored = self.distribution.rsample_in_factors()
         return self._factored.apply(linear_map, _value(x), _value(bias))
 
-    def _may_give_outputs(self, application: Application, flips: bool = False) -> bool:
-        """Whether this weight's part in a map may be drawn as outputs, or as flipout's."""
-        takes_data = not isinstance(application.x, WeightStandIn)
-        allows = self.use.allows_flipout if flips else self.use.allows_image
-        return takes_data and not self.is_drawn and allows(application)
+    def _may_give_outputs(self, x: Any) -> bool:
+        """Whether this weight's part in the outputs for ``x`` may be drawn in its place."""
+        return self.use.may_wait and not self.is_drawn and not isinstance(x, WeightStandIn)
 
     def _refuse_second_use(self) -> None:
         if self._gave_outputs and _inside_model():
@@ -336,9 +331,9 @@ def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -
     return draw.reshape(shape_per_example(linear_map, x, draw.shape[-1]))
 
 
-def _inside_transform() -> bool:
+def _may_be_repeated() -> bool:
     """Whether the model differentiates or maps its own net; the counting run has gradients off."""
-    return torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.is_grad_enabled() or inside_transform()
 
 
 def _inside_model() -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Size, Tensor
 
-from pyro_structvi._fused import BankAndSquaredNorm
+from pyro_structvi._fused import bank_and_squared_norm
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DenseMap:
         """Return :meth:`bank`, and :meth:`squared_norm` with one channel."""
         if matrix.dim() > 2:
             return self.bank(x, matrix, bias), self.squared_norm(x, 1)
-        hidden, norms = BankAndSquaredNorm.apply(x.reshape(-1, x.shape[-1]), matrix)
+        hidden, norms = bank_and_squared_norm(x.reshape(-1, x.shape[-1]), matrix)
         if bias is not None:
             hidden = hidden + bias
         lead = x.shape[:-1]

@@ -5,9 +5,11 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._checks import check_no_nan, check_positive_integer
+from pyro_structvi.distributions import PointMass
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.posterior_draws import (
     as_arguments,
@@ -27,6 +29,9 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
         Variances of the shapes of the sites; those of transformed sites, such as a noise scale, are
         left out.
 
+    Raises:
+        RuntimeError: If the guide knows no site yet, or its weights have no law by themselves.
+
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
@@ -35,9 +40,11 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
     """
     variances: dict[str, Tensor] = {}
     with torch.no_grad():
-        for posterior in guide._own_posteriors():
-            if posterior.site.is_real:
-                variances |= posterior.site.split(posterior().variance.clone())
+        for site, law in guide._distributions("mean", local=False):
+            if site.is_real:
+                drawn_together = isinstance(law, PointMass) and not law.is_known
+                variance = law.variance if drawn_together else guide[site.name]().variance
+                variances |= site.split(variance.clone())
     return variances
 
 
@@ -87,6 +94,9 @@ def laplace_variances(
     check_positive_integer("num_samples", num_samples)
     check_positive_integer("batch_size", batch_size)
     args = as_arguments(x)
+    for number, value in enumerate(args):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"`x[{number}]` must be a tensor, but got {type(value).__name__}.")
     values = center.median()
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
 
@@ -95,15 +105,24 @@ def laplace_variances(
         for _ in range(num_samples):
             for batch in zip(*(value.split(batch_size) for value in args), strict=True):
                 trace = run_conditioned(model, values, batch)
-                observed = find_observation(trace, values, values, site)
-                y = trace.nodes[observed]["fn"].sample()
-                for name, gradient in _gradients(model, values, chosen, batch, observed, y).items():
+                observed = find_observation(trace, values, center, site)
+                drawn = {  # the observations, and what is latent of single examples
+                    name: node["value"]
+                    for name, node in trace.nodes.items()
+                    if node["type"] == "sample"
+                    and name not in values
+                    and not site_is_subsample(node)
+                }
+                for name, gradient in _gradients(
+                    model, values, chosen, batch, drawn, observed
+                ).items():
                     information[name] += gradient.square().sum(0) / num_samples
-    priors = trace.nodes
-    return {
-        name: 1 / (diagonal + 1 / priors[name]["fn"].variance)
-        for name, diagonal in information.items()
-    }
+    variances = {}
+    for name in information.keys() & trace.nodes.keys():
+        precision = 1 / trace.nodes[name]["fn"].variance
+        precision = torch.nan_to_num(precision, nan=0.0)  # a Cauchy prior has no variance
+        variances[name] = 1 / (information[name] + precision)
+    return {name: variances[name] for name in chosen if name in variances}
 
 
 def _gradients(
@@ -111,22 +130,22 @@ def _gradients(
     values: dict[str, Tensor],
     chosen: dict[str, Tensor],
     batch: tuple[Tensor, ...],
+    drawn: dict[str, Tensor],
     observed: str,
-    y: Tensor,
 ) -> dict[str, Tensor]:
     """Return the gradients of each example's log density, ``(batch, *shape)`` by site."""
 
-    def log_prob(changed: dict[str, Tensor], y: Tensor, *example: Tensor) -> Tensor:
+    def log_prob(changed: dict[str, Tensor], own: dict[str, Tensor], *example: Tensor) -> Tensor:
         inputs = tuple(value.unsqueeze(0) for value in example)
-        given = values | changed | {observed: y.unsqueeze(0)}
-        node = run_conditioned(model, given, inputs).nodes[observed]
+        own = {name: value.unsqueeze(0) for name, value in own.items()}
+        node = run_conditioned(model, values | changed | own, inputs).nodes[observed]
         density: Tensor = node["fn"].log_prob(node["value"]).sum()
         return density
 
     in_dims = (None, 0, *(0 for _ in batch))
     per_example = torch.func.vmap(torch.func.grad(log_prob), in_dims, randomness="different")
     with pyro.validation_enabled(False):  # it looks at values, and there are none under vmap
-        gradients: dict[str, Tensor] = per_example(chosen, y, *batch)
+        gradients: dict[str, Tensor] = per_example(chosen, drawn, *batch)
     return gradients
 
 
@@ -149,6 +168,7 @@ def largest(variances: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
     """
     check_positive_integer("size", size)
     flat = torch.cat([value.flatten() for value in variances.values()])
+    check_no_nan("variances", flat)
     if size > len(flat):
         raise ValueError(f"`size` must be at most the {len(flat)} elements, but got {size}.")
     mask = torch.zeros_like(flat, dtype=torch.bool)

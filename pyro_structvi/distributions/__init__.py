@@ -15,6 +15,7 @@ from pyro_structvi.distributions.point_mass import PointMass
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.pruned import PrunedNormal
 from pyro_structvi.distributions.rowwise import RowwiseNormal
+from pyro_structvi.distributions.scale_mixture import ScaleMixtureNormal
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "PointMixture",
     "PrunedNormal",
     "RowwiseNormal",
+    "ScaleMixtureNormal",
     "WeightDistribution",
 ]

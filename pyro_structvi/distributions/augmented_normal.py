@@ -129,6 +129,12 @@ class AugmentedNormal(WeightDistribution):
 
     # ---- draws -----------------------------------------------------------------------------------
 
+    def factorize(self) -> None:
+        """Factor both sides of the joint prior, and those of nested inducing weights."""
+        _ = self.joint.rows, self.joint.columns
+        if self._inducing is not None:
+            self._inducing.factorize()
+
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)`` by the extended Matheron rule."""
         return self._draw(torch.Size(sample_shape)).weight()

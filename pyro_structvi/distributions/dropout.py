@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Normal, constraints, register_kl
+from torch.distributions import Laplace, Normal, constraints, register_kl
 
 from pyro_structvi._checks import check_fraction
+from pyro_structvi.distributions.kl_to_normals import JoinedPrior
 from pyro_structvi.distributions.mean_field import bias_moments, floored_sqrt
-from pyro_structvi.distributions.point_mass import expected_neg_log_prob
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linear_maps import LinearMap, shape_per_example
 
@@ -25,8 +25,8 @@ class BernoulliDropout(WeightDistribution):
     positions.
 
     There are 2^in weights, and no density. ``log_prob`` is the log probability of a draw, ``entropy``
-    that of the masks. The KL from an independent normal prior is taken as :math:`E[-\log p(W)] -
-    H(z)`: the paper's approximation, without the constant that the width of its narrow normals
+    that of the masks. The KL from independent normal or Laplace priors is taken as :math:`E[-\log
+    p(W)] - H(z)`: the paper's approximation, without the constant that the width of its narrow normals
     contributes.
 
     Args:
@@ -51,6 +51,7 @@ class BernoulliDropout(WeightDistribution):
 
     arg_constraints: ClassVar = {"loc": constraints.real}
     _parameters = ("loc",)
+    has_exact_positions = True
 
     def __init__(self, loc: Tensor, rate: float, validate_args: bool | None = None) -> None:
         if loc.dim() < 2:
@@ -86,16 +87,31 @@ class BernoulliDropout(WeightDistribution):
         return self.loc * _masks(shape, self.rate, self.loc)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log probability of draws, in nats; minus infinity for what can be no draw."""
-        leading = value.dim() - len(self.event_shape)
-        others = [dim for dim in range(leading, value.dim()) if dim != leading + 1]
-        kept = (value != 0).any(others[0], keepdim=True)
-        for dim in others[1:]:
-            kept = kept.any(dim, keepdim=True)
-        possible = torch.isclose(value, self.loc * kept / (1 - self.rate)).flatten(leading).all(-1)
-        count = kept.flatten(leading).sum(-1).to(self.loc)
-        dropped = torch.xlogy(self.event_shape[1] - count, count.new_tensor(self.rate))
-        return torch.where(possible, count * math.log1p(-self.rate) + dropped, -math.inf)
+        """Return the log probability of draws, in nats; minus infinity for what can be no draw.
+
+        A channel of zeros does not show whether it was dropped; it counts with the mean over both.
+        """
+        event_dim = len(self.event_shape)
+        kept, known = (_are_there(tensor, event_dim) for tensor in (value, self.loc))
+        mask = kept.to(self.loc) / (1 - self.rate)
+        expected = self.loc * mask.reshape(
+            *mask.shape[:-1], 1, -1, *(1 for _ in range(event_dim - 2))
+        )
+        tolerance = 4 * torch.finfo(self.loc.dtype).eps
+        possible = (
+            torch.isclose(value, expected, rtol=tolerance, atol=0).flatten(-event_dim).all(-1)
+        )
+        count, total = kept.sum(-1), known.sum(-1)
+        dropped = torch.xlogy(total - count, self.loc.new_tensor(self.rate))
+        unknown = (self.event_shape[1] - total) / self.event_shape[1] * self.entropy()
+        nats = count * math.log1p(-self.rate) + dropped - unknown
+        return torch.where(possible, nats, -math.inf)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "BernoulliDropout":
+        """Refused: there is one weight only."""
+        raise NotImplementedError(
+            "Weights with dropout have no batches. Draw several, by `rsample`."
+        )
 
     def entropy(self) -> Tensor:
         """Return the entropy of the masks, in nats."""
@@ -163,7 +179,8 @@ class _DropoutImage(TorchDistribution):
         if self._bias_variance is None:
             return outputs
         shape = shape_per_example(self._map, x, len(self._bias_variance))
-        return outputs + torch.randn(shape).to(x) * floored_sqrt(self._bias_variance)
+        scale = floored_sqrt(self._bias_variance).reshape(shape[self._map.channel_dim :])
+        return outputs + scale * torch.randn(shape, dtype=x.dtype, device=x.device)
 
     @property
     def _columns(self) -> Tensor:
@@ -194,14 +211,24 @@ class _DropoutImage(TorchDistribution):
         return columns.mT @ columns
 
 
+def _are_there(weight: Tensor, event_dim: int) -> Tensor:
+    """Return which input channels are not zero altogether, ``(*batch, channels)``."""
+    channel = weight.dim() - event_dim + 1
+    return (weight != 0).movedim(channel, channel - 1).flatten(channel).any(-1)
+
+
 def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
     """Return zeros, and ``1 / (1 - rate)`` with the probability 1 - rate."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - rate) / (
-        1 - rate
-    )
+    kept = torch.rand(shape, device=like.device) >= rate
+    return kept.to(like.dtype) / (1 - rate)
 
 
+@register_kl(BernoulliDropout, JoinedPrior)
+@register_kl(BernoulliDropout, Laplace)
 @register_kl(BernoulliDropout, Normal)
-def _kl_dropout_normal(q: BernoulliDropout, p: Any) -> Tensor:
+def _kl_dropout(q: BernoulliDropout, p: Any) -> Tensor:
     """The expected negative log density of the prior, less the entropy of the masks, in nats."""
-    return expected_neg_log_prob(q.mean, q.variance, p, len(q.event_shape)) - q.entropy()
+    dropped, kept = torch.zeros_like(q.loc), q.loc / (1 - q.rate)
+    log_prob = q.rate * p.log_prob(dropped).sum() + (1 - q.rate) * p.log_prob(kept).sum()
+    nats: Tensor = -log_prob - q.entropy()
+    return nats

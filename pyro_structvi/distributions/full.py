@@ -51,6 +51,7 @@ class FullNormal(WeightDistribution):
         "scale_tril": constraints.lower_cholesky,
     }
     _parameters = ("loc", "scale_tril")
+    has_exact_positions = True
     scale_tril: Tensor
 
     def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:

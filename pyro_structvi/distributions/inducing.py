@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Normal, kl_divergence, register_kl
+from torch.distributions import Laplace, Normal, kl_divergence, register_kl
 
 from pyro_structvi.distributions.augmented_normal import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.conditional import ConditionalNormal
+from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior, kl_weight_joined
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
@@ -27,7 +28,8 @@ class InducingNormal(AugmentedNormal):
 
     The whitened :math:`\tilde U` may have another law, too; see :meth:`from_inducing`.
 
-    ``kl_divergence`` from this to independent normals is the divergence over W and U together,
+    ``kl_divergence`` from this to independent normal or Laplace priors is the divergence over W and U
+    together,
 
     .. math:: D \left( \tfrac{\lambda^2}{2} - \log \lambda - \tfrac12 \right) +
         \mathrm{KL}(q(\tilde U) \| N(0, I)) + E_q[\log p_\sigma(W) - \log p(W)],
@@ -234,12 +236,32 @@ def _kl_inducing_normal(q: InducingNormal, p: Any) -> Tensor:
     return _kl(q, gap.sum((-2, -1)))
 
 
+@register_kl(InducingNormal, Laplace)
+def _kl_inducing_from_moments(q: InducingNormal, p: Any) -> Tensor:
+    """The same, to independent priors that are not all normal.
+
+    Raises:
+        NotImplementedError: If the mean log density of a prior is not known, for any normal or for this
+            mixture of several.
+    """
+    if q._is_mixture:
+        raise NotImplementedError
+    mean, variance, joint = q.mean, q.variance, q.joint.weight_prior()
+    own = Normal(joint.loc, joint.scale, validate_args=False)
+    of_prior, of_own = (expected_neg_log_prob(mean, variance, prior) for prior in (p, own))
+    return _kl(q, q._event_sum(of_prior - of_own))
+
+
 @register_kl(InducingNormal, JoinedPrior)
 def _kl_inducing_joined(q: InducingNormal, p: JoinedPrior) -> Tensor:
     """The same, to priors of a weight and its bias, of one number each in the usual case."""
+    divergence: Tensor
+    if p.normals() is None:
+        divergence = _kl_inducing_from_moments(q, p)
+        return divergence
     scalars = p.scalars()
     if scalars is None or q.batch_shape:
-        divergence: Tensor = kl_weight_joined(q, p)
+        divergence = kl_weight_joined(q, p)
         return divergence
     columns, joint = q.joint.columns, q.joint
     last = columns.basis[:, -1]

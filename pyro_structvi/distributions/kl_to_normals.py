@@ -1,12 +1,13 @@
-"""The KL from any Gaussian over a weight to independent normals, and priors of joined biases."""
+"""The KL from any Gaussian over a weight to independent priors, and priors of joined biases."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal, register_kl
+from torch.distributions import Distribution, Independent, Laplace, Normal, register_kl
 from torch.distributions.kl import kl_divergence
 
+from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.weight_distribution import (
     WeightDistribution,
@@ -18,7 +19,8 @@ from pyro_structvi.distributions.weight_distribution import (
 class JoinedPrior(Distribution):
     """Independent priors of a weight ``(out, *rest)`` and a bias, over ``(out, in + 1)``.
 
-    The KL from a :class:`WeightDistribution` is registered where both are independent normals.
+    The KL from a :class:`WeightDistribution` is in closed form where each of them is independent
+    normals or independent Laplace distributions.
 
     Args:
         weight: The weight's prior.
@@ -47,21 +49,28 @@ class JoinedPrior(Distribution):
         total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
         return total
 
-    def normals(self) -> tuple[Any, Any]:
-        """Return both priors as plain normals.
+    def expected_neg_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return :func:`expected_neg_log_prob` of weight and bias, ``(*batch, out, in + 1)``."""
+        shape = (*mean.shape[:-2], *self.weight_shape)
+        first, second = (moment[..., :-1].reshape(shape) for moment in (mean, variance))
+        of_weight = expected_neg_log_prob(first, second, self.weight)
+        of_bias = expected_neg_log_prob(mean[..., -1], variance[..., -1], self.bias)
+        flat = of_weight.reshape(mean[..., :-1].shape)
+        return torch.cat([flat, of_bias.unsqueeze(-1)], -1)
 
-        Raises:
-            NotImplementedError: If one of them is not normal.
-        """
+    def normals(self) -> tuple[Any, Any] | None:
+        """Return both priors as plain normals, or None if one of them is not normal."""
         weight, bias = _base(self.weight), _base(self.bias)
         if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
-            raise NotImplementedError
+            return None
         return weight, bias
 
     def scalars(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Return mean and scale of weight and bias as one number each, or None if they are more."""
-        pairs = []
-        for normal in self.normals():
+        """Return mean and scale of two normals as one number each, or None if they are more."""
+        normals, pairs = self.normals(), []
+        if normals is None:
+            return None
+        for normal in normals:
             loc, scale = (shrink(value, value.dim()) for value in (normal.loc, normal.scale))
             if loc.numel() > 1 or scale.numel() > 1:
                 return None
@@ -94,6 +103,16 @@ def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
     return divergence
 
 
+@register_kl(WeightDistribution, Laplace)
+def kl_from_moments(q: WeightDistribution, p: Any) -> Tensor:
+    """KL to independent priors of which the mean log density is known, in nats, ``(*batch_shape,)``.
+
+    Raises:
+        NotImplementedError: If it is not known.
+    """
+    return q._event_sum(expected_neg_log_prob(q.mean, q.variance, p)) - q.entropy()
+
+
 @register_kl(WeightDistribution, Independent)
 def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
     """Unwrap ``Independent``; whatever is inside then finds its own rule, or none."""
@@ -108,8 +127,12 @@ def _kl_weight_mean_field(q: WeightDistribution, p: MeanFieldNormal) -> Tensor:
 
 @register_kl(WeightDistribution, JoinedPrior)
 def kl_weight_joined(q: WeightDistribution, p: JoinedPrior) -> Tensor:
-    """KL to independent normals, of which the last column has its own."""
-    weight, bias = p.normals()
+    """KL to independent priors, of which the last column has its own."""
+    normals = p.normals()
+    if normals is None:
+        divergence: Tensor = kl_from_moments(q, p)
+        return divergence
+    weight, bias = normals
     loc, scale = (
         _join(getattr(weight, name), getattr(bias, name), p.weight_shape)
         for name in ("loc", "scale")
@@ -154,7 +177,7 @@ class _SquaredDistance(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """Return ``2 (mean - loc)``, and what is its opposite for ``loc``."""
         mean, loc = ctx.saved_tensors
-        twice = 2 * gradient.reshape(*gradient.shape, *(1 for _ in range(ctx.event_dim)))
+        twice = 2 * gradient.reshape((*gradient.shape, *(1 for _ in range(ctx.event_dim))))
         of_mean = torch.addcmul(-twice * loc, mean, twice)
         of_loc = -of_mean.sum_to_size(loc.shape) if ctx.needs_input_grad[1] else None
         return of_mean, of_loc, None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._fused import AddScaledNoise
+from pyro_structvi._fused import add_scaled_noise
 from pyro_structvi.distributions.full import DenseImage
 from pyro_structvi.distributions.mean_field import floored_sqrt
 from pyro_structvi.linear_maps import BiasColumnMap, DenseMap, LinearMap
@@ -34,7 +34,7 @@ class MatheronDraw:
         """Return the weight."""
         law = self.law
         coefficient = law.conditional_scale[..., None, None] * law._scales
-        weight = AddScaledNoise.apply(law._project(self.inducing), coefficient, self.noise)
+        weight = add_scaled_noise(law._project(self.inducing), coefficient, self.noise)
         return law._weight(weight)
 
     def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -140,11 +140,11 @@ class AugmentedImage(DenseImage):
         seen = mix(noise, self._rows) - mix(torch.randn_like(inner), joint.rows.remainder)
         inner = torch.addcmul(inner, self._scale * known, seen, value=-1)
         outputs = mix(inner, self._rows.mT, self._bias_loc)
-        outputs = AddScaledNoise.apply(outputs, self._scale * length, noise)
+        outputs = add_scaled_noise(outputs, self._scale * length, noise)
         if self._bias_variance is not None:
             spread = floored_sqrt(self._bias_variance)
             spread = spread.reshape(-1, *(1 for _ in range(-self._map.channel_dim - 1)))
-            outputs = AddScaledNoise.apply(outputs, spread, torch.randn_like(outputs))
+            outputs = add_scaled_noise(outputs, spread, torch.randn_like(outputs))
         draws: Tensor = outputs.reshape(self._extended_shape(sample))
         return draws
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from pyro.distributions import Delta, Distribution
 from torch import Tensor
-from torch.distributions import Independent, Normal, register_kl
+from torch.distributions import register_kl
 
+from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.weight_distribution import event_sum
 
 
@@ -66,38 +67,17 @@ class PointMass(Delta):
         """Whether the value is no draw."""
         return self._variance is None
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Delta:
-        """Return an ordinary point mass with a larger batch shape."""
-        return Delta(self.v, event_dim=self.event_dim, validate_args=False).expand(batch_shape)
-
-
-def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any, event_dim: int) -> Tensor:
-    """Return ``E[-log p(w)]`` of any law with these moments, for independent normal priors p.
-
-    Args:
-        mean: Of each element, ``(*batch, *event)``.
-        variance: Likewise.
-        prior: The prior, of the same shape.
-        event_dim: How many dimensions are the event.
-
-    Returns:
-        Nats, ``(*batch,)``.
-
-    Raises:
-        NotImplementedError: If the prior is not normal.
-    """
-    while isinstance(prior, Independent):
-        prior = prior.base_dist
-    if not isinstance(prior, Normal):
-        raise NotImplementedError
-    spread = (variance / prior.scale.square()).expand(mean.shape)
-    return event_sum(spread / 2 - prior.log_prob(mean), event_dim)
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
+        """Return this point with a larger batch shape, sharing memory."""
+        shape = torch.Size(batch_shape) + self.event_shape
+        moments = (None if m is None else m.expand(shape) for m in (self._mean, self._variance))
+        return PointMass(self.v.expand(shape), self.event_dim, *moments)
 
 
 @register_kl(PointMass, Distribution)  # Pyro's class, for which it has a rule of Delta's
 def _kl_point_mass(q: PointMass, p: Any) -> Tensor:
     """The expected negative log density, in closed form or at a known value."""
     if not q.is_known:
-        return expected_neg_log_prob(q.mean, q.variance, p, q.event_dim)
+        return event_sum(expected_neg_log_prob(q.mean, q.variance, p), q.event_dim)
     nats: Tensor = -p.log_prob(q.v)
     return event_sum(nats, nats.dim() - len(q.batch_shape))

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import shape_text
-from pyro_structvi.distributions.point_mass import PointMass
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linear_maps import LinearMap
 
@@ -41,6 +40,7 @@ class PointMixture(WeightDistribution):
 
     arg_constraints: ClassVar = {"members": constraints.real}
     _parameters = ("members",)
+    has_exact_positions = True
     members: Tensor
 
     def __init__(
@@ -85,10 +85,6 @@ class PointMixture(WeightDistribution):
         members = self.members.reshape(batch, count, *self.event_shape)
         chosen = torch.randint(count, (sample.numel(), batch), device=members.device)
         return members[torch.arange(batch, device=members.device), chosen].reshape(shape)
-
-    def given(self, value: Tensor) -> PointMass:
-        """Return the law where it is known which member it is: that member."""
-        return PointMass(value, len(self.event_shape))
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None

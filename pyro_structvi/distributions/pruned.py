@@ -8,13 +8,12 @@ from torch.distributions import Normal, constraints, kl_divergence, register_kl
 
 from pyro_structvi._checks import check_broadcastable
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
-from pyro_structvi.distributions.weight_distribution import event_sum
 
 
 class PrunedNormal(MeanFieldNormal):
     """Independent normals, the pruned ones of which are exactly zero and no variables any more.
 
-    ``log_prob``, ``entropy`` and the KL to independent normals are those of the kept elements; draws,
+    ``log_prob``, ``entropy`` and the KL to independent priors are those of the kept elements; draws,
     moments and the image are those of the whole weight.
 
     Args:
@@ -61,22 +60,23 @@ class PrunedNormal(MeanFieldNormal):
         """Return the log density of the kept elements, in nats, ``(*sample, *batch_shape)``."""
         if self._validate_args:
             self._validate_sample(value)
-        return self._sum_kept(self._normal.log_prob(value))
+        return self._event_sum(self._normal.log_prob(value))
 
     def entropy(self) -> Tensor:
         """Return the differential entropy of the kept elements ``(*batch_shape,)``, in nats."""
-        return self._sum_kept(self._normal.entropy())
+        return self._event_sum(self._normal.entropy())
 
     @property
     def _normal(self) -> Normal:
         """The elements as torch's normals, with some scale where they are pruned."""
         return Normal(self.loc, torch.where(self.kept, self.scale, 1.0), validate_args=False)
 
-    def _sum_kept(self, nats: Tensor) -> Tensor:
-        return event_sum(torch.where(self.kept, nats, 0.0), len(self.event_shape))
+    def _event_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the kept elements."""
+        return super()._event_sum(torch.where(self.kept, tensor, 0.0))
 
 
 @register_kl(PrunedNormal, Normal)
 def _kl_pruned_normal(q: PrunedNormal, p: Any) -> Tensor:
     """KL of the kept elements to independent normals, in nats, ``(*batch_shape,)``."""
-    return q._sum_kept(kl_divergence(q._normal, p))
+    return q._event_sum(kl_divergence(q._normal, p))

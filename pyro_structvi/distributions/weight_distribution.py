@@ -45,7 +45,8 @@ class WeightDistribution(TorchDistribution):
 
     **It may define** ``variance_sum``, where that is cheaper than summing ``variance``;
     ``trace_and_log_det``, where the two share work; ``has_independent_elements``, where the covariance
-    is diagonal; and ``split_noise``, where a part of it is.
+    is diagonal; ``split_noise``, where a part of it is; and ``has_exact_positions``, where its images
+    are exact over the positions of an example too.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -55,6 +56,7 @@ class WeightDistribution(TorchDistribution):
 
     has_rsample = True
     has_independent_elements: ClassVar[bool] = False
+    has_exact_positions: ClassVar[bool] = False
     takes_bias_column: ClassVar[bool] = False
     has_factored_draws: ClassVar[bool] = False
     _parameters: ClassVar[tuple[str, ...]]
@@ -151,6 +153,9 @@ class WeightDistribution(TorchDistribution):
     def rsample_in_factors(self) -> "FactoredDraw":
         """Draw a weight that is not formed, where ``has_factored_draws``."""
         raise NotImplementedError
+
+    def factorize(self) -> None:
+        """Factor what draws and densities need, and keep it; where nothing is kept, do nothing."""
 
     def split_noise(
         self, sample_shape: torch.Size

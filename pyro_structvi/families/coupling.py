@@ -1,7 +1,9 @@
 """What the sites of one family draw together: inducing weights, or the member of an ensemble."""
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import pyro
 import torch
@@ -12,30 +14,45 @@ from torch.distributions import constraints
 from pyro_structvi.distributions import Auxiliary
 from pyro_structvi.families.family import Family, LatentSite, SitePosterior
 
+_MEMBER: ContextVar[Tensor | int | None] = ContextVar("member", default=None)
+
+
+@contextmanager
+def one_member(number: Tensor | int | None) -> Iterator[None]:
+    """Let ensembles take the member of this number in this block, modulo their size; None for any."""
+    token = _MEMBER.set(number)
+    try:
+        yield
+    finally:
+        _MEMBER.reset(token)
+
 
 class Coupling(nn.Module):
     """What several sites of a guide draw together, for each pass of the model once.
 
-    Each method returns, by site, what the site's law is then taken ``given``, such as the whitened
-    inducing weights ``(M_out, M_in)`` or a member's value.
-
-    Attributes:
-        takes_more_sites: Whether sites that are found later may join.
+    ``sample``, ``draw`` and ``mean`` return, by site, what the site's law is then taken ``given``, such
+    as the whitened inducing weights ``(M_out, M_in)`` or a member's value.
     """
 
-    takes_more_sites: ClassVar[bool] = False
+    def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
+        """Whether sites that are found late may join."""
+        return False
 
-    def sample(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
-        """Draw as a part of a guide, with a sample site where there is a KL to count."""
+    def check_visited(self, sites: Collection[str]) -> None:
+        """Raise a ``ValueError`` if a model that visits only these sites leaves the bound unbounded."""
+
+    def sample(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
+        """Draw as a part of a guide, with a sample site where there is a KL to count.
+
+        ``infer["coupled"]`` of such a site names the sites whose scale and mask in the model it takes.
+        """
         return self.draw(posteriors)
 
-    def draw(
-        self, posteriors: Mapping[str, SitePosterior], number: int | None = None
-    ) -> dict[str, Tensor]:
-        """Draw as ordinary tensors; with a number, the draw of that number in a sequence of them."""
+    def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
+        """Draw as ordinary tensors."""
         raise NotImplementedError
 
-    def mean(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
+    def mean(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
         """Return the means."""
         raise NotImplementedError
 
@@ -43,26 +60,21 @@ class Coupling(nn.Module):
 class SameMember(Coupling):
     """The member of an ensemble, the same in each layer: a member is a whole net."""
 
-    takes_more_sites: ClassVar[bool] = True
+    def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
+        """Whether sites that are found late may join; all may."""
+        return True
 
-    def members(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
-        """Return all members ``(K, *shape)`` of each site."""
-        return {name: post.family.members(post) for name, post in posteriors.items()}
-
-    def draw(
-        self, posteriors: Mapping[str, SitePosterior], number: int | None = None
-    ) -> dict[str, Tensor]:
-        """Choose a member; in a sequence of draws the members take turns."""
-        members = self.members(posteriors)
-        first = next(iter(members.values()))
+    def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
+        """Take the member of :func:`one_member`, or choose one."""
+        members = {name: post.family.members(post) for name, post in posteriors.items()}
+        first, number = next(iter(members.values())), _MEMBER.get()
         if number is None:
-            chosen = torch.randint(len(first), (), device=first.device)
-            return {name: values[chosen] for name, values in members.items()}
-        return {name: values[number % len(first)] for name, values in members.items()}
+            number = torch.randint(len(first), (), device=first.device)
+        return {name: values[number % len(values)] for name, values in members.items()}
 
     def mean(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
         """Return the mean over members."""
-        return {name: values.mean(0) for name, values in self.members(posteriors).items()}
+        return {name: post.family.members(post).mean(0) for name, post in posteriors.items()}
 
 
 class SharedInducing(Coupling):
@@ -92,12 +104,10 @@ class SharedInducing(Coupling):
         q = self.posterior()
         like = q.mean
         prior = Normal(like.new_zeros(()), like.new_ones(())).expand(like.shape).to_event(2)
-        infer = {"is_auxiliary": True}
+        infer = {"is_auxiliary": True, "coupled": tuple(posteriors)}
         return self._split(pyro.sample(self.site_name, Auxiliary(q, prior), infer=infer))
 
-    def draw(
-        self, posteriors: Mapping[str, SitePosterior], number: int | None = None
-    ) -> dict[str, Tensor]:
+    def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
         """Draw the stacked matrix."""
         return self._split(self.posterior().rsample())
 

@@ -9,13 +9,14 @@ from torch import Tensor
 from pyro_structvi._checks import check_fraction
 from pyro_structvi.distributions import BernoulliDropout, PointMass
 from pyro_structvi.families.family import Family, LatentSite
+from pyro_structvi.families.transformed import bijection_onto
 
 
 @dataclass(frozen=True)
 class Dropout(Family):
-    """Weights whose input channels are dropped at random; points for vectors and scalars.
+    """Weights whose input channels are dropped at random; points for all other sites.
 
-    The parameter is ``loc``, the mean.
+    The parameter is ``loc``, the mean, unconstrained.
 
     Args:
         rate: The probability with which an input channel is dropped. It is not learned.
@@ -37,23 +38,23 @@ class Dropout(Family):
     """
 
     rate: float = 0.1
-    needs: ClassVar[str] = "a site with real values, in no plate"
+    needs: ClassVar[str] = "a continuous site"
 
     def __post_init__(self) -> None:
         """Check the rate."""
         check_fraction("rate", self.rate)
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site takes every real value."""
-        return site.is_real and not site.plates
+        """Whether the site is continuous."""
+        return not site.support.is_discrete
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``."""
-        return {"loc": loc.clone()}
+        return {"loc": bijection_onto(site.support).inv(loc).clone()}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> TorchDistribution:
         """Return the weight with dropout, or a point for what has no input channels."""
         loc = parameters["loc"]
-        if len(site.shape) < 2:
-            return PointMass(loc, site.event_dim)
-        return BernoulliDropout(loc, self.rate, validate_args=False)
+        if site.is_real and not site.plates and len(site.shape) >= 2:
+            return BernoulliDropout(loc, self.rate, validate_args=False)
+        return PointMass(bijection_onto(site.support)(loc), site.event_dim)

@@ -145,7 +145,11 @@ class InducingWeights(MatrixFamily):
             inducing = self.posterior.distribution(
                 self._inducing_site(joint.inducing_shape), **inner
             )
-            assert isinstance(inducing, WeightDistribution)
+            if not isinstance(inducing, WeightDistribution):
+                raise TypeError(
+                    f"Inducing weights need a posterior over weights, but got {self.posterior}. Use "
+                    "`MeanField()`, `MatrixGaussian()`, `FullCovariance()` or `Members(5)`."
+                )
         scale = capped(parameters["log_conditional_scale"], self.max_conditional_scale)
         return InducingNormal.from_inducing(joint, inducing, scale, validate_args=False)
 

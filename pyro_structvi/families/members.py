@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import check_positive_integer
-from pyro_structvi.distributions import PointMixture
+from pyro_structvi.distributions import PointMass, PointMixture
 from pyro_structvi.families.coupling import SameMember
 from pyro_structvi.families.family import Family, LatentSite, SitePosterior
 from pyro_structvi.families.transformed import bijection_onto
@@ -38,28 +38,32 @@ class Members(Family):
     """
 
     size: int = 5
-    vectorize: bool = field(default=True, repr=False)
-    needs: ClassVar[str] = "a continuous site, in no plate"
+    vectorize: bool = field(default=True, repr=False, compare=False)
+    needs: ClassVar[str] = "a continuous site"
 
     def __post_init__(self) -> None:
         """Check the size."""
         check_positive_integer("size", self.size)
+        if not isinstance(self.vectorize, bool):
+            raise TypeError(f"`vectorize` must be True or False, but got {self.vectorize!r}.")
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous and has one value."""
-        return not site.support.is_discrete and not site.plates
+        """Whether the site is continuous."""
+        return not site.support.is_discrete
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start the first at ``loc``, the others at normal draws with the spread of its elements."""
+        """Start the first at ``loc``, the others at its elements in random order, plus N(0, scale^2)."""
         first = bijection_onto(site.support).inv(loc)
-        spread = first.std(correction=0).clamp_min(scale)
-        others = first.mean() + spread * first.new_empty(self.size - 1, *first.shape).normal_()
-        return {"members": torch.cat([first.unsqueeze(0), others])}
+        members = [first.flatten()]
+        for _ in range(self.size - 1):
+            order = torch.randperm(first.numel(), device=first.device)
+            noise = first.new_empty(first.numel()).normal_()
+            members.append(members[0][order] + scale * noise)
+        return {"members": torch.stack(members).reshape(self.size, *first.shape)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMixture:
         """Return the mixture."""
-        members = bijection_onto(site.support)(parameters["members"])
-        return PointMixture(members, site.event_dim, validate_args=False)
+        return _MembersOf(site, bijection_onto(site.support)(parameters["members"]))
 
     def couple(self, posteriors: Mapping[str, SitePosterior], scale: float) -> SameMember:
         """Return the choice of one member for all sites."""
@@ -70,3 +74,15 @@ class Members(Family):
         law = posterior()
         assert isinstance(law, PointMixture)
         return law.members
+
+
+class _MembersOf(PointMixture):
+    """The members of a site, which take its plates along."""
+
+    def __init__(self, site: LatentSite, members: Tensor) -> None:
+        super().__init__(members, members.dim() - 1, validate_args=False)
+        self._event_dim = site.event_dim
+
+    def given(self, value: Tensor) -> PointMass:
+        """Return the law where it is known which member it is: that member."""
+        return PointMass(value, self._event_dim)

@@ -1,6 +1,6 @@
 """A posterior over some of the elements of a net, and points for the others."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_shape
-from pyro_structvi.distributions import Auxiliary, PointMass
+from pyro_structvi.distributions import (
+    Auxiliary,
+    PointMass,
+    PointMixture,
+    WeightDistribution,
+)
 from pyro_structvi.families.coupling import Coupling
 from pyro_structvi.families.family import Family, LatentSite, SitePosterior
 from pyro_structvi.families.full_covariance import FullCovariance
@@ -31,7 +36,7 @@ class Subnetwork(Family):
         train_rest: Whether the other elements are trained along, as point estimates.
 
     Raises:
-        TypeError: If a mask is no tensor of booleans.
+        TypeError: If a mask is no tensor of booleans, or the posterior no family of vectors.
         ValueError: When a guide is made: if a mask has not its site's shape, or nothing is chosen.
         MemoryError: When a guide is made, if a full covariance would take too much.
 
@@ -56,7 +61,12 @@ class Subnetwork(Family):
     needs: ClassVar[str] = "a site with real values, in no plate"
 
     def __post_init__(self) -> None:
-        """Check the masks' types; their shapes are checked at the sites."""
+        """Check the types; masks' shapes are checked at the sites."""
+        if not isinstance(self.posterior, Family):
+            raise TypeError(
+                "`posterior` must be a Family for the chosen elements, such as `FullCovariance()`, but "
+                f"got {self.posterior!r}."
+            )
         for name, mask in (self.chosen or {}).items():
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 raise TypeError(
@@ -144,17 +154,41 @@ class JointSubnetwork(Coupling):
             )
         self.site_name = f"subnetwork of {next(iter(starts))}"
         site = LatentSite(self.site_name, loc.shape, 1, constraints.real)
+        if not family.fits(site):
+            raise TypeError(
+                f"{family} needs {family.needs}, but the chosen elements are one vector. Use "
+                "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
+            )
         self.posterior = SitePosterior(family, site, family.init(site, loc, scale))
+        law = self.posterior()
+        if not isinstance(law, WeightDistribution) or isinstance(law, PointMixture):
+            raise TypeError(
+                f"The chosen elements need a posterior with a density, but got {family}. Use "
+                "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
+            )
+
+    def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
+        """Whether sites that are found late may join: those of which nothing is chosen."""
+        return not any(len(post.value("index")) for post in posteriors.values())
+
+    def check_visited(self, sites: Collection[str]) -> None:
+        """Raise a ``ValueError`` if something is chosen of a site that the model does not visit."""
+        missing = [name for name, size in self.sizes.items() if size and name not in sites]
+        if missing:
+            raise ValueError(
+                f"Elements of {missing} were chosen, but the model does not visit these sites, and "
+                "nothing would bound their posterior. Leave them out of `chosen`."
+            )
 
     def sample(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
         """Draw at an auxiliary sample site, which counts the entropy; the sites count their priors."""
         q = self.posterior()
-        value = pyro.sample(self.site_name, Auxiliary(q), infer={"is_auxiliary": True})
+        coupled = tuple(name for name, size in self.sizes.items() if size)
+        infer = {"is_auxiliary": True, "coupled": coupled}
+        value = pyro.sample(self.site_name, Auxiliary(q), infer=infer)
         return self._split(value, q)
 
-    def draw(
-        self, posteriors: Mapping[str, SitePosterior], number: int | None = None
-    ) -> dict[str, Any]:
+    def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
         """Draw all chosen elements."""
         q = self.posterior()
         return self._split(q.rsample(), q)

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import Normal, TransformedDistribution
+from pyro.distributions import TransformedDistribution
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
+from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.families.family import Family, LatentSite
 
 
@@ -48,7 +49,7 @@ class TransformedMeanField(Family):
         """Return the transformed normal; batch dimensions are those of the site's plates."""
         loc, scale = parameters["loc"], parameters["log_scale"].exp()
         plates = len(site.shape) - site.event_dim
-        base = Normal(loc, scale, validate_args=False).to_event(loc.dim() - plates)
+        base = MeanFieldNormal(loc, scale, loc.dim() - plates, validate_args=False)
         return TransformedDistribution(base, [bijection_onto(site.support)], validate_args=False)
 
 

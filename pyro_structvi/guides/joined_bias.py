@@ -1,15 +1,14 @@
 """Weights that take their bias along, as one more column of one joint posterior."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 import pyro
 import torch
-from pyro.distributions import Delta
 from torch import Tensor
 
 from pyro_structvi.applications import Application
-from pyro_structvi.distributions import WeightDistribution
+from pyro_structvi.distributions import PointMass, WeightDistribution
 from pyro_structvi.families import Family, LatentSite, MatrixFamily
 from pyro_structvi.lazy_weight import LazyWeight, SiteUse, WeightStandIn
 from pyro_structvi.linear_maps import BiasColumnMap
@@ -66,7 +65,7 @@ def sample_joined(
         parts = site.split(joint)
     event_dims = (len(site.bias.weight_shape), 1)
     return {
-        name: pyro.sample(name, _Part(part, event_dim))
+        name: pyro.sample(name, PointMass(part, event_dim))
         for (name, part), event_dim in zip(parts.items(), event_dims, strict=True)
     }
 
@@ -117,21 +116,6 @@ class LazyPart(WeightStandIn):
         else:
             linear_map, x = linear_map.join_bias(x)
         return self.whole._draw_outputs(together._replace(linear_map=linear_map, x=x))
-
-
-class _Part(Delta):
-    """The point mass at a part of a joint draw, which is handed on as it is."""
-
-    def __init__(self, part: Tensor, event_dim: int) -> None:
-        super().__init__(part, event_dim=event_dim, validate_args=False)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        value: Tensor = self.v
-        return value
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Delta:
-        """Return an ordinary point mass with a larger batch shape; a part is drawn for it."""
-        return Delta(self.v, event_dim=self.event_dim, validate_args=False).expand(batch_shape)
 
 
 def join_values(weight: Tensor, bias: Tensor) -> Tensor:

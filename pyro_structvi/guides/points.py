@@ -39,8 +39,8 @@ class EnsembleGuide(StructuredGuide):
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        size: The number K of members. The first starts where the guide's means would, the others at
-            normal draws with the same mean and spread in each site.
+        size: The number K of members. The first starts where the guide's means would, the others at the
+            elements of each site in random order, plus noise of standard deviation ``init_scale``.
         vectorize: Whether to run all members in one pass, by :func:`torch.func.vmap`: faster for
             small nets, and K times the memory. Not for layers that update running statistics.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.

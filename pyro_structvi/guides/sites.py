@@ -53,7 +53,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
             if getattr(prior, "is_tied", False):  # another module's site
                 continue
             if not hasattr(prior, "sample"):
-                prior = prior(module)
+                prior = getattr(prior, "at_median", prior)(module)
             if isinstance(prior, Tensor):  # a deterministic function of other sites
                 continue
             name = f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute

@@ -22,13 +22,13 @@ from pyro_structvi.families import (
     SitePosterior,
     TransformedMeanField,
 )
-from pyro_structvi.families.coupling import SameMember
+from pyro_structvi.families.coupling import Coupling, one_member
 from pyro_structvi.guides.joined_bias import join_values, joins_with, sample_joined
 from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
 from pyro_structvi.lazy_weight import LocalReparam, SiteUse
 
-InitLocFn = Callable[[dict[str, Any]], Tensor]
+InitLocFn = Callable[[dict[str, Any]], Tensor | None]
 
 
 class GuideOptions(TypedDict, total=False):
@@ -58,9 +58,9 @@ class StructuredGuide(nn.Module):
             an unserved weight is an error.
         init_scale: Standard deviation of each element at the start, in the unconstrained space.
         init_loc_fn: Where a posterior is centred at the start, a function of a site as in
-            :mod:`pyro.infer.autoguide.initialization`. By default a weight starts at the value it
-            had in the net given to ``bayesianize``, any other weight at a He draw, N(0, 2 / in), a
-            vector or scalar at the prior's median.
+            :mod:`pyro.infer.autoguide.initialization`. Where it returns None, and by default, a weight
+            starts at the value it had in the net given to ``bayesianize``, any other weight at a He
+            draw, N(0, 2 / in), a vector or scalar at the prior's median.
         local_reparam: True to draw, under ``StructuredELBO``, the outputs of linear layers and
             convolutions wherever there is a rule for it; "exact" to do so only where that leaves the
             joint law of an example exact (one position for each example); "flipout" for the same,
@@ -163,6 +163,8 @@ class StructuredGuide(nn.Module):
         # The order of execution, which Pyro's mean-field ELBO expects of a guide. A declared site
         # that the model does not visit keeps its parameters and is not sampled.
         self._uses = {name: found[name].use for name in found}
+        for key in self.couplings:
+            self._coupling(key).check_visited(self._uses)
         self._initialized = True
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -208,19 +210,13 @@ class StructuredGuide(nn.Module):
         family = families.pop() if len(families) == 1 else None
         return family if isinstance(family, Members) else None
 
-    def members(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return all members ``(K, *shape)`` of an ensemble by site, for an objective.
-
-        Like a call of the guide, this shows the parameters to Pyro.
-
-        Args:
-            *args: The model's arguments.
-            **kwargs: The model's keyword arguments.
-        """
-        if not self._initialized:
-            self.initialize(*args, **kwargs)
-        declare_parameters(self.named_parameters(type(self).__name__))
-        return SameMember().members({name: self[name] for name in self._uses})
+    def factorize(self) -> None:
+        """Factor what draws need, for an objective that maps over calls and factors once for all."""
+        posteriors = [module for module in self.modules() if isinstance(module, SitePosterior)]
+        for posterior in posteriors:
+            if posterior.family.keeps_factors:
+                law: Any = posterior()
+                law.factorize()
 
     def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, as ordinary tensors; needs no data.
@@ -236,8 +232,9 @@ class StructuredGuide(nn.Module):
             RuntimeError: If no site is known yet.
         """
         values: dict[str, Tensor] = {}
-        for site, distribution in self._distributions("draw", local, number=number):
-            values |= site.split(distribution.rsample())
+        with one_member(number):
+            for site, distribution in self._distributions("draw", local):
+                values |= site.split(distribution.rsample())
         return values
 
     @torch.no_grad()
@@ -261,14 +258,14 @@ class StructuredGuide(nn.Module):
         return posterior
 
     def _distributions(
-        self, how: Literal["sample", "draw", "mean"], local: bool, **options: Any
+        self, how: Literal["sample", "draw", "mean"], local: bool
     ) -> Iterator[tuple[LatentSite, Any]]:
         """Yield each site and its law; what sites draw together is sampled, drawn or averaged first."""
         posteriors = {posterior.site.name: posterior for posterior in self._site_posteriors()}
         given: dict[str, Tensor] = {}
         for key, coupling in self.couplings.items():
             posteriors_of = {name: self[name] for name in self._coupled[key]}
-            given |= getattr(coupling, how)(posteriors_of, **options)
+            given |= getattr(coupling, how)(posteriors_of)
         for name, posterior in posteriors.items():
             if local or not posterior.site.is_local:
                 law = posterior()
@@ -331,10 +328,12 @@ class StructuredGuide(nn.Module):
         for number, family in enumerate(dict.fromkeys(self.families.values())):
             own = {post.site.name: post for post in self._own_posteriors() if post.family == family}
             key = str(number)
-            late = [name for name in own if name not in self._coupled.get(key, own)]
-            if late and not self.couplings[key].takes_more_sites:
+            late = {
+                name: post for name, post in own.items() if name not in self._coupled.get(key, own)
+            }
+            if late and not self._coupling(key).takes(late):
                 raise ValueError(
-                    f"The sites {self._coupled[key]} are drawn together, and {late} were found only "
+                    f"The sites {self._coupled[key]} are drawn together, and {[*late]} were found only "
                     "now. Make the guide from a function, so that it finds all sites in one run, or "
                     "give these a family of their own."
                 )
@@ -345,6 +344,11 @@ class StructuredGuide(nn.Module):
                     self.couplings[key] = coupling
             if key in self.couplings:
                 self._coupled[key] = list(own)
+
+    def _coupling(self, key: str) -> Coupling:
+        coupling = self.couplings[key]
+        assert isinstance(coupling, Coupling)
+        return coupling
 
     def _check_joined(self, found: dict[str, FoundSite]) -> None:
         for bias, weight in self._weight_of.items():
@@ -391,8 +395,9 @@ class StructuredGuide(nn.Module):
         """Return where the posterior of a site of the model is centred at first."""
         site, message = found.site, {"name": found.site.name, "fn": found.prior}
         like = found.prior.sample()
-        if self.init_loc_fn is not None:
-            loc = self.init_loc_fn(message)
+        loc = None if self.init_loc_fn is None else self.init_loc_fn(message)
+        if loc is not None:
+            pass
         elif found.initial is not None and site.is_real:
             loc = found.initial.to(like)
         elif site.is_real and not site.plates and len(site.shape) >= 2:

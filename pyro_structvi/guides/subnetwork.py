@@ -12,6 +12,8 @@ from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 class SubnetworkGuide(StructuredGuide):
     """A full covariance over chosen elements of all layers together, points for the others.
 
+    Sites on part of the real line, such as a noise scale, and sites in plates get mean field.
+
     Fit a :class:`MAPGuide` first, choose elements with :mod:`pyro_structvi.subnetwork`, and fit this
     guide around it. To choose whole layers, write :class:`StructuredGuide` with the family
     :class:`~pyro_structvi.families.Subnetwork` for their pattern.
@@ -26,8 +28,8 @@ class SubnetworkGuide(StructuredGuide):
 
     Raises:
         TypeError: If a mask is no tensor of booleans.
-        ValueError: If a mask fits no site or has not its shape, if nothing is chosen, or if both
-            ``center`` and ``init_loc_fn`` are given.
+        ValueError: If a mask has not its site's shape or, at the first call, fits no site; if nothing
+            is chosen; or if both ``center`` and ``init_loc_fn`` are given.
         MemoryError: If the full covariance would take too much.
 
     Example:
@@ -60,11 +62,29 @@ class SubnetworkGuide(StructuredGuide):
             if options.get("init_loc_fn") is not None:
                 raise ValueError("Give one of `center` and `init_loc_fn`, but got both.")
             values = center.median()
-            options["init_loc_fn"] = lambda site: values[site["name"]]
-        family = Subnetwork(chosen, posterior or FullCovariance(), train_rest)
+            if not chosen.keys() <= values.keys():
+                raise ValueError(
+                    f"`center` must be a guide of the same model, but of the sites {list(chosen)} it "
+                    f"has only {[name for name in chosen if name in values]}."
+                )
+            options["init_loc_fn"] = lambda site: values.get(site["name"])
+        family = Subnetwork(
+            chosen, FullCovariance() if posterior is None else posterior, train_rest
+        )
         super().__init__(model, {"*": family}, **options)
-        missing = [name for name in chosen if name not in self]
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Do as :meth:`StructuredGuide.initialize` does, and check that every mask has a site."""
+        super().initialize(*args, **kwargs)
+        family = self.families["*"]
+        assert isinstance(family, Subnetwork)
+        chosen = family.chosen or {}
+        served = [
+            name for name in chosen if name in self and isinstance(self[name].family, Subnetwork)
+        ]
+        missing = [name for name in chosen if name not in served]
         if missing:
             raise ValueError(
-                f"`chosen` has masks for {missing}, but the model's sites are {self.site_names}."
+                f"`chosen` has masks for {missing}, but of the model's sites {self.site_names} only "
+                "those with real values, in no plate, can be chosen from."
             )

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributions import kl_divergence
 from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass
+from pyro_structvi.families.coupling import one_member
 from pyro_structvi.families.family import one_step
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.schedules import Schedule
@@ -69,7 +70,8 @@ class StructuredELBO(ELBO):
     Log densities are computed at observed sites only, so a weight that has not been drawn stays
     undrawn. Where no closed form is registered, ``log q - log p`` at the draw stands in, and a
     :class:`SampledKLWarning` names the site once. The closed form needs the posteriors of
-    different sites to be independent, as they are in every guide of this package.
+    different sites to be independent, or to say at an auxiliary site what they share, as in every
+    guide of this package. For an ensemble of points the terms are averages over its members.
 
     The scale and mask of a latent site are those of the *model*: a ``poutine.scale`` around the
     model weighs the KL of the sites inside it.
@@ -77,9 +79,13 @@ class StructuredELBO(ELBO):
     Args:
         kl_weight: The weight w of the KL: a number, or a schedule from the training step to a number.
         num_particles: How many independent draws to average.
+        vectorize_particles: Whether one pass is to run them all, by :func:`torch.func.vmap` over guide
+            and model: faster for small nets, and as many times the memory. Not for layers that update
+            running statistics. Pyro's validation then looks at shapes only, not at values.
 
     Raises:
         ValueError: If ``kl_weight`` is negative or not finite, or ``num_particles`` is below 1.
+        RuntimeError: In training, if particles or members cannot be run in one pass.
 
     Example:
         >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize
@@ -91,13 +97,18 @@ class StructuredELBO(ELBO):
         ['net.bias', 'net.weight']
     """
 
-    def __init__(self, kl_weight: float | Schedule = 1.0, num_particles: int = 1) -> None:
+    def __init__(
+        self,
+        kl_weight: float | Schedule = 1.0,
+        num_particles: int = 1,
+        vectorize_particles: bool = False,
+    ) -> None:
         check_positive_integer("num_particles", num_particles)
         if not callable(kl_weight) and not 0 <= kl_weight < math.inf:
             raise ValueError(
                 f"`kl_weight` must be a finite number of at least 0, but got {kl_weight!r}."
             )
-        super().__init__(num_particles=num_particles)
+        super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
         self.kl_weight = kl_weight
         self.step = 0
         self._warned: set[str] = set()
@@ -124,17 +135,25 @@ class StructuredELBO(ELBO):
         Raises:
             ValueError: If a latent site of the model is missing in the guide.
         """
+        ensemble = None
+        if isinstance(guide, StructuredGuide):
+            if not guide.is_initialized:
+                guide.initialize(*args, **kwargs)
+            ensemble = guide.ensemble
+
+        def run(number: Tensor | int) -> ELBOTerms:
+            with one_member(None if ensemble is None else number):
+                return self._particle_terms(*self._get_trace(model, guide, args, kwargs))
+
+        count = self.num_particles * (1 if ensemble is None else ensemble.size)
         with one_step():
-            if isinstance(guide, StructuredGuide) and guide.ensemble is not None:
-                return self._average_over_members(model, guide, args, kwargs)
-            particles = [
-                self._particle_terms(*traces)
-                for traces in self._get_traces(model, guide, args, kwargs)
-            ]
-        if len(particles) == 1:
-            return particles[0]
-        likelihood, kl = _average([(part.log_likelihood, part.kl) for part in particles])
-        return ELBOTerms(likelihood, kl, particles[0].sampled)
+            if count == 1:
+                return run(0)
+            if self.vectorize_particles:
+                return _run_together(run, count, guide, "vectorize_particles=False")
+            if ensemble is not None and ensemble.vectorize:
+                return _run_together(run, count, guide, "vectorize=False")
+            return _average([run(number) for number in range(count)])
 
     def differentiable_loss(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
@@ -160,52 +179,6 @@ class StructuredELBO(ELBO):
         if loss.requires_grad:
             torch.autograd.backward(loss)
         return float(torch_item(loss))
-
-    def _average_over_members(
-        self,
-        model: Callable[..., Any],
-        guide: StructuredGuide,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> ELBOTerms:
-        """Return the terms of an ensemble of points, averaged over its members."""
-
-        def terms_of(member: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            def points(*args: Any, **kwargs: Any) -> None:
-                for name, value in member.items():
-                    pyro.sample(name, PointMass(value, value.dim()))
-
-            terms = self._particle_terms(*self._get_trace(model, points, args, kwargs))
-            return terms.log_likelihood, terms.kl
-
-        members = guide.members(*args, **kwargs)
-        assert guide.ensemble is not None
-        if not guide.ensemble.vectorize:
-            numbers = range(guide.ensemble.size)
-            each = ({name: values[k] for name, values in members.items()} for k in numbers)
-            return ELBOTerms(*_average([terms_of(member) for member in each]))
-        try:
-            with pyro.validation_enabled(
-                False
-            ):  # it looks at values, and there are none under vmap
-                stacked = torch.func.vmap(terms_of, randomness="different")(members)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "The members of the ensemble could not be run in one pass through this model: "
-                f"{str(error).splitlines()[0]} Pass `vectorize=False` to run one after the other."
-            ) from error
-        likelihood, kl = ({name: v.mean(0) for name, v in part.items()} for part in stacked)
-        return ELBOTerms(likelihood, kl)
-
-    def _get_traces(
-        self,
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Iterator[tuple[Any, Any]]:
-        for _ in range(self.num_particles):
-            yield self._get_trace(model, guide, args, kwargs)
 
     def _get_trace(
         self,
@@ -260,7 +233,11 @@ class StructuredELBO(ELBO):
             if site["type"] == "sample" and name not in done:
                 closed = isinstance(site["fn"], Auxiliary)
                 nats = site["fn"].kl() if closed else site["fn"].log_prob(site["value"])
-                kl[name] = scale_and_mask(nats, site["scale"], site["mask"]).sum()
+                coupled = [
+                    part for part in site["infer"].get("coupled", ()) if part in model_trace.nodes
+                ]
+                handled = _handlers_of(model_trace, coupled) if coupled else site
+                kl[name] = scale_and_mask(nats, handled["scale"], handled["mask"]).sum()
                 if not closed:
                     sampled.append(name)
         self._say_once(sampled)
@@ -278,15 +255,50 @@ class StructuredELBO(ELBO):
             )
 
 
-def _average(
-    parts: list[tuple[dict[str, Tensor], dict[str, Tensor]]],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Average log likelihoods and KLs over particles or members."""
+def _average(passes: list[ELBOTerms]) -> ELBOTerms:
+    """Average the terms of several passes."""
+
+    def mean(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
+
     likelihoods, kls = (
-        {name: torch.stack([part[name] for part in kind]).mean(0) for name in kind[0]}
-        for kind in zip(*parts, strict=True)
+        [getattr(each, name) for each in passes] for name in ("log_likelihood", "kl")
     )
-    return likelihoods, kls
+    return ELBOTerms(mean(likelihoods), mean(kls), passes[0].sampled)
+
+
+def _run_together(
+    run: Callable[[Any], ELBOTerms], count: int, guide: Callable[..., Any], remedy: str
+) -> ELBOTerms:
+    """Run several passes as one, by vmap, and average their terms."""
+    if not isinstance(guide, StructuredGuide):
+        raise TypeError(
+            f"`vectorize_particles` needs a StructuredGuide, but got {type(guide).__name__}. Leave "
+            "it out to run one particle after another."
+        )
+    guide.factorize()
+    sampled: tuple[str, ...] = ()
+
+    def terms_of(number: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        nonlocal sampled
+        terms = run(number)
+        sampled = terms.sampled
+        return terms.log_likelihood, terms.kl
+
+    numbers = torch.arange(count, device=next(guide.parameters()).device)
+    checks_shapes = is_validation_enabled()
+    try:
+        with pyro.validation_enabled(False):  # of values, which there are none of under vmap
+            pyro.infer.enable_validation(checks_shapes)
+            parts = torch.func.vmap(terms_of, randomness="different")(numbers)
+    except RuntimeError as error:
+        run(0)  # what is wrong in any case, the model says itself
+        raise RuntimeError(
+            "This model cannot run several draws of its weights in one pass: "
+            f"{str(error).splitlines()[0]} Pass `{remedy}` to run one after another."
+        ) from error
+    likelihood, kl = ({name: value.mean(0) for name, value in part.items()} for part in parts)
+    return ELBOTerms(likelihood, kl, sampled)
 
 
 def _enters_likelihood(name: str, site: Any) -> bool:
@@ -318,15 +330,24 @@ def _join_priors(model_trace: Any, weight: str, bias: str) -> dict[str, Any]:
             "model does not sample both. Make the guide from the model as it is trained, or give the "
             "weight a family with `join_bias=False`."
         )
+    handled = _handlers_of(model_trace, (weight, bias))
+    return {**handled, "fn": JoinedPrior(*(site["fn"] for site in sites))}
+
+
+def _handlers_of(model_trace: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the scale and the mask that sites with one posterior have in the model."""
+    first, *others = (model_trace.nodes[name] for name in names)
     for attribute, default in (("scale", 1.0), ("mask", True)):
-        ours, other = (default if site[attribute] is None else site[attribute] for site in sites)
-        if ours is not other and not torch.equal(torch.as_tensor(ours), torch.as_tensor(other)):
-            raise ValueError(
-                f"The weight '{weight}' and its joined bias '{bias}' must have one {attribute} in "
-                f"the model, but got {ours} and {other}. Put both under the same handler, or use "
-                "`join_bias=False`."
-            )
-    return {**sites[0], "fn": JoinedPrior(*(site["fn"] for site in sites))}
+        ours = default if first[attribute] is None else first[attribute]
+        for name, site in zip(names[1:], others, strict=True):
+            other = default if site[attribute] is None else site[attribute]
+            if ours is not other and not torch.equal(torch.as_tensor(ours), torch.as_tensor(other)):
+                raise ValueError(
+                    f"The sites '{names[0]}' and '{name}' have one posterior, and so must have one "
+                    f"{attribute} in the model, but got {ours} and {other}. Put both under the same "
+                    "handler, or give them posteriors of their own (`join_bias=False` for a bias)."
+                )
+    return {"scale": first["scale"], "mask": first["mask"]}
 
 
 def _site_kl(guide_site: Any, model_site: Any) -> tuple[Tensor, bool]:

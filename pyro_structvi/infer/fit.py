@@ -54,6 +54,7 @@ def fit(
     lr_schedule: Schedule | None = None,
     kl_weight: float | Schedule = 1.0,
     num_particles: int = 1,
+    vectorize_particles: bool = False,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     progress: bool = True,
 ) -> History:
@@ -77,6 +78,7 @@ def fit(
         lr_schedule: A factor of the learning rate for each step, such as ``CosineDecay(1000)``.
         kl_weight: Weight of the KL, a number or a schedule, such as ``LinearAnnealing(1000)``.
         num_particles: Draws averaged in each step.
+        vectorize_particles: Whether one pass runs them all; see :class:`StructuredELBO`.
         optimizer: Called with ``(parameters, lr=lr)``; fused Adam when None.
         progress: Whether to show a progress bar with the ELBO.
 
@@ -111,7 +113,7 @@ def fit(
         raise ValueError(
             f"Give one of `num_epochs` and `num_steps`, but got {num_epochs!r} and {num_steps!r}."
         )
-    elbo = StructuredELBO(kl_weight=kl_weight, num_particles=num_particles)
+    elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles)
     check_positive_number("lr", lr)
     loader = _as_batches(data, batch_size, _device_of(guide))
     if num_epochs is None:

@@ -2,7 +2,7 @@
 
 from pyro_structvi.nn.bayesianize import PointEstimateWarning, bayesianize
 from pyro_structvi.nn.likelihoods import Classifier, Regressor
-from pyro_structvi.nn.priors import FanIn
+from pyro_structvi.nn.priors import FanIn, HierarchicalScale
 from pyro_structvi.nn.rank_one import (
     RankOne,
     RankOneConv1d,
@@ -21,6 +21,7 @@ from pyro_structvi.nn.walsh_hadamard import (
 __all__ = [
     "Classifier",
     "FanIn",
+    "HierarchicalScale",
     "PointEstimateWarning",
     "RankOne",
     "RankOneConv1d",

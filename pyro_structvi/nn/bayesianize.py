@@ -40,9 +40,10 @@ def bayesianize(
     Args:
         net: Any module, a bare ``nn.Linear`` too.
         prior: What the weights are like before any data: a standard deviation, one for all or a
-            tensor with one for each element; a :class:`FanIn`; a Pyro distribution of single
-            elements; a function ``(name, parameter) -> prior``; or a mapping from patterns of
-            parameter names, as in ``net.named_parameters()``, to any of these. The first match wins.
+            tensor with one for each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a
+            distribution of single elements; a function ``(name, parameter) -> prior``; or a mapping
+            from patterns of parameter names, as in ``net.named_parameters()``, to any of these. The
+            first match wins.
         normalization: Whether the parameters of normalization layers get sites too. When None they
             stay point estimates, and a warning says so. Frozen parameters always stay.
         layers: Layers to take the place of the net's own, for patterns of module names as in

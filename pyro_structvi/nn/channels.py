@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_structvi._checks import shape_text
 from pyro_structvi.applications import drawn_per_example
@@ -43,6 +43,12 @@ def with_batch_dim(function: Callable[[Tensor], Tensor], x: Tensor, example_dim:
     if x.dim() == example_dim:
         return function(x.unsqueeze(0)).squeeze(0)
     return function(x)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer does no more than its class does, so that another can take its place."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
+    return set(layer._parameters) == {"weight", "bias"} and not any(hooks)
 
 
 def _meet_channels(factor: Tensor, x: Tensor, channel_dim: int) -> Tensor:

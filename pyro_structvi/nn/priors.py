@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
@@ -48,11 +49,65 @@ class FanIn:
         return self.scale / math.sqrt(parameter[0].numel())
 
 
+@dataclass(frozen=True)
+class HierarchicalScale:
+    r"""Independent normals whose standard deviation is a latent site of its own.
+
+    .. math:: s \sim p(s), \qquad w \mid s \sim N(0, s^2)
+
+    A parameter ``weight`` gets the site ``weight_scale`` beside its own, so that each layer learns from
+    the data how large its weights are. The KL of the weight given a draw of the scale is in closed form;
+    that of the scale is if its prior is a log-normal, since a guide's posterior of it is one too.
+
+    Not for point estimates of both: where the prior of the scale does not vanish at zero, as a
+    half-Cauchy does not, their density grows without bound as weights and scale go to zero together.
+
+    Args:
+        prior: The distribution of the scale, over positive numbers. With batch dimensions it is one of
+            several scales, which broadcast to the parameter: ``(out, 1)`` for one scale for each unit.
+        fan_in: Whether the scale of a weight ``(out, *rest)`` is divided by ``sqrt(prod(rest))``, as in
+            :class:`FanIn`.
+
+    Raises:
+        TypeError: If ``prior`` is no distribution.
+        ValueError: If it is not over positive numbers.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> prior = HierarchicalScale(dist.HalfCauchy(1.0))
+        >>> net = bayesianize(torch.nn.Linear(4, 3), prior={"weight": prior, "bias": 1.0})
+        >>> MeanFieldGuide(Classifier(net, num_data=10)).site_names
+        ['net.weight_scale', 'net.weight', 'net.bias']
+
+    References:
+        Neal (1996), "Bayesian learning for neural networks".
+    """
+
+    prior: Any
+    fan_in: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the prior."""
+        if not isinstance(self.prior, torch.distributions.Distribution):
+            raise TypeError(
+                "`prior` must be a distribution over positive numbers, such as "
+                f"`dist.HalfCauchy(1.0)`, but got {self.prior!r}."
+            )
+        support = _unwrap(self.prior).support
+        lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
+        if support.is_discrete or not bool((lower >= 0).all()):
+            raise ValueError(
+                "`prior` must be a distribution over positive numbers, such as "
+                f"`dist.HalfCauchy(1.0)`, but got {self.prior!r} over {self.prior.support}."
+            )
+
+
 Prior = (
     float
     | Tensor
     | FanIn
-    | dist.TorchDistribution
+    | HierarchicalScale
+    | torch.distributions.Distribution
     | Callable[[str, Tensor], Any]
     | Mapping[str, Any]
 )
@@ -63,13 +118,15 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
 
     Args:
         prior: A standard deviation (a number, or a tensor that broadcasts to the parameter), a
-            :class:`FanIn`, a Pyro distribution, a function of name and parameter that returns one
-            of these, or a mapping from name patterns to these, of which the first match wins.
+            :class:`FanIn`, a :class:`HierarchicalScale`, a distribution, a function of name and
+            parameter that returns one of these, or a mapping from name patterns to these, of which
+            the first match wins.
         name: The parameter's name.
         parameter: The parameter.
 
     Returns:
-        A distribution that broadcasts to the parameter's shape, with its dtype and device.
+        A distribution that broadcasts to the parameter's shape, with its dtype and device; or a
+        :class:`HierarchicalScale` of such a one.
 
     Raises:
         ValueError: If a standard deviation is not positive or does not fit, or no pattern matches.
@@ -90,6 +147,8 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
         )
     if isinstance(prior, FanIn):
         return resolve_prior(prior.standard_deviation(parameter), name, parameter)
+    if isinstance(prior, HierarchicalScale):
+        return replace(prior, prior=_element_distribution(prior.prior, f"{name}_scale", parameter))
     if isinstance(prior, torch.distributions.Distribution):
         return _element_distribution(prior, name, parameter)
     if isinstance(prior, Tensor):
@@ -101,29 +160,39 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
         return resolve_prior(prior(name, parameter), name, parameter)
     if not isinstance(prior, (int, float)) or isinstance(prior, bool):
         raise TypeError(
-            f"The {label} must be a standard deviation, a FanIn, a Pyro distribution, a function "
-            f"or a mapping, but got {prior!r}."
+            f"The {label} must be a standard deviation, a FanIn, a HierarchicalScale, a "
+            f"distribution, a function or a mapping, but got {prior!r}."
         )
     scale = torch.full((), check_positive_number(label, prior), dtype=parameter.dtype)
     return resolve_prior(scale, name, parameter)
 
 
 def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
-    while isinstance(prior, torch.distributions.Independent):
-        prior = prior.base_dist
+    prior = _unwrap(prior)
     try:
+        is_pyros = isinstance(prior, TorchDistributionMixin)
+        kind = type(prior) if is_pyros else getattr(dist, type(prior).__name__)
         arguments = {
             key: getattr(prior, key).detach().to(parameter) for key in _argument_names(prior)
         }
-        rebuilt = type(prior)(**arguments)
+        rebuilt = kind(**arguments)
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
             f"The prior for '{name}' must be a distribution that its tensor arguments define, such "
             f"as Normal, Laplace or StudentT, but got {prior!r}."
         ) from error
     for key, value in arguments.items():
-        check_broadcastable(f"prior for {name}: {key}", value, parameter.shape, f"that of '{name}'")
+        element = value[(..., *(0 for _ in range(prior.arg_constraints[key].event_dim)))]
+        check_broadcastable(
+            f"prior for {name}: {key}", element, parameter.shape, f"that of '{name}'"
+        )
     return rebuilt
+
+
+def _unwrap(prior: Any) -> Any:
+    while isinstance(prior, torch.distributions.Independent):
+        prior = prior.base_dist
+    return prior
 
 
 def _argument_names(prior: Any) -> list[str]:
@@ -159,15 +228,57 @@ class BufferedPrior:
         return {**self.__dict__, "_built": None}
 
 
+class ScaledPrior:
+    """A normal prior around zero, whose scale is another site of its module.
+
+    Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
+    """
+
+    def __init__(self, scale: str, factor: float, shape: torch.Size) -> None:
+        self.scale = scale
+        self.factor = factor
+        self.shape = shape
+
+    def __call__(self, module: PyroModule) -> Any:
+        """Return the prior given the module's scale."""
+        return self._given(getattr(module, self.scale))
+
+    def at_median(self, module: PyroModule) -> Any:
+        """Return the prior for a scale about the median of its own prior."""
+        prior = module._pyro_samples[self.scale](module)
+        return self._given(prior.sample(torch.Size([999])).median(0).values)
+
+    def _given(self, scale: Tensor) -> Any:
+        scale = self.factor * scale
+        normal = dist.Normal(scale.new_zeros(()), scale, validate_args=False)
+        return normal.expand(self.shape).to_event(len(self.shape))
+
+
 def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
     """Turn an attribute of a module into a sample site.
 
     Args:
         module: The module.
         attribute: The attribute's name; a parameter of that name is replaced.
-        prior: The distribution of single elements, which broadcasts to ``shape``.
+        prior: The distribution of single elements, which broadcasts to ``shape``; or a
+            :class:`HierarchicalScale` of such a one.
         shape: The shape of a value.
+
+    Raises:
+        ValueError: If the module has already an attribute of the name of the scale's site.
     """
+    if isinstance(prior, HierarchicalScale):
+        scale = f"{attribute}_scale"
+        if hasattr(module, scale):
+            raise ValueError(
+                f"The prior of `{attribute}` must not be a HierarchicalScale, since its module "
+                f"{type(module).__name__} has already an attribute `{scale}`, the name of the scale's "
+                f"site. Give `{attribute}` another prior, by a mapping from patterns of names."
+            )
+        sample_from(module, scale, prior.prior, prior.prior.batch_shape)
+        factor = 1 / math.sqrt(shape[1:].numel()) if prior.fan_in else 1.0
+        setattr(module, attribute, PyroSample(ScaledPrior(scale, factor, shape)))
+        return
     buffered = BufferedPrior(attribute, prior, shape)
     for key, buffer in buffered.buffers.items():
         module.register_buffer(buffer, getattr(prior, key).detach().clone())

@@ -10,7 +10,13 @@ from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
 from pyro_structvi._checks import check_positive_number
-from pyro_structvi.nn.channels import check_channels, scale_channels, shift_channels, with_batch_dim
+from pyro_structvi.nn.channels import (
+    check_channels,
+    is_plain,
+    scale_channels,
+    shift_channels,
+    with_batch_dim,
+)
 from pyro_structvi.nn.priors import Prior, sample_from
 
 Start = Literal["ones", "signs"]
@@ -195,7 +201,7 @@ class RankOne:
 
     prior_scale: float = 0.1
     start: Start = "ones"
-    needs: ClassVar[str] = "an nn.Linear or a convolution"
+    needs: ClassVar[str] = "an nn.Linear or a convolution, without hooks or reparametrized weights"
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -204,7 +210,7 @@ class RankOne:
 
     def fits(self, module: nn.Module) -> bool:
         """Whether there is a rank-1 layer for the module."""
-        return type(module) in _LAYERS
+        return type(module) in _LAYERS and is_plain(module)
 
     def convert(self, module: Any, name: str, prior: Prior) -> Any:
         """Return the layer that takes the module's place.

@@ -14,7 +14,7 @@ from torch import Size, Tensor, nn
 from pyro_structvi._checks import check_positive_integer, check_positive_number
 from pyro_structvi.applications import drawn_per_example
 from pyro_structvi.hadamard import walsh_hadamard_transform
-from pyro_structvi.nn.channels import check_channels, shift_channels, with_batch_dim
+from pyro_structvi.nn.channels import check_channels, is_plain, shift_channels, with_batch_dim
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
 
 
@@ -319,13 +319,17 @@ class WalshHadamard:
     """
 
     filters_per_example: bool = field(default=False, repr=False)
-    needs: ClassVar[str] = "an nn.Linear or a convolution without groups, with nothing frozen"
+    needs: ClassVar[str] = (
+        "an nn.Linear or a convolution without groups, with nothing frozen, and without hooks or "
+        "reparametrized weights"
+    )
 
     def fits(self, module: nn.Module) -> bool:
         """Whether there is a Walsh-Hadamard layer for the module."""
         kind_fits = type(module) is nn.Linear or type(module) in _CONVOLUTIONS
         is_frozen = not all(parameter.requires_grad for parameter in module.parameters())
-        return kind_fits and not is_frozen and getattr(module, "groups", 1) == 1
+        one_group = getattr(module, "groups", 1) == 1
+        return kind_fits and one_group and not is_frozen and is_plain(module)
 
     def convert(self, module: Any, name: str, prior: Prior) -> WalshHadamardLayer:
         """Return the layer that takes the module's place.

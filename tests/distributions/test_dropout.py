@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributions import Laplace, Normal, kl_divergence
+from torch.distributions import Laplace, Normal, StudentT, kl_divergence
 
 from pyro_structvi.distributions import BernoulliDropout, MeanFieldNormal
 from pyro_structvi.linear_maps import ConvolutionMap, DenseMap
@@ -81,11 +81,12 @@ def test_draws_have_the_probabilities_of_all_weights(shape):
 def test_the_kl_is_the_cross_entropy_less_the_entropy(shape):
     q = make(shape)
     weights, probabilities = every_weight(q)
-    prior = Normal(torch.randn(shape), torch.rand(shape) + 0.5)
-    expected = -(probabilities * prior.log_prob(weights).flatten(1).sum(-1)).sum()
-    close(kl_divergence(q, prior), expected - q.entropy())
+    for kind in (Normal, Laplace):
+        prior = kind(torch.randn(shape), torch.rand(shape) + 0.5)
+        expected = -(probabilities * prior.log_prob(weights).flatten(1).sum(-1)).sum()
+        close(kl_divergence(q, prior), expected - q.entropy())
     with pytest.raises(NotImplementedError):
-        kl_divergence(q, Laplace(torch.zeros(shape), 1.0))
+        kl_divergence(q, StudentT(3.0, torch.zeros(shape), 1.0))
 
 
 # ---- the image -----------------------------------------------------------------------------------
@@ -138,12 +139,17 @@ def test_each_example_of_an_image_is_one_of_all_outputs_and_examples_differ(grou
     assert_mean(drawn.double(), probabilities)
 
 
-def test_a_random_bias_adds_its_noise():
-    q, x = BernoulliDropout(torch.zeros(2, 3), RATE), torch.ones(4000, 3)
+@pytest.mark.parametrize("convolution", [False, True])
+def test_a_random_bias_adds_its_noise(convolution):
+    kernel = (2,) if convolution else ()
+    linear_map = ConvolutionMap(F.conv1d, (3, 2)) if convolution else DenseMap()
+    q = BernoulliDropout(torch.zeros(2, 3, *kernel), RATE)
+    x = torch.ones(4000, 3, *(3 for _ in kernel))
     bias = MeanFieldNormal(torch.ones(2), torch.tensor([0.5, 2.0]))
-    draws = q.image_under(DenseMap(), x, bias).rsample()
-    assert_mean(draws, bias.mean)
-    assert_mean((draws - 1).square(), bias.variance)
+    draws = q.image_under(linear_map, x, bias).rsample().reshape(4000, 2, -1)
+    assert torch.equal(draws, draws[..., :1].expand(draws.shape))
+    assert_mean(draws[..., 0], bias.mean)
+    assert_mean((draws[..., 0] - 1).square(), bias.variance)
 
 
 def test_positions_of_a_sequence_share_a_mask():
@@ -157,6 +163,30 @@ def test_positions_of_a_sequence_share_a_mask():
 def test_a_lazy_weight_gives_outputs():
     weight = lazy(BernoulliDropout(torch.eye(3), 0.5))
     outputs = F.linear(torch.ones(50, 3), weight)
+    assert not weight.is_drawn
+    assert len(outputs.unique(dim=0)) > 2
+
+
+def test_channels_of_zeros_do_not_show_whether_they_were_dropped():
+    """They count with the mean over both, so that the mean of log_prob is minus the entropy."""
+    q = make((4, 3))
+    q.loc[:, 1] = 0
+    weights, probabilities = every_weight(q)
+    close((probabilities * q.log_prob(weights)).sum(), -q.entropy())
+    point = BernoulliDropout(torch.zeros(2, 3), 0.0)
+    assert point.log_prob(point.rsample()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_draws_in_low_precision_have_a_probability(dtype):
+    q = BernoulliDropout(torch.randn(5, 7, dtype=dtype), RATE)
+    assert torch.isfinite(q.log_prob(q.rsample((20,)))).all()
+
+
+@pytest.mark.parametrize("local_reparam", ["exact", "flipout"])
+def test_masks_are_exact_over_positions(local_reparam):
+    weight = lazy(BernoulliDropout(torch.eye(3), 0.5), local_reparam=local_reparam)
+    outputs = F.linear(torch.ones(50, 2, 3), weight)
     assert not weight.is_drawn
     assert len(outputs.unique(dim=0)) > 2
 
@@ -175,7 +205,9 @@ def test_a_vector_has_no_channels():
         make((3,))
 
 
-def test_there_is_no_density():
+def test_there_is_no_density_and_no_batch():
+    with pytest.raises(NotImplementedError, match="no batches"):
+        make((4, 3)).expand((2,))
     with pytest.raises(NotImplementedError, match="no density"):
         _ = make((4, 3)).log_det_covariance
 

@@ -266,7 +266,7 @@ def test_the_kl_is_the_dense_one(weight_scale, bias_scale):
 
 
 def test_another_prior_of_the_bias_is_sampled_and_said():
-    model, args = linear_model(bias=dist.Laplace(0.0, 1.0))
+    model, args = linear_model(bias=dist.StudentT(3.0, 0.0, 1.0))
     guide = make_guide(model, init_scale=0.2)
     with pytest.warns(ps.infer.SampledKLWarning, match=r"\['net.weight\+bias'\]"):
         ps.StructuredELBO().terms(model, guide, *args)
@@ -367,7 +367,8 @@ def test_unlike_scales_of_weight_and_bias_are_an_error():
             pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
 
     with pytest.raises(
-        ValueError, match=r"'weight' and its joined bias 'bias' must have one scale"
+        ValueError,
+        match=r"sites 'weight' and 'bias' have one posterior, and so must have one scale",
     ):
         ps.StructuredELBO().terms(model, make_guide(model), *regression_data())
 

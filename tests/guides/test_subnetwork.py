@@ -2,17 +2,28 @@
 
 import copy
 
+import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
+from pyro.nn import PyroModule
 from torch import nn
 from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
 from pyro_structvi import subnetwork
-from pyro_structvi.families import LowRank, MeanField, PointEstimate, Subnetwork
-from tests.models import make_classifier, make_regressor, regression_data
+from pyro_structvi.families import (
+    FullCovariance,
+    KTied,
+    LowRank,
+    MeanField,
+    Members,
+    PointEstimate,
+    Subnetwork,
+)
+from tests.models import linear_function, make_classifier, make_regressor, regression_data
 from tests.statistics import assert_mean, assert_moments
 
 NOISE, PRIOR, NUM_DATA = 0.3, 0.7, 30
@@ -128,6 +139,20 @@ def test_the_divergence_is_closed_and_that_of_two_normals_and_points():
     close(kl[0], expected.detach())
 
 
+def test_scale_and_mask_of_the_model_weigh_all_of_the_divergence():
+    guide, data = make_guide(), regression_data(NUM_DATA)
+    guide.initialize(*data)
+    total = {}
+    for title, model in (
+        ("plain", guide.model),
+        ("scaled", poutine.scale(guide.model, scale=0.25)),
+        ("masked", poutine.mask(guide.model, mask=torch.tensor(False))),
+    ):
+        total[title] = sum(ps.StructuredELBO().terms(model, guide, *data).kl.values())
+    close(total["scaled"], 0.25 * total["plain"])
+    assert total["masked"] == 0
+
+
 def test_objectives_agree():
     guide, data = make_guide(), regression_data(NUM_DATA)
     guide.initialize(*data)
@@ -172,6 +197,54 @@ def test_it_starts_at_the_medians_of_another_guide():
     guide = ps.SubnetworkGuide(model, CHOSEN, center)
     for name, value in center.median().items():
         assert torch.equal(guide.median()[name], value)
+
+
+class Late(PyroModule):
+    """A layer, one that is not used, a site drawn in forward, and a latent for each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = ps.bayesianize(nn.Linear(3, 1))
+        self.unused = ps.bayesianize(nn.Linear(2, 2))
+
+    def forward(self, x, y=None):
+        shift = pyro.sample("shift", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        mean = self.layer(x) + shift
+        with pyro.plate("data", len(x)):
+            own = pyro.sample("own", dist.Normal(0.0, torch.tensor(0.1)))
+            mean = mean + own.unsqueeze(-1)
+            options = {"obs": y, "infer": {"is_observation": True}}
+            pyro.sample("obs", dist.Normal(mean, 0.5).to_event(1), **options)
+
+
+def test_sites_that_are_found_late():
+    model, data, chosen = Late(), regression_data(), torch.tensor([True])
+    center = ps.MAPGuide(model)
+    ps.fit(model, center, data, num_steps=3, progress=False)
+    variances = subnetwork.laplace_variances(model, center, data[0])
+    assert set(variances) == {"layer.weight", "layer.bias", "shift"}
+    guide = ps.SubnetworkGuide(model, {"layer.bias": chosen}, center)
+    history = ps.fit(model, guide, data, num_steps=60, lr=0.05, progress=False)
+    assert history.elbo[-1] > history.elbo[0]
+    assert torch.equal(guide.median()["shift"], center.median()["shift"])
+    late = ps.SubnetworkGuide(model, {"layer.bias": chosen, "shift": chosen})
+    with pytest.raises(ValueError, match="found only now"):
+        late.initialize(*data)
+    unused = ps.SubnetworkGuide(model, {"unused.bias": torch.tensor([True, False])})
+    with pytest.raises(ValueError, match="does not visit these sites"):
+        unused.initialize(*data)
+
+
+def test_a_plain_function():
+    chosen = {"weight": torch.eye(2, 3, dtype=torch.bool)}
+    guide = ps.SubnetworkGuide(linear_function, chosen, init_scale=0.1)
+    data = torch.randn(12, 3), torch.randn(12, 2)
+    history = ps.fit(linear_function, guide, data, num_steps=60, lr=0.05, progress=False)
+    assert history.elbo[-1] > history.elbo[0]
+    assert len(guide.couplings["0"].posterior().mean) == 2
+    wrong = ps.SubnetworkGuide(linear_function, {**chosen, "wieght": chosen["weight"]})
+    with pytest.raises(ValueError, match=r"has masks for \['wieght'\]"):
+        wrong.initialize(*data)
 
 
 def test_whole_layers_by_pattern():
@@ -240,6 +313,17 @@ def test_marginal_variances_are_those_of_a_guide():
     q = guide["net.0.weight"]()
     assert torch.equal(variances["net.0.weight"], q.variance[:, :-1])
     assert torch.equal(variances["net.0.bias"], q.variance[:, -1])
+    guide = make_guide()
+    law, index = joint(guide)
+    variances = subnetwork.marginal_variances(guide)
+    flat = torch.cat([variances[name].flatten() for name in guide.site_names])
+    close(flat[index], law.variance.detach())
+    assert (flat != 0).sum() == SIZE
+    ensemble = ps.EnsembleGuide(make_regressor(), 3)
+    assert subnetwork.marginal_variances(ensemble)["net.0.weight"].min() > 0
+    shared = ps.InducingWeightGuide(make_regressor(), (3, 2), "full", shared=True)
+    with pytest.raises(RuntimeError, match="no law by itself"):
+        subnetwork.marginal_variances(shared)
 
 
 def test_the_largest_of_all_sites_are_chosen():
@@ -266,7 +350,29 @@ def test_the_largest_of_all_sites_are_chosen():
 )
 def test_masks_must_fit(chosen, error, message):
     with pytest.raises(error, match=message):
-        ps.SubnetworkGuide(make_regressor(), chosen)
+        ps.SubnetworkGuide(make_regressor(), chosen).initialize(*regression_data())
+
+
+@pytest.mark.parametrize(
+    ("posterior", "message"),
+    [
+        (3, "must be a Family for the chosen elements"),
+        (FullCovariance, "must be a Family for the chosen elements"),
+        (KTied(2), "the chosen elements are one vector"),
+        (PointEstimate(), "need a posterior with a density"),
+        (Members(2), "need a posterior with a density"),
+    ],
+    ids=str,
+)
+def test_posteriors_of_a_vector(posterior, message):
+    with pytest.raises(TypeError, match=message):
+        ps.SubnetworkGuide(make_regressor(), CHOSEN, posterior=posterior)
+
+
+def test_a_center_is_of_the_same_model():
+    other = ps.Classifier(ps.bayesianize(nn.Linear(2, 2)), 3)
+    with pytest.raises(ValueError, match="`center` must be a guide of the same model"):
+        ps.SubnetworkGuide(make_regressor(), CHOSEN, ps.MAPGuide(other))
 
 
 def test_a_start_is_given_once():
@@ -288,8 +394,23 @@ def test_a_size_is_within_the_elements(size):
         subnetwork.largest({"a": torch.rand(5)}, size)
 
 
+def test_a_score_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="`variances` holds 1 NaN"):
+        subnetwork.largest({"a": torch.tensor([1.0, torch.nan])}, 1)
+
+
+def test_a_prior_without_a_variance_adds_no_precision():
+    net = ps.bayesianize(nn.Linear(3, 1, bias=False), prior=dist.StudentT(1.0, 0.0, 1.0))
+    model, x = ps.Regressor(net, NUM_DATA, NOISE), regression_data(20_000)[0]
+    variances = subnetwork.laplace_variances(model, ps.MAPGuide(model), x, batch_size=5000)
+    expected = NOISE**2 / x.square().sum(0)
+    torch.testing.assert_close(variances["net.weight"][0], expected, rtol=0.05, atol=0)
+
+
 def test_numbers_are_checked():
     model = make_classifier()
+    with pytest.raises(TypeError, match=r"`x\[0\]` must be a tensor, but got list"):
+        subnetwork.laplace_variances(model, ps.MAPGuide(model), [1.0])
     for name in ("num_samples", "batch_size"):
         with pytest.raises(ValueError, match=f"`{name}` must be a whole number"):
             subnetwork.laplace_variances(model, ps.MAPGuide(model), torch.ones(2, 3), **{name: 0})

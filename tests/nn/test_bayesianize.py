@@ -257,7 +257,11 @@ def test_a_net_that_is_none():
         ),
         (-torch.ones(3), ValueError, "`prior for weight` must be positive and finite"),
         ({"bias": 1.0}, ValueError, r"No pattern of the prior \['bias'\] matches.*'weight'"),
-        ("wide", TypeError, "must be a standard deviation, a FanIn, a Pyro distribution"),
+        (
+            "wide",
+            TypeError,
+            "must be a standard deviation, a FanIn, a HierarchicalScale, a distribution",
+        ),
         (True, TypeError, "must be a standard deviation"),
         (
             dist.MixtureSameFamily(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pyro import poutine
 from torch import nn
+from torch.nn.utils import prune
 
 import pyro_structvi as ps
 from pyro_structvi.guides.sites import find_declared_sites
@@ -177,6 +178,16 @@ def test_frozen_weights_of_rank_one_stay_frozen():
 def test_layers_that_do_not_fit(layers, error, message):
     with pytest.raises(error, match=message):
         ps.bayesianize(make_net(), layers=layers)
+
+
+@pytest.mark.parametrize("layer", KINDS)
+def test_a_layer_that_does_more_than_its_class_is_not_replaced(layer):
+    pruned, hooked = nn.Linear(3, 2), nn.Linear(3, 2)
+    prune.l1_unstructured(pruned, "weight", 3)
+    hooked.register_forward_hook(lambda module, x, y: 2 * y)
+    for special in (pruned, hooked):
+        with pytest.raises(ValueError, match="hooks or reparametrized weights, but the pattern ''"):
+            ps.bayesianize(special, layers={"": layer})
 
 
 @pytest.mark.parametrize("layer", KINDS)

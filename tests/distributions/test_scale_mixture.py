@@ -1,0 +1,151 @@
+"""ScaleMixtureNormal: its density, moments and draws, and its use as a prior."""
+
+import math
+import warnings
+
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import integrate
+from torch import nn
+from torch.distributions import MixtureSameFamily
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import ScaleMixtureNormal
+from pyro_structvi.infer import SampledKLWarning
+from tests.guide_cases import GUIDES, POINTS
+from tests.models import make_regressor, regression_data
+from tests.statistics import assert_mean
+
+SPIKE_AND_SLAB = ScaleMixtureNormal(*torch.tensor([[1.0, 0.1], [0.25, 0.75]], dtype=torch.float64))
+CLOSED = ("points", "ensemble")  # known values, for which any density will do
+
+
+def oracle(q):
+    components = torch.distributions.Normal(torch.zeros_like(q.scales), q.scales)
+    return MixtureSameFamily(torch.distributions.Categorical(q.probs), components)
+
+
+@pytest.mark.parametrize("shapes", [((2,), (2,)), ((4, 3, 2), (2,)), ((3, 2), (4, 1, 2))], ids=str)
+def test_density_and_moments_are_those_of_a_mixture(shapes):
+    scales, probs = (torch.rand(shape) + 0.1 for shape in shapes)
+    q = ScaleMixtureNormal(scales, probs)
+    assert (q.batch_shape, q.event_shape) == (oracle(q).batch_shape, ())
+    torch.testing.assert_close(q.probs.sum(-1), torch.ones(q.batch_shape))
+    value = torch.randn(5, *q.batch_shape)
+    torch.testing.assert_close(q.log_prob(value), oracle(q).log_prob(value))
+    torch.testing.assert_close(q.mean, oracle(q).mean)
+    torch.testing.assert_close(q.stddev, oracle(q).stddev)
+
+
+def test_the_density_adds_up_to_one():
+    total, _ = integrate.quad(
+        lambda w: math.exp(SPIKE_AND_SLAB.log_prob(torch.tensor(w))), -12, 12, points=[0.0]
+    )
+    assert total == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scales", [(1.0, 0.1), (0.1, 0.1), (0.1, math.exp(-8.0))], ids=str)
+def test_the_density_and_its_gradient_stay_finite(scales, dtype):
+    q = ScaleMixtureNormal(torch.tensor(scales, dtype=dtype), torch.ones(2, dtype=dtype))
+    value = torch.tensor([0.0, 1e-20, 1e-3, 1.0, -30.0, 1e6], dtype=dtype, requires_grad=True)
+    density = q.log_prob(value)
+    (gradient,) = torch.autograd.grad(density.sum(), value)
+    assert torch.isfinite(density).all()
+    assert torch.isfinite(gradient).all()
+    far = -value.detach() / max(scales) ** 2  # where the wider normal is all there is
+    torch.testing.assert_close(gradient[3:], far[3:])
+
+
+def test_gradients_are_those_of_finite_differences():
+    arguments = torch.randn(3), torch.rand(3, 2) + 0.3, torch.rand(2) + 0.3
+    arguments = tuple(value.requires_grad_() for value in arguments)
+
+    def log_prob(value, scales, probs):
+        return ScaleMixtureNormal(scales, probs, validate_args=False).log_prob(value)
+
+    assert torch.autograd.gradcheck(log_prob, arguments)
+
+
+def test_draws_have_the_moments_of_their_elements():
+    q = ScaleMixtureNormal(torch.rand(3, 2) + 0.1, torch.rand(3, 2) + 0.1)
+    draws = q.sample((20_000,))
+    assert draws.shape == (20_000, 3)
+    assert_mean(draws, q.mean)
+    assert_mean(draws.square(), q.variance)
+    probs = q.probs
+    assert_mean(
+        draws.pow(4), (3 * probs * q.scales.pow(4)).sum(-1)
+    )  # tells a mixture from a normal
+
+
+def test_it_expands():
+    q = SPIKE_AND_SLAB.expand([4]).expand([3, 4])
+    assert q.sample().shape == q.variance.shape == (3, 4)
+    assert q.scales.shape == q.probs.shape == (3, 4, 2)
+    value = torch.randn(3, 4)
+    torch.testing.assert_close(q.log_prob(value), SPIKE_AND_SLAB.log_prob(value))
+    torch.testing.assert_close(q.to_event(2).log_prob(value), q.log_prob(value).sum())
+
+
+@pytest.mark.parametrize(
+    ("scales", "probs", "message"),
+    [
+        (torch.ones(2), torch.ones(3), r"must have shape \(\*batch, K\) .* \(2,\) and \(3,\)"),
+        (torch.tensor(1.0), torch.tensor(1.0), r"must have shape \(\*batch, K\)"),
+        (torch.tensor([1.0, 0.0]), torch.ones(2), "`scales` must be positive"),
+        (torch.ones(2), torch.tensor([1.0, 0.0]), "`probs` must be positive"),
+        (torch.ones(2), torch.ones(2).half(), "`probs` must have the dtype of `scales`"),
+    ],
+)
+def test_arguments_that_do_not_fit(scales, probs, message):
+    with pytest.raises(ValueError, match=message):
+        ScaleMixtureNormal(scales, probs)
+
+
+# ---- as a prior ----------------------------------------------------------------------------------
+
+
+def test_it_moves_and_converts_with_the_net():
+    bayes_net = ps.bayesianize(nn.Linear(2, 3).float(), prior=SPIKE_AND_SLAB)  # in = K
+    for dtype in (torch.float32, torch.float64):
+        assert bayes_net.to(dtype)(torch.zeros(1, 2, dtype=dtype)).dtype == dtype
+    names = [name for name, _ in bayes_net.named_buffers()]
+    assert names[:2] == ["weight_prior_scales", "weight_prior_probs"]
+    for_each_row = ScaleMixtureNormal(torch.rand(3, 1, 2) + 0.1, torch.ones(2))
+    ps.bayesianize(nn.Linear(2, 3, bias=False), prior=for_each_row)
+    with pytest.raises(ValueError, match=r"scales` must broadcast to that of 'weight' = \(3, 5\)"):
+        ps.bayesianize(nn.Linear(5, 3, bias=False), prior=ScaleMixtureNormal(*torch.ones(2, 2, 4)))
+
+
+@pytest.mark.parametrize("prior", [SPIKE_AND_SLAB, dist.StudentT(3.0, 0.0, 1.0)], ids=["mix", "t"])
+@pytest.mark.parametrize("guide_name", GUIDES | POINTS)
+def test_every_guide_samples_the_kl_and_says_so_once(guide_name, prior):
+    model, data = make_regressor(prior=prior), regression_data()
+    guide, elbo = (GUIDES | POINTS)[guide_name](model), ps.StructuredELBO()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert math.isfinite(elbo.loss_and_grads(model, guide, *data))
+    assert all(torch.isfinite(p.grad).all() for p in guide.parameters() if p.grad is not None)
+    said = [] if guide_name in CLOSED else [SampledKLWarning]
+    assert [warning.category for warning in caught] == said
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_the_sampled_kl_is_that_of_quadrature():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(1, 1, bias=False), prior=SPIKE_AND_SLAB), 1, 1.0)
+    guide = ps.MeanFieldGuide(model, init_scale=0.2)
+    q = guide["net.weight"]()
+    q = torch.distributions.Normal(q.loc.item(), q.scale.item())
+
+    def integrand(value):
+        point = torch.tensor(value)
+        return float(q.log_prob(point).exp() * (q.log_prob(point) - SPIKE_AND_SLAB.log_prob(point)))
+
+    exact, _ = integrate.quad(integrand, q.mean - 10 * q.stddev, q.mean + 10 * q.stddev)
+    elbo, data = ps.StructuredELBO(), (torch.zeros(1, 1), torch.zeros(1, 1))
+    with torch.no_grad():
+        draws = [elbo.terms(model, guide, *data).kl["net.weight"] for _ in range(3000)]
+    assert_mean(torch.stack(draws).unsqueeze(-1), torch.tensor([exact]))

@@ -1,0 +1,292 @@
+"""HierarchicalScale: priors whose scale is a site too. And priors that are torch's distributions."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import Predictive, Trace_ELBO
+from scipy import integrate
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.guides.sites import find_declared_sites
+from pyro_structvi.infer import SampledKLWarning
+from tests.guide_cases import GUIDES, POINTS
+from tests.models import regression_data
+from tests.nn.test_bayesianize import TiedNet
+from tests.statistics import assert_mean
+
+HALF_CAUCHY = ps.HierarchicalScale(dist.HalfCauchy(1.0))
+LOG_NORMAL = ps.HierarchicalScale(dist.LogNormal(-0.5, 0.7))
+
+unsaid = pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+
+
+def make_model(prior, net=None):
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)) if net is None else net
+    return ps.Regressor(ps.bayesianize(net, prior=prior), num_data=12, noise_scale=0.3)
+
+
+def trace_of(module, *args):
+    return poutine.trace(module).get_trace(*args).nodes
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def test_each_parameter_has_a_scale_of_its_own():
+    model = make_model({"0.*": HALF_CAUCHY, "*": 1.0})
+    names = ["net.0.weight_scale", "net.0.weight", "net.0.bias_scale", "net.0.bias"]
+    names += ["net.2.weight", "net.2.bias"]
+    assert list(find_declared_sites(model)) == names
+    nodes = trace_of(model, torch.randn(12, 3))
+    assert [name for name in nodes if name in names] == names
+    for name in names[1:4:2]:
+        scale = nodes[f"{name}_scale"]["value"]
+        assert isinstance(nodes[f"{name}_scale"]["fn"], dist.HalfCauchy)
+        torch.testing.assert_close(nodes[name]["fn"].stddev, scale.expand_as(nodes[name]["value"]))
+        assert not nodes[name]["fn"].mean.any()
+
+
+def test_fan_in_divides_the_scale_of_weights():
+    prior = ps.HierarchicalScale(dist.HalfNormal(2.0), fan_in=True)
+    nodes = trace_of(ps.bayesianize(nn.Conv1d(4, 2, 4), prior=prior), torch.randn(1, 4, 6))
+    for name, factor in (("weight", 0.25), ("bias", 1.0)):
+        scale = factor * nodes[f"{name}_scale"]["value"]
+        torch.testing.assert_close(
+            nodes[name]["fn"].stddev, scale.expand(nodes[name]["fn"].shape())
+        )
+
+
+@unsaid
+def test_a_prior_with_a_batch_has_several_scales():
+    prior = ps.HierarchicalScale(dist.HalfCauchy(torch.ones(5, 1)))
+    model = make_model({"0.weight": prior, "*": 1.0})
+    node = trace_of(model, torch.randn(12, 3))
+    scale = node["net.0.weight_scale"]["value"]
+    assert scale.unique().shape == (5,)
+    torch.testing.assert_close(node["net.0.weight"]["fn"].stddev, scale.expand(5, 3))
+    for guide in GUIDES.values():
+        assert ps.StructuredELBO().loss(model, guide(model), *regression_data()) > 0
+    with pytest.raises(ValueError, match=r"0.weight_scale: scale` must broadcast to .* \(5, 3\)"):
+        make_model({"0.weight": ps.HierarchicalScale(dist.HalfCauchy(torch.ones(2))), "*": 1.0})
+
+
+def test_a_tied_weight_has_one_scale():
+    model = make_model({"*weight": HALF_CAUCHY, "*": 1.0}, TiedNet())
+    nodes = trace_of(model, torch.randn(12, 3))
+    latent = {name for name, node in nodes.items() if node["type"] == "sample"} - {"obs", "data"}
+    layers = {"net.encoder.bias", "net.decoder.bias"}
+    assert latent == layers | {"net.decoder.weight", "net.decoder.weight_scale"}
+
+
+def test_the_bias_of_a_walsh_hadamard_layer_may_have_one():
+    net, layers = nn.Sequential(nn.Linear(4, 8)), {"*": ps.WalshHadamard()}
+    bayes_net = ps.bayesianize(net, prior={"*.bias": HALF_CAUCHY, "*": 1.0}, layers=layers)
+    names = ["0.coefficients", "0.bias_scale", "0.bias"]
+    assert list(find_declared_sites(bayes_net)) == names
+    with pytest.raises(ValueError, match=r"one normal around zero .* got HierarchicalScale"):
+        ps.bayesianize(net, prior=HALF_CAUCHY, layers=layers)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), lambda model: model.float()],
+    ids=["copy", "pickle", "float"],
+)
+def test_models_are_copied_pickled_and_converted(change):
+    model = change(make_model(HALF_CAUCHY))
+    dtype = next(model.buffers()).dtype
+    nodes = trace_of(model, torch.randn(12, 3, dtype=dtype))
+    for name in ("net.0.weight_scale", "net.0.weight", "obs"):
+        assert nodes[name]["value"].dtype == dtype
+    meta = find_declared_sites(model.to("meta"))
+    assert meta["net.0.weight"].prior.mean.device.type == "meta"
+
+
+def test_priors_are_in_the_state_dict():
+    source, target = (
+        make_model(ps.HierarchicalScale(dist.HalfCauchy(scale))) for scale in (2.0, 0.5)
+    )
+    target.load_state_dict(source.state_dict())
+    assert target.state_dict()["net.0.weight_scale_prior_scale"] == 2.0
+    assert find_declared_sites(target)["net.0.weight_scale"].prior.scale == 2.0
+
+
+class Quantized(nn.Linear):
+    """A layer with an attribute of the name that the scale's site would have."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.weight_scale = nn.Parameter(torch.ones(()))
+
+
+def test_a_name_that_is_taken_is_an_error():
+    with pytest.raises(ValueError, match="Quantized has already an attribute `weight_scale`"):
+        ps.bayesianize(Quantized(), prior=HALF_CAUCHY)
+    ps.bayesianize(Quantized(), prior={"weight": 1.0, "*": HALF_CAUCHY})
+
+
+def test_it_has_no_translation_to_numpyro_and_that_is_said():
+    message = r"'net.0.weight' is a function of its module.*has no translation to NumPyro"
+    with pytest.raises(NotImplementedError, match=message):
+        ps.reference.nuts(make_model(HALF_CAUCHY), *regression_data())
+
+
+@pytest.mark.parametrize(
+    ("prior", "error"),
+    [
+        (1.0, TypeError),
+        (dist.Normal(0.0, 1.0), ValueError),
+        (dist.Uniform(-1.0, 1.0), ValueError),
+        (dist.Poisson(1.0), ValueError),
+    ],
+)
+def test_a_prior_that_is_not_over_positive_numbers(prior, error):
+    with pytest.raises(error, match="`prior` must be a distribution over positive numbers"):
+        ps.HierarchicalScale(prior)
+
+
+# ---- guides --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", [HALF_CAUCHY, LOG_NORMAL], ids=["sampled", "closed form"])
+@pytest.mark.parametrize("guide_name", GUIDES | POINTS)
+def test_every_guide_serves_it(guide_name, prior):
+    model, (x, y) = make_model({"*.weight": prior, "*": 1.0}), regression_data()
+    guide, elbo = (GUIDES | POINTS)[guide_name](model), ps.StructuredELBO()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert math.isfinite(elbo.loss_and_grads(model, guide, x, y))
+    scales = {"net.0.weight_scale", "net.2.weight_scale"}
+    is_point = guide_name in POINTS
+    is_said = prior is HALF_CAUCHY and guide_name not in ("points", "ensemble", "dropout")
+    assert [warning.category for warning in caught] == ([SampledKLWarning] if is_said else [])
+    assert all(torch.isfinite(p.grad).all() for p in guide.parameters() if p.grad is not None)
+    assert is_point or "TransformedMeanField" in str(guide["net.0.weight_scale"])
+    assert all(guide.median()[name] > 0 for name in scales)
+    prediction = ps.predict(model, guide, x, num_samples=3)
+    assert prediction.mean.shape == y.shape
+    assert scales < set(Predictive(model, guide=guide, num_samples=2)(x))
+
+
+def test_means_start_at_the_weights_of_the_net_and_scales_near_their_median():
+    net = nn.Linear(3, 2)
+    model = make_model(
+        {"weight": HALF_CAUCHY, "bias": ps.HierarchicalScale(dist.Gamma(2.0, 3.0))}, net
+    )
+    medians = ps.MeanFieldGuide(model).median()
+    torch.testing.assert_close(medians["net.weight"], net.weight.detach())
+    torch.testing.assert_close(medians["net.bias"], net.bias.detach())
+    sites = find_declared_sites(model)
+    assert sites["net.weight"].site.prior_scale == pytest.approx(1.0, rel=0.25)
+    assert sites["net.bias"].site.prior_scale == pytest.approx(0.559, rel=0.25)
+
+
+# ---- the bound -----------------------------------------------------------------------------------
+
+
+def posterior_of(guide):
+    """Return mean and log-scale deviation of the log scale, and the weight's law."""
+    scale = guide["net.weight_scale"]
+    return scale.loc.detach(), scale.log_scale.exp().detach(), guide["net.weight"]()
+
+
+def expected_weight_kl(guide, factor):
+    """The KL from N(0, (factor s)^2), averaged over the log-normal posterior of s."""
+    loc, deviation, q = posterior_of(guide)
+    precision = torch.exp(2 * deviation**2 - 2 * loc) / factor**2
+    log_scale = loc + math.log(factor)
+    moments = (q.variance + q.mean.square()) * precision - 1 - q.variance.log() + 2 * log_scale
+    return 0.5 * moments.detach().sum()
+
+
+def scale_kl(guide, prior):
+    loc, deviation, _ = posterior_of(guide)
+    q = torch.distributions.LogNormal(loc, deviation)
+
+    def integrand(log_value):
+        value = torch.tensor(math.exp(log_value))
+        ratio = q.log_prob(value) - prior.log_prob(value)
+        return float(value * q.log_prob(value).exp() * ratio)
+
+    limits = float(loc - 12 * deviation), float(loc + 12 * deviation)
+    return torch.tensor(integrate.quad(integrand, *limits)[0])
+
+
+def linear_model(prior, x, y, noise_scale=0.5):
+    layer = nn.Linear(x.shape[1], y.shape[1], bias=False)
+    return ps.Regressor(ps.bayesianize(layer, prior=prior), len(x), noise_scale)
+
+
+@unsaid
+@pytest.mark.parametrize(
+    ("prior", "fan_in"), [(dist.LogNormal(-0.5, 0.7), True), (dist.HalfCauchy(1.0), False)]
+)
+def test_the_bound_is_the_analytic_one_on_average(prior, fan_in):
+    x, y = torch.randn(7, 3), torch.randn(7, 2)
+    model = linear_model(ps.HierarchicalScale(prior, fan_in), x, y)
+    guide = ps.MeanFieldGuide(model, init_scale=0.2)
+    weight_kl = expected_weight_kl(guide, 3**-0.5 if fan_in else 1.0)
+    q = guide["net.weight"]()
+    spread = x.square() @ q.variance.T / 0.5**2
+    likelihood = (dist.Normal(x @ q.mean.T, 0.5).log_prob(y) - spread / 2).sum().detach()
+    expected = torch.stack([scale_kl(guide, prior), weight_kl, likelihood])
+    elbo, draws = ps.StructuredELBO(), []
+    with torch.no_grad():
+        for _ in range(1000):
+            terms = elbo.terms(model, guide, x, y)
+            kl = [terms.kl["net.weight_scale"], terms.kl["net.weight"]]
+            draws.append(torch.stack([*kl, terms.log_likelihood["obs"]]))
+        theirs = [Trace_ELBO().loss(model, guide, x, y) for _ in range(1000)]
+    assert_mean(torch.stack(draws), expected)
+    assert_mean(torch.tensor(theirs).unsqueeze(-1), expected[:2].sum().unsqueeze(0) - expected[2])
+
+
+def test_without_data_a_log_normal_scale_has_the_closed_form():
+    model = ps.bayesianize(nn.Linear(3, 2), prior=LOG_NORMAL)
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    terms = ps.StructuredELBO().terms(model, guide, torch.zeros(1, 3))
+    for name in ("weight_scale", "bias_scale"):
+        q = torch.distributions.Normal(guide[name].loc, guide[name].log_scale.exp())
+        exact = torch.distributions.kl_divergence(q, torch.distributions.Normal(-0.5, 0.7))
+        torch.testing.assert_close(terms.kl[name], exact)
+
+
+def test_training_finds_a_scale_that_a_bad_choice_misses():
+    x = torch.randn(60, 8)
+    y = x @ (3 * torch.randn(8, 1)) + 0.5 * torch.randn(60, 1)
+    bounds = {}
+    for name, prior in (("fixed", 0.1), ("learned", LOG_NORMAL)):
+        model = linear_model(prior, x, y)
+        guide = ps.MeanFieldGuide(model)
+        ps.fit(model, guide, (x, y), num_steps=600, lr=0.05, progress=False)
+        elbo = ps.StructuredELBO(num_particles=200)
+        bounds[name] = elbo.terms(model, guide, x, y).elbo.item()
+    assert bounds["learned"] > bounds["fixed"] + 100
+    assert 1.5 < guide.median()["net.weight_scale"] < 6
+
+
+# ---- torch's distributions -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        torch.distributions.Laplace(0.0, 1.0),
+        torch.distributions.Independent(torch.distributions.StudentT(torch.full((3,), 3.0)), 1),
+        ps.HierarchicalScale(torch.distributions.HalfNormal(1.0)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_torchs_distributions_serve_as_priors(prior, dtype):
+    bayes_net = ps.bayesianize(nn.Linear(3, 2, bias=False).to(dtype), prior={"*": prior})
+    for own in (dtype, torch.float64):
+        nodes = trace_of(bayes_net.to(own), torch.zeros(1, 3, dtype=own))
+        assert nodes["_RETURN"]["value"].dtype == own
