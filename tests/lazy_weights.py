@@ -8,7 +8,7 @@ from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.substitute_messenger import SubstituteMessenger
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
-from pyro_structvi.lazy_weight import LazyWeight, SiteUse
+from pyro_structvi.lazy_weight import LazyWeight, SiteUse, weights_wait
 
 OUT, IN = 4, 3
 KERNEL = (OUT, 2, 3, 2)
@@ -54,3 +54,11 @@ def inside_model():
 
 def is_ordinary(tensor):
     return type(tensor) is torch.Tensor
+
+
+def run_lazily(layer, guide, x):
+    """Run a layer on what its guide hands it under StructuredELBO."""
+    guide.initialize(x)
+    with weights_wait():
+        trace = poutine.trace(guide).get_trace(x)
+    return poutine.replay(layer, trace)(x).detach()

@@ -11,8 +11,8 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import FullCovariance
 from pyro_structvi.guides.sites import find_declared_sites
-from pyro_structvi.lazy_weight import weights_wait
 from pyro_structvi.nn import RankOneConv1d, RankOneConv2d, RankOneConv3d, RankOneLinear
+from tests.lazy_weights import run_lazily
 from tests.models import regression_data
 from tests.statistics import assert_mean
 
@@ -59,14 +59,6 @@ def test_the_weight_is_scaled_by_an_outer_product(make, shape, batch):
     torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
     ours.weight.data.zero_()
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
-
-
-def run_lazily(layer, guide, x):
-    """Run a layer on what its guide hands it under StructuredELBO."""
-    guide.initialize(x)
-    with weights_wait():
-        trace = poutine.trace(guide).get_trace(x)
-    return poutine.replay(layer, trace)(x).detach()
 
 
 @pytest.mark.parametrize(("make", "shape"), LAYERS)

@@ -13,13 +13,13 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import FullCovariance
 from pyro_structvi.guides.sites import find_declared_sites
-from pyro_structvi.lazy_weight import weights_wait
 from pyro_structvi.nn import (
     WalshHadamardConv1d,
     WalshHadamardConv2d,
     WalshHadamardConv3d,
     WalshHadamardLinear,
 )
+from tests.lazy_weights import run_lazily
 from tests.models import regression_data
 from tests.statistics import assert_moments
 
@@ -151,14 +151,6 @@ def test_the_start_is_like_torchs():
 
 
 # ---- posteriors of the coefficients --------------------------------------------------------------
-
-
-def run_lazily(layer, guide, x):
-    """Run a layer on what its guide hands it under StructuredELBO."""
-    guide.initialize(x)
-    with weights_wait():
-        trace = poutine.trace(guide).get_trace(x)
-    return poutine.replay(layer, trace)(x).detach()
 
 
 @pytest.mark.parametrize(
