@@ -110,7 +110,9 @@ class BernoulliDropout(WeightDistribution):
     def expand(self, batch_shape: Any, _instance: Any = None) -> "BernoulliDropout":
         """Refused: there is one weight only."""
         raise NotImplementedError(
-            "Weights with dropout have no batches. Draw several, by `rsample`."
+            "Weights with dropout have no batches, and so no place in the plates of Pyro's "
+            "`vectorize_particles=True` or `parallel=True`. Draw several by `rsample`, or take "
+            "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
         )
 
     def entropy(self) -> Tensor:

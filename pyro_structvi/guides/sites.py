@@ -14,6 +14,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Independent
 
+from pyro_structvi._plates import outside_plates
 from pyro_structvi.distributions.weight_distribution import shrink
 from pyro_structvi.families import LatentSite, Plate
 from pyro_structvi.lazy_weight import CountedWeight, SiteUse
@@ -83,7 +84,7 @@ def find_sites_by_running(
         NotImplementedError: If a latent site stands in a subsampled plate.
     """
     recorder = _SiteRecorder()
-    with torch.no_grad(), _buffers_kept(model), poutine.block(), recorder:
+    with torch.no_grad(), _buffers_kept(model), outside_plates(), poutine.block(), recorder:
         model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
     for name, found in recorder.found.items():

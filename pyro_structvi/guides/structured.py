@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import check_positive_number
 from pyro_structvi._patterns import matches
+from pyro_structvi._plates import plates_around
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.families import (
     Family,
@@ -186,6 +187,12 @@ class StructuredGuide(nn.Module):
         predicting = poutine.get_mask() is False
         if not self._initialized and not predicting:
             self.initialize(*args, **kwargs)
+        if self.couplings and plates_around():
+            raise NotImplementedError(
+                f"The sites {[*self._coupled.values()]} are drawn together, once for all particles, and "
+                "so not inside the plates of `vectorize_particles=True` or `parallel=True`. Leave these "
+                "out, or take `StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
+            )
         declare_parameters(self.named_parameters(type(self).__name__))
         values: dict[str, Tensor] = {}
         plates: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from pyro_structvi._checks import (
     check_same_kind,
     check_shape,
 )
+from pyro_structvi.nn.plates import run_in_plates
 from pyro_structvi.nn.priors import resolve_prior, sample_from
 
 
@@ -56,14 +57,14 @@ class Classifier(PyroModule):
         Raises:
             ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
         """
-        logits = _run_net(self.net, x)
-        if logits.dim() != 2:
+        logits, plates = _run_net(self.net, x)
+        if logits.dim() != plates + 2:
             raise ValueError(
                 "A Classifier's net must return logits of shape (batch, classes), but got "
                 f"{tuple(logits.shape)}."
             )
         if y is not None:
-            check_shape("y", y, logits.shape[:1], "(batch,)")
+            check_shape("y", y, logits.shape[plates : plates + 1], "(batch,)")
             if y.is_floating_point() or y.is_complex():
                 raise ValueError(
                     f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
@@ -123,13 +124,18 @@ class Regressor(PyroModule):
         Raises:
             ValueError: If ``y`` has not the shape, dtype and device of the net's output.
         """
-        mean = _run_net(self.net, x)
+        mean, plates = _run_net(self.net, x)
+        target = mean.shape[plates + 1 :]
         if y is not None:
-            check_shape("y", y, mean.shape, "that of the net's output")
+            check_shape("y", y, mean.shape[plates:], "that of the net's output")
             check_same_kind("y", y, "net(x)", mean)
-        target = mean.shape[1:]
-        check_broadcastable("noise_scale", self.noise_scale, target, "the shape of a target")
-        _observe(dist.Normal(mean, self.noise_scale).to_event(mean.dim() - 1), y, self.num_data)
+        scale = self.noise_scale
+        if plates and "noise_scale" in self._pyro_samples:  # (*plates, 1, *shape)
+            ones = [1 for _ in range(mean.dim() - scale.dim())]
+            scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
+        else:
+            check_broadcastable("noise_scale", scale, target, "the shape of a target")
+        _observe(dist.Normal(mean, scale).to_event(len(target)), y, self.num_data)
         return mean
 
 
@@ -144,18 +150,19 @@ def _check_net(net: Any) -> nn.Module:
     return net
 
 
-def _run_net(net: nn.Module, x: Any) -> Tensor:
-    output: Tensor = net(x)
-    if output.dim() == 0 or len(output) == 0:
+def _run_net(net: nn.Module, x: Any) -> tuple[Tensor, int]:
+    """Return the net's output, and how many dimensions in front of the batch are plates."""
+    output, plates = run_in_plates(net, x)
+    if output.dim() <= plates or output.shape[plates] == 0:
         raise ValueError(
             "`x` must hold at least one example, but the net's output has shape "
             f"{tuple(output.shape)}."
         )
-    return output
+    return output, plates
 
 
 def _observe(likelihood: Any, y: Tensor | None, num_data: int) -> None:
     """Observe a batch, scaled up to the whole data set; unobserved, it is no latent of a guide."""
-    size = likelihood.batch_shape[0]
+    size = likelihood.batch_shape[-1]
     with poutine.scale(scale=num_data / size), pyro.plate("data", size, dim=-1):
         pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})

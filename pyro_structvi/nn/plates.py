@@ -1,0 +1,54 @@
+"""Nets inside vectorized plates, as Pyro's objectives and ``Predictive`` put them around a model."""
+
+from typing import Any
+
+import pyro
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+
+from pyro_structvi._plates import plates_around
+
+
+def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
+    """Run a net, once for each draw of its weights where plates around the model vectorize them.
+
+    Inside such plates a site's value is ``(*plates, 1, *shape)``, the 1 for the plate of the data, or
+    ``(*plates, *shape)`` as ``Predictive`` has it, which no layer could take. The net is then run by
+    :func:`torch.func.vmap`.
+
+    Args:
+        net: The net; its sample sites are those its modules declare.
+        x: Its input, the same for all draws.
+
+    Returns:
+        The outputs ``(*plates, batch, ...)``, and how many dimensions the plates are.
+
+    Raises:
+        RuntimeError: If the net has operations for which vmap has no rule, such as updates of running
+            statistics.
+    """
+    plates = plates_around()
+    if not plates or not isinstance(net, PyroModule):
+        return net(x), 0
+    with net._pyro_context:
+        values, flat = {}, {}
+        for module in net.modules():
+            for attribute, prior in getattr(module, "_pyro_samples", {}).items():
+                name, value = module._pyro_get_fullname(attribute), getattr(module, attribute)
+                fixed = isinstance(prior, torch.distributions.Distribution)
+                shape = (prior if fixed else prior(module)).shape()
+                values[name], flat[name] = value, value.reshape(plates.numel(), *shape)
+        cache = net._pyro_context.cache
+
+        def run(own: dict[str, Tensor]) -> Tensor:
+            cache.update(own)
+            outputs: Tensor = net(x)
+            return outputs
+
+        try:
+            with pyro.validation_enabled(False):  # of values, which there are none of under vmap
+                outputs: Tensor = torch.func.vmap(run, randomness="different")(flat)
+        finally:
+            cache.update(values)
+    return outputs.reshape(*plates, *outputs.shape[1:]), len(plates)

@@ -1,0 +1,107 @@
+"""Nets under Pyro's own vectorized particles, and under Predictive(parallel=True)."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
+from torch import nn
+
+import pyro_structvi as ps
+from tests.guide_cases import GUIDES
+from tests.models import regression_data
+from tests.statistics import assert_mean
+
+NAMES = [name for name in GUIDES if name != "inducing weights, ensemble"]
+
+
+def make_classifier():
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LayerNorm(2),
+        nn.Linear(2, 3),
+    )
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=True), 6)
+    return model, (torch.randn(6, 1, 3, 3), torch.randint(3, (6,)))
+
+
+def make_regressor(noise_scale=0.3):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return ps.Regressor(ps.bayesianize(net, prior=1.0), 12, noise_scale), regression_data()
+
+
+def make_noisy_regressor():
+    return make_regressor(dist.HalfNormal(1.0))
+
+
+MODELS = [make_classifier, make_regressor, make_noisy_regressor]
+
+
+@pytest.mark.parametrize("make_model", MODELS)
+@pytest.mark.parametrize("elbo", [Trace_ELBO, TraceMeanField_ELBO])
+@pytest.mark.parametrize("guide_name", ["k-tied, joined", "low rank", "inducing weights"])
+def test_particles_in_plates_have_the_loss_of_a_loop(guide_name, elbo, make_model):
+    model, data = make_model()
+    guide = GUIDES[guide_name](model, init_scale=0.2)
+    guide.initialize(*data)
+    losses = []
+    for vectorize in (True, False):
+        objective = elbo(num_particles=4, vectorize_particles=vectorize, max_plate_nesting=1)
+        with torch.no_grad():
+            each = [[objective.loss(model, guide, *data)] for _ in range(40)]
+        losses.append(torch.tensor(each))
+    assert_mean(losses[0] - losses[1], torch.zeros(1))
+
+
+@pytest.mark.parametrize("guide_name", NAMES)
+def test_gradients_reach_every_parameter(guide_name):
+    model, data = make_classifier()
+    guide = GUIDES[guide_name](model, init_scale=0.2)
+    objective = Trace_ELBO(num_particles=3, vectorize_particles=True, max_plate_nesting=1)
+    objective.loss_and_grads(model, guide, *data)
+    for name, parameter in guide.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+@pytest.mark.parametrize("make_model", MODELS)
+@pytest.mark.parametrize("guide_name", NAMES)
+def test_outputs_in_parallel_are_those_of_each_draw_alone(guide_name, make_model):
+    model, (x, _) = make_model()
+    guide = GUIDES[guide_name](model, init_scale=0.2)
+    guide.initialize(x)
+    sites = [*guide.site_names, "_RETURN", "obs"]
+    together = Predictive(model, guide=guide, num_samples=5, parallel=True, return_sites=sites)(x)
+    values = {name: together[name].squeeze(1) for name in guide.site_names}
+    apart = Predictive(model, values, return_sites=["_RETURN"])(x)["_RETURN"]
+    torch.testing.assert_close(together["_RETURN"].reshape(apart.shape), apart)
+    assert together["obs"].shape[:2] == (5, len(x))
+    assert (apart[0] != apart[1]).all()
+
+
+def test_running_statistics_have_no_rule():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = ps.Regressor(ps.bayesianize(net, normalization=False), 12, 0.3)
+    objective = Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=1)
+    with pytest.raises(RuntimeError, match="Batch norm got a batched tensor"):
+        objective.loss(model, ps.MeanFieldGuide(model), *regression_data())
+
+
+@pytest.mark.parametrize(
+    ("make_guide", "message"),
+    [
+        (lambda model: ps.EnsembleGuide(model, 2), "are drawn together, once for all particles"),
+        (
+            lambda model: ps.InducingWeightGuide(model, (3, 2), "full", shared=True),
+            "are drawn together, once for all particles",
+        ),
+        (ps.MCDropoutGuide, "Weights with dropout have no batches"),
+    ],
+)
+def test_guides_that_draw_once_are_refused(make_guide, message):
+    model, data = make_regressor()
+    objective = Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=1)
+    with pytest.raises(NotImplementedError, match=message):
+        objective.loss(model, make_guide(model), *data)
