@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from pyro_structvi import pruning, subnetwork
+from pyro_structvi import pruning, subnetwork, warm_start
 from pyro_structvi.guides import (
     AutoLowRankLRT,
     EnsembleGuide,
@@ -64,6 +64,7 @@ __all__ = [
     "pruning",
     "subnetwork",
     "to_inference_data",
+    "warm_start",
 ]
 
 # These need optional packages, so they are imported when they are first asked for.

@@ -1,0 +1,117 @@
+"""Starting one posterior where another has arrived."""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from pyro_structvi._checks import check_positive_integer
+from pyro_structvi.families import Family, KTied, MeanField, SitePosterior
+from pyro_structvi.guides import StructuredGuide
+
+
+def k_tied_from_mean_field(guide: StructuredGuide, rank: int = 2) -> StructuredGuide:
+    """Tie the standard deviations of a fitted mean-field guide.
+
+    Every weight with the family ``MeanField`` gets ``KTied(rank)`` with the same means, and the factors
+    whose product comes close to its standard deviations; see :func:`tie_scales`. All other sites keep
+    their posteriors. The new guide is a guide of the same model, to be used as it is or trained on.
+
+    Args:
+        guide: A fitted guide; it stays as it is.
+        rank: The k of the new posteriors.
+
+    Returns:
+        The new guide.
+
+    Raises:
+        ValueError: If the rank is not a whole number of at least 1, or no weight has mean field.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(40, 30), prior=1.0), num_data=10)
+        >>> guide = MeanFieldGuide(model)  # to be fitted
+        >>> tied = k_tied_from_mean_field(guide, rank=1)
+        >>> [sum(value.numel() for value in each.parameters()) for each in (guide, tied)]
+        [2460, 1330]
+
+    References:
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.1: the standard deviations
+        of fitted mean-field posteriors are of low rank.
+    """
+    family = KTied(check_positive_integer("rank", rank))
+    new = copy.deepcopy(guide)
+    tied: dict[str, Family] = {}
+    with torch.no_grad():
+        for key, posterior in guide.posteriors.items():
+            assert isinstance(posterior, SitePosterior)
+            site, law = posterior.site, posterior()
+            if isinstance(posterior.family, MeanField) and family.fits(site):
+                rows, columns = tie_scales(law.stddev.flatten(1), rank)
+                parameters = {
+                    "loc": law.mean.clone(),
+                    "log_row_scale": rows.log(),
+                    "log_column_scale": columns.log(),
+                }
+                new.posteriors[key] = SitePosterior(family, site, parameters)
+                tied[site.name] = family
+    if not tied:
+        families = {name: guide[name].family for name in guide.site_names}
+        raise ValueError(f"`guide` must have mean field at some weight, but has {families}.")
+    new.families = tied | guide.families
+    return new
+
+
+def tie_scales(scale: Tensor, rank: int, steps: int = 500) -> tuple[Tensor, Tensor]:
+    """Approximate a positive matrix by a product of positive factors.
+
+    With one column each, the leading singular vectors, which are positive, are the best. With more, a
+    factorization by multiplicative updates starts at the positive parts of the singular vectors.
+
+    Args:
+        scale: The matrix, ``(out, in)``, positive.
+        rank: The number k of columns of each factor.
+        steps: The number of updates.
+
+    Returns:
+        Factors ``(out, k)`` and ``(in, k)``, all of whose numbers are positive.
+
+    Raises:
+        ValueError: If the rank is not a whole number of at least 1.
+
+    Example:
+        >>> rows, columns = tie_scales(torch.tensor([[1.0, 2.0], [2.0, 4.0]]), rank=1)
+        >>> bool(torch.allclose(rows @ columns.T, torch.tensor([[1.0, 2.0], [2.0, 4.0]])))
+        True
+
+    References:
+        Lee and Seung (2001), "Algorithms for non-negative matrix factorization"; Boutsidis and
+        Gallopoulos (2008), "SVD based initialization: a head start for nonnegative matrix
+        factorization".
+    """
+    check_positive_integer("rank", rank)
+    matrix = scale.double()
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    smallest = 1e-3 * (matrix.mean() / rank).sqrt()
+    rows, columns = (
+        side.new_full((len(side), rank), float(smallest)) for side in (matrix, matrix.mT)
+    )
+    for k in range(min(rank, len(s))):
+        left, right = _larger_part(u[:, k], vh[k])
+        size = s[k] * left.norm() * right.norm()
+        rows[:, k] = (size.sqrt() * left / left.norm()).clamp_min(smallest)
+        columns[:, k] = (size.sqrt() * right / right.norm()).clamp_min(smallest)
+    for _ in range(steps if rank > 1 else 0):
+        rows *= (matrix @ columns) / (rows @ (columns.mT @ columns))
+        columns *= (matrix.mT @ rows) / (columns @ (rows.mT @ rows))
+    tiny = torch.finfo(scale.dtype).tiny
+    return rows.to(scale.dtype).clamp_min(tiny), columns.to(scale.dtype).clamp_min(tiny)
+
+
+def _larger_part(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positive or the negative parts of two singular vectors, whichever product is larger."""
+    parts = [(sign * left).clamp_min(0) for sign in (1, -1)]
+    others = [(sign * right).clamp_min(0) for sign in (1, -1)]
+    sizes = [float(a.norm() * b.norm()) for a, b in zip(parts, others, strict=True)]
+    best = sizes.index(max(sizes))
+    return parts[best], others[best]

@@ -1,0 +1,103 @@
+"""Starting one posterior where another has arrived."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi import warm_start
+from pyro_structvi.families import KTied, LowRank, MeanField
+from tests.models import make_regressor, regression_data
+
+
+def factors(out, size, rank):
+    return torch.rand(out, rank) + 0.1, torch.rand(size, rank) + 0.1
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (1, 4), (4, 1)])
+def test_one_column_is_the_best_approximation(shape):
+    """Eckart and Young: the error is the sum of the other squared singular values."""
+    scale = torch.rand(shape) + 0.1
+    rows, columns = warm_start.tie_scales(scale, 1)
+    assert rows.min() > 0
+    assert columns.min() > 0
+    error = (rows @ columns.mT - scale).square().sum()
+    torch.testing.assert_close(
+        error, torch.linalg.svdvals(scale)[1:].square().sum(), atol=1e-12, rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_product_of_positive_factors_is_found(rank):
+    true_rows, true_columns = factors(12, 9, rank)
+    scale = true_rows @ true_columns.mT
+    rows, columns = warm_start.tie_scales(scale, rank, steps=20_000)
+    assert rows.shape == (12, rank)
+    assert columns.shape == (9, rank)
+    assert min(rows.min(), columns.min()) > 0
+    assert ((rows @ columns.mT - scale).abs() / scale).max() < 1e-2
+
+
+def test_more_columns_come_closer():
+    scale = torch.rand(12, 9) + 0.1
+    errors = []
+    for rank in (1, 2, 4, 12):
+        rows, columns = warm_start.tie_scales(scale, rank)
+        errors.append((rows @ columns.mT - scale).square().sum())
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_the_dtype_stays():
+    rows, columns = warm_start.tie_scales(torch.rand(3, 4, dtype=torch.float32), 2)
+    assert rows.dtype == columns.dtype == torch.float32
+
+
+def test_a_guide_is_tied():
+    model, data = make_regressor(), regression_data()
+    guide = ps.MeanFieldGuide(model, init_scale=0.1)
+    ps.fit(model, guide, data, num_steps=200, lr=0.02, progress=False)
+    before = {name: value.clone() for name, value in guide.state_dict().items()}
+    tied = warm_start.k_tied_from_mean_field(guide, rank=2)
+    for name in ("net.0.weight", "net.2.weight"):
+        assert tied[name].family == KTied(2)
+        assert torch.equal(tied[name]().mean, guide[name]().mean)
+        rows, columns = warm_start.tie_scales(guide[name]().stddev.detach(), 2)
+        torch.testing.assert_close(tied[name]().stddev, rows @ columns.mT)
+    for name in ("net.0.bias", "net.2.bias"):
+        assert tied[name].family == MeanField()
+        assert torch.equal(tied[name]().stddev, guide[name]().stddev)
+    assert all(torch.equal(before[name], value) for name, value in guide.state_dict().items())
+    elbo = ps.StructuredELBO(num_particles=200)
+    fresh = ps.KTiedGuide(model, rank=2)
+    with torch.no_grad():
+        bounds = [elbo.terms(model, each, *data).elbo for each in (guide, tied, fresh)]
+    assert bounds[0] > bounds[1] - 10
+    assert bounds[1] > bounds[2] + 10
+    history = ps.fit(model, tied, data, num_steps=20, lr=0.01, progress=False)
+    assert len(history.elbo) == 20
+
+
+def test_filters_and_other_families_keep_their_kind():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0), 5)
+    guide = ps.StructuredGuide(model, {"net.2.*": LowRank(2), "*": MeanField()})
+    tied = warm_start.k_tied_from_mean_field(guide, rank=1)
+    assert tied["net.0.weight"].family == KTied(1)
+    assert tied["net.2.weight"].family == LowRank(2)
+    assert torch.equal(tied["net.2.weight"].factors, guide["net.2.weight"].factors)
+
+
+def test_means_of_a_pretrained_state_dict():
+    """The net's weights are where means start; loading them into the net is all it takes."""
+    pretrained, net = nn.Linear(3, 2), nn.Linear(3, 2)
+    net.load_state_dict(pretrained.state_dict())
+    guide = ps.KTiedGuide(ps.Classifier(ps.bayesianize(net), 5))
+    assert torch.equal(guide.median()["net.weight"], pretrained.weight)
+    assert torch.equal(guide.median()["net.bias"], pretrained.bias)
+
+
+def test_what_cannot_be_tied_is_refused():
+    with pytest.raises(ValueError, match="must have mean field at some weight"):
+        warm_start.k_tied_from_mean_field(ps.KTiedGuide(make_regressor()))
+    with pytest.raises(ValueError, match="`rank` must be a whole number"):
+        warm_start.k_tied_from_mean_field(ps.MeanFieldGuide(make_regressor()), rank=0)
