@@ -1,9 +1,10 @@
-"""Reading a call of ``F.linear``, a convolution, or a function of a factor, as a map of its weight."""
+"""Reading a call as what it does with its weight: a linear map, a look-up of rows, or a function."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -19,6 +20,52 @@ class Application(NamedTuple):
     weight: Any
     bias: Any
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether the weight meets one example more than once."""
+        return self.linear_map.has_positions(self.x)
+
+
+class Lookup(NamedTuple):
+    """A call that looks up rows of a matrix, ``weight[x]`` for integers ``x (batch, *positions)``.
+
+    Rows at ``padding_idx`` get no gradient.
+    """
+
+    x: Any
+    weight: Any
+    padding_idx: int | None
+
+    @property
+    def indices(self) -> Tensor:
+        """The integers as ``(batch, positions)``; without a batch or positions there is one."""
+        indices: Tensor = self.x.reshape(self.x.shape[:1].numel(), self.x.shape[1:].numel())
+        return indices
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether one example looks up several rows."""
+        return self.indices.shape[1] > 1
+
+    def share_draws(self, rows: Tensor) -> Tensor:
+        """Give the same draw to all positions of an example that have the same index.
+
+        Args:
+            rows: Drawn rows ``(batch, positions, dim)``, independent where an index repeats.
+        """
+        indices = self.indices.contiguous()
+        values, order = indices.sort()
+        first = order.gather(1, torch.searchsorted(values, indices))
+        return rows.take_along_dim(first.unsqueeze(-1), 1)
+
+    def shape_outputs(self, rows: Tensor) -> Tensor:
+        """Return rows ``(batch, positions, dim)`` as the outputs of the call."""
+        outputs = rows.reshape(*self.x.shape, rows.shape[-1])
+        if self.padding_idx is None:
+            return outputs
+        is_padding = self.x == self.padding_idx % len(self.weight)
+        return torch.where(is_padding.unsqueeze(-1), outputs.detach(), outputs)
+
 
 class FactorApplication(NamedTuple):
     """A call of a function of a factor, ``function(x, weight)``, which may have examples in front."""
@@ -32,6 +79,21 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
     if weight.dim() != 2:  # a vector, which torch takes as a single output without a dimension
         return None
     return Application(DenseMap(), input, weight, bias)
+
+
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Lookup | None:
+    """Read a look-up, or None where it writes into the weight or changes what its gradient is."""
+    if weight.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    return Lookup(input, weight, padding_idx)
 
 
 def _convolution(function: Callable[..., Tensor]) -> Callable[..., Application]:
@@ -52,8 +114,11 @@ def _convolution(function: Callable[..., Tensor]) -> Callable[..., Application]:
     return parse
 
 
-_PARSERS: dict[Callable[..., Any], Callable[..., Application | FactorApplication | None]] = {
+_PARSERS: dict[
+    Callable[..., Any], Callable[..., Application | Lookup | FactorApplication | None]
+] = {
     F.linear: _linear,
+    F.embedding: _embedding,
     F.conv1d: _convolution(F.conv1d),
     F.conv2d: _convolution(F.conv2d),
     F.conv3d: _convolution(F.conv3d),
@@ -104,7 +169,7 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def parse_application(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Application | FactorApplication | None:
+) -> Application | Lookup | FactorApplication | None:
     """Read a call that applies a weight, positional or by keyword.
 
     Args:

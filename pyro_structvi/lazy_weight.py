@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyro_structvi._fused import inside_transform
-from pyro_structvi.applications import Application, FactorApplication, parse_application
+from pyro_structvi.applications import Application, FactorApplication, Lookup, parse_application
+from pyro_structvi.attention import is_attention, self_attention
 from pyro_structvi.flipout import flipout
 from pyro_structvi.linear_maps import LinearMap, shape_per_example
 
@@ -84,10 +85,9 @@ class SiteUse:
         """Whether a draw at this site is to be put off here and now; see :func:`weights_wait`."""
         return self.may_wait and weights_wait_now()
 
-    def asks_for_exact(self, application: Application) -> bool:
+    def asks_for_exact(self, application: Application | Lookup) -> bool:
         """Whether this use is one where an image's law may be approximate, and that is not wanted."""
-        has_positions = application.linear_map.has_positions(application.x)
-        return self.local_reparam in {"exact", "flipout"} and has_positions
+        return self.local_reparam in {"exact", "flipout"} and application.has_positions
 
 
 class WeightStandIn(Tensor):
@@ -111,13 +111,19 @@ class WeightStandIn(Tensor):
         """Draw the outputs of a linear map without drawing the weight, where that may be done."""
         return None
 
+    def _draw_rows(self, lookup: Lookup) -> Tensor | None:
+        """Draw the rows that are looked up without drawing the weight, where that may be done."""
+        return None
+
     def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
         """Draw a factor for each example, where that may be done."""
         return None
 
-    def _check_input(self, x: Tensor) -> None:
+    def _check_input(self, application: Application | Lookup | FactorApplication) -> None:
         """Explain an input that does not fit the weight, in place of an error from the kernel."""
-        for attribute in ("device", "dtype"):
+        x = application.x
+        attributes = ("device",) if isinstance(application, Lookup) else ("device", "dtype")
+        for attribute in attributes:
             expected, got = getattr(self, attribute), getattr(x, attribute)
             if expected != got and not (attribute == "dtype" and _autocasts(x)):
                 target = repr(expected) if attribute == "dtype" else repr(str(expected))
@@ -137,17 +143,23 @@ class WeightStandIn(Tensor):
     ) -> Any:
         """Call ``func`` with ordinary tensors, unless there is a better answer.
 
-        Shape, dtype and the like are known; the outputs of a linear map may be drawn directly.
+        Shape, dtype and the like are known; the outputs of a linear map, and rows that are looked
+        up, may be drawn directly.
         """
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        attended = self_attention(args, kwargs) if is_attention(func) else None
+        if attended is not None:
+            return attended
         application = parse_application(func, args, kwargs)
         if application is not None and isinstance(application.weight, WeightStandIn):
             weight = application.weight
-            weight._check_input(application.x)
-            if isinstance(application, FactorApplication):
+            weight._check_input(application)
+            if isinstance(application, Lookup):
+                outputs = weight._draw_rows(application)
+            elif isinstance(application, FactorApplication):
                 outputs = weight._draw_per_example(application)
             else:
                 outputs = weight._draw_outputs(application)
@@ -193,10 +205,10 @@ class CountedWeight(WeightStandIn):
 class LazyWeight(WeightStandIn):
     """A weight at a guide's sample site that is drawn when, and as what, it is needed.
 
-    ``F.linear`` and the convolutions hand themselves to it by torch's ``__torch_function__``
-    protocol; it answers with a draw of the *outputs*, independent for each example (local
-    reparameterization). Anything else that touches it gets one ordinary draw of the weight, made
-    once and kept. Its shape, dtype and device are known without a draw.
+    ``F.linear``, the convolutions and ``F.embedding`` hand themselves to it by torch's
+    ``__torch_function__`` protocol; it answers with a draw of the *outputs*, independent for each
+    example (local reparameterization). Anything else that touches it gets one ordinary draw of the
+    weight, made once and kept. Its shape, dtype and device are known without a draw.
 
     Args:
         distribution: The law of the weight.
@@ -279,6 +291,18 @@ class LazyWeight(WeightStandIn):
         if lazy_bias is not None:
             lazy_bias._gave_outputs = True
         return outputs if shift is None else outputs + shift
+
+    def _draw_rows(self, lookup: Lookup) -> Tensor | None:
+        """Draw the rows that are looked up, or return None where only an ordinary weight will do."""
+        law = self.distribution.rows(lookup.indices) if self._may_give_outputs(lookup.x) else None
+        if law is None:
+            return None
+        self._refuse_second_use()
+        rows: Tensor = law.rsample()
+        if self.use.asks_for_exact(lookup):
+            rows = lookup.share_draws(rows)
+        self._gave_outputs = True
+        return lookup.shape_outputs(rows)
 
     def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
         """Apply a factor that is drawn for each example, or return None to apply one to all."""

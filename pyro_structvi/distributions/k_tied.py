@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -141,6 +142,12 @@ class KTiedNormal(WeightDistribution):
                 hidden, _pairwise_products(self.row_scale, off_diagonal=2.0), bias_variance
             ),
         )
+
+    def rows(self, index: Tensor) -> MeanFieldNormal:
+        """Return the law of rows ``W[index]``: independent normals."""
+        loc, row_scale = (F.embedding(index, table) for table in (self.loc, self.row_scale))
+        scale = row_scale @ self.column_scale.mT
+        return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
 
 def _pairwise_products(factor: Tensor, off_diagonal: float = 1.0) -> Tensor:

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -228,6 +229,13 @@ class LowRankNormal(WeightDistribution):
         else:
             variance = linear_map(x.square(), self._matrix(self.scale.square()), bias_variance)
         return _LowRankImage(self, linear_map, x, loc, floored_sqrt(variance).expand(loc.shape))
+
+    def rows(self, index: Tensor) -> "LowRankNormal":
+        """Return the law of rows ``W[index]``: low rank plus diagonal."""
+        loc = F.embedding(index, self.loc)
+        scale = self.scale if self.is_isotropic else F.embedding(index, self.scale)
+        factors = torch.stack([F.embedding(index, factor) for factor in self.factors], 1)
+        return LowRankNormal(loc, factors, scale, self.alpha, event_dim=2, validate_args=False)
 
     def _isotropic_image_variance(
         self, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None

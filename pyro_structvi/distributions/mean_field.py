@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -92,6 +93,11 @@ class MeanFieldNormal(WeightDistribution):
             mean=linear_map(x, self._matrix(self.loc), bias_loc),
             variance=linear_map(x.square(), self._matrix(self.variance), bias_variance),
         )
+
+    def rows(self, index: Tensor) -> "MeanFieldNormal":
+        """Return the law of rows ``W[index]``: independent normals."""
+        loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
+        return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
 
 def bias_moments(

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -123,3 +124,9 @@ class RowwiseNormal(WeightDistribution):
             space = [1 for _ in range(-channel_dim - 1)]
             variance = variance + bias_variance.reshape(*bias_variance.shape, *space)
         return normal_image(linear_map, linear_map(x, self._matrix(self.loc), bias_loc), variance)
+
+    def rows(self, index: Tensor) -> "RowwiseNormal":
+        """Return the law of rows ``W[index]``: a full covariance within each."""
+        factors = F.embedding(index, self.scale_tril.flatten(1))
+        scale_tril = factors.unflatten(-1, self.scale_tril.shape[1:])
+        return RowwiseNormal(F.embedding(index, self.loc), scale_tril, validate_args=False)

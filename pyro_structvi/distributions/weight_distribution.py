@@ -45,8 +45,8 @@ class WeightDistribution(TorchDistribution):
 
     **It may define** ``variance_sum``, where that is cheaper than summing ``variance``;
     ``trace_and_log_det``, where the two share work; ``has_independent_elements``, where the covariance
-    is diagonal; ``split_noise``, where a part of it is; and ``has_exact_positions``, where its images
-    are exact over the positions of an example too.
+    is diagonal; ``split_noise``, where a part of it is; ``has_exact_positions``, where its images
+    are exact over the positions of an example too; and ``rows``, where some rows cost less than all.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -132,6 +132,20 @@ class WeightDistribution(TorchDistribution):
         raise NotImplementedError
 
     # ---- what a structure may define -------------------------------------------------------------
+
+    def rows(self, index: Tensor) -> TorchDistribution | None:
+        """Return the law of rows of one matrix ``W (num, dim)``, independent over examples.
+
+        Args:
+            index: Which rows, integers ``(batch, positions)``.
+
+        Returns:
+            A distribution over ``W[index]``, ``(batch, positions, dim)``, the last two of which are
+            its event; or None, and the weight is then drawn. Over the positions of one example the
+            noise of independent rows is independent, also where an index repeats: each row has its
+            exact law. Noise that rows share is one draw for an example.
+        """
+        return None
 
     @property
     def variance_sum(self) -> Tensor:

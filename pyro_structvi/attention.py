@@ -1,0 +1,89 @@
+"""Multi-head self-attention whose projections are calls of ``F.linear``, with the batch first."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_NOT_SERVED = ("bias_k", "bias_v", "static_k", "static_v")
+
+
+def is_attention(function: Callable[..., Any]) -> bool:
+    """Whether a function is the one that ``nn.MultiheadAttention`` calls."""
+    return function is F.multi_head_attention_forward
+
+
+def self_attention(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None] | None:
+    """Do what torch's function does, so that its weights meet ``F.linear`` and nothing else.
+
+    Torch applies the packed weights to queries, keys and values with the positions first. Here the
+    projections of self-attention are one call, and the examples come first, as local reparameterization
+    takes them.
+
+    Args:
+        args: Positional arguments of :func:`torch.nn.functional.multi_head_attention_forward`.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What it returns; None for cross-attention, whose packed weight meets several inputs, for weights
+        that are not packed, and where a position is added to the keys.
+    """
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    is_self = given["query"] is given["key"] is given["value"]
+    is_plain = not (given["use_separate_proj_weight"] or given["add_zero_attn"])
+    if not (is_self and is_plain) or any(given[name] is not None for name in _NOT_SERVED):
+        return None
+    query = given["query"]
+    is_batched = query.dim() == 3
+    x = query.transpose(0, 1) if is_batched else query.unsqueeze(0)
+    heads, dropout = given["num_heads"], given["dropout_p"] if given["training"] else 0.0
+    projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
+    q, k, v = (
+        part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.chunk(3, dim=-1)
+    )
+    mask = _additive_mask(given["attn_mask"], given["key_padding_mask"], q)
+    weights = None
+    if given["need_weights"]:
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        if dropout:
+            weights = F.dropout(weights, dropout)
+        mixed = weights @ v
+        weights = weights.mean(1) if given["average_attn_weights"] else weights
+        weights = weights if is_batched else weights.squeeze(0)
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+    joined = mixed.transpose(1, 2).flatten(2)
+    outputs = F.linear(joined, given["out_proj_weight"], given["out_proj_bias"])
+    return (outputs.transpose(0, 1) if is_batched else outputs.squeeze(0)), weights
+
+
+def _additive_mask(
+    attention_mask: Tensor | None, padding_mask: Tensor | None, query: Tensor
+) -> Tensor | None:
+    """Return the sum of both masks, to be added to scores ``(batch, heads, length, length)``."""
+    total = None
+    if attention_mask is not None:
+        total = _as_numbers(attention_mask, query)
+        if total.dim() == 3:
+            total = total.unflatten(0, query.shape[:2])
+    if padding_mask is not None:
+        padding = _as_numbers(padding_mask, query)
+        padding = padding.reshape(query.shape[0], 1, 1, -1)
+        total = padding if total is None else total + padding
+    return total
+
+
+def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask as numbers to be added; minus infinity where a boolean one is true."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
