@@ -20,6 +20,7 @@ from pyro_structvi.guides import (
 )
 from pyro_structvi.infer import LinearAnnealing, StructuredELBO, fit
 from pyro_structvi.inference_data import to_inference_data
+from pyro_structvi.memory import estimate_memory
 from pyro_structvi.nn import (
     Classifier,
     FanIn,
@@ -55,6 +56,7 @@ __all__ = [
     "RowwiseGuide",
     "StructuredGuide",
     "SubnetworkGuide",
+    "estimate_memory",
     # fitting
     "LinearAnnealing",
     "StructuredELBO",

@@ -104,13 +104,13 @@ class InducingWeights(MatrixFamily):
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at the best approximation of ``loc`` that the inducing weights can express."""
-        prior_scale = self._prior_scale(site, loc)
+        prior_scale = self._prior_scales(site)
         matrix = loc.flatten(1) / prior_scale[0]
         matrix[:, -1] *= prior_scale[0] / prior_scale[-1]
         smaller = all(size < most for size, most in zip(matrix.shape, self.shape, strict=True))
         sizes = matrix.shape if smaller else torch.Size(self.shape)
         rows, columns = _leading_directions(matrix, *sizes)
-        own = scale / float(prior_scale[0])
+        own = scale / prior_scale[0]
         inner = {"loc": _inducing_mean(matrix, rows, columns)}
         if not self.shared:
             inner = self.posterior.init(self._inducing_site(sizes), inner["loc"], own)
@@ -120,7 +120,7 @@ class InducingWeights(MatrixFamily):
             "log_row_diagonal": loc.new_full((sizes[0],), math.log(DIAGONAL)),
             "log_column_diagonal": loc.new_full((sizes[1],), math.log(DIAGONAL)),
             "log_conditional_scale": loc.new_tensor(uncapped(own, self.max_conditional_scale)),
-            "prior_scale": prior_scale,
+            "prior_scale": loc.new_tensor(prior_scale),
             **{f"inducing_{name}": value for name, value in inner.items()},
         }
 
@@ -160,7 +160,7 @@ class InducingWeights(MatrixFamily):
         if not self.shared:
             return None
         starts = {name: posterior.release("inducing_loc") for name, posterior in posteriors.items()}
-        priors = [float(post.value("prior_scale")[0]) for post in posteriors.values()]
+        priors = [self._prior_scales(post.site)[0] for post in posteriors.values()]
         logs = [math.log(scale / prior) for prior in priors]
         return SharedInducing(self.posterior, starts, math.exp(sum(logs) / len(logs)))
 
@@ -168,16 +168,17 @@ class InducingWeights(MatrixFamily):
         """Return the inducing weights ``(K, M_out, M_in)`` of an ensemble's members."""
         return posterior.value("inducing_members")
 
-    def _prior_scale(self, site: LatentSite, loc: Tensor) -> Tensor:
-        """Return the prior's standard deviation ``(1,)``, or those of weight and bias ``(2,)``."""
+    def _prior_scales(self, site: LatentSite) -> list[float]:
+        """Return the prior's standard deviation, or those of weight and bias if they differ."""
         own = [site.prior_scale] + ([] if site.bias is None else [site.bias.prior_scale])
         scales = [value if self.prior_scale is None else self.prior_scale for value in own]
-        if None in scales:
+        found = [scale for scale in scales if scale is not None]
+        if len(found) < len(scales):
             raise ValueError(
                 f"The prior of {' and '.join(site.names)} has no finite standard deviation to build "
                 "inducing weights on. Pass `prior_scale=` to InducingWeights."
             )
-        return loc.new_tensor(scales[:1] if len(set(scales)) == 1 else scales)
+        return found[:1] if len(set(found)) == 1 else found
 
     def _inducing_site(self, shape: Sequence[int]) -> LatentSite:
         return LatentSite("inducing", torch.Size(shape), 2, constraints.real, prior_scale=1.0)

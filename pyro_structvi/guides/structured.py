@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, TypedDict
 
 import pyro
@@ -29,7 +30,19 @@ from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
 from pyro_structvi.lazy_weight import LocalReparam, SiteUse
 
+_SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
+
 InitLocFn = Callable[[dict[str, Any]], Tensor | None]
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Let guides that are made in this block have parameters without values, on torch's meta device."""
+    token = _SHAPES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY.reset(token)
 
 
 class GuideOptions(TypedDict, total=False):
@@ -217,10 +230,13 @@ class StructuredGuide(nn.Module):
         family = families.pop() if len(families) == 1 else None
         return family if isinstance(family, Members) else None
 
+    def site_posteriors(self) -> Iterator[SitePosterior]:
+        """Return what holds the parameters: one for each site, and for what sites draw together."""
+        return (module for module in self.modules() if isinstance(module, SitePosterior))
+
     def factorize(self) -> None:
         """Factor what draws need, for an objective that maps over calls and factors once for all."""
-        posteriors = [module for module in self.modules() if isinstance(module, SitePosterior)]
-        for posterior in posteriors:
+        for posterior in self.site_posteriors():
             if posterior.family.keeps_factors:
                 law: Any = posterior()
                 law.factorize()
@@ -401,6 +417,9 @@ class StructuredGuide(nn.Module):
     def _start(self, found: FoundSite) -> Tensor:
         """Return where the posterior of a site of the model is centred at first."""
         site, message = found.site, {"name": found.site.name, "fn": found.prior}
+        if _SHAPES_ONLY.get():
+            dtype = None if found.initial is None else found.initial.dtype
+            return torch.empty(site.shape, dtype=dtype, device="meta")
         like = found.prior.sample()
         loc = None if self.init_loc_fn is None else self.init_loc_fn(message)
         if loc is not None:
