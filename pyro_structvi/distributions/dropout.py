@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Laplace, Normal, constraints, register_kl
 
 from pyro_structvi._checks import check_fraction
-from pyro_structvi.distributions.kl_to_normals import JoinedPrior
+from pyro_structvi.distributions.kl_to_normals import JoinedPrior, normal_cross_entropy
 from pyro_structvi.distributions.mean_field import bias_moments, floored_sqrt
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linear_maps import LinearMap, shape_per_example
@@ -70,6 +70,11 @@ class BernoulliDropout(WeightDistribution):
     def variance(self) -> Tensor:
         """The variance of each weight, of the shape of the weight."""
         return self._odds * self.loc.square()
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance."""
+        return self._odds * self.loc.square().sum()
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -225,11 +230,16 @@ def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
     return kept.to(like.dtype) / (1 - rate)
 
 
+@register_kl(BernoulliDropout, Normal)
+def _kl_dropout_normal(q: BernoulliDropout, p: Any) -> Tensor:
+    """The expected negative log density of the prior, less the entropy of the masks, in nats."""
+    return normal_cross_entropy(q, p) - q.entropy()
+
+
 @register_kl(BernoulliDropout, JoinedPrior)
 @register_kl(BernoulliDropout, Laplace)
-@register_kl(BernoulliDropout, Normal)
 def _kl_dropout(q: BernoulliDropout, p: Any) -> Tensor:
-    """The expected negative log density of the prior, less the entropy of the masks, in nats."""
+    """The same for other priors, whose density at the two values of each element is enough."""
     dropped, kept = torch.zeros_like(q.loc), q.loc / (1 - q.rate)
     log_prob = q.rate * p.log_prob(dropped).sum() + (1 - q.rate) * p.log_prob(kept).sum()
     nats: Tensor = -log_prob - q.entropy()

@@ -1,5 +1,6 @@
 """The KL from any Gaussian over a weight to independent priors, and priors of joined biases."""
 
+import math
 from typing import Any
 
 import torch
@@ -87,20 +88,51 @@ def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
 
     so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
     """
-    event_dim, size = len(q.event_shape), q.event_shape.numel()
-    loc, scale = (shrink(value.expand(q.mean.shape), event_dim) for value in (p.loc, p.scale))
-    event = scale.shape[scale.dim() - event_dim :]
-    if event.numel() == 1:
+    if _is_one_number(p.scale, q):
         spread, log_det = q.trace_and_log_det()
-        scale = scale.reshape(q.batch_shape)
-        moment = (spread + _SquaredDistance.apply(q.mean, loc, event_dim)) / scale.square()
-        log_det_prior = 2 * size * scale.log()
+        cross_entropy = normal_cross_entropy(q, p, spread)
     else:
         log_det = q.log_det_covariance
-        moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
-        log_det_prior = 2 * size / event.numel() * event_sum(scale.log(), event_dim)
-    divergence: Tensor = 0.5 * (moment - size + log_det_prior - log_det)
+        cross_entropy = normal_cross_entropy(q, p)
+    constant = q.event_shape.numel() * (1 + math.log(2 * math.pi))
+    divergence: Tensor = cross_entropy - 0.5 * (log_det + constant)
     return divergence
+
+
+def normal_cross_entropy(q: Any, p: Any, variance_sum: Tensor | None = None) -> Tensor:
+    """Return ``E[-log p(w)]`` of any law with moments, for independent normals p.
+
+    Where the prior has one scale in memory, nothing of the weight's size is kept for the gradient but
+    the mean.
+
+    Args:
+        q: The law, with ``mean``, ``variance`` and ``variance_sum``.
+        p: Independent normals.
+        variance_sum: That of ``q``, where it is known already.
+
+    Returns:
+        Nats, ``(*batch_shape,)``.
+    """
+    event_dim, size = len(q.event_shape), q.event_shape.numel()
+    loc, scale = (shrink(value.expand(q.mean.shape), event_dim) for value in (p.loc, p.scale))
+    if _is_one_number(p.scale, q):
+        scale = scale.reshape(q.batch_shape)
+        spread = q.variance_sum if variance_sum is None else variance_sum
+        moment = (spread + _SquaredDistance.apply(q.mean, loc, event_dim)) / scale.square()
+        log_det = 2 * size * scale.log()
+    else:
+        moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
+        count = scale.shape[scale.dim() - event_dim :].numel()
+        log_det = 2 * size / count * event_sum(scale.log(), event_dim)
+    nats: Tensor = 0.5 * (moment + log_det + size * math.log(2 * math.pi))
+    return nats
+
+
+def _is_one_number(scale: Tensor, q: Any) -> bool:
+    """Whether a prior's scale is one number in memory for each weight of a batch."""
+    event_dim = len(q.event_shape)
+    small = shrink(scale.expand(q.mean.shape), event_dim)
+    return small.shape[small.dim() - event_dim :].numel() == 1
 
 
 @register_kl(WeightDistribution, Laplace)

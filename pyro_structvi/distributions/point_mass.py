@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from pyro.distributions import Delta, Distribution
 from torch import Tensor
-from torch.distributions import register_kl
+from torch.distributions import Independent, Normal, register_kl
 
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
+from pyro_structvi.distributions.kl_to_normals import normal_cross_entropy
 from pyro_structvi.distributions.weight_distribution import event_sum
 
 
@@ -63,6 +64,14 @@ class PointMass(Delta):
         return torch.zeros_like(self.v) if self._variance is None else self._variance
 
     @property
+    def variance_sum(self) -> Tensor:
+        """The sum of the variances, ``(*batch_shape,)``."""
+        if self._variance is None:
+            known: Tensor = self.v.new_zeros(self.batch_shape)
+            return known
+        return event_sum(self._variance, self.event_dim)
+
+    @property
     def is_known(self) -> bool:
         """Whether the value is no draw."""
         return self._variance is None
@@ -77,6 +86,11 @@ class PointMass(Delta):
 @register_kl(PointMass, Distribution)  # Pyro's class, for which it has a rule of Delta's
 def _kl_point_mass(q: PointMass, p: Any) -> Tensor:
     """The expected negative log density, in closed form or at a known value."""
+    base = p
+    while isinstance(base, Independent):
+        base = base.base_dist
+    if isinstance(base, Normal):
+        return normal_cross_entropy(q, base)
     if not q.is_known:
         return event_sum(expected_neg_log_prob(q.mean, q.variance, p), q.event_dim)
     nats: Tensor = -p.log_prob(q.v)
