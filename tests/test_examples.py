@@ -16,6 +16,11 @@ SCRIPTS = {
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],
+    "docs/scripts/memory.py": [
+        *("--net", "resnet18", "--steps", "1"),
+        *("--guide", "plain", "--guide", "k-tied, k = 2"),
+    ],
+    "docs/scripts/particles.py": ["--rounds", "2", "--particles", "2"],
     "docs/scripts/prediction_overhead.py": [
         "--batches",
         "32",
