@@ -67,7 +67,7 @@ def estimate_memory(
         )
     parameters = {
         posterior.site.name: sum(value.numel() for value in posterior.parameters())
-        for posterior in guide.site_posteriors()
+        for posterior in guide.all_posteriors()
     }
     trained = sum(value.numel() * value.element_size() for value in guide.parameters())
     constant = sum(value.numel() * value.element_size() for value in guide.buffers())

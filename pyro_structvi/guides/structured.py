@@ -230,13 +230,13 @@ class StructuredGuide(nn.Module):
         family = families.pop() if len(families) == 1 else None
         return family if isinstance(family, Members) else None
 
-    def site_posteriors(self) -> Iterator[SitePosterior]:
+    def all_posteriors(self) -> Iterator[SitePosterior]:
         """Return what holds the parameters: one for each site, and for what sites draw together."""
         return (module for module in self.modules() if isinstance(module, SitePosterior))
 
     def factorize(self) -> None:
         """Factor what draws need, for an objective that maps over calls and factors once for all."""
-        for posterior in self.site_posteriors():
+        for posterior in self.all_posteriors():
             if posterior.family.keeps_factors:
                 law: Any = posterior()
                 law.factorize()
