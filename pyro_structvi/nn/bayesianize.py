@@ -3,13 +3,17 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pyro.nn import PyroModule, PyroSample
 from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from pyro_structvi._patterns import matches
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
@@ -56,7 +60,8 @@ def bayesianize(
     Raises:
         TypeError: If ``net`` is no module, or a prior or a layer is of no known kind.
         ValueError: If the net has no weights, a prior does not fit, a pattern of ``layers`` matches no
-            module that fits, or a layer to be replaced shares its weight with another.
+            module that fits, a layer to be replaced shares its weight with another, or a weight is
+            under spectral normalization or made orthogonal by Householder reflections.
 
     Example:
         >>> import torch
@@ -96,13 +101,17 @@ def bayesianize(
             PointEstimateWarning,
             stacklevel=2,
         )
+    _check_reparametrized(net, sampled)
     # Parameters that become sites are shared with the net, not copied: only their values are kept.
     shared = {id(parameter): parameter for parameter in net.parameters()}
-    bayes_net = copy.deepcopy(net, {key: shared[key] for key in sampled} | converted)
-    to_pyro_module_(bayes_net)
-    _leave_fast_path(bayes_net)
-    _sample_parameters(bayes_net, sampled)
-    _freeze_for_good(bayes_net)
+    bayes_net = copy.deepcopy(
+        net, {key: shared[key] for key in sampled} | converted | _computed_weights(net)
+    )
+    with _unlisted_weights(bayes_net):
+        to_pyro_module_(bayes_net)
+        _leave_fast_path(bayes_net)
+        _sample_parameters(bayes_net, sampled)
+        _freeze_for_good(bayes_net)
     return bayes_net
 
 
@@ -173,6 +182,60 @@ def _parameters_of_layers(net: nn.Module, converted: dict[int, Any]) -> set[int]
         if id(module) in converted or isinstance(module, _FACTOR_LAYERS)
         for parameter in module.parameters()
     }
+
+
+def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
+    """Refuse weights that are no function of their parameters once these are random."""
+    for name, module in net.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if id(parameter) not in sampled:
+                continue
+            for step in _steps_from(module, attribute):
+                reason = None
+                if isinstance(step, (_SpectralNorm, SpectralNorm)):
+                    reason = (
+                        "is under `spectral_norm`, which divides a draw by a norm that it estimated "
+                        "from other draws. Remove it, with `remove_parametrizations` of "
+                        "`torch.nn.utils.parametrize` or `torch.nn.utils.remove_spectral_norm`, or "
+                        "freeze the weight"
+                    )
+                elif isinstance(step, _Orthogonal) and step.orthogonal_map.name == "householder":
+                    reason = (
+                        "is under `orthogonal` by Householder reflections, which turns columns of a "
+                        'draw into zeros. Pass `orthogonal_map="cayley"` or "matrix_exp" to '
+                        "`orthogonal`"
+                    )
+                if reason:
+                    full_name = f"{name}.{attribute}".removeprefix(".")
+                    raise ValueError(f"The weight of the parameter '{full_name}' {reason}.")
+
+
+def _steps_from(module: nn.Module, attribute: str) -> list[Any]:
+    """Return the parametrizations, or hooks, that make a weight of a parameter."""
+    if isinstance(module, ParametrizationList):
+        return list(module)
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if f"{getattr(hook, 'name', None)}_orig" == attribute]
+
+
+def _computed_weights(net: nn.Module) -> dict[int, Tensor]:
+    """Return what hooks have computed from parameters, as tensors that can be copied, by identity."""
+    return {
+        id(value): value.detach()
+        for module in net.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+
+
+@contextmanager
+def _unlisted_weights(net: nn.Module) -> Iterator[None]:
+    """Keep recurrent layers from listing, and so computing, their weights while these change."""
+    layers = [module for module in net.modules() if isinstance(module, nn.RNNBase)]
+    names = [vars(layer).pop("_flat_weights_names") for layer in layers]
+    yield
+    for layer, own in zip(layers, names, strict=True):
+        layer._flat_weights_names = own
 
 
 def _leave_fast_path(bayes_net: PyroModule) -> None:
