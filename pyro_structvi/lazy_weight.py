@@ -290,7 +290,8 @@ class LazyWeight(WeightStandIn):
         self._gave_outputs = True
         if lazy_bias is not None:
             lazy_bias._gave_outputs = True
-        return outputs if shift is None else outputs + shift
+        outputs = outputs if shift is None else outputs + shift
+        return _as_autocast_has_it(outputs, x)
 
     def _draw_rows(self, lookup: Lookup) -> Tensor | None:
         """Draw the rows that are looked up, or return None where only an ordinary weight will do."""
@@ -343,6 +344,13 @@ class LazyWeight(WeightStandIn):
 def _autocasts(x: Tensor) -> bool:
     kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _as_autocast_has_it(outputs: Tensor, x: Tensor) -> Tensor:
+    """Return outputs in the dtype of a layer's under autocast; noise and biases may be in float32."""
+    if outputs.dtype == torch.float32 and _autocasts(x):
+        return outputs.to(torch.get_autocast_dtype(x.device.type))
+    return outputs
 
 
 def _value(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Predictions: every draw of the posterior is one consistent function of the inputs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,11 @@ def _split(
     args: tuple[Any, ...], y: Tensor | None, batch_size: int | None
 ) -> list[tuple[tuple[Any, ...], Tensor | None]]:
     """Cut the arguments into mini-batches along the first dimension."""
+    if any(isinstance(value, Mapping) for value in args):
+        raise TypeError(
+            "`x` must be a tensor or a tuple of tensors, one for each argument of the model, but got a "
+            "dict. Write a model that takes the tensors one by one, and makes the mapping itself."
+        )
     size = len(args[0])
     lengths = [len(value) for value in (*args, *(() if y is None else (y,)))]
     if size == 0 or set(lengths) != {size}:

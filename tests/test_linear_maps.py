@@ -147,7 +147,8 @@ def test_a_convolution_call_has_the_defaults_of_torch(dim):
 
 
 @pytest.mark.parametrize(
-    "function", [F.conv_transpose2d, F.bilinear, F.embedding_bag, torch.matmul, torch.Tensor.add, len]
+    "function",
+    [F.conv_transpose2d, F.bilinear, F.embedding_bag, torch.matmul, torch.Tensor.add, len],
 )
 def test_other_functions_are_no_linear_maps_of_their_weight(function):
     assert parse_application(function, (torch.ones(2), torch.ones(2)), {}) is None

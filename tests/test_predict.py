@@ -238,3 +238,9 @@ def test_a_wrapped_model_is_evaluated_like_a_bare_one():
     before = model.net[1].running_mean.clone()
     assert ps.predict(wrapped, guide, torch.randn(6, 3), 5).function_variance.max() < 1e-10
     assert torch.equal(model.net[1].running_mean, before)
+
+
+def test_a_mapping_is_not_one_input():
+    model = make_regressor()
+    with pytest.raises(TypeError, match="takes the tensors one by one"):
+        ps.predict(model, ps.MeanFieldGuide(model), {"x": torch.zeros(4, 3)})

@@ -32,7 +32,7 @@ def main() -> None:
     net = make_net()
     model = ps.Classifier(ps.bayesianize(net, prior=ps.FanIn(2**0.5)), num_data=60_000)
     guide = ps.InducingWeightGuide(model, inducing_shape=(64, 64))
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; inducing weights over an ensemble")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; inducing over ensemble")
     print(f"{'batch':<10}" + "".join(f"{f'S = {count}':>9}" for count in options.samples))
     for batch in options.batches:
         x = torch.randn(batch, WIDTHS[0])

@@ -1,0 +1,84 @@
+"""Training in mixed precision: outputs in bfloat16; densities, KL and parameters in float32."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from tests.guide_cases import GUIDE_NAMES, GUIDES
+from tests.real_nets.nets import classifier, images, sequences, table
+from tests.real_nets.test_nets import assert_learns, num_steps_of
+
+
+class Encoder(nn.Module):
+    """A transformer's encoder layer between two dense ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embed(x)).mean(1))
+
+
+def perceptron(bias=True):
+    return nn.Sequential(nn.Linear(3, 5, bias), nn.ReLU(), nn.Linear(5, 2, bias))
+
+
+def convolutions(bias=True):
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, bias=bias), nn.ReLU(), nn.Flatten(), nn.Linear(108, 2, bias)
+    )
+
+
+NETS = {
+    "perceptron": (perceptron, table),
+    "convolutions": (convolutions, images),
+    "transformer": (Encoder, sequences),
+}
+IN_BFLOAT16 = (nn.Linear, nn.Conv2d)
+
+
+@pytest.fixture(autouse=True)
+def single_precision(fresh_state):
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("guide_name", GUIDE_NAMES)
+@pytest.mark.parametrize("net_name", NETS)
+def test_a_guide_trains_under_autocast(net_name, guide_name):
+    make, make_data = NETS[net_name]
+    model, data = classifier(make(), *make_data())
+    guide = GUIDES[guide_name](model)
+    dtypes = set()
+    for module in model.modules():
+        if isinstance(module, IN_BFLOAT16):
+            module.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_learns(model, guide, data, num_steps=num_steps_of(guide_name), lr=0.03)
+        torch.manual_seed(1)
+        kl = ps.StructuredELBO().terms(model, guide, *data).kl
+    assert dtypes == {torch.bfloat16}
+    for parameter in guide.parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.isfinite(parameter.grad).all()
+    torch.manual_seed(1)
+    expected = ps.StructuredELBO().terms(model, guide, *data).kl
+    for name, nats in kl.items():
+        assert nats.dtype == torch.float32
+        torch.testing.assert_close(nats, expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("guide_name", GUIDE_NAMES)
+@pytest.mark.parametrize("net_name", ["perceptron", "convolutions"])
+def test_outputs_without_variance_have_finite_gradients(net_name, guide_name):
+    make, make_data = NETS[net_name]
+    x, y = make_data()
+    model, data = classifier(make(bias=False), torch.zeros_like(x), y)
+    guide = GUIDES[guide_name](model)
+    with torch.autocast("cpu", torch.bfloat16):
+        (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
+    for parameter in guide.parameters():
+        assert torch.isfinite(parameter.grad).all()

@@ -1,0 +1,185 @@
+"""Weights that are computed from parameters: by ``parametrize``, or by hooks as in pruning."""
+
+import copy
+
+import pyro
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm
+from torch.nn.utils import spectral_norm as hooked_spectral_norm
+from torch.nn.utils import weight_norm as hooked_weight_norm
+
+import pyro_structvi as ps
+from tests.real_nets.nets import SIZE, Recurrent, classifier, perceptron, sequences, table
+
+LAYER = 2
+
+
+class Positive(nn.Module):
+    """A parametrization of one's own."""
+
+    def forward(self, weight):
+        return F.softplus(weight)
+
+
+def cayley(layer, name="weight"):
+    return parametrizations.orthogonal(layer, name, orthogonal_map="cayley")
+
+
+def exponential(layer):
+    return parametrizations.orthogonal(layer, orthogonal_map="matrix_exp", use_trivialization=False)
+
+
+def half(layer, name="weight"):
+    return prune.l1_unstructured(layer, name, 0.5)
+
+
+CHANGES = {
+    "weight norm": parametrizations.weight_norm,
+    "weight norm by a hook": hooked_weight_norm,
+    "orthogonal, Cayley": cayley,
+    "orthogonal, exponential": exponential,
+    "positive": lambda layer: parametrize.register_parametrization(layer, "weight", Positive()),
+    "two in turn": lambda layer: [
+        parametrize.register_parametrization(layer, "weight", Positive()) for _ in range(2)
+    ],
+    "pruned": half,
+    "pruned twice": lambda layer: half(half(layer)),
+    "pruned units": lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
+    "pruned bias": lambda layer: half(layer, "bias"),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+
+
+def changed(change):
+    return perceptron(lambda net: change(net[LAYER]))
+
+
+def weight_in_a_pass(model, values):
+    """Return the weight that the layer applies, as the model computes it from the sites' values."""
+    weights = []
+    layer = model.net[LAYER]
+    with layer.register_forward_hook(lambda module, *_: weights.append(module.weight)):
+        poutine.condition(model, values)(torch.randn(SIZE, 3))
+    return weights[0].detach()
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_net_of_a_draw_is_the_one_with_these_parameters(change):
+    net = changed(change)
+    names, before = [name for name, _ in net.named_parameters()], copy.deepcopy(net.state_dict())
+    model, data = classifier(net, *table())
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    assert sorted(guide.site_names) == sorted(f"net.{name}" for name in names)
+    values = guide.draw()
+    own = {name: values[f"net.{name}"] for name in names}
+    outputs = poutine.condition(model, values)(data[0])
+    assert (outputs - net(data[0])).abs().max() > 1e-3
+    torch.testing.assert_close(outputs, functional_call(net, own, (data[0],)))
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_means_start_at_the_net(change):
+    net = changed(change)
+    model, data = classifier(net, *table())
+    outputs = poutine.condition(model, ps.MeanFieldGuide(model).median())(data[0])
+    torch.testing.assert_close(outputs, net(data[0]))
+
+
+@pytest.mark.parametrize("change", [cayley, exponential])
+def test_orthogonal_weights_are_so_in_each_draw(change):
+    model, _ = classifier(changed(change), *table())
+    guide = ps.KTiedGuide(model, init_scale=0.5)
+    first, second = (weight_in_a_pass(model, guide.draw()) for _ in range(2))
+    assert (first - second).abs().max() > 0.1
+    torch.testing.assert_close(first @ first.mT, torch.eye(4), atol=1e-6, rtol=0)
+
+
+def test_pruned_weights_stay_zero_in_training_and_in_draws():
+    net = changed(half)
+    is_zero = net[LAYER].weight_mask == 0
+    model, data = classifier(net, *table())
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    ps.fit(model, guide, data, num_steps=3, lr=0.1, progress=False)
+    weight = weight_in_a_pass(model, guide.draw())
+    assert torch.equal(weight == 0, is_zero)
+
+
+RECURRENT = {
+    "weight norm": lambda layer: parametrizations.weight_norm(layer, "weight_hh_l0"),
+    "orthogonal": lambda layer: cayley(layer, "weight_ih_l1"),
+    "pruned": lambda layer: half(layer, "weight_hh_l0"),
+}
+
+
+@pytest.mark.parametrize("change", RECURRENT.values(), ids=RECURRENT)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM])
+def test_recurrent_layers(kind, change):
+    net = Recurrent(kind)
+    change(net.layer)
+    model, data = classifier(net, *sequences())
+    assert not pyro.get_param_store().keys()
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    ps.fit(model, guide, data, num_steps=2, progress=False)
+    values = guide.draw()
+    own = {name.removeprefix("net."): value for name, value in values.items()}
+    outputs = poutine.condition(model, values)(data[0])
+    torch.testing.assert_close(outputs, functional_call(net, own, (data[0],)))
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "spectral norm": (
+        parametrizations.spectral_norm,
+        r"'2\.parametrizations\.weight\.original' is under `spectral_norm`.*Remove it, with "
+        "`remove_parametrizations`",
+    ),
+    "spectral norm by a hook": (
+        hooked_spectral_norm,
+        r"'2\.weight_orig' is under `spectral_norm`.*`torch.nn.utils.remove_spectral_norm`",
+    ),
+    "Householder reflections": (
+        lambda layer: parametrizations.orthogonal(layer, orthogonal_map="householder"),
+        r"""'2\.parametrizations\.weight\.original' is under `orthogonal` by .*Pass """
+        r"""`orthogonal_map="cayley"`""",
+    ),
+}
+
+pytestmark = [
+    pytestmark,
+    pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_weight_that_does_not_follow_its_draw_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ps.bayesianize(changed(change))
+
+
+@pytest.mark.parametrize("change", [change for change, _ in REFUSED.values()], ids=REFUSED)
+def test_frozen_it_is_no_trouble(change):
+    net = changed(change)
+    for name, parameter in net[LAYER].named_parameters():
+        parameter.requires_grad_("bias" in name)
+    net.eval()
+    model, data = classifier(net, *table())
+    outputs = poutine.condition(model.eval(), ps.MeanFieldGuide(model).median())(data[0])
+    torch.testing.assert_close(outputs, net(data[0]))
+
+
+def test_what_the_messages_say_to_do_works():
+    net = changed(parametrizations.spectral_norm)
+    parametrize.remove_parametrizations(net[LAYER], "weight")
+    assert ps.bayesianize(net)[LAYER].weight.shape == (4, 4)
+    net = changed(hooked_spectral_norm)
+    remove_spectral_norm(net[LAYER])
+    assert ps.bayesianize(net)[LAYER].weight.shape == (4, 4)
