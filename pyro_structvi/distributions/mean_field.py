@@ -118,8 +118,10 @@ def floored_sqrt(variance: Tensor) -> Tensor:
     """Return standard deviations, with a floor under the variance in the dtype's own scale.
 
     A variance of zero (an input of zeros), or one that a convolution's rounding turned negative,
-    keeps a finite gradient.
+    keeps a finite gradient. Half precision, in which autocast has variances, gets roots in single.
     """
+    if torch.finfo(variance.dtype).bits < 32:
+        variance = variance.float()
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
 
 

@@ -37,7 +37,8 @@ def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
             for attribute, prior in getattr(module, "_pyro_samples", {}).items():
                 name, value = module._pyro_get_fullname(attribute), getattr(module, attribute)
                 fixed = isinstance(prior, torch.distributions.Distribution)
-                shape = (prior if fixed else prior(module)).shape()
+                law = prior if fixed else prior(module)
+                shape = law.event_shape or law.shape()
                 values[name], flat[name] = value, value.reshape(plates.numel(), *shape)
         cache = net._pyro_context.cache
 

@@ -234,9 +234,12 @@ class ScaledPrior:
     Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
     """
 
-    def __init__(self, scale: str, factor: float, shape: torch.Size) -> None:
+    def __init__(
+        self, scale: str, factor: float, scale_shape: torch.Size, shape: torch.Size
+    ) -> None:
         self.scale = scale
         self.factor = factor
+        self.scale_shape = scale_shape
         self.shape = shape
 
     def __call__(self, module: PyroModule) -> Any:
@@ -249,9 +252,11 @@ class ScaledPrior:
         return self._given(prior.sample(torch.Size([999])).median(0).values)
 
     def _given(self, scale: Tensor) -> Any:
-        scale = self.factor * scale
+        plates = scale.shape[: scale.dim() - len(self.scale_shape)]
+        ones = [1 for _ in range(len(self.shape) - len(self.scale_shape))]
+        scale = self.factor * scale.reshape(*plates, *ones, *self.scale_shape)
         normal = dist.Normal(scale.new_zeros(()), scale, validate_args=False)
-        return normal.expand(self.shape).to_event(len(self.shape))
+        return normal.expand(plates + self.shape).to_event(len(self.shape))
 
 
 def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
@@ -277,7 +282,8 @@ def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Siz
             )
         sample_from(module, scale, prior.prior, prior.prior.batch_shape)
         factor = 1 / math.sqrt(shape[1:].numel()) if prior.fan_in else 1.0
-        setattr(module, attribute, PyroSample(ScaledPrior(scale, factor, shape)))
+        own = ScaledPrior(scale, factor, prior.prior.batch_shape, shape)
+        setattr(module, attribute, PyroSample(own))
         return
     buffered = BufferedPrior(attribute, prior, shape)
     for key, buffer in buffered.buffers.items():

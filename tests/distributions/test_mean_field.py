@@ -5,6 +5,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.distributions.mean_field import floored_sqrt
 
 
 def test_scale_broadcasts_to_loc():
@@ -77,3 +78,12 @@ def test_validation_can_be_switched_off():
     q = MeanFieldNormal(torch.zeros(4, 3), torch.tensor(-1.0), validate_args=False)
     assert q.variance.eq(1).all()
     assert q.log_prob(torch.full((4, 3), float("nan"))).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_roots_of_half_precision_are_single(dtype):
+    variance = torch.tensor([0.0, 1e-6, 4.0], dtype=dtype, requires_grad=True)
+    scale = floored_sqrt(variance)
+    assert scale.dtype == torch.float32
+    torch.testing.assert_close(scale, variance.float().sqrt(), rtol=1e-6, atol=1e-18)
+    assert torch.isfinite(torch.autograd.grad(scale.sum(), variance)[0]).all()
