@@ -1,6 +1,6 @@
 """The k-tied Normal: independent normals whose standard deviations form a matrix of rank k."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -115,7 +115,8 @@ class KTiedNormal(WeightDistribution):
         The one term whose cost is out x in; with k = 1 not even that.
         """
         if self.rank > 1:
-            return 2 * self._event_sum(self.stddev.log())
+            total: Tensor = _SumOfLogs.apply(self.row_scale, self.column_scale)
+            return 2 * total
         rows, columns = self.row_scale.squeeze(-1), self.column_scale.squeeze(-1)
         return 2 * (columns.shape[-1] * rows.log().sum(-1) + rows.shape[-1] * columns.log().sum(-1))
 
@@ -148,6 +149,42 @@ class KTiedNormal(WeightDistribution):
         loc, row_scale = (F.embedding(index, table) for table in (self.loc, self.row_scale))
         scale = row_scale @ self.column_scale.mT
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
+
+
+class _SumOfLogs(torch.autograd.Function):
+    """The sum over ``log (R C')``, for which nothing of the weight's size is kept for the gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, columns: Tensor) -> Tensor:
+        """Add up the logarithms of each product ``(*batch, out, in)``."""
+        return (rows @ columns.mT).log_().sum((-2, -1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep the factors."""
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``G C`` and ``G' R`` with the inverses of the products in ``G``."""
+        rows, columns = ctx.saved_tensors
+        inverses = gradient[..., None, None] / (rows @ columns.mT)
+        return inverses @ columns, inverses.mT @ rows
+
+    @staticmethod
+    def jvp(ctx: Any, of_rows: Tensor | None, of_columns: Tensor | None) -> Tensor:
+        """Return the sum over the change of the products, relative to them."""
+        rows, columns = ctx.saved_tensors
+        change = torch.zeros_like(rows @ columns.mT)
+        if of_rows is not None:
+            change = change + of_rows @ columns.mT
+        if of_columns is not None:
+            change = change + rows @ of_columns.mT
+        tangent: Tensor = (change / (rows @ columns.mT)).sum((-2, -1))
+        return tangent
 
 
 def _pairwise_products(factor: Tensor, off_diagonal: float = 1.0) -> Tensor:

@@ -7,6 +7,7 @@ from pyro.distributions import Normal
 from torch.distributions import kl_divergence
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
+from pyro_structvi.distributions.k_tied import _SumOfLogs
 from pyro_structvi.linear_maps import ConvolutionMap
 from tests.distributions.cases import make_k_tied
 from tests.recorded_sizes import RecordsSizes
@@ -135,3 +136,23 @@ def test_validation_can_be_switched_off():
     loc, row_scale, column_scale = arguments()
     q = KTiedNormal(loc, -row_scale, -column_scale, validate_args=False)
     assert q.variance.eq(4).all()
+
+
+def test_the_kl_keeps_nothing_of_the_weights_size_but_the_means():
+    q = KTiedNormal(
+        torch.randn(40, 30).requires_grad_(),
+        (torch.rand(40, 2) + 0.1).requires_grad_(),
+        (torch.rand(30, 2) + 0.1).requires_grad_(),
+    )
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        kl_divergence(q, Normal(torch.tensor(0.0), torch.tensor(1.0)).expand((40, 30)))
+    large = [value for value in kept if value.numel() >= 1200]
+    assert all(value.data_ptr() == q.loc.data_ptr() for value in large)
+
+
+def test_the_sum_of_logs_has_first_and_second_derivatives():
+    rows, columns = torch.rand(2, 4, 3) + 0.1, torch.rand(2, 5, 3) + 0.1
+    arguments = rows.requires_grad_(), columns.requires_grad_()
+    assert torch.autograd.gradcheck(_SumOfLogs.apply, arguments)
+    assert torch.autograd.gradgradcheck(_SumOfLogs.apply, arguments)
