@@ -25,6 +25,20 @@ def make_classifier(size=12):
     return ps.Classifier(ps.bayesianize(net, prior=1.0), size)
 
 
+def make_image_classifier():
+    """Return a net with a convolution, pooling and a normalization, and six examples."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LayerNorm(2),
+        nn.Linear(2, 3),
+    )
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=True), 6)
+    return model, (torch.randn(6, 1, 3, 3), torch.randint(3, (6,)))
+
+
 class HandWritten(PyroModule):
     """A module of the user's own: declared sites, one drawn in forward, its own likelihood."""
 

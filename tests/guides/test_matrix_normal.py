@@ -10,7 +10,6 @@ KL(q || posterior) satisfies, since ``tr(P (A kron B)) = tr(S^-1 A) tr(X'X B) + 
 
 from collections import namedtuple
 
-import pyro
 import pytest
 import torch
 from torch import kron, nn
@@ -19,7 +18,10 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 import pyro_structvi as ps
 from pyro_structvi.families import MatrixGaussian, MeanField
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.lazy_weight import LazyWeight
+from tests.guides.matrix_guides import (
+    assert_starts_at_the_identity,
+    assert_trains_without_a_drawn_weight,
+)
 from tests.models import make_regressor
 
 OUT, IN, NUM_DATA, PRIOR, NOISE = 3, 4, 30, 0.7, 0.3
@@ -148,12 +150,7 @@ def test_parameters_are_loc_and_two_triangles(layer, out, size, join_bias):
 
 
 def test_it_starts_at_a_multiple_of_the_identity():
-    guide = ps.MatrixNormalGuide(make_regressor(), join_bias=True, init_scale=0.2)
-    net = guide.model.net
-    q = guide["net.0.weight"]()
-    torch.testing.assert_close(q.covariance_matrix, 0.2**2 * torch.eye(5 * 4))
-    weight, bias = (net[0].initial_values[name] for name in ("weight", "bias"))
-    assert torch.equal(q.mean, torch.cat([weight, bias.unsqueeze(-1)], -1))
+    assert_starts_at_the_identity(ps.MatrixNormalGuide)
 
 
 def test_vectors_get_mean_field():
@@ -173,13 +170,7 @@ def test_a_net_with_convolutions_trains_without_a_drawn_weight(join_bias, monkey
         ps.MatrixNormalGuide(model, join_bias=join_bias),
         (torch.randn(12, 1, 6, 6), torch.randint(3, (12,))),
     )
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-2}), ps.StructuredELBO())
-    svi.step(*data)
-    drawn = []
-    monkeypatch.setattr(LazyWeight, "draw", lambda self: drawn.append(self.use.name))
-    losses = torch.tensor([svi.step(*data) for _ in range(150)])
-    assert drawn == []
-    assert losses[-20:].mean() < losses[:20].mean() - losses[-20:].std()
+    assert_trains_without_a_drawn_weight(guide, data, monkeypatch)
     for name in ("net.0.weight", "net.3.weight"):
         assert (guide[name].row_lower != 0).all()
         assert (guide[name].column_lower != 0).all()

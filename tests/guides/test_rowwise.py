@@ -8,7 +8,6 @@ p^2, the rows of W are independent in the posterior, row i with the covariance
 
 from collections import namedtuple
 
-import pyro
 import pytest
 import torch
 from torch import nn
@@ -18,7 +17,10 @@ import pyro_structvi as ps
 from pyro_structvi.families import LowRank, MeanField, Rowwise
 from pyro_structvi.families.cholesky_factor import cholesky_factor
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.lazy_weight import LazyWeight
+from tests.guides.matrix_guides import (
+    assert_starts_at_the_identity,
+    assert_trains_without_a_drawn_weight,
+)
 from tests.models import make_regressor
 
 OUT, IN, NUM_DATA, PRIOR = 3, 4, 30, 0.7
@@ -128,12 +130,7 @@ def test_each_row_has_the_factor_of_its_parameters():
 
 
 def test_it_starts_at_a_multiple_of_the_identity():
-    guide = ps.RowwiseGuide(make_regressor(), join_bias=True, init_scale=0.2)
-    net = guide.model.net
-    q = guide["net.0.weight"]()
-    torch.testing.assert_close(q.covariance_matrix, 0.2**2 * torch.eye(5 * 4))
-    weight, bias = (net[0].initial_values[name] for name in ("weight", "bias"))
-    assert torch.equal(q.mean, torch.cat([weight, bias.unsqueeze(-1)], -1))
+    assert_starts_at_the_identity(ps.RowwiseGuide)
 
 
 def test_vectors_get_mean_field():
@@ -151,13 +148,7 @@ def test_a_net_with_groups_trains_without_a_drawn_weight(join_bias, monkeypatch)
     model = ps.Classifier(ps.bayesianize(nn.Sequential(*layers), prior=1.0), num_data=12)
     guide = ps.RowwiseGuide(model, join_bias=join_bias)
     data = torch.randn(12, 2, 6, 6), torch.randint(3, (12,))
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-2}), ps.StructuredELBO())
-    svi.step(*data)
-    drawn = []
-    monkeypatch.setattr(LazyWeight, "draw", lambda self: drawn.append(self.use.name))
-    losses = torch.tensor([svi.step(*data) for _ in range(150)])
-    assert drawn == []
-    assert losses[-20:].mean() < losses[:20].mean() - losses[-20:].std()
+    assert_trains_without_a_drawn_weight(guide, data, monkeypatch)
     for name in ("net.0.weight", "net.3.weight"):
         assert (guide[name].lower != 0).all()
 

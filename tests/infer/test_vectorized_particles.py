@@ -13,6 +13,7 @@ from tests.guide_cases import GUIDES, POINTS
 from tests.models import (
     hierarchical_function,
     local_latent_function,
+    make_image_classifier,
     make_regressor,
     prior_only,
     regression_data,
@@ -20,19 +21,6 @@ from tests.models import (
 from tests.statistics import assert_mean
 
 PARTICLES = 4
-
-
-def make_convolution():
-    net = nn.Sequential(
-        nn.Conv2d(1, 2, 2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.LayerNorm(2),
-        nn.Linear(2, 2),
-    )
-    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=True), 6)
-    return model, (torch.randn(6, 1, 3, 3), torch.randint(2, (6,)))
 
 
 def make_dense():
@@ -48,7 +36,7 @@ def losses(model, guide, data, vectorize, count):
 def cases():
     fast = ("k-tied, joined", "low rank", "inducing weights", "ensemble", "dropout")
     for name in (*GUIDES, *POINTS):
-        for make_model in (make_dense, make_convolution):
+        for make_model in (make_dense, make_image_classifier):
             marks = () if name in fast else pytest.mark.slow
             yield pytest.param(name, make_model, id=f"{name}-{make_model.__name__}", marks=marks)
 

@@ -8,23 +8,10 @@ from torch import nn
 
 import pyro_structvi as ps
 from tests.guide_cases import GUIDES
-from tests.models import regression_data
+from tests.models import make_image_classifier, regression_data
 from tests.statistics import assert_mean
 
 NAMES = [name for name in GUIDES if name != "inducing weights, ensemble"]
-
-
-def make_classifier():
-    net = nn.Sequential(
-        nn.Conv2d(1, 2, 2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.LayerNorm(2),
-        nn.Linear(2, 3),
-    )
-    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=True), 6)
-    return model, (torch.randn(6, 1, 3, 3), torch.randint(3, (6,)))
 
 
 def make_regressor(noise_scale=0.3):
@@ -42,7 +29,7 @@ def make_hierarchical_regressor():
     return ps.Regressor(ps.bayesianize(net, prior), 12, 0.3), regression_data()
 
 
-MODELS = [make_classifier, make_regressor, make_noisy_regressor]
+MODELS = [make_image_classifier, make_regressor, make_noisy_regressor]
 
 
 @pytest.mark.parametrize("make_model", MODELS)
@@ -63,7 +50,7 @@ def test_particles_in_plates_have_the_loss_of_a_loop(guide_name, elbo, make_mode
 
 @pytest.mark.parametrize("guide_name", NAMES)
 def test_gradients_reach_every_parameter(guide_name):
-    model, data = make_classifier()
+    model, data = make_image_classifier()
     guide = GUIDES[guide_name](model, init_scale=0.2)
     objective = Trace_ELBO(num_particles=3, vectorize_particles=True, max_plate_nesting=1)
     objective.loss_and_grads(model, guide, *data)
