@@ -291,7 +291,7 @@ class LazyWeight(WeightStandIn):
         if lazy_bias is not None:
             lazy_bias._gave_outputs = True
         outputs = outputs if shift is None else outputs + shift
-        return _as_autocast_has_it(outputs, x)
+        return _as_layers_have_it(outputs, x, self.dtype)
 
     def _draw_rows(self, lookup: Lookup) -> Tensor | None:
         """Draw the rows that are looked up, or return None where only an ordinary weight will do."""
@@ -346,9 +346,11 @@ def _autocasts(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def _as_autocast_has_it(outputs: Tensor, x: Tensor) -> Tensor:
-    """Return outputs in the dtype of a layer's under autocast; noise and biases may be in float32."""
-    if outputs.dtype == torch.float32 and _autocasts(x):
+def _as_layers_have_it(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return outputs in the dtype that a layer's have; noise and biases may be in a wider one."""
+    if not _autocasts(x):
+        return outputs.to(dtype)
+    if outputs.dtype == torch.float32:
         return outputs.to(torch.get_autocast_dtype(x.device.type))
     return outputs
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive, check_shape
 from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, normal_image
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
@@ -135,14 +136,13 @@ class KTiedNormal(WeightDistribution):
     ) -> MeanFieldNormal:
         """Return the law of ``linear_map(x, W) + bias``: independent normals."""
         bias_loc, bias_variance = bias_moments(bias)
-        hidden = linear_map.bank(x.square(), _pairwise_products(self.column_scale).mT)
-        return normal_image(
-            linear_map,
-            mean=linear_map(x, self._matrix(self.loc), bias_loc),
-            variance=linear_map.mix(
-                hidden, _pairwise_products(self.row_scale, off_diagonal=2.0), bias_variance
-            ),
-        )
+        mean = linear_map(x, self._matrix(self.loc), bias_loc)
+        with autocast_off(x):
+            squares = x.to(self.loc.dtype).square()
+            hidden = linear_map.bank(squares, _pairwise_products(self.column_scale).mT)
+            mixing = _pairwise_products(self.row_scale, off_diagonal=2.0)
+            variance = linear_map.mix(hidden, mixing, bias_variance)
+        return normal_image(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
         """Return the law of rows ``W[index]``: independent normals."""

@@ -224,10 +224,13 @@ class LowRankNormal(WeightDistribution):
         linear_map = self._map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         loc = linear_map(x, self._matrix(self.loc), bias_loc)
-        if self.is_isotropic:
-            variance = self._isotropic_image_variance(linear_map, x, bias_variance)
-        else:
-            variance = linear_map(x.square(), self._matrix(self.scale.square()), bias_variance)
+        with autocast_off(x):
+            wide = x.to(self.loc.dtype)
+            if self.is_isotropic:
+                variance = self._isotropic_image_variance(linear_map, wide, bias_variance)
+            else:
+                matrix = self._matrix(self.scale.square())
+                variance = linear_map(wide.square(), matrix, bias_variance)
         return _LowRankImage(self, linear_map, x, loc, floored_sqrt(variance).expand(loc.shape))
 
     def rows(self, index: Tensor) -> "LowRankNormal":

@@ -159,7 +159,9 @@ class MatrixNormal(WeightDistribution):
         bias_loc, bias_variance = bias_moments(bias)
         loc = linear_map(x, self._matrix(self.loc), bias_loc)
         whitened = linear_map.bank(x, self.scale_tril_column.mT)
-        norms = floored_sqrt(whitened.square().sum(linear_map.channel_dim)).unsqueeze(-1)
+        norms = floored_sqrt(
+            whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
+        ).unsqueeze(-1)
         return _MatrixImage(loc, norms, linear_map, self.scale_tril_row, bias_variance)
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_broadcastable, check_positive
 from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
 from pyro_structvi.linear_maps import LinearMap
@@ -88,11 +89,11 @@ class MeanFieldNormal(WeightDistribution):
     ) -> "MeanFieldNormal":
         """Return the law of ``linear_map(x, W) + bias``: independent normals."""
         bias_loc, bias_variance = bias_moments(bias)
-        return normal_image(
-            linear_map,
-            mean=linear_map(x, self._matrix(self.loc), bias_loc),
-            variance=linear_map(x.square(), self._matrix(self.variance), bias_variance),
-        )
+        mean = linear_map(x, self._matrix(self.loc), bias_loc)
+        with autocast_off(x):
+            squares = x.to(self.loc.dtype).square()
+            variance = linear_map(squares, self._matrix(self.variance), bias_variance)
+        return normal_image(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> "MeanFieldNormal":
         """Return the law of rows ``W[index]``: independent normals."""

@@ -119,7 +119,9 @@ class RowwiseNormal(WeightDistribution):
         out, size = self.scale_tril.shape[-3:-1]
         channel_dim, filters = linear_map.channel_dim, self.scale_tril.mT.flatten(-3, -2)
         whitened = linear_map(x, filters).unflatten(channel_dim, (out, size))
-        variance = torch.linalg.vector_norm(whitened, dim=channel_dim).square()
+        variance = torch.linalg.vector_norm(
+            whitened, dim=channel_dim, dtype=self.loc.dtype
+        ).square()
         if bias_variance is not None:
             space = [1 for _ in range(-channel_dim - 1)]
             variance = variance + bias_variance.reshape(*bias_variance.shape, *space)

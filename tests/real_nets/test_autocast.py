@@ -82,3 +82,32 @@ def test_outputs_without_variance_have_finite_gradients(net_name, guide_name):
         (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
     for parameter in guide.parameters():
         assert torch.isfinite(parameter.grad).all()
+
+
+@pytest.mark.parametrize("guide_name", ["mean field", "k-tied", "low rank"])
+def test_variances_are_in_single_precision(guide_name):
+    """Under autocast the scale of an image is that outside it, to float32's rounding."""
+    q = GUIDES[guide_name](classifier(perceptron(), *table())[0])["net.0.weight"]()
+    x = torch.randn(40, 3)
+    expected = q.image(x).scale
+    with torch.autocast("cpu", torch.bfloat16):
+        image = q.image(x)
+    assert image.mean.dtype == torch.bfloat16
+    assert image.scale.dtype == torch.float32
+    torch.testing.assert_close(image.scale, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("guide_name", ["mean field", "k-tied", "rowwise", "matrix normal"])
+def test_a_net_in_bfloat16_stays_in_it(guide_name):
+    x, y = table()
+    model, data = classifier(perceptron().bfloat16(), x.bfloat16(), y)
+    guide = GUIDES[guide_name](model)
+    dtypes = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *args: dtypes.add(args[-1].dtype))
+    (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
+    assert dtypes == {torch.bfloat16}
+    for parameter in guide.parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.isfinite(parameter.grad).all()
