@@ -1,12 +1,15 @@
 """Nets under Pyro's own vectorized particles, and under Predictive(parallel=True)."""
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.nn import PyroModule
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.nn.plates import run_in_plates
 from tests.guide_cases import GUIDES
 from tests.models import make_image_classifier, regression_data
 from tests.statistics import assert_mean
@@ -98,3 +101,26 @@ def test_guides_that_draw_once_are_refused(make_guide, message):
     objective = Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=1)
     with pytest.raises(NotImplementedError, match=message):
         objective.loss(model, make_guide(model), *data)
+
+
+class ReadsAfterwards(PyroModule):
+    """A model that looks at a weight after its net was run."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = ps.bayesianize(nn.Linear(3, 1))
+
+    def forward(self, x):
+        outputs, plates = run_in_plates(self.net, x)
+        mean = outputs.squeeze(-1) + 0 * self.net.weight.flatten(plates).sum(-1, keepdim=True)
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(mean, 1.0))
+        return mean
+
+
+def test_a_weight_can_be_looked_at_after_the_net():
+    model, x = ReadsAfterwards(), torch.randn(4, 3)
+    guide = ps.MeanFieldGuide(model, init_scale=0.2)
+    guide.initialize(x)
+    draws = Predictive(model, guide=guide, num_samples=5, parallel=True, return_sites=["_RETURN"])
+    assert draws(x)["_RETURN"].shape == (5, 4)
