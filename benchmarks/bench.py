@@ -74,14 +74,23 @@ GUIDES: dict[str, Callable[[ps.Classifier], ps.StructuredGuide]] = {
     "inducing 64, drawn": lambda model: ps.InducingWeightGuide(model, local_reparam=False),
     "full covariance": lambda model: ps.FullCovarianceGuide(model),
     "Walsh-Hadamard": lambda model: ps.MeanFieldGuide(model),
+    "Walsh-Hadamard, full": lambda model: ps.FullCovarianceGuide(model),
     "rank-1": lambda model: ps.MeanFieldGuide(model),
 }
 
-LAYERS: dict[str, Any] = {"Walsh-Hadamard": ps.WalshHadamard(), "rank-1": ps.RankOne()}
+LAYERS: dict[str, Any] = {
+    "Walsh-Hadamard": ps.WalshHadamard(),
+    "Walsh-Hadamard, full": ps.WalshHadamard(),
+    "rank-1": ps.RankOne(),
+}
 
-SMALL_ONLY = {"full covariance", "rowwise"}
-CONVOLUTIONS_ONLY = {"mean field, flipout"}  # elsewhere it is the local rule
-DENSE_ONLY = {"ensemble of 5"}  # batch norms cannot be vectorized
+ONLY = {
+    "ensemble of 5": {"small", "mnist", "wide", "huge"},  # batch norms cannot be vectorized
+    "mean field, flipout": {"resnet18"},  # for dense layers it is the local rule
+    "rowwise": {"small"},
+    "full covariance": {"small"},
+    "Walsh-Hadamard, full": {"small", "mnist", "wide"},
+}
 
 
 def main() -> None:
@@ -90,6 +99,8 @@ def main() -> None:
     parser.add_argument("--guide", choices=GUIDES, action="append", help="default: every guide")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"`--rounds` must be at least 2, for quartiles, but got {options.rounds}.")
     warnings.simplefilter("ignore", PointEstimateWarning)  # of batch norms
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = (
@@ -105,10 +116,7 @@ def main() -> None:
         y = torch.randint(10, shape[:1], device=device)
         steps = {"deterministic": deterministic_step(make_net().to(device), x, y)}
         for title in options.guide or GUIDES:
-            only = {"small"} if title in SMALL_ONLY else set(NETS)
-            only -= {"resnet18"} if title in DENSE_ONLY else set()
-            only &= {"resnet18"} if title in CONVOLUTIONS_ONLY else only
-            if name in only:
+            if name in ONLY.get(title, NETS):
                 steps[title] = guide_step(make_net().to(device), title, x, y)
         report(description, measure(steps, options.rounds))
 

@@ -2,6 +2,7 @@
 
     python docs/scripts/particles.py --particles 8
 
+The last row of each net is an ensemble of as many members.
 A round times both in turn; the table gives medians, and the median and quartiles of their ratio.
 """
 
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
+
+Loss = Callable[..., torch.Tensor]
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "20-50-10, batch 128": (
@@ -54,21 +57,30 @@ def main() -> None:
         print(f"\n{title}\n{'guide':<20}{'loop':>9}{'together':>10}{'ratio':>8}{'quartiles':>14}")
         torch.manual_seed(0)
         x, y = torch.randn(shape), torch.randint(10, shape[:1])
-        for name, make_guide in GUIDES.items():
-            model = ps.Classifier(ps.bayesianize(make_net(), prior=0.3), num_data=60_000)
-            guide = make_guide(model)
-            losses = [
-                ps.StructuredELBO(num_particles=options.particles, vectorize_particles=together)(
-                    model, guide
-                )
-                for together in (False, True)
-            ]
+        model = ps.Classifier(ps.bayesianize(make_net(), prior=0.3), num_data=60_000)
+        cases = {
+            name: draws(model, make(model), options.particles) for name, make in GUIDES.items()
+        }
+        cases["ensemble"] = members(model, options.particles)
+        for name, losses in cases.items():
             report(name, [measure(losses, x, y) for _ in range(options.rounds + 2)][2:])
 
 
-def measure(
-    losses: list[Callable[..., torch.Tensor]], x: torch.Tensor, y: torch.Tensor
-) -> list[float]:
+def draws(model: ps.Classifier, guide: ps.StructuredGuide, count: int) -> list[Loss]:
+    return [
+        ps.StructuredELBO(num_particles=count, vectorize_particles=together)(model, guide)
+        for together in (False, True)
+    ]
+
+
+def members(model: ps.Classifier, count: int) -> list[Loss]:
+    return [
+        ps.StructuredELBO()(model, ps.EnsembleGuide(model, count, vectorize=together))
+        for together in (False, True)
+    ]
+
+
+def measure(losses: list[Loss], x: torch.Tensor, y: torch.Tensor) -> list[float]:
     seconds = []
     for loss in losses:
         start = time.perf_counter()
