@@ -127,7 +127,7 @@ def test_functions_as_models():
 
 def test_an_interrupt_returns_what_there_is(monkeypatch):
     model, guide, data = make()
-    stepper = ps.fit.__globals__["_Stepper"]  # the function has the name of its module
+    stepper = ps.fit.__globals__["Stepper"]  # the function has the name of its module
     original = stepper.step
 
     def interrupted(self, number, *rest):

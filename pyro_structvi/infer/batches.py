@@ -1,0 +1,214 @@
+"""Mini-batches: from the data as they are given to arguments of the model on the guide's device."""
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from pyro_structvi._checks import check_no_nan, check_positive_integer
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+T = TypeVar("T")
+
+SHARE_OF_FREE_MEMORY = 0.25  # that tensors may take on a GPU; the rest is for the training
+
+
+class TensorBatches:
+    """Mini-batches of tensors, which stay where they are.
+
+    Args:
+        tensors: The data, examples first.
+        batch_size: How many examples a batch has; None for all of the sampler's.
+        sampler: The order of the examples.
+    """
+
+    def __init__(
+        self, tensors: tuple[Tensor, ...], batch_size: int | None, sampler: DistributedSampler[Any]
+    ) -> None:
+        self.tensors, self.sampler = tensors, sampler
+        self.batch_size = batch_size or len(sampler)
+        devices = {tensor.device for tensor in tensors}
+        self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.sampler) / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        if len(self.sampler) == len(self.tensors[0]) <= self.batch_size:
+            yield self.tensors
+            return
+        for chosen in torch.tensor([*self.sampler], device=self.device).split(self.batch_size):
+            yield tuple(tensor[chosen] for tensor in self.tensors)
+
+
+def as_batches(
+    data: Any,
+    batch_size: int | None,
+    device: torch.device | None,
+    seed: int = 0,
+    ranks: tuple[int, int] = (0, 1),
+) -> Any:
+    """Return the data as a sized iterable of mini-batches.
+
+    Args:
+        data: Tensors, a data set, or mini-batches, which are returned as they are.
+        batch_size: How many examples a mini-batch has on each rank; None for all of the rank's.
+        device: Where tensors are to be, if they fit.
+        seed: Of the order of the examples.
+        ranks: This process's rank and how many there are; each gets its share of the examples, in
+            each pass another one, padded to equal sizes by examples that come twice.
+
+    Raises:
+        TypeError: If the data are nothing of these.
+        ValueError: If lengths differ, the data hold NaN, or ``batch_size`` is out of place.
+    """
+    if batch_size is not None:
+        check_positive_integer("batch_size", batch_size)
+
+    def sampler_of(examples: Any) -> DistributedSampler[Any]:
+        shuffle = batch_size is not None or ranks[1] > 1
+        return DistributedSampler(examples, ranks[1], ranks[0], shuffle, seed)
+
+    if isinstance(data, Tensor):
+        data = (data,)
+    if isinstance(data, (dict, tuple)) and not all(isinstance(item, Tensor) for item in data):
+        raise TypeError(
+            "`data` must be a tuple of tensors, but got "
+            f"{[type(item).__name__ for item in data]}. Convert arrays with `torch.as_tensor`; give "
+            "keyword arguments as a list of mini-batches, `[{'x': x, 'y': y}]`."
+        )
+    if isinstance(data, (tuple, list)) and data and all(isinstance(t, Tensor) for t in data):
+        tensors = _placed(_checked(tuple(data)), device)
+        return TensorBatches(tensors, batch_size, sampler_of(tensors[0]))
+    if isinstance(data, Dataset):
+        sampler = sampler_of(data)
+        return DataLoader(data, batch_size=batch_size or len(sampler), sampler=sampler)
+    if batch_size is not None:
+        raise ValueError(
+            "`batch_size` is for tensors and datasets; mini-batches that are given have their own."
+        )
+    if not isinstance(data, Iterable) or not isinstance(data, Sized) or not len(data):
+        raise TypeError(
+            "`data` must be a tuple of tensors, a Dataset, or a sized iterable of mini-batches "
+            f"such as a DataLoader, but got {data!r}."
+        )
+    return data
+
+
+def _checked(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    lengths = [len(tensor) for tensor in tensors]
+    if len(set(lengths)) != 1 or lengths[0] == 0:
+        raise ValueError(f"The data must have one positive length, but got {lengths}.")
+    for index, tensor in enumerate(tensors):
+        check_no_nan(f"data[{index}]", tensor)
+    return tensors
+
+
+def _placed(tensors: tuple[Tensor, ...], device: torch.device | None) -> tuple[Tensor, ...]:
+    """Move tensors to the device, or leave them where they are if they would take too much of it."""
+    size = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
+    if size > SHARE_OF_FREE_MEMORY * _free_memory(device):
+        return tensors
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def _free_memory(device: torch.device | None) -> float:
+    if device is None or device.type != "cuda":
+        return math.inf
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def arguments(
+    loader: Any, device: torch.device | None, total: int
+) -> Generator[Arguments, None, None]:
+    """Go through the batches again and again, as arguments on the device.
+
+    For a GPU a thread has the next batch ready, loaded and copied, while the last one is used.
+
+    Args:
+        loader: The batches; if it has a ``sampler`` with epochs, each pass is one.
+        device: The guide's device.
+        total: How many batches to take.
+
+    Raises:
+        ValueError: If a pass gives no batch.
+    """
+    with closing(_passes(loader)) as passes:
+        batches = itertools.islice(passes, total)
+        is_there = isinstance(loader, TensorBatches) and loader.device == device
+        if device is None or device.type != "cuda" or is_there:
+            yield from (_arguments(batch, lambda value: value.to(device)) for batch in batches)
+        else:
+            with closing(_copied_ahead(batches, device)) as copies:
+                yield from copies
+
+
+def _passes(loader: Any) -> Generator[Any, None, None]:
+    for epoch in itertools.count():
+        sampler: Any = getattr(loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise ValueError(
+                "A pass through `data` gave no mini-batch. Pass something that can be gone through "
+                "again and again, such as a DataLoader or a list."
+            )
+
+
+def _arguments(batch: Any, move: Callable[[Tensor], Tensor]) -> Arguments:
+    def moved(value: Any) -> Any:
+        return move(value) if isinstance(value, Tensor) else value
+
+    if isinstance(batch, dict):
+        return (), {name: moved(value) for name, value in batch.items()}
+    values = batch if isinstance(batch, (tuple, list)) else (batch,)
+    return tuple(moved(value) for value in values), {}
+
+
+def one_ahead(items: Iterator[T]) -> Generator[T, None, None]:
+    """Yield the items; a thread gets the next one while the last is used."""
+    with ThreadPoolExecutor(1) as thread:
+
+        def start() -> Future[list[T]]:
+            return thread.submit(lambda: [*itertools.islice(items, 1)])
+
+        upcoming = start()
+        while ready := upcoming.result():
+            upcoming = start()
+            yield ready.pop()
+
+
+def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Generator[Arguments, None, None]:
+    """Copy batches to a GPU from pinned memory, each on a stream beside that of the last one's step."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))  # for data that are still being computed
+
+    def copy(value: Tensor) -> Tensor:
+        pinned = value.pin_memory() if value.device.type == "cpu" else value
+        return pinned.to(device, non_blocking=True)
+
+    def copies() -> Iterator[tuple[Arguments, torch.cuda.Event]]:
+        torch.cuda.set_stream(side)  # of the thread that runs this
+        for batch in batches:
+            yield _arguments(batch, copy), side.record_event()
+
+    with closing(one_ahead(copies())) as copied:
+        for (args, kwargs), is_copied in copied:
+            current = torch.cuda.current_stream(device)
+            current.wait_event(is_copied)
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor):
+                    value.record_stream(
+                        current
+                    )  # so that its memory is not used for a copy too soon
+            yield args, kwargs
