@@ -75,14 +75,15 @@ def shared_seed() -> int:
 
 
 @contextmanager
-def noise_of_rank(seed: int, device: torch.device | None) -> Iterator[None]:
+def noise_of_rank(device: torch.device | None) -> Iterator[None]:
     """Give each of several ranks noise of its own in this block; put generators back after it."""
     rank, size = world()
     if size == 1:
         yield
         return
+    seed = shared_seed()
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
-        torch.manual_seed(seed + 1 + rank)
+        torch.manual_seed(seed + rank)
         yield
 
 

@@ -127,14 +127,14 @@ def fit(
     _check_modules(model, guide)
     elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles)
     check_positive_number("lr", lr)
-    device, seed = _device_of(guide), shared_seed()
-    loader = as_batches(data, batch_size, device, seed, world())
+    device = _device_of(guide)
+    loader = as_batches(data, batch_size, device, shared_seed(), world())
     total = _count_steps(num_epochs, num_steps, loader)
     make_stepper = partial(Stepper, model, guide, elbo, lr, lr_schedule, optimizer)
     history = History()
     with (
         _training_mode(model, guide),
-        noise_of_rank(seed, device),
+        noise_of_rank(device),
         closing(arguments(loader, device, total)) as batches,
         tqdm(batches, "fit", total, disable=not progress or world()[0] > 0) as bar,
     ):

@@ -1,0 +1,58 @@
+"""Runs a function in two processes of one group, over gloo, and brings back what each returns."""
+
+import multiprocessing
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pyro
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+SIZE = 2
+PATIENCE = 60.0  # seconds for all, and for one to wait for the other
+multiprocessing.get_context("forkserver").set_forkserver_preload([
+    "pyro_structvi",
+    "torch._dynamo",  # which optimizers import
+])
+
+
+def on_two_ranks(function, folder, *args):
+    """Call ``function(*args)``, a function of a module, on each rank; return the values by rank.
+
+    Processes are forked from a server that has imported the package, and meet at a file.
+
+    Raises:
+        ProcessRaisedException: If a rank raises; the message holds its traceback.
+        TimeoutError: If they take too long.
+    """
+    folder = Path(folder)
+    processes = start_processes(
+        _run, (folder, function, args), nprocs=SIZE, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + PATIENCE
+    while not processes.join(timeout=1.0):
+        if time.monotonic() > deadline:
+            for process in processes.processes:
+                process.kill()
+            raise TimeoutError(f"{function.__name__} took more than {PATIENCE} seconds.")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+
+
+def _run(rank, folder, function, args):
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    pyro.enable_validation(True)
+    pyro.set_rng_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting_point",
+        rank=rank,
+        world_size=SIZE,
+        timeout=timedelta(seconds=PATIENCE / 2),
+    )
+    torch.save(function(*args), folder / f"{rank}.pt")
+    dist.destroy_process_group()
