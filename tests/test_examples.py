@@ -1,5 +1,6 @@
 """Every example runs in smoke size; none can be forgotten."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,10 +10,19 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
+RANDOM_IMAGES = ["--random-images", "16", "--epochs", "1", "--num-samples", "2"]
 SCRIPTS = {
+    "examples/cifar_resnet.py": [*RANDOM_IMAGES, "--batch-size", "8"],
     "examples/demo.py": ["--smoke", "--output", "{folder}"],
     "examples/mnist.py": ["--data", "{folder}/images.npz", "--epochs", "1", "--num-samples", "2"],
-    "benchmarks/bench.py": ["--net", "mnist", "--rounds", "2"],
+    "benchmarks/bench.py": [
+        *("--net", "small", "--net", "lstm", "--rounds", "2", "--samples", "2"),
+        *("--against", "pyro", "--output", "{folder}/bench.json"),
+    ],
+    "benchmarks/scaling.py": [
+        *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),
+        *("--output", "{folder}/scaling.json", "--figure", "{folder}/scaling.svg"),
+    ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],
@@ -60,3 +70,28 @@ def test_a_script_runs(script, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert re.search("k-tied|low rank|inducing", result.stdout)
+
+
+@pytest.mark.slow
+def test_a_script_runs_in_two_processes_and_loads_what_one_saved(tmp_path):
+    checkpoints = [str(tmp_path / name) for name in ("one.pt", "two.pt")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "examples/cifar_resnet.py"), *RANDOM_IMAGES, "--batch-size", "4"]
+    runs = [
+        [*script, "--save", checkpoints[0]],
+        [*torchrun, *script, "--load", checkpoints[0], "--save", checkpoints[1]],
+        [*script, "--load", checkpoints[1]],
+    ]
+    for arguments in runs:
+        result = subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert result.returncode == 0, result.stderr
+        assert "Warning" not in result.stderr
+        assert result.stdout.count("test accuracy") == 1, "only rank 0 reports"
+        assert ("on 2 x" in result.stdout) == (arguments[0] == "-m")

@@ -109,7 +109,7 @@ def fit(
         The history.
 
     Raises:
-        TypeError: If the guide is no module.
+        TypeError: If the guide is no module, or was sharded.
         ValueError: If an argument is out of range, lengths differ, the data hold NaN, or processes
             have different numbers of batches.
         FloatingPointError: If the loss or a gradient is not finite, on all processes if on one; the
@@ -189,6 +189,11 @@ def _check_modules(model: Any, guide: Any) -> None:
         raise TypeError(
             f"`guide` must be a torch.nn.Module, but got {type(guide).__name__}. Train the guide "
             "of a function with `pyro.infer.SVI`."
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in guide.parameters()):
+        raise TypeError(
+            "`guide` must have whole parameters, but got sharded ones. Train it in a loop of your own, "
+            "as the page on more than one device shows."
         )
 
 

@@ -1,4 +1,4 @@
-"""Runs a function in two processes of one group, over gloo, and brings back what each returns."""
+"""Two processes of one group, over gloo: calling a function in each, and what such functions share."""
 
 import multiprocessing
 import time
@@ -10,6 +10,9 @@ import pyro
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
+
+import pyro_structvi as ps
+from tests.models import make_regressor, regression_data
 
 SIZE = 2
 PATIENCE = 60.0  # seconds for all, and for one to wait for the other
@@ -56,3 +59,22 @@ def _run(rank, folder, function, args):
     )
     torch.save(function(*args), folder / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def make_fit(guide=ps.KTiedGuide, size=24, **options):
+    """Return a model, a guide and data, the same wherever this is called."""
+    pyro.set_rng_seed(0)
+    model = make_regressor(size)
+    return model, guide(model, **options), regression_data(size)
+
+
+def assert_equal(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def assert_close(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-10, atol=1e-12)

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -104,11 +105,18 @@ def test_tensors_move_if_a_quarter_of_the_free_memory_holds_them(monkeypatch, fr
 
 
 def test_tensors_that_are_there_take_no_more_memory(monkeypatch):
+    device, x, y = torch.device("meta"), torch.zeros(12, 30, dtype=torch.long), torch.zeros(12)
+    monkeypatch.setattr(batches, "_free_memory", lambda device: 4 * y.nbytes)
+    loader = as_batches((x.to(device), y), 4, device)
+    assert loader.device == device
+
+
+def test_tensors_on_two_devices_are_indexed_from_the_host(monkeypatch):
     monkeypatch.setattr(batches, "_free_memory", lambda device: 0)
-    tensors = torch.zeros(12, 3), torch.zeros(12, 1)
-    loader = as_batches(tensors, 4, torch.device("cpu"))
+    x, y = torch.zeros(12, 3), torch.zeros(12, dtype=torch.long, device="meta")
+    loader = as_batches((x, y), 4, torch.device("meta"))
     assert loader.device == torch.device("cpu")
-    assert len(loader) == 3
+    assert [batch[0].shape for batch in loader] == [(4, 3)] * 3
 
 
 # ---- one batch ahead -----------------------------------------------------------------------------
@@ -120,7 +128,6 @@ class Recorded:
     def __init__(self, total, fails_at=None):
         self.total, self.fails_at = total, fails_at
         self.made, self.threads, self.closed = [], set(), False
-        self.made_next = threading.Event()
 
     def __iter__(self):
         try:
@@ -129,7 +136,6 @@ class Recorded:
                     raise OSError("the disk is full")
                 self.made.append(number)
                 self.threads.add(threading.current_thread())
-                self.made_next.set()
                 yield number
         finally:
             self.closed = True
@@ -146,12 +152,11 @@ def test_one_item_is_ready_while_another_is_used():
     source = Recorded(5)
     with closing(one_ahead(iter(source))) as items:
         for number in range(4):
-            source.made_next.clear() if number else None
             assert next(items) == number
-            deadline = threading.Event()
-            while len(source.made) < number + 2 and not deadline.wait(0.001):
-                pass
-            deadline.wait(0.02)
+            give_up = time.monotonic() + 5
+            while len(source.made) < number + 2 and time.monotonic() < give_up:
+                time.sleep(0.001)
+            time.sleep(0.02)
             assert source.made == list(range(number + 2)), "one ahead, and no more"
     assert threading.current_thread() not in source.threads
     assert len(source.threads) == 1

@@ -1,0 +1,88 @@
+"""Parameters sharded over two processes by torch's ``fully_shard``: gradients, draws, checkpoints."""
+
+import pyro
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import pyro_structvi as ps
+from tests.infer.ranks import on_two_ranks
+from tests.models import make_regressor, regression_data
+
+GUIDES = {
+    "k-tied": ps.KTiedGuide,
+    "low rank": ps.AutoLowRankLRT,
+    "full covariance": ps.FullCovarianceGuide,
+    "rowwise": ps.RowwiseGuide,
+    "MAP": ps.MAPGuide,
+    "ensemble": ps.EnsembleGuide,
+}
+
+
+def make(name):
+    pyro.set_rng_seed(0)
+    model = make_regressor(24)
+    guide = GUIDES[name](model)
+    x, y = regression_data(24)
+    guide.initialize(x, y)
+    return model, guide, ps.StructuredELBO()(model, guide), x, y
+
+
+def shard(guide, loss):
+    for posterior in guide.all_posteriors():
+        fully_shard(posterior, reshard_after_forward=False)
+    fully_shard(loss)
+
+
+def sharded(name):
+    model, guide, loss, x, y = make(name)
+    shard(guide, loss)
+    torch.manual_seed(1)
+    loss(x, y).backward()
+    adam = torch.optim.Adam(loss.parameters(), lr=0.01)
+    gradients = {key: p.grad.full_tensor() for key, p in guide.named_parameters()}
+    adam.step()
+    rows = guide["net.0.weight"].loc if name == "k-tied" else None
+    whole = StateDictOptions(full_state_dict=True)
+    torch.manual_seed(2)
+    return (
+        gradients,
+        get_model_state_dict(guide, options=whole),
+        None if rows is None else rows.to_local().shape,
+        ps.predict(model, guide, x, num_samples=3).mean,
+    )
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_sharded_parameters_train_as_whole_ones(tmp_path, name):
+    model, guide, loss, x, y = make(name)
+    torch.manual_seed(1)
+    loss(x, y).backward()
+    expected = {key: p.grad for key, p in guide.named_parameters()}
+    torch.optim.Adam(loss.parameters(), lr=0.01).step()
+    torch.manual_seed(2)
+    mean = ps.predict(model, guide, x, num_samples=3).mean
+    for gradients, state, rows, predicted in on_two_ranks(sharded, tmp_path, name):
+        torch.testing.assert_close(gradients, expected)
+        torch.testing.assert_close(state, dict(guide.state_dict()))
+        torch.testing.assert_close(predicted, mean)
+        if name == "k-tied":
+            assert rows in {(3, 3), (2, 3)}, "a rank has a part of the five rows"
+
+
+def fit_sharded():
+    model, guide, loss, x, y = make("k-tied")
+    shard(guide, loss)
+    try:
+        ps.fit(model, guide, (x, y), num_steps=1, progress=False)
+    except TypeError as error:
+        return str(error)
+
+
+def test_fit_refuses_sharded_parameters(tmp_path):
+    first, second = on_two_ranks(fit_sharded, tmp_path)
+    assert first == second
+    assert first.startswith(
+        "`guide` must have whole parameters, but got sharded ones. Train it in a"
+    )
