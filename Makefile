@@ -8,7 +8,7 @@ INSTALLED_DOCS := .venv/installed-docs
 PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 SMOKE ?=
 
-.PHONY: help demo test test-all lint docs bench clean
+.PHONY: help demo test test-all lint docs bench bench-scaling clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,11 +31,14 @@ docs: $(INSTALLED_DOCS) ## the site, in docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 # glibc gives back every tensor above 32 MB, and gets it again page by page; here it keeps them.
-bench: export MALLOC_MMAP_THRESHOLD_ = 4000000000
-bench: export MALLOC_TRIM_THRESHOLD_ = 16000000000
-bench: export MALLOC_TOP_PAD_ = 500000000
-bench: $(INSTALLED) ## cost of a training step beside the deterministic net's; BENCH="--net wide"
-	$(BIN)/python benchmarks/bench.py $(BENCH)
+bench bench-scaling: export MALLOC_MMAP_THRESHOLD_ = 4000000000
+bench bench-scaling: export MALLOC_TRIM_THRESHOLD_ = 16000000000
+bench bench-scaling: export MALLOC_TOP_PAD_ = 500000000
+bench: $(INSTALLED) ## cost of steps and predictions beside the deterministic net's; BENCH="--net wide"
+	$(BIN)/python -m benchmarks.bench $(BENCH)
+
+bench-scaling: $(INSTALLED) ## how the cost of a layer grows with its sizes
+	$(BIN)/python -m benchmarks.scaling $(BENCH)
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist demo_output docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -19,6 +19,7 @@ SCRIPTS = {
         *("--net", "small", "--net", "lstm", "--rounds", "2", "--samples", "2"),
         *("--against", "pyro", "--output", "{folder}/bench.json"),
     ],
+    "benchmarks/tables.py": ["--output", "{folder}/benchmarks.md"],
     "benchmarks/scaling.py": [
         *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),
         *("--output", "{folder}/scaling.json", "--figure", "{folder}/scaling.svg"),

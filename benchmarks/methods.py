@@ -1,0 +1,170 @@
+"""The methods that are measured: how each steps, and how it predicts.
+
+A further way to step is a function like ``step_eagerly``, and a line that makes methods with it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+import torch.nn.functional as F
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import (
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+from torch import Tensor, nn
+
+import pyro_structvi as ps
+from pyro_structvi.predict import Prediction
+
+
+class Method(NamedTuple):
+    """What is done to a net.
+
+    Attributes:
+        step: A training step on a batch.
+        predict: Predicts at its inputs with so many draws.
+    """
+
+    step: Callable[[], Any]
+    predict: Callable[[int], Any]
+
+
+MakeGuide = Callable[[ps.Classifier], Any]
+MakeStep = Callable[[ps.Classifier, Any, Tensor, Tensor], Callable[[], Any]]
+MakeMethod = Callable[[nn.Module, Tensor, Tensor], Method]
+
+
+# ---- ways to step --------------------------------------------------------------------------------
+
+
+def make_deterministic(net: nn.Module, x: Tensor, y: Tensor) -> Method:
+    @torch.no_grad()
+    def predict(count: int) -> Tensor:
+        net.eval()
+        probabilities = torch.stack([net(x).softmax(-1) for _ in range(count)]).mean(0)
+        net.train()
+        return probabilities
+
+    loss = lambda: F.cross_entropy(net(x), y)  # noqa: E731
+    return Method(step_with_adam(loss, net.parameters()), predict)
+
+
+def step_with_adam(loss: Callable[[], Tensor], parameters: Any) -> Callable[[], None]:
+    optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=True)
+
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def step_eagerly(
+    model: ps.Classifier, guide: ps.StructuredGuide, x: Tensor, y: Tensor
+) -> Callable[[], None]:
+    loss = ps.StructuredELBO()(model, guide)
+    loss(x, y)  # the run that counts uses
+    return step_with_adam(lambda: loss(x, y), [*guide.parameters(), *model.parameters()])
+
+
+def step_by_pyro(model: ps.Classifier, guide: Any, x: Tensor, y: Tensor) -> Callable[[], float]:
+    """Under ``Trace_ELBO``: autoguides have deltas at the model's sites, and no KL in closed form."""
+    guide(x, y)  # its parameters are made in the first run
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-4}), Trace_ELBO())
+    return lambda: svi.step(x, y)
+
+
+def make_methods(guides: dict[str, MakeGuide], make_step: MakeStep) -> dict[str, MakeMethod]:
+    return {title: make_guided(title, make, make_step) for title, make in guides.items()}
+
+
+def make_guided(title: str, make_guide: MakeGuide, make_step: MakeStep) -> MakeMethod:
+    layers = {"*": LAYERS[title]} if title in LAYERS else None
+
+    def make(net: nn.Module, x: Tensor, y: Tensor) -> Method:
+        own: Any = {"params": {}, "constraints": {}}
+        in_own_store = pyro.get_param_store().scope  # nets have the same names for parameters
+        with in_own_store(own):
+            model = ps.Classifier(ps.bayesianize(net, prior=0.3, layers=layers), num_data=60_000)
+            guide = make_guide(model)
+            take_step = make_step(model, guide, x, y)
+
+        def step() -> None:
+            with in_own_store(own):
+                take_step()
+
+        def predict(count: int) -> Prediction:
+            with in_own_store(own):
+                return ps.predict(model, guide, x, num_samples=count)
+
+        return Method(step, predict)
+
+    return make
+
+
+# ---- the guides ----------------------------------------------------------------------------------
+
+
+def make_subnetwork(model: ps.Classifier) -> ps.StructuredGuide:
+    center = ps.MAPGuide(model)
+    scores = {name: value.abs() for name, value in center.draw().items()}
+    return ps.SubnetworkGuide(model, ps.subnetwork.largest(scores, 200), center)
+
+
+GUIDES: dict[str, MakeGuide] = {
+    "MAP": lambda model: ps.MAPGuide(model),
+    "ensemble of 5": lambda model: ps.EnsembleGuide(model, size=5),
+    "ensemble of 5, in turn": lambda model: ps.EnsembleGuide(model, size=5, vectorize=False),
+    "MC dropout": lambda model: ps.MCDropoutGuide(model),
+    "mean field, drawn": lambda model: ps.MeanFieldGuide(model, local_reparam=False),
+    "mean field": lambda model: ps.MeanFieldGuide(model),
+    "mean field, flipout": lambda model: ps.MeanFieldGuide(model, local_reparam="flipout"),
+    "k-tied, k = 1": lambda model: ps.KTiedGuide(model, rank=1),
+    "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
+    "matrix normal": lambda model: ps.MatrixNormalGuide(model),
+    "rowwise": lambda model: ps.RowwiseGuide(model),
+    "low rank, K = 1": lambda model: ps.AutoLowRankLRT(model, rank=1),
+    "low rank, K = 2": lambda model: ps.AutoLowRankLRT(model, rank=2),
+    "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5),
+    "inducing 64": lambda model: ps.InducingWeightGuide(model),
+    "inducing 64, drawn": lambda model: ps.InducingWeightGuide(model, local_reparam=False),
+    "full covariance": lambda model: ps.FullCovarianceGuide(model),
+    "subnetwork of 200": make_subnetwork,
+    "Walsh-Hadamard": lambda model: ps.MeanFieldGuide(model),
+    "Walsh-Hadamard, full": lambda model: ps.FullCovarianceGuide(model),
+    "rank-1": lambda model: ps.MeanFieldGuide(model),
+}
+
+LAYERS: dict[str, Any] = {
+    "Walsh-Hadamard": ps.WalshHadamard(),
+    "Walsh-Hadamard, full": ps.WalshHadamard(),
+    "rank-1": ps.RankOne(),
+}
+
+PYRO_GUIDES: dict[str, MakeGuide] = {
+    "Pyro AutoNormal": lambda model: AutoNormal(model),
+    "Pyro AutoLowRank, rank 2": lambda model: AutoLowRankMultivariateNormal(model, rank=2),
+    "Pyro AutoMultivariate": lambda model: AutoMultivariateNormal(model),
+}
+
+DENSE = {"small", "mnist", "mnist2048", "wide", "huge"}
+
+ONLY = {
+    "ensemble of 5": DENSE | {"lenet"},  # torch cannot vectorize batch norms, nor an LSTM
+    "ensemble of 5, in turn": {"resnet18", "lstm"},  # elsewhere members run in one pass
+    "mean field, flipout": {"lenet", "resnet18"},  # for dense layers it is the local rule
+    "rowwise": {"small", "lenet", "lstm"},  # elsewhere too much memory; mnist: 20 s a step
+    "full covariance": {"small"},  # elsewhere refused: at least 34 GiB
+    "Walsh-Hadamard, full": DENSE | {"lenet", "resnet18"},  # the LSTM's weights are no layers'
+    "Pyro AutoMultivariate": {"small"},  # elsewhere at least 14 GiB, four times
+    "Pyro AutoLowRank, rank 2": {*DENSE, "lenet", "resnet18", "lstm"} - {"huge"},  # for memory
+}
+
+DETERMINISTIC = "deterministic"
+METHODS = {DETERMINISTIC: make_deterministic} | make_methods(GUIDES, step_eagerly)
+PYRO_METHODS = make_methods(PYRO_GUIDES, step_by_pyro)

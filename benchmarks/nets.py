@@ -1,0 +1,91 @@
+"""The nets that are measured, with the data of a step."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18
+
+
+class Net(NamedTuple):
+    """A net, its inputs, and how long to measure it.
+
+    Attributes:
+        title: What it is, with the batch.
+        make: Makes it.
+        shape: The shape of a batch of inputs.
+        rounds: How many rounds are timed unless asked for otherwise.
+    """
+
+    title: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    rounds: int
+
+    def make_batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return inputs, and their classes."""
+        x = torch.randn(self.shape, device=device)
+        return x, torch.randint(10, self.shape[:1], device=device)
+
+
+def make_mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size, out in pairwise(widths):
+        layers += [nn.Linear(size, out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def make_lenet() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), make_mlp(400, 120, 84, 10)),
+    )
+
+
+def make_resnet18() -> nn.Module:
+    net: Any = resnet18(num_classes=10)
+    net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # for images of 32 x 32
+    net.maxpool = nn.Identity()
+    return net  # type: ignore[no-any-return]
+
+
+class SequenceClassifier(nn.Module):
+    """An LSTM, and classes from its last state."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(inputs, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        outputs, _ = self.lstm(x)
+        return self.head(outputs[:, -1])  # type: ignore[no-any-return]
+
+
+NETS = {
+    "small": Net("MLP 20-50-10, batch 128", lambda: make_mlp(20, 50, 10), (128, 20), 30),
+    "mnist": Net(
+        "MLP 784-400-400-10, batch 128", lambda: make_mlp(784, 400, 400, 10), (128, 784), 15
+    ),
+    "mnist2048": Net(
+        "MLP 784-400-400-10, batch 2048", lambda: make_mlp(784, 400, 400, 10), (2048, 784), 9
+    ),
+    "wide": Net(
+        "MLP 1024-2048-2048-10, batch 512", lambda: make_mlp(1024, 2048, 2048, 10), (512, 1024), 9
+    ),
+    "huge": Net(
+        "MLP 4096-4096-4096-10, batch 512", lambda: make_mlp(4096, 4096, 4096, 10), (512, 4096), 3
+    ),
+    "lenet": Net("LeNet, 28 x 28 images, batch 128", make_lenet, (128, 1, 28, 28), 15),
+    "resnet18": Net("ResNet-18 (CIFAR stem), batch 32", make_resnet18, (32, 3, 32, 32), 5),
+    "lstm": Net(
+        "LSTM of size 128 on the 28 rows of 28 x 28 images, batch 128",
+        lambda: SequenceClassifier(28, 128),
+        (128, 28, 28),
+        15,
+    ),
+}
