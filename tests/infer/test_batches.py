@@ -174,14 +174,18 @@ def test_the_loader_is_closed_where_the_fit_ends_early(monkeypatch):
     source, model = Recorded(5), make_regressor()
     data = regression_data()
 
-    class Loader(list):
+    class Loader:
         def __iter__(self):
             return (data for _ in iter(source))
+
+        def __len__(self):
+            return 5
 
     guide = ps.MeanFieldGuide(model)
     monkeypatch.setattr(ps.fit.__globals__["Stepper"], "step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        ps.fit(model, guide, Loader([0]), num_steps=5, progress=False)
+        ps.fit(model, guide, Loader(), num_steps=5, progress=False)
+    assert source.made == [0]
     assert source.closed
 
 
