@@ -96,7 +96,7 @@ def data_parallel(loss: Loss) -> nn.Module:
     if world()[1] == 1:
         return loss
     loss.never_used = nn.Parameter(next(loss.parameters()).new_zeros(()))
-    return DistributedDataParallel(loss, find_unused_parameters=True)
+    return DistributedDataParallel(loss, find_unused_parameters=True, gradient_as_bucket_view=True)
 
 
 def share_buffers(module: nn.Module) -> None:
