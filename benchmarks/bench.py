@@ -17,7 +17,6 @@ would be a good part of some steps, and is no part of the work.
 """
 
 import argparse
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch import Tensor
 from benchmarks.measure import Times, describe_machine, peak_bytes, quartiles, time_rounds
 from benchmarks.methods import DETERMINISTIC, METHODS, ONLY, PYRO_METHODS, MakeMethod
 from benchmarks.nets import NETS, Net
-from benchmarks.tables import machine_line, net_table
+from benchmarks.tables import machine_line, net_table, write_results
 from pyro_structvi.nn import PointEstimateWarning
 
 
@@ -61,7 +60,7 @@ def main() -> None:
         results["nets"][name] = measure_net(NETS[name], own, rounds, options.samples)
         print(f"\n{NETS[name].title}\n\n{net_table(results['nets'][name])}", flush=True)
         if options.output:
-            options.output.write_text(json.dumps(results, indent=1) + "\n")
+            write_results(results, options.output)
 
 
 def measure_net(

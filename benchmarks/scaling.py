@@ -14,7 +14,6 @@ by arithmetic would have there, lower terms included.
 """
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 import pyro_structvi as ps
 from benchmarks.measure import describe_machine, quartiles, time_rounds
 from benchmarks.sweeps import METHODS, SWEEPS, Method, Sizes
-from benchmarks.tables import scaling_tables
+from benchmarks.tables import scaling_tables, write_results
 
 
 def main() -> None:
@@ -50,7 +49,7 @@ def main() -> None:
     results = {"machine": describe_machine(), "rounds": options.rounds, "sweeps": sweeps}
     print(scaling_tables(results))
     if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(results, options.output)
     if options.figure:
         draw(results, options.figure)
 

@@ -19,6 +19,14 @@ def main() -> None:
     print(options.output.read_text())
 
 
+def write_results(results: dict[str, Any], path: Path) -> None:
+    """Write a JSON file, with what is innermost on one line."""
+    text = json.dumps(results, indent=1)
+    for inner in (r"\[[^][{}]*\]", r"\{[^{}]*\}"):
+        text = re.sub(inner, lambda match: " ".join(match[0].split()), text)
+    path.write_text(text + "\n")
+
+
 def render(text: str) -> str:
     """Put the tables of the files that a page names in place of those it has."""
 

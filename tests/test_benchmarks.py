@@ -103,6 +103,15 @@ def test_the_table_of_a_net():
     assert foot == "1.00 is: step 1.00 ms, 4.00 MiB; prediction 1.00 ms, 2.00 MiB. 9 rounds."
 
 
+def test_results_come_back_from_their_file(tmp_path):
+    results = {
+        "machine": {"device": "a, b"},
+        "nets": {"n": {"ratio": [1.0, 2.5], "list": [{"a": [1]}]}},
+    }
+    tables.write_results(results, tmp_path / "results.json")
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+
+
 def test_the_page_shows_the_committed_results():
     text = tables.PAGE.read_text()
     assert tables.render(text) == text, "python -m benchmarks.tables writes the tables"
