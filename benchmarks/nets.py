@@ -77,9 +77,6 @@ NETS = {
     "wide": Net(
         "MLP 1024-2048-2048-10, batch 512", lambda: make_mlp(1024, 2048, 2048, 10), (512, 1024), 9
     ),
-    "huge": Net(
-        "MLP 4096-4096-4096-10, batch 512", lambda: make_mlp(4096, 4096, 4096, 10), (512, 4096), 3
-    ),
     "lenet": Net("LeNet, 28 x 28 images, batch 128", make_lenet, (128, 1, 28, 28), 15),
     "resnet18": Net("ResNet-18 (CIFAR stem), batch 32", make_resnet18, (32, 3, 32, 32), 5),
     "lstm": Net(
@@ -87,5 +84,8 @@ NETS = {
         lambda: SequenceClassifier(28, 128),
         (128, 28, 28),
         15,
+    ),
+    "huge": Net(
+        "MLP 4096-4096-4096-10, batch 512", lambda: make_mlp(4096, 4096, 4096, 10), (512, 4096), 3
     ),
 }
