@@ -85,6 +85,11 @@ def test_rounds_are_interleaved_and_the_first_is_left_out():
     assert {name: len(own["task"]) for name, own in seconds.items()} == {"a": 3, "b": 3}
 
 
+def test_quartiles_are_within_what_was_seen():
+    assert measure.quartiles([1.0, 5.0]) == [2.0, 3.0, 4.0]
+    assert measure.quartiles([5.0, 1.0, 2.0, 3.0, 4.0]) == [2.0, 3.0, 4.0]
+
+
 def test_the_table_of_a_net():
     def task(middle, size):
         ratio = [middle - 0.5, middle, middle + 0.5]
