@@ -1,6 +1,6 @@
 """Steps with gradients by hand, which save passes over large tensors.
 
-They have no rules for the transforms of torch.func; the functions take torch's own steps there.
+Where one has no rules for the transforms of torch.func, its function takes torch's own steps there.
 """
 
 from typing import Any
@@ -71,6 +71,52 @@ class BankAndSquaredNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_matrix = of_bank.mT @ x.to(dtype)
         return of_x, of_matrix
+
+
+class VarianceAndSums(torch.autograd.Function):
+    """``exp(2 l)``, its sum, and twice the sum of ``l``: variances, their trace and log determinant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(*batch, *event)`` and two of ``(*batch,)``, the sums over an event."""
+        variance = (2 * log_scale).exp_()
+        event = tuple(range(-event_dim, 0))
+        total = variance.sum(event) if event else variance.clone()
+        return variance, total, 2 * (log_scale.sum(event) if event else log_scale)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Keep the variances."""
+        ctx.event_dim = inputs[1]
+        ctx.save_for_backward(output[0])
+        ctx.save_for_forward(output[0])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_variance: Tensor | None, of_sum: Tensor | None, of_log_det: Tensor | None
+    ) -> tuple[Tensor, None]:
+        """Return ``2 v (g_v + g_sum) + 2 g_log_det``, in passes over one new tensor."""
+        (variance,) = ctx.saved_tensors
+        trace, log_det = (
+            variance.new_zeros(()) if part is None else part[(...,) + (None,) * ctx.event_dim]
+            for part in (of_sum, of_log_det)
+        )
+        factor = trace if of_variance is None else of_variance + trace
+        return torch.addcmul(2 * log_det, variance, factor, value=2), None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``2 v dl``, its sum, and twice the sum of ``dl``."""
+        (variance,) = ctx.saved_tensors
+        tangent, event = 2 * variance * change, tuple(range(-ctx.event_dim, 0))
+        if not event:
+            return tangent, tangent.clone(), 2 * change
+        return tangent, tangent.sum(event), 2 * change.sum(event)
 
 
 def _sum_of_products(a: Tensor, b: Tensor, shape: torch.Size) -> Tensor:

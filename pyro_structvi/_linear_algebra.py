@@ -5,15 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_structvi._tracing import is_tracing
+
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
+BLOCK = 2**18  # numbers
 LEAST_PIVOT = 3e-7  # of the largest; less may be all rounding
 
 
 def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a Cholesky factor and the jitter that it took, the smallest of a few that works.
 
-    The jitter is a multiple of the mean diagonal, one of 0, 1e-12, 1e-10, ..., 1e-4. On a GPU the host
-    does not wait: all of them are tried at once.
+    The jitter is a multiple of the mean diagonal, one of 0, 1e-12, 1e-10, ..., 1e-4. On a GPU, and where
+    a step is traced, the host does not wait: all of them are tried at once.
 
     Args:
         matrix: Symmetric, ``(*batch, M, M)``, in double precision.
@@ -22,7 +25,7 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
         The lower factor, of NaN where no jitter helps, and what was added to the diagonal
         ``(*batch,)``.
     """
-    if matrix.device.type == "cpu":
+    if matrix.device.type == "cpu" and not is_tracing():
         tril, failed = _try_cholesky(matrix)
         if not bool(failed.any()):
             return tril, matrix.new_zeros(matrix.shape[:-2])
@@ -46,6 +49,14 @@ def _try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     tril, info = torch.linalg.cholesky_ex(matrix)
     pivots = tril.detach().diagonal(dim1=-2, dim2=-1)
     return tril, (info > 0) | (pivots.amin(-1) < LEAST_PIVOT * pivots.amax(-1))
+
+
+def blocks_of_rows(rows: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Split ``rows (*batch, n, k)`` so that a block of them by ``width`` stays in a CPU's cache."""
+    if rows.device.type != "cpu" or is_tracing():
+        return (rows,)
+    blocks: tuple[Tensor, ...] = rows.split(max(1, BLOCK // width), dim=-2)
+    return blocks
 
 
 def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:

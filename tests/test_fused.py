@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_structvi._fused import AddScaledNoise, BankAndSquaredNorm
+from pyro_structvi._fused import AddScaledNoise, BankAndSquaredNorm, VarianceAndSums
 
 SHAPE = (2, 3, 4)
 COEFFICIENTS = [(), (1,), (1, 1, 1), (3, 1), (2, 1, 4), (2, 3, 4)]
@@ -106,3 +106,38 @@ def test_mixed_precision_gives_gradients_to_inputs_of_either_dtype(dtype):
     ):
         assert gradient.dtype == leaf.dtype
         torch.testing.assert_close(gradient.double(), oracle, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
+@pytest.mark.parametrize("event_dim", [0, 1, 3])
+def test_variances_and_their_sums_have_all_derivatives(event_dim):
+    log_scale = torch.randn(SHAPE, requires_grad=True)
+    variance, total, log_det = VarianceAndSums.apply(log_scale, event_dim)
+    event = log_scale.shape[3 - event_dim :].numel()
+    torch.testing.assert_close(variance, log_scale.exp().square())
+    torch.testing.assert_close(total, variance.reshape(*total.shape, event).sum(-1))
+    torch.testing.assert_close(log_det, variance.log().reshape(*total.shape, event).sum(-1))
+
+    def apply(log_scale):
+        return VarianceAndSums.apply(log_scale, event_dim)
+
+    assert torch.autograd.gradcheck(apply, (log_scale,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(apply, (log_scale,))
+
+
+@pytest.mark.parametrize("output", [0, 1, 2])
+def test_variances_and_their_sums_may_be_used_one_at_a_time_and_under_vmap(output):
+    log_scale = torch.randn(SHAPE, requires_grad=True)
+
+    def apply(shift):
+        return VarianceAndSums.apply(log_scale + shift, 3)[output].sum()
+
+    shifts = torch.randn(4)
+    (gradient,) = torch.autograd.grad(torch.func.vmap(apply)(shifts).sum(), log_scale)
+    (expected,) = torch.autograd.grad(sum(apply(shift) for shift in shifts), log_scale)
+    torch.testing.assert_close(gradient, expected)
+    plain = {0: log_scale.exp().square(), 1: log_scale.exp().square(), 2: 2 * log_scale}[output]
+    own = torch.autograd.grad(VarianceAndSums.apply(log_scale, 3)[output].sum(), log_scale)
+    torch.testing.assert_close(own, torch.autograd.grad(plain.sum(), log_scale))

@@ -10,7 +10,7 @@ from pyro_structvi.distributions.k_tied import KTiedNormal
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior
 from pyro_structvi.distributions.low_rank import LowRankNormal
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
-from pyro_structvi.distributions.mean_field import MeanFieldNormal
+from pyro_structvi.distributions.mean_field import LogScaleNormal, MeanFieldNormal
 from pyro_structvi.distributions.point_mass import PointMass
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.pruned import PrunedNormal
@@ -27,6 +27,7 @@ __all__ = [
     "InducingNormal",
     "JoinedPrior",
     "KTiedNormal",
+    "LogScaleNormal",
     "LowRankNormal",
     "MatrixNormal",
     "MeanFieldNormal",

@@ -9,6 +9,7 @@ from torch.distributions import constraints
 
 from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive, check_shape
+from pyro_structvi._linear_algebra import blocks_of_rows
 from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, normal_image
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linear_maps import LinearMap
@@ -116,8 +117,7 @@ class KTiedNormal(WeightDistribution):
         The one term whose cost is out x in; with k = 1 not even that.
         """
         if self.rank > 1:
-            total: Tensor = _SumOfLogs.apply(self.row_scale, self.column_scale)
-            return 2 * total
+            return 2 * sum_of_logs(self.row_scale, self.column_scale)
         rows, columns = self.row_scale.squeeze(-1), self.column_scale.squeeze(-1)
         return 2 * (columns.shape[-1] * rows.log().sum(-1) + rows.shape[-1] * columns.log().sum(-1))
 
@@ -139,8 +139,8 @@ class KTiedNormal(WeightDistribution):
         mean = linear_map(x, self._matrix(self.loc), bias_loc)
         with autocast_off(x):
             squares = x.to(self.loc.dtype).square()
-            hidden = linear_map.bank(squares, _pairwise_products(self.column_scale).mT)
-            mixing = _pairwise_products(self.row_scale, off_diagonal=2.0)
+            hidden = linear_map.bank(squares, _pairwise_products(self.column_scale))
+            mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
             variance = linear_map.mix(hidden, mixing, bias_variance)
         return normal_image(linear_map, mean, variance)
 
@@ -151,48 +151,72 @@ class KTiedNormal(WeightDistribution):
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
 
+def sum_of_logs(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the sum of ``log (R C')`` for ``R (*batch, out, k)`` and ``C (*batch, in, k)``."""
+    total: Tensor = _SumOfLogs.apply(rows, columns)[0]
+    return total
+
+
 class _SumOfLogs(torch.autograd.Function):
-    """The sum over ``log (R C')``, for which nothing of the weight's size is kept for the gradient."""
+    """The sum over ``log (R C')`` and its gradients, block by block: nothing out x in is formed."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(rows: Tensor, columns: Tensor) -> Tensor:
-        """Add up the logarithms of each product ``(*batch, out, in)``."""
-        return (rows @ columns.mT).log_().sum((-2, -1))
+    def forward(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add up the logarithms of each product; also return ``(1 / R C') C`` and ``(1 / R C')' R``."""
+        transposed = (
+            columns.mT.contiguous()
+        )  # thin factors first, and row by row: see the docs on speed
+        total, of_columns = rows.new_zeros(rows.shape[:-2]), torch.zeros_like(transposed)
+        of_rows = []
+        for block in blocks_of_rows(rows, columns.shape[-2]):
+            products = block @ transposed
+            total = total + products.log().sum((-2, -1))
+            inverses = products.reciprocal_()
+            of_rows.append((transposed @ inverses.mT).mT)
+            of_columns = of_columns + block.mT.contiguous() @ inverses
+        return total, torch.cat(of_rows, -2), of_columns.mT
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Keep the factors."""
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Keep the factors and the gradients."""
+        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.save_for_forward(*inputs, *output[1:])  # vmap wants the same
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``G C`` and ``G' R`` with the inverses of the products in ``G``."""
-        rows, columns = ctx.saved_tensors
-        inverses = gradient[..., None, None] / (rows @ columns.mT)
-        return inverses @ columns, inverses.mT @ rows
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale the gradients, which are formed again where they are to be differentiated."""
+        rows, columns, of_rows, of_columns = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            inverses = (rows @ columns.mT).reciprocal()
+            of_rows, of_columns = inverses @ columns, inverses.mT @ rows
+        gradient = gradient[..., None, None]
+        return gradient * of_rows, gradient * of_columns
 
     @staticmethod
-    def jvp(ctx: Any, of_rows: Tensor | None, of_columns: Tensor | None) -> Tensor:
+    def jvp(
+        ctx: Any, rows_change: Tensor | None, columns_change: Tensor | None
+    ) -> tuple[Tensor, None, None]:
         """Return the sum over the change of the products, relative to them."""
-        rows, columns = ctx.saved_tensors
+        rows, columns, *_ = ctx.saved_tensors
         change = torch.zeros_like(rows @ columns.mT)
-        if of_rows is not None:
-            change = change + of_rows @ columns.mT
-        if of_columns is not None:
-            change = change + rows @ of_columns.mT
-        tangent: Tensor = (change / (rows @ columns.mT)).sum((-2, -1))
-        return tangent
+        if rows_change is not None:
+            change = change + rows_change @ columns.mT
+        if columns_change is not None:
+            change = change + rows @ columns_change.mT
+        return (change / (rows @ columns.mT)).sum((-2, -1)), None, None
 
 
 def _pairwise_products(factor: Tensor, off_diagonal: float = 1.0) -> Tensor:
-    """Return ``c_ab F_a F_b`` for a <= b, turning ``(*b, n, k)`` into ``(*b, n, k (k + 1) / 2)``."""
+    """Return ``c_ab F_a F_b`` for a <= b, turning ``(*b, n, k)`` into ``(*b, k (k + 1) / 2, n)``."""
     columns = factor.unbind(-1)
     products = [
         column * other if a == b else off_diagonal * column * other
         for a, column in enumerate(columns)
         for b, other in enumerate(columns[a:], start=a)
     ]
-    return torch.stack(products, -1)
+    return torch.stack(products, -2)

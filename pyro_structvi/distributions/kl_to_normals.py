@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Laplace, Normal, register_kl
 from torch.distributions.kl import kl_divergence
 
+from pyro_structvi._linear_algebra import blocks_of_rows
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.weight_distribution import (
@@ -195,8 +196,14 @@ class _SquaredDistance(torch.autograd.Function):
     @staticmethod
     def forward(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
         """Add up the squares; torch's norm would lose digits in single precision."""
-        difference = mean - loc
-        return event_sum(difference.mul_(difference), event_dim)
+        if loc.numel() > 1 or mean.dim() > event_dim:
+            difference = mean - loc
+            return event_sum(difference.mul_(difference), event_dim)
+        total = mean.new_zeros(())
+        for block in blocks_of_rows(mean.reshape(-1, 1), 1):
+            difference = block - loc.reshape(1, 1)
+            total = total + difference.mul_(difference).sum()
+        return total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Independent normals, one mean and one standard deviation for each weight."""
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._autocast import autocast_off
-from pyro_structvi._checks import check_broadcastable, check_positive
+from pyro_structvi._checks import check_broadcastable, check_positive, check_shape
+from pyro_structvi._fused import VarianceAndSums
 from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
 from pyro_structvi.linear_maps import LinearMap
 
@@ -99,6 +101,74 @@ class MeanFieldNormal(WeightDistribution):
         """Return the law of rows ``W[index]``: independent normals."""
         loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
+
+
+class LogScaleNormal(MeanFieldNormal):
+    """Independent normals by the logarithms of their standard deviations.
+
+    Variances are formed once for the outputs and the divergence, with all their gradients in one pass;
+    standard deviations only where weights are drawn.
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        log_scale: Logarithms of the standard deviations, of the same shape.
+        event_dim: How many trailing dimensions are the weight; all of them when None.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If ``log_scale`` has not the shape of ``loc``.
+
+    Example:
+        >>> q = LogScaleNormal(torch.zeros(2, 3), torch.zeros(2, 3))
+        >>> q.scale
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+
+    arg_constraints: ClassVar = {"loc": constraints.real, "log_scale": constraints.real}
+    _parameters = ("loc", "log_scale")
+    log_scale: Tensor
+
+    def __init__(
+        self,
+        loc: Tensor,
+        log_scale: Tensor,
+        event_dim: int | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        event_dim = loc.dim() if event_dim is None else event_dim
+        parameters = {"loc": loc, "log_scale": log_scale}
+        super(MeanFieldNormal, self).__init__(parameters, event_dim, validate_args)
+        if self._validate_args:
+            check_shape("log_scale", log_scale, loc.shape, "that of `loc`")
+
+    @cached_property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.log_scale.exp()
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self._variance_and_sums[0]
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, ``(*batch_shape,)``."""
+        return self._variance_and_sums[1]
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        return self._variance_and_sums[2]
+
+    @cached_property
+    def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        results: tuple[Tensor, Tensor, Tensor] = VarianceAndSums.apply(
+            self.log_scale, len(self.event_shape)
+        )
+        return results
 
 
 def bias_moments(

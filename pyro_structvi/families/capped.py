@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,6 +22,13 @@ def capped(log_value: Tensor, most: float | None) -> Tensor:
         tensor([1.2339e-04, 9.9988e-01])
     """
     return log_value.exp() if most is None else most * torch.sigmoid(log_value - math.log(most))
+
+
+def capped_log(log_value: Tensor, most: float | None) -> Tensor:
+    """Return the logarithm of :func:`capped`."""
+    if most is None:
+        return log_value
+    return math.log(most) + F.logsigmoid(log_value - math.log(most))
 
 
 def uncapped(value: float, most: float | None) -> float:

@@ -70,7 +70,13 @@ class SameMember(Coupling):
         first, number = next(iter(members.values())), _MEMBER.get()
         if number is None:
             number = torch.randint(len(first), (), device=first.device)
-        return {name: values[number % len(values)] for name, values in members.items()}
+        if isinstance(number, int):
+            return {name: values[number % len(values)] for name, values in members.items()}
+        row = number.reshape(1)  # read on the device: the host does not wait
+        return {
+            name: values.index_select(0, row % len(values)).squeeze(0)
+            for name, values in members.items()
+        }
 
     def mean(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:
         """Return the mean over members."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import check_positive_number
-from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.families.capped import capped, uncapped
+from pyro_structvi.distributions import LogScaleNormal
+from pyro_structvi.families.capped import capped_log, uncapped
 from pyro_structvi.families.family import Family, LatentSite
 
 
@@ -52,7 +52,7 @@ class MeanField(Family):
             "log_scale": torch.full_like(loc, uncapped(scale, self.max_scale)),
         }
 
-    def distribution(self, site: LatentSite, **parameters: Tensor) -> MeanFieldNormal:
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> LogScaleNormal:
         """Return the normals; batch dimensions are those of the site's plates."""
-        scale = capped(parameters["log_scale"], self.max_scale)
-        return MeanFieldNormal(parameters["loc"], scale, site.event_dim, validate_args=False)
+        log_scale = capped_log(parameters["log_scale"], self.max_scale)
+        return LogScaleNormal(parameters["loc"], log_scale, site.event_dim, validate_args=False)

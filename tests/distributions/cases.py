@@ -11,6 +11,7 @@ from pyro_structvi.distributions import (
     FullNormal,
     InducingNormal,
     KTiedNormal,
+    LogScaleNormal,
     LowRankNormal,
     MatrixNormal,
     MeanFieldNormal,
@@ -86,6 +87,11 @@ def make_mean_field(batch_shape, event_shape, dtype):
     shape = (*batch_shape, *event_shape)
     loc = torch.randn(shape, dtype=dtype)
     return MeanFieldNormal(loc, positive(*shape, dtype=dtype), event_dim=len(event_shape))
+
+
+def make_log_scale(batch_shape, event_shape, dtype):
+    q = make_mean_field(batch_shape, event_shape, dtype)
+    return LogScaleNormal(q.loc, q.scale.log(), len(event_shape))
 
 
 def make_k_tied(rank):
@@ -240,6 +246,12 @@ CASES = [
     Case(
         "mean field",
         make_mean_field,
+        lambda q: mean_field_covariance(q.scale, len(q.event_shape)),
+        event_shapes=(VECTOR, MATRIX, CONVOLUTION),
+    ),
+    Case(
+        "mean field by logarithms",
+        make_log_scale,
         lambda q: mean_field_covariance(q.scale, len(q.event_shape)),
         event_shapes=(VECTOR, MATRIX, CONVOLUTION),
     ),

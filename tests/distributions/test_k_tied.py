@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from pyro.distributions import Normal
 from torch.distributions import kl_divergence
 
+from pyro_structvi._linear_algebra import blocks_of_rows
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
-from pyro_structvi.distributions.k_tied import _SumOfLogs
+from pyro_structvi.distributions.k_tied import sum_of_logs
 from pyro_structvi.linear_maps import ConvolutionMap
 from tests.distributions.cases import make_k_tied
 from tests.recorded_sizes import RecordsSizes
@@ -154,5 +155,22 @@ def test_the_kl_keeps_nothing_of_the_weights_size_but_the_means():
 def test_the_sum_of_logs_has_first_and_second_derivatives():
     rows, columns = torch.rand(2, 4, 3) + 0.1, torch.rand(2, 5, 3) + 0.1
     arguments = rows.requires_grad_(), columns.requires_grad_()
-    assert torch.autograd.gradcheck(_SumOfLogs.apply, arguments)
-    assert torch.autograd.gradgradcheck(_SumOfLogs.apply, arguments)
+    assert torch.autograd.gradcheck(sum_of_logs, arguments)
+    assert torch.autograd.gradgradcheck(sum_of_logs, arguments)
+
+
+def test_the_sum_of_logs_is_added_up_in_blocks_and_under_vmap():
+    rows, columns = torch.rand(700, 2) + 0.1, torch.rand(900, 2) + 0.1
+    assert len(blocks_of_rows(rows, 900)) > 1
+    arguments = rows.requires_grad_(), columns.requires_grad_()
+    plain = (rows @ columns.mT).log().sum()
+    torch.testing.assert_close(sum_of_logs(*arguments), plain)
+    own = torch.autograd.grad(sum_of_logs(*arguments), arguments)
+    torch.testing.assert_close(own, torch.autograd.grad(plain, arguments))
+
+    factors = torch.rand(3) + 0.5
+    mapped = torch.func.vmap(lambda factor: sum_of_logs(factor * rows, columns))(factors).sum()
+    looped = sum(sum_of_logs(factor * rows, columns) for factor in factors)
+    torch.testing.assert_close(
+        torch.autograd.grad(mapped, arguments), torch.autograd.grad(looped, arguments)
+    )
