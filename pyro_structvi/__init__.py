@@ -18,7 +18,7 @@ from pyro_structvi.guides import (
     StructuredGuide,
     SubnetworkGuide,
 )
-from pyro_structvi.infer import LinearAnnealing, StructuredELBO, fit
+from pyro_structvi.infer import CompiledSVI, LinearAnnealing, StructuredELBO, fit
 from pyro_structvi.inference_data import to_inference_data
 from pyro_structvi.memory import estimate_memory
 from pyro_structvi.nn import (
@@ -58,6 +58,7 @@ __all__ = [
     "SubnetworkGuide",
     "estimate_memory",
     # fitting
+    "CompiledSVI",
     "LinearAnnealing",
     "StructuredELBO",
     "fit",

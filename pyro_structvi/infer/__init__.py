@@ -1,10 +1,13 @@
 """The objective and its optimization."""
 
+from pyro_structvi.infer.compiled import CompiledSVI, CompileFallbackWarning
 from pyro_structvi.infer.elbo import ELBOTerms, SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.fit import History, fit
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
 
 __all__ = [
+    "CompileFallbackWarning",
+    "CompiledSVI",
     "CosineDecay",
     "ELBOTerms",
     "History",

@@ -1,0 +1,202 @@
+"""Stochastic variational inference of which a step is one compiled function."""
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.infer import ELBO
+from pyro.infer.util import torch_item
+from pyro.optim import PyroOptim
+from torch import nn
+
+from pyro_structvi._tracing import explain
+from pyro_structvi.infer.compiled_step import Call, CompiledStep, SubsampleRecorder
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.one_optimizer import OneOptimizer
+
+
+class CompileFallbackWarning(UserWarning):
+    """A step could not be compiled, and runs as ``SVI`` would run it."""
+
+
+class _NotCompiledError(Exception):
+    """A step could not be compiled; the message says why."""
+
+
+class CompiledSVI:
+    r"""``SVI`` of which a step runs without Pyro's handlers, and with few kernels.
+
+    The first step with inputs of new shapes is an ordinary one. The second is traced: model, guide,
+    ELBO and gradients become a graph of tensor operations. From then on this graph runs: on the CPU
+    compiled by ``torch.compile``, which takes some seconds; on a GPU, after three steps that warm it
+    up, as a CUDA graph that also holds the optimizer's update. All of these are real steps, and draw
+    the noise that ``SVI`` would draw from the same seed, so the losses are those of ``SVI`` up to
+    rounding.
+
+    What Python decides, it decides once for each combination of shapes, dtypes, other arguments,
+    ``requires_grad``, training modes and autocast: an ``if`` on a counter is not asked again.
+    Parameters, buffers, learning rates and the weight of the KL are read at each step; plates draw new
+    subsamples.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        optim: A Pyro optimizer such as ``pyro.optim.Adam({"lr": 1e-3})``, of which one fused torch
+            optimizer is made; or a torch optimizer, which trains the parameters that it was made of.
+        loss: A :class:`StructuredELBO`; with ``fallback`` any of Pyro's.
+        backend: A backend of ``torch.compile``, or None to run the traced operations one by one.
+            "auto" is "inductor" on the CPU, which needs a C++ compiler, and None on a GPU.
+        fallback: Whether a step that cannot be compiled runs as ``SVI`` runs it, with a
+            :class:`CompileFallbackWarning`, instead of raising.
+
+    Raises:
+        TypeError: If ``optim`` or ``loss`` is of the wrong kind.
+        ValueError: If ``optim`` has the state of single parameters.
+
+    Example:
+        >>> from pyro_structvi import Classifier, KTiedGuide, bayesianize
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> model = Classifier(bayesianize(net, prior=1.0), num_data=20)
+        >>> optim = pyro.optim.Adam({"lr": 1e-2})
+        >>> svi = CompiledSVI(model, KTiedGuide(model), optim, StructuredELBO(), backend=None)
+        >>> x, y = torch.randn(20, 4), torch.zeros(20, dtype=torch.long)
+        >>> losses = [svi.step(x, y) for _ in range(50)]
+        >>> losses[-1] < losses[0]
+        True
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        optim: PyroOptim | torch.optim.Optimizer,
+        loss: ELBO,
+        *,
+        backend: str | None = "auto",
+        fallback: bool = False,
+    ) -> None:
+        if not isinstance(loss, StructuredELBO) and not (fallback and isinstance(loss, ELBO)):
+            raise TypeError(
+                f"`loss` must be a StructuredELBO, but got {type(loss).__name__}, which is not known to "
+                "leave tensors' values unread. Write `loss=StructuredELBO()`, or use `pyro.infer.SVI`."
+            )
+        self.model, self.guide, self.loss = model, guide, loss
+        self.backend, self.fallback = backend, fallback
+        self._optimizer = OneOptimizer(optim)
+        roots = [poutine.unwrap(part) for part in (model, guide)]
+        self._modules = [
+            module for root in roots if isinstance(root, nn.Module) for module in root.modules()
+        ]
+        self._steps: dict[Hashable, CompiledStep | None] = {}
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer; None before the first step, where one of Pyro's was given."""
+        return self._optimizer.torch
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Take a step of optimization.
+
+        Args:
+            *args: Arguments of model and guide. Tensors may hold other values at each step.
+            **kwargs: Keyword arguments, likewise.
+
+        Returns:
+            The loss before the step.
+
+        Raises:
+            RuntimeError: If the step cannot be compiled; the message names the line at fault.
+                Parameters, buffers and torch's random generators are then those before the step.
+            TypeError: If an argument is neither a tensor nor hashable.
+        """
+        call = Call(args, kwargs)
+        key = call.key, self._mode()
+        if key not in self._steps:
+            return self._first_step(call)
+        compiled = self._steps[key]
+        if compiled is None:
+            return self._interpret(call)
+        try:
+            with nullcontext() if compiled.is_ready else self._unchanged_on_error():
+                return float(compiled(call))
+        except _NotCompiledError as error:
+            if not self.fallback:
+                raise RuntimeError(
+                    f"{error} Pass `fallback=True` to go on without."
+                ) from error.__cause__
+            self._fall_back(key, str(error))
+        return self._interpret(call)
+
+    def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
+        """Return an estimate of the loss, without gradients and without a step.
+
+        Args:
+            *args: Arguments of model and guide.
+            **kwargs: Their keyword arguments.
+        """
+        with torch.no_grad():
+            return float(torch_item(self.loss.loss(self.model, self.guide, *args, **kwargs)))
+
+    def _first_step(self, call: Call) -> float:
+        """Take an ordinary step, which finds parameters and plates."""
+        recorder = SubsampleRecorder()
+        with recorder:
+            loss = self._interpret(call)
+        key = call.key, self._mode()  # now that the parameters are known
+        if isinstance(self.loss, StructuredELBO):
+            parts = self.model, self.guide, self.loss, self._optimizer
+            self._steps[key] = CompiledStep(*parts, self.backend, recorder.laws)
+        else:
+            self._fall_back(key, f"{type(self.loss).__name__} cannot be compiled.")
+        return loss
+
+    def _fall_back(self, key: Hashable, reason: str) -> None:
+        warnings.warn(f"{reason} The step runs uncompiled.", CompileFallbackWarning, stacklevel=4)
+        self._steps[key] = None
+
+    def _interpret(self, call: Call) -> float:
+        """Take a step as ``SVI`` does, but with one optimizer."""
+        with poutine.trace(param_only=True) as capture:
+            loss = self.loss.loss_and_grads(self.model, self.guide, *call.args, **call.kwargs)
+        found = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
+        self._optimizer.adopt(dict.fromkeys(found))
+        self._optimizer.step(
+            (parameter, parameter.grad) for parameter in self._optimizer.parameters
+        )
+        for parameter in found:
+            parameter.grad = None
+        return float(torch_item(loss))
+
+    @contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        """Put buffers and random generators back if the step cannot be compiled, and say why."""
+        buffers = [buffer for module in self._modules for buffer in module.buffers(recurse=False)]
+        values = [buffer.clone() for buffer in buffers]
+        generators = [torch.default_generator, *_gpu_generators(self._optimizer.parameters)]
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        except Exception as error:
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            raise _NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
+
+    def _mode(self) -> Hashable:
+        """Return what decides how model and guide run, besides their arguments."""
+        kinds = sorted({parameter.device.type for parameter in self._optimizer.parameters})
+        return (
+            self._optimizer.layout,
+            *(module.training for module in self._modules),
+            *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        )
+
+
+def _gpu_generators(parameters: Iterable[nn.Parameter]) -> list[torch.Generator]:
+    """Return the random generators of the GPUs that hold parameters."""
+    indices = {value.device.index for value in parameters if value.device.type == "cuda"}
+    return [torch.cuda.default_generators[index] for index in indices]
