@@ -41,6 +41,10 @@ SCRIPTS = {
         "--rounds",
         "1",
     ],
+    "docs/scripts/step_profile.py": [
+        *("--net", "small", "--steps", "1", "--top", "2"),
+        *("--guide", "deterministic", "--guide", "k-tied, k = 2"),
+    ],
 }
 
 
