@@ -34,7 +34,7 @@ docs: $(INSTALLED_DOCS) ## the site, in docs/_build/html
 bench bench-scaling: export MALLOC_MMAP_THRESHOLD_ = 4000000000
 bench bench-scaling: export MALLOC_TRIM_THRESHOLD_ = 16000000000
 bench bench-scaling: export MALLOC_TOP_PAD_ = 500000000
-bench: $(INSTALLED) ## cost of steps and predictions beside the deterministic net's; BENCH="--net wide"
+bench: $(INSTALLED) ## cost of steps and predictions beside the deterministic net's; BENCH="--net wide --compiled"
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 
 bench-scaling: $(INSTALLED) ## how the cost of a layer grows with its sizes

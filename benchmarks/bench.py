@@ -2,7 +2,7 @@
 
     make bench                                      # every net and method
     make bench BENCH="--net wide --rounds 30"
-    make bench BENCH="--against pyro --output benchmarks/results/bench.json"
+    make bench BENCH="--against pyro --compiled --output benchmarks/results/bench.json"
 
 A round times a step and then a prediction of every method in turn, so that a busy machine slows all
 alike. A ratio is that of two times of one round; the table gives its median over rounds, and its
@@ -10,7 +10,8 @@ quartiles. A step is loss, gradients and Adam, for the net without a posterior t
 ``predict`` with S function draws on the batch; it is divided by S forward passes of the net, in
 evaluation mode and without gradients, and the mean of their class probabilities. Memory is the peak of
 live tensors, parameters included, in a step, or in a prediction before any training, over that of the
-net.
+net. ``--compiled`` adds steps of ``CompiledSVI``, and the net's own step compiled likewise; they predict
+as their guides do. Compiling is not timed.
 
 ``make`` also tells glibc to keep freed memory: getting large tensors from the system page by page
 would be a good part of some steps, and is no part of the work.
@@ -18,7 +19,7 @@ would be a good part of some steps, and is no part of the work.
 
 import argparse
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Times, describe_machine, peak_bytes, quartiles, time_rounds
-from benchmarks.methods import DETERMINISTIC, METHODS, ONLY, PYRO_METHODS, MakeMethod
+from benchmarks.methods import (
+    COMPILED_METHODS,
+    DETERMINISTIC,
+    METHODS,
+    ONLY,
+    PYRO_METHODS,
+    MakeMethod,
+    Method,
+)
 from benchmarks.nets import NETS, Net
 from benchmarks.tables import machine_line, net_table, write_results
 from pyro_structvi.nn import PointEstimateWarning
@@ -37,6 +46,7 @@ def main() -> None:
     parser.add_argument("--net", choices=NETS, action="append", help="default: every net")
     parser.add_argument("--guide", choices=METHODS, action="append", help="default: every guide")
     parser.add_argument("--against", choices=["pyro"], help="Pyro's autoguides too, under its SVI")
+    parser.add_argument("--compiled", action="store_true", help="steps of CompiledSVI too")
     parser.add_argument("--rounds", type=int, help="default: by the net")
     parser.add_argument("--samples", type=int, default=10, help="draws of a prediction")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
@@ -45,9 +55,11 @@ def main() -> None:
         parser.error(f"`--rounds` must be at least 2, for quartiles, but got {options.rounds}.")
     warnings.simplefilter("ignore", PointEstimateWarning)  # of batch norms
     titles = [DETERMINISTIC, *(options.guide or METHODS)]
-    methods = {title: METHODS[title] for title in titles} | (
-        PYRO_METHODS if options.against else {}
-    )
+    methods = {title: METHODS[title] for title in titles}
+    if options.compiled:
+        chosen = [f"{title}, compiled" for title in titles]
+        methods |= {title: make for title, make in COMPILED_METHODS.items() if title in chosen}
+    methods |= PYRO_METHODS if options.against else {}
     results: dict[str, Any] = {
         "machine": describe_machine(),
         "samples": options.samples,
@@ -72,32 +84,39 @@ def measure_net(
     x, y = net.make_batch(device)
     memory = {title: peak_bytes(live(net, make, x, y)) for title, make in methods.items()}
     ready = {title: make(net.make().to(device), x, y) for title, make in methods.items()}
-    tasks = {
-        title: {"step": one.step, "prediction": lambda one=one: one.predict(samples)}  # type: ignore[misc]
-        for title, one in ready.items()
-    }
+    for one in ready.values():
+        for _ in range(one.warm_up):
+            one.step()
+    tasks = {title: list_tasks(one, samples) for title, one in ready.items()}
     seconds = time_rounds(tasks, rounds, net.title)
     return {
         "title": net.title,
         "rounds": rounds,
         "methods": {
             title: {
-                task: summary(seconds, title, task) | {"bytes": memory[title][task]}
-                for task in ("step", "prediction")
+                task: summary(seconds, title, task) | {"bytes": memory[title][task]} for task in own
             }
-            for title in methods
+            for title, own in tasks.items()
         },
     }
+
+
+def list_tasks(method: Method, samples: int) -> dict[str, Callable[[], Any]]:
+    predict = method.predict
+    step = {"step": method.step}
+    return step if predict is None else step | {"prediction": lambda: predict(samples)}
 
 
 def live(net: Net, make: MakeMethod, x: Tensor, y: Tensor) -> Iterator[str]:
     """Predict and train; a draw beyond the second adds to a prediction its outputs only."""
     method = make(net.make().to(x.device), x, y)
     yield "start"
-    method.predict(2)
+    if method.predict is not None:
+        method.predict(2)
     yield "prediction"
-    method.step()
-    yield "first step"
+    for _ in range(method.warm_up):
+        method.step()
+    yield "first steps"
     method.step()
     yield "step"
 

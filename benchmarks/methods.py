@@ -4,6 +4,7 @@ A further way to step is a function like ``step_eagerly``, and a line that makes
 """
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any, NamedTuple
 
 import pyro
@@ -26,16 +27,22 @@ class Method(NamedTuple):
 
     Attributes:
         step: A training step on a batch.
-        predict: Predicts at its inputs with so many draws.
+        predict: Predicts at its inputs with so many draws; None where another method does the same.
+        warm_up: How many steps are unlike those after them.
     """
 
     step: Callable[[], Any]
-    predict: Callable[[int], Any]
+    predict: Callable[[int], Any] | None
+    warm_up: int = 1  # makes the optimizer's state
 
 
 MakeGuide = Callable[[ps.Classifier], Any]
 MakeStep = Callable[[ps.Classifier, Any, Tensor, Tensor], Callable[[], Any]]
 MakeMethod = Callable[[nn.Module, Tensor, Tensor], Method]
+
+# CompiledSVI takes an ordinary step, traces, and compiles; on a GPU it warms up in three steps instead,
+# and captures in the next, which allocates all that the later ones use.
+COMPILING_STEPS = 5 if torch.cuda.is_available() else 3
 
 
 # ---- ways to step --------------------------------------------------------------------------------
@@ -53,8 +60,10 @@ def make_deterministic(net: nn.Module, x: Tensor, y: Tensor) -> Method:
     return Method(step_with_adam(loss, net.parameters()), predict)
 
 
-def step_with_adam(loss: Callable[[], Tensor], parameters: Any) -> Callable[[], None]:
-    optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=True)
+def step_with_adam(
+    loss: Callable[[], Tensor], parameters: Any, capturable: bool = False
+) -> Callable[[], None]:
+    optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=True, capturable=capturable)
 
     def step() -> None:
         loss().backward()
@@ -77,6 +86,45 @@ def step_by_pyro(model: ps.Classifier, guide: Any, x: Tensor, y: Tensor) -> Call
     guide(x, y)  # its parameters are made in the first run
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-4}), Trace_ELBO())
     return lambda: svi.step(x, y)
+
+
+def step_compiled(
+    model: ps.Classifier, guide: ps.StructuredGuide, x: Tensor, y: Tensor
+) -> Callable[[], float]:
+    svi = ps.CompiledSVI(model, guide, pyro.optim.Adam({"lr": 1e-4}), ps.StructuredELBO())
+    return lambda: svi.step(x, y)
+
+
+def make_deterministic_compiled(net: nn.Module, x: Tensor, y: Tensor) -> Method:
+    """As ``CompiledSVI`` does it: by inductor on a CPU, as one graph with the update on a GPU."""
+    loss = lambda: F.cross_entropy(net(x), y)  # noqa: E731
+    if x.is_cuda:
+        return Method(capture(step_with_adam(loss, net.parameters(), capturable=True)), None)
+    return Method(step_with_adam(torch.compile(loss, dynamic=False), net.parameters()), None)
+
+
+def capture(step: Callable[[], None]) -> Callable[[], None]:
+    """Return a step that is a CUDA graph once it has warmed up."""
+    own, graph, calls = torch.cuda.Stream(), torch.cuda.CUDAGraph(), count()
+
+    def take_step() -> None:
+        number = next(calls)
+        if number < COMPILING_STEPS:
+            own.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(own):
+                step()
+            torch.cuda.current_stream().wait_stream(own)
+            return
+        if number == COMPILING_STEPS:
+            with torch.cuda.graph(graph):
+                step()
+        graph.replay()
+
+    return take_step
+
+
+def compiled(make_method: MakeMethod) -> MakeMethod:
+    return lambda net, x, y: make_method(net, x, y)._replace(predict=None, warm_up=COMPILING_STEPS)
 
 
 def make_methods(guides: dict[str, MakeGuide], make_step: MakeStep) -> dict[str, MakeMethod]:
@@ -152,6 +200,8 @@ PYRO_GUIDES: dict[str, MakeGuide] = {
     "Pyro AutoMultivariate": lambda model: AutoMultivariateNormal(model),
 }
 
+COMPILED = ["mean field", "k-tied, k = 1", "k-tied, k = 2", "low rank, K = 2", "inducing 64"]
+
 DENSE = {"small", "mnist", "mnist2048", "wide", "huge"}
 ALL = DENSE | {"lenet", "resnet18", "lstm"}
 
@@ -161,8 +211,9 @@ ONLY = {
     "mean field, flipout": {"lenet", "resnet18"},  # for dense layers it is the local rule
     "rowwise": {"small", "lenet", "lstm"},  # elsewhere too much memory; mnist: 20 s a step
     "full covariance": {"small"},  # elsewhere refused: at least 34 GiB
-    "Walsh-Hadamard, full": DENSE | {"lenet", "resnet18"},  # the LSTM's weights are no layers'
-    "Pyro AutoNormal": ALL - {"huge"},  # 4 GiB, where the others together have 16
+    "matrix normal": ALL - {"resnet18", "huge"},  # there 22 s a round, a third of all others' 60 s
+    "Walsh-Hadamard, full": DENSE - {"huge"} | {"lenet"},  # resnet18: 17 s a round; not for LSTMs
+    "Pyro AutoNormal": ALL - {"huge"},  # 4 GiB, beside the many of the others
     "Pyro AutoLowRank, rank 2": ALL - {"huge"},  # likewise
     "Pyro AutoMultivariate": {"small"},  # elsewhere at least 14 GiB, four times
 }
@@ -170,3 +221,13 @@ ONLY = {
 DETERMINISTIC = "deterministic"
 METHODS = {DETERMINISTIC: make_deterministic} | make_methods(GUIDES, step_eagerly)
 PYRO_METHODS = make_methods(PYRO_GUIDES, step_by_pyro)
+COMPILED_METHODS = {
+    f"{title}, compiled": compiled(make)
+    for title, make in {
+        DETERMINISTIC: make_deterministic_compiled,
+        **make_methods({title: GUIDES[title] for title in COMPILED}, step_compiled),
+    }.items()
+}
+# Compiling takes 5 s to 30 s a method and net, inducing the most; on LeNet it takes over a minute, on
+# ResNet-18 and the LSTM longer still. Beside the methods of huge there is no memory for these.
+ONLY |= {title: {"small", "mnist", "wide"} for title in COMPILED_METHODS}

@@ -75,10 +75,10 @@ NETS = {
         "MLP 784-400-400-10, batch 2048", lambda: make_mlp(784, 400, 400, 10), (2048, 784), 9
     ),
     "wide": Net(
-        "MLP 1024-2048-2048-10, batch 512", lambda: make_mlp(1024, 2048, 2048, 10), (512, 1024), 9
+        "MLP 1024-2048-2048-10, batch 512", lambda: make_mlp(1024, 2048, 2048, 10), (512, 1024), 7
     ),
     "lenet": Net("LeNet, 28 x 28 images, batch 128", make_lenet, (128, 1, 28, 28), 15),
-    "resnet18": Net("ResNet-18 (CIFAR stem), batch 32", make_resnet18, (32, 3, 32, 32), 5),
+    "resnet18": Net("ResNet-18 (CIFAR stem), batch 32", make_resnet18, (32, 3, 32, 32), 3),
     "lstm": Net(
         "LSTM of size 128 on the 28 rows of 28 x 28 images, batch 128",
         lambda: SequenceClassifier(28, 128),
@@ -86,6 +86,6 @@ NETS = {
         15,
     ),
     "huge": Net(
-        "MLP 4096-4096-4096-10, batch 512", lambda: make_mlp(4096, 4096, 4096, 10), (512, 4096), 3
+        "MLP 4096-4096-4096-10, batch 512", lambda: make_mlp(4096, 4096, 4096, 10), (512, 4096), 2
     ),
 }

@@ -63,7 +63,11 @@ def net_table(net: dict[str, Any]) -> str:
     rows = []
     for title, method in net["methods"].items():
         row = [title]
-        for task, own in method.items():
+        for task in base:
+            if task not in method:
+                row += [""] * 3
+                continue
+            own = method[task]
             low, middle, high = map(three_digits, own["ratio"])
             memory = three_digits(own["bytes"] / base[task]["bytes"])
             row += [middle, f"{low} - {high}", memory]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import measure, scaling, sweeps, tables
+from benchmarks import bench, measure, methods, nets, scaling, sweeps, tables
 
 
 def test_the_exponent_of_a_power_law_is_exact():
@@ -106,6 +106,31 @@ def test_the_table_of_a_net():
     assert base.startswith("| deterministic | 1.00 | 0.50 - 1.50 | 1.00 |")
     assert row == "| k-tied | 1.50 | 1.00 - 2.00 | 1.25 | 12.3 | 11.8 - 12.8 | 500 |"
     assert foot == "1.00 is: step 1.00 ms, 4.00 MiB; prediction 1.00 ms, 2.00 MiB. 9 rounds."
+
+
+def test_a_method_without_predictions_is_warmed_up_and_leaves_their_columns_empty():
+    steps = []
+    count = methods.Method(lambda: steps.append(0), None, warm_up=4)
+    own = {methods.DETERMINISTIC: methods.make_deterministic, "counted": lambda *_: count}
+    net = bench.measure_net(nets.NETS["small"], own, rounds=2, samples=2)
+    assert set(net["methods"][methods.DETERMINISTIC]) == {"step", "prediction"}
+    assert set(net["methods"]["counted"]) == {"step"}
+    assert len(steps) == 4 + 1 + 4 + 1 + 2  # in the measure of memory; then untimed, and timed
+    assert tables.net_table(net).splitlines()[3].endswith(" |  |  |  |")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch._inductor")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("title", ["deterministic", "k-tied, k = 1"])
+def test_all_is_compiled_after_the_warm_up(title):
+    net = nets.NETS["small"]
+    made, batch = net.make(), net.make_batch(torch.device("cpu"))
+    method = methods.COMPILED_METHODS[f"{title}, compiled"](made, *batch)
+    for _ in range(method.warm_up):
+        method.step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        method.step()
 
 
 def test_results_come_back_from_their_file(tmp_path):
