@@ -159,7 +159,8 @@ class ConvolutionMap:
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Recombine the channels of a bank's output by ``matrix (out, M)``, group by group."""
         pointwise = matrix.reshape(*matrix.shape, *(1 for _ in self.kernel_shape[1:]))
-        return self.function(hidden, pointwise, bias, groups=self.groups)
+        # By the strides of a transposed matrix torch would take all for channels-last, and copy.
+        return self.function(hidden, pointwise.contiguous(), bias, groups=self.groups)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
         """Return ``|patch|^2`` for every output, broadcastable to the ``out`` channels."""

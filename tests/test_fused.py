@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from pyro_structvi._fused import AddScaledNoise, BankAndSquaredNorm, VarianceAndSums
+from pyro_structvi._fused import (
+    AddScaledNoise,
+    BankAndSquaredNorm,
+    VarianceAndSums,
+    draw_normal,
+    floored_sqrt,
+    square,
+)
 
 SHAPE = (2, 3, 4)
 COEFFICIENTS = [(), (1,), (1, 1, 1), (3, 1), (2, 1, 4), (2, 3, 4)]
@@ -141,3 +148,43 @@ def test_variances_and_their_sums_may_be_used_one_at_a_time_and_under_vmap(outpu
     plain = {0: log_scale.exp().square(), 1: log_scale.exp().square(), 2: 2 * log_scale}[output]
     own = torch.autograd.grad(VarianceAndSums.apply(log_scale, 3)[output].sum(), log_scale)
     torch.testing.assert_close(own, torch.autograd.grad(plain.sum(), log_scale))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
+def test_squares_have_all_derivatives_also_under_vmap():
+    x = torch.randn(SHAPE, requires_grad=True)
+    torch.testing.assert_close(square(x), x * x)
+    assert torch.autograd.gradcheck(square, (x,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(square, (x,))
+    mapped = torch.func.vmap(torch.func.grad(lambda row: square(row).sum()))(x)
+    torch.testing.assert_close(mapped, 2 * x)
+
+
+@pytest.mark.parametrize("kind", ["plain", "vmap"])
+def test_normal_draws_have_first_and_second_derivatives(kind):
+    mean, noise = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+    variance = (torch.rand(SHAPE) + 0.1).requires_grad_()
+
+    def draw(mean, variance):
+        if kind == "vmap":
+            return torch.func.vmap(draw_normal)(mean, variance, noise)
+        return draw_normal(mean, variance, noise)
+
+    torch.testing.assert_close(draw(mean, variance), mean + variance.sqrt() * noise)
+    assert torch.autograd.gradcheck(draw, (mean, variance))
+    assert torch.autograd.gradgradcheck(draw, (mean, variance))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_draws_without_variance_have_no_gradient_by_it(dtype):
+    """As behind the floor of a root: inputs of zeros, or rounding below zero."""
+    variance = torch.tensor([0.0, -1e-9, 1e-30, 4.0], dtype=dtype, requires_grad=True)
+    mean, noise = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
+    draws = draw_normal(mean, variance, noise)
+    torch.testing.assert_close(draws, floored_sqrt(variance))
+    (own,) = torch.autograd.grad(draws.sum(), variance)
+    (expected,) = torch.autograd.grad(floored_sqrt(variance).sum(), variance)
+    torch.testing.assert_close(own, expected)
+    assert own[:2].tolist() == [0.0, 0.0]

@@ -9,8 +9,9 @@ from torch.distributions import constraints
 
 from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive, check_shape
+from pyro_structvi._fused import square
 from pyro_structvi._linear_algebra import blocks_of_rows
-from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, normal_image
+from pyro_structvi.distributions.mean_field import MeanFieldNormal, NormalImage, bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linear_maps import LinearMap
 
@@ -138,11 +139,11 @@ class KTiedNormal(WeightDistribution):
         bias_loc, bias_variance = bias_moments(bias)
         mean = linear_map(x, self._matrix(self.loc), bias_loc)
         with autocast_off(x):
-            squares = x.to(self.loc.dtype).square()
+            squares = square(x.to(self.loc.dtype))
             hidden = linear_map.bank(squares, _pairwise_products(self.column_scale))
             mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
             variance = linear_map.mix(hidden, mixing, bias_variance)
-        return normal_image(linear_map, mean, variance)
+        return NormalImage(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
         """Return the law of rows ``W[index]``: independent normals."""

@@ -14,7 +14,8 @@ from pyro_structvi._checks import (
     check_positive_number,
     shape_text,
 )
-from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, floored_sqrt
+from pyro_structvi._fused import floored_sqrt, square
+from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
 from pyro_structvi.linear_maps import LinearMap
 
@@ -230,7 +231,7 @@ class LowRankNormal(WeightDistribution):
                 variance = self._isotropic_image_variance(linear_map, wide, bias_variance)
             else:
                 matrix = self._matrix(self.scale.square())
-                variance = linear_map(wide.square(), matrix, bias_variance)
+                variance = linear_map(square(wide), matrix, bias_variance)
         return _LowRankImage(self, linear_map, x, loc, floored_sqrt(variance).expand(loc.shape))
 
     def rows(self, index: Tensor) -> "LowRankNormal":

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._fused import add_scaled_noise
+from pyro_structvi._fused import add_scaled_noise, floored_sqrt
 from pyro_structvi.distributions.full import DenseImage
-from pyro_structvi.distributions.mean_field import floored_sqrt
 from pyro_structvi.linear_maps import BiasColumnMap, DenseMap, LinearMap
 
 if TYPE_CHECKING:

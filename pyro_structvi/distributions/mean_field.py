@@ -1,7 +1,7 @@
 """Independent normals, one mean and one standard deviation for each weight."""
 
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_broadcastable, check_positive, check_shape
-from pyro_structvi._fused import VarianceAndSums
+from pyro_structvi._fused import VarianceAndSums, draw_normal, floored_sqrt, square
 from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
 from pyro_structvi.linear_maps import LinearMap
 
@@ -93,9 +93,9 @@ class MeanFieldNormal(WeightDistribution):
         bias_loc, bias_variance = bias_moments(bias)
         mean = linear_map(x, self._matrix(self.loc), bias_loc)
         with autocast_off(x):
-            squares = x.to(self.loc.dtype).square()
+            squares = square(x.to(self.loc.dtype))
             variance = linear_map(squares, self._matrix(self.variance), bias_variance)
-        return normal_image(linear_map, mean, variance)
+        return NormalImage(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> "MeanFieldNormal":
         """Return the law of rows ``W[index]``: independent normals."""
@@ -185,18 +185,31 @@ def bias_moments(
     return bias.mean, bias.variance
 
 
-def floored_sqrt(variance: Tensor) -> Tensor:
-    """Return standard deviations, with a floor under the variance in the dtype's own scale.
+class NormalImage(MeanFieldNormal):
+    """Independent normals over the outputs of a map, by their variances.
 
-    A variance of zero (an input of zeros), or one that a convolution's rounding turned negative,
-    keeps a finite gradient. Half precision, in which autocast has variances, gets roots in single.
+    Args:
+        linear_map: The map.
+        mean: Means, of the shape of its outputs.
+        variance: Variances, of the same shape.
     """
-    if torch.finfo(variance.dtype).bits < 32:
-        variance = variance.float()
-    return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
 
+    arg_constraints: ClassVar = {}
+    _parameters = ("loc", "_given_variance")
+    _given_variance: Tensor
 
-def normal_image(linear_map: LinearMap, mean: Tensor, variance: Tensor) -> MeanFieldNormal:
-    """Return independent normals over the output of a map."""
-    scale = floored_sqrt(variance)
-    return MeanFieldNormal(mean, scale, event_dim=linear_map.event_dim(mean), validate_args=False)
+    def __init__(self, linear_map: LinearMap, mean: Tensor, variance: Tensor) -> None:
+        parameters = {"loc": mean, "_given_variance": variance}
+        super(MeanFieldNormal, self).__init__(parameters, linear_map.event_dim(mean), False)
+
+    @cached_property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        """The standard deviation of each output."""
+        return floored_sqrt(self._given_variance)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        shape = self._extended_shape(torch.Size(sample_shape))
+        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+        mean, variance = self.loc.expand(shape), self._given_variance.expand(shape)
+        return draw_normal(mean, variance, noise)

@@ -9,7 +9,7 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
 from pyro_structvi.distributions.full import FullNormal
-from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments, normal_image
+from pyro_structvi.distributions.mean_field import MeanFieldNormal, NormalImage, bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linear_maps import LinearMap
 
@@ -125,7 +125,7 @@ class RowwiseNormal(WeightDistribution):
         if bias_variance is not None:
             space = [1 for _ in range(-channel_dim - 1)]
             variance = variance + bias_variance.reshape(*bias_variance.shape, *space)
-        return normal_image(linear_map, linear_map(x, self._matrix(self.loc), bias_loc), variance)
+        return NormalImage(linear_map, linear_map(x, self._matrix(self.loc), bias_loc), variance)
 
     def rows(self, index: Tensor) -> "RowwiseNormal":
         """Return the law of rows ``W[index]``: a full covariance within each."""

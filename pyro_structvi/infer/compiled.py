@@ -57,6 +57,7 @@ class CompiledSVI:
         ValueError: If ``optim`` has the state of single parameters.
 
     Example:
+        >>> import pyro
         >>> from pyro_structvi import Classifier, KTiedGuide, bayesianize
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> model = Classifier(bayesianize(net, prior=1.0), num_data=20)
