@@ -37,7 +37,7 @@ class Traced:
     """What a function of tensors did in one call, to be repeated with other tensors and fresh noise.
 
     Tensors that the function found elsewhere, such as parameters and buffers, are used, and changed, as
-    they are at each call.
+    they are at each call. Only on the host of a GPU all that depends on nothing else is computed once.
 
     Args:
         function: From a list of tensors to tensors.
@@ -59,9 +59,14 @@ class Traced:
 
         with _tracing():
             graph = make_fx(record)(*inputs)
-        self.found = _lift_found(graph)
+        self._random = [
+            node
+            for node in graph.graph.nodes
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        ]
+        folds_host = any(value.device.type != "cpu" for value in inputs)
+        self.found = _lift_found(graph, folds_host)
         self.graph: Callable[..., Outputs] = graph
-        self._nodes = graph.graph.nodes
 
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """Repeat the call with other inputs of the same shapes."""
@@ -75,29 +80,48 @@ class Traced:
 
     def random_on(self, kind: str) -> list[str]:
         """Return the random operations whose results are on a kind of device."""
-        return [
-            str(node.target)
-            for node in self._nodes
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            and getattr(node.meta.get("val"), "device", torch.device("meta")).type == kind
-        ]
+        return [str(node.target) for node in self._random if _device_type(node) == kind]
 
 
-def _lift_found(graph: fx.GraphModule) -> list[Tensor]:
-    """Turn the tensors that a traced function found elsewhere into further inputs, and return them."""
-    nodes, found = graph.graph.nodes, {}
-    first = next(node for node in nodes if node.op != "placeholder")
-    for node in [node for node in nodes if node.op == "get_attr"]:
-        value = getattr(graph, str(node.target))
-        if not isinstance(value, Tensor):
+def _lift_found(graph: fx.GraphModule, folds_host: bool) -> list[Tensor]:
+    """Turn what a traced function found elsewhere into further inputs, and return it."""
+    nodes = list(graph.graph.nodes)
+    found = {n: getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"}
+    found = {node: value for node, value in found.items() if isinstance(value, Tensor)}
+    host = _compute_on_host(nodes, found) if folds_host else {}
+    new, env = fx.Graph(), {}
+    lifted: dict[int, tuple[fx.Node, Tensor]] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            env[node] = new.placeholder(node.name)
+    for node, value in (found | host).items():
+        if node not in host or any(user not in host for user in node.users):
+            if id(value) not in lifted:
+                lifted[id(value)] = new.placeholder(f"found_{len(lifted)}"), value
+            env[node] = lifted[id(value)][0]
+    for node in nodes:
+        if node not in env and node not in host:
+            env[node] = new.node_copy(node, env.__getitem__)
+    graph.graph = new
+    return [value for _, value in lifted.values()]
+
+
+def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+    """Compute what depends on nothing but tensors of the host, up to its copies to a device."""
+    host = {node: value for node, value in found.items() if value.device.type == "cpu"}
+    for node in nodes:
+        needs = node.all_input_nodes
+        if node.op != "call_function" or not all(need in host for need in needs):
             continue
-        if id(value) not in found:
-            with graph.graph.inserting_before(first):
-                found[id(value)] = graph.graph.placeholder(str(node.target)), value
-        node.replace_all_uses_with(found[id(value)][0])
-        graph.graph.erase_node(node)
-    graph.recompile()
-    return [value for _, value in found.values()]
+        is_copy = bool(needs) and node.target is torch.ops.aten._to_copy.default
+        if is_copy or _device_type(node) == "cpu":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), host.__getitem__)
+            host[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return host
+
+
+def _device_type(node: fx.Node) -> str:
+    return str(getattr(node.meta.get("val"), "device", torch.device("meta")).type)
 
 
 def explain(error: BaseException) -> str:

@@ -510,6 +510,23 @@ def test_draws_on_the_host_are_refused_in_a_graph():
     assert traced.random_on("cuda") == []
 
 
+def test_constants_of_the_host_are_copied_to_a_device_once():
+    """With torch's meta device for a GPU: a graph that is captured there may not wait for the host."""
+    host, parameter = torch.arange(3.0), torch.zeros(3, device="meta")
+
+    def function(x):
+        shifted = x * torch.tensor(2.0).to("meta") + parameter
+        return (shifted + (host * host + torch.ones(3)).to("meta"),)
+
+    inputs = [torch.zeros(3, device="meta")]
+    traced = Traced(function, inputs)
+    assert all(value.device.type == "meta" for value in traced.found)
+    targets = {str(node.target) for node in traced.graph.graph.nodes if node.op == "call_function"}
+    assert targets == {"aten.mul.Tensor", "aten.add.Tensor"}
+    assert any(value is parameter for value in traced.found)
+    assert traced(inputs)[0].shape == (3,)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", ["mean field", "k-tied", "low rank", "inducing weights", "ensemble"]
