@@ -30,10 +30,12 @@ lint: $(INSTALLED) ## style, docstrings and types
 docs: $(INSTALLED_DOCS) ## the site, in docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
-# glibc gives back every tensor above 32 MB, and gets it again page by page; here it keeps them.
+# glibc gives back every tensor above 32 MB, and gets it again page by page; here it keeps them, and asks
+# for large pages.
 bench bench-scaling: export MALLOC_MMAP_THRESHOLD_ = 4000000000
 bench bench-scaling: export MALLOC_TRIM_THRESHOLD_ = 16000000000
 bench bench-scaling: export MALLOC_TOP_PAD_ = 500000000
+bench bench-scaling: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 bench: $(INSTALLED) ## cost of steps and predictions beside the deterministic net's; BENCH="--net wide --compiled"
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 

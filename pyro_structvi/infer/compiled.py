@@ -112,6 +112,7 @@ class CompiledSVI:
             RuntimeError: If the step cannot be compiled; the message names the line at fault.
                 Parameters, buffers and torch's random generators are then those before the step.
             TypeError: If an argument is neither a tensor nor hashable.
+            ValueError: If there is no parameter to train.
         """
         call = Call(args, kwargs)
         key = call.key, self._mode()
@@ -164,6 +165,8 @@ class CompiledSVI:
             loss = self.loss.loss_and_grads(self.model, self.guide, *call.args, **call.kwargs)
         found = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
         self._optimizer.adopt(dict.fromkeys(found))
+        if not any(parameter.requires_grad for parameter in self._optimizer.parameters):
+            raise ValueError("Model and guide must have a parameter to train, but got none.")
         self._optimizer.step(
             (parameter, parameter.grad) for parameter in self._optimizer.parameters
         )

@@ -80,10 +80,8 @@ class OneOptimizer:
     @property
     def layout(self) -> tuple[object, ...]:
         """What a compiled step has to be compiled anew for: where parameters and states are."""
-        state = (
-            None if self.torch is None else id(self.torch.param_groups)
-        )  # new once it was loaded
-        return state, *((value.requires_grad, value.data_ptr()) for value in self.parameters)
+        groups = None if self.torch is None else self.torch.param_groups  # new ones, once loaded
+        return id(groups), *((value.requires_grad, value.data_ptr()) for value in self.parameters)
 
     def use_tensor_rates(self, device: torch.device) -> None:
         """Have learning rates in tensors, which a step captured on a GPU reads whenever it runs.

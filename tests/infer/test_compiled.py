@@ -361,6 +361,14 @@ def test_arguments_must_be_tensors_or_hashable():
         svi.step(torch.randn(3, 3).numpy(), torch.randn(3, 1))
 
 
+def test_there_must_be_something_to_train():
+    model, guide = make_k_tied()
+    guide.requires_grad_(False)
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO())
+    with pytest.raises(ValueError, match="must have a parameter to train"):
+        svi.step(*regression_data())
+
+
 def test_what_is_wrong_in_any_case_the_model_says_itself():
     x, y = regression_data()
     model, guide = make_k_tied()
