@@ -107,7 +107,8 @@ class LogScaleNormal(MeanFieldNormal):
     """Independent normals by the logarithms of their standard deviations.
 
     Variances are formed once for the outputs and the divergence, with all their gradients in one pass;
-    standard deviations only where weights are drawn.
+    standard deviations only where weights are drawn. Both are kept, and so is their graph: make a new
+    one for each backward pass.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
@@ -162,6 +163,11 @@ class LogScaleNormal(MeanFieldNormal):
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return self._variance_and_sums[2]
+
+    def rows(self, index: Tensor) -> MeanFieldNormal:
+        """Return the law of rows ``W[index]``: independent normals."""
+        loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
+        return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
 
     @cached_property
     def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
