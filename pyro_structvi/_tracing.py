@@ -44,7 +44,7 @@ class Traced:
         inputs: The tensors of the call that is recorded; an ordinary call in every respect.
 
     Attributes:
-        outputs: What that call returned.
+        outputs: What that call returned; to be let go of, once used.
         graph: The operations, a function of the inputs and then of ``found``.
         found: The tensors that the function found elsewhere.
 
@@ -60,7 +60,7 @@ class Traced:
         with _tracing():
             graph = make_fx(record)(*inputs)
         self._random = [
-            node
+            (str(node.target), _device_type(node))
             for node in graph.graph.nodes
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         ]
@@ -80,7 +80,7 @@ class Traced:
 
     def random_on(self, kind: str) -> list[str]:
         """Return the random operations whose results are on a kind of device."""
-        return [str(node.target) for node in self._random if _device_type(node) == kind]
+        return [name for name, device in self._random if device == kind]
 
 
 def _lift_found(graph: fx.GraphModule, folds_host: bool) -> list[Tensor]:

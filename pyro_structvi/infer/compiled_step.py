@@ -167,6 +167,7 @@ class CompiledStep:
                 "on the GPU, or before the step and pass it as an argument."
             )
         loss = self._update(traced.outputs)
+        traced.outputs = ()
         if self._backend is not None:
             traced.compile(self._backend)
         self._traced = traced

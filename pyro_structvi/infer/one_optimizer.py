@@ -33,7 +33,7 @@ class OneOptimizer:
         self._pyro = None
         self.torch: torch.optim.Optimizer | None = None
         if isinstance(optim, torch.optim.Optimizer):
-            self.torch = optim
+            self.torch = _silenced(optim)
         elif optim.optim_objs or optim._state_waiting_to_be_consumed:
             raise ValueError(
                 "`optim` has the state of single parameters, which one optimizer of all cannot take "
@@ -59,7 +59,7 @@ class OneOptimizer:
         groups = _groups(self._pyro, new)
         if self.torch is None:
             make = self._pyro.pt_optim_constructor
-            self.torch = make(groups, **_fast_options(make, groups))
+            self.torch = _silenced(make(groups, **_fast_options(make, groups)))
         else:
             for group in groups:
                 self.torch.add_param_group(group)
@@ -128,9 +128,13 @@ def _groups(optim: PyroOptim, parameters: list[nn.Parameter]) -> list[dict[str, 
 
 
 def _fast_options(constructor: Callable[..., Any], groups: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return options of torch's own optimizers: fused, and fit for a graph on a GPU."""
-    known = inspect.signature(constructor).parameters
-    chosen = {name for group in groups for name in group} & {"fused", "foreach"}
-    on_gpu = all(value.device.type == "cuda" for group in groups for value in group["params"])
-    options = {"fused": not chosen, "capturable": on_gpu}
-    return {name: True for name, wanted in options.items() if wanted and name in known}
+    """Return the option that fuses the kernels of torch's own optimizers, unless one was chosen."""
+    chosen = {name for group in groups for name in group} & {"fused", "foreach", "differentiable"}
+    can = "fused" in inspect.signature(constructor).parameters
+    return {"fused": True} if can and not chosen else {}
+
+
+def _silenced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Keep an optimizer that may be captured from warning of the steps before it is."""
+    optimizer._warned_capturable_if_run_uncaptured = True
+    return optimizer

@@ -1,5 +1,8 @@
 """A compiled step is SVI's step: same losses, parameters and buffers for the same noise."""
 
+import gc
+import weakref
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -533,6 +536,22 @@ def test_constants_of_the_host_are_copied_to_a_device_once():
     assert targets == {"aten.mul.Tensor", "aten.add.Tensor"}
     assert any(value is parameter for value in traced.found)
     assert traced(inputs)[0].shape == (3,)
+
+
+def test_nothing_of_a_step_is_kept():
+    """Neither gradients nor the batch."""
+    model, guide = make_k_tied()
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
+    x, y = regression_data()
+    for _ in range(4):
+        svi.step(x, y)
+    kept = weakref.ref(x)
+    del x, y
+    gc.collect()
+    assert kept() is None
+    (step,) = svi._steps.values()
+    assert all(parameter.grad is None for parameter in guide.parameters())
+    assert step._traced.outputs == ()
 
 
 @pytest.mark.gpu
