@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -125,7 +126,7 @@ def _device_type(node: fx.Node) -> str:
 
 
 def explain(error: BaseException) -> str:
-    """Say what stands in the way of tracing, and the line outside torch where it does."""
+    """Say what stands in the way of tracing, and the line outside torch and Pyro where it does."""
     message = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if "_local_scalar_dense" in message:
         message = "Python reads a tensor's value"
@@ -134,9 +135,9 @@ def explain(error: BaseException) -> str:
 
 
 def _origin_of(error: BaseException) -> str | None:
-    torch_folder = str(Path(torch.__file__).parent)
+    libraries = tuple(str(Path(str(library.__file__)).parent) for library in (torch, pyro))
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith(torch_folder)]
+    outside = [frame for frame in frames if not frame.filename.startswith(libraries)]
     if not outside:
         return None
     line = linecache.getline(outside[-1].filename, outside[-1].lineno or 0).strip()

@@ -1,0 +1,35 @@
+"""Compiled steps of real nets are those of SVI, or say what stands in the way."""
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+
+import pyro_structvi as ps
+from tests.guide_cases import GUIDES
+from tests.real_nets.nets import CASES
+
+
+def train(case, guide_name, make, **options):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    model, data = case.make()
+    optim = pyro.optim.Adam({"lr": 0.01})
+    svi = make(model, GUIDES[guide_name](model), optim, ps.StructuredELBO(), **options)
+    return [svi.step(*data) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    "guide_name", ["k-tied", pytest.param("inducing weights", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("case", [case for case in CASES if "packed" not in case.name], ids=str)
+def test_compiled_steps_are_those_of_svi(case, guide_name):
+    losses = train(case, guide_name, SVI)
+    own = train(case, guide_name, ps.CompiledSVI, backend=None)
+    torch.testing.assert_close(own, losses, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "packed" in case.name], ids=str)
+def test_lengths_that_python_reads_are_named(case):
+    with pytest.raises(RuntimeError, match=r"Python reads a tensor's value, at .*nets\.py:\d+"):
+        train(case, "k-tied", ps.CompiledSVI, backend=None)
