@@ -1,6 +1,7 @@
 """Times in interleaved rounds, and the peak memory of what is done in turn."""
 
 import os
+import gc
 import platform
 import statistics
 import time
@@ -58,6 +59,7 @@ def peak_bytes(phases: Iterator[str]) -> dict[str, int]:
     CPU it is the sum over the profiler's events, one for every allocation: exact, and the same in
     every run.
     """
+    gc.collect()  # else what an earlier method left in cycles would be given back here
     return cuda_peaks(phases) if torch.cuda.is_available() else cpu_peaks(phases)
 
 

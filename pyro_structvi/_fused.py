@@ -27,7 +27,8 @@ def square(x: Tensor) -> Tensor:
 
 def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
     """Return ``mean + sqrt(variance) * noise``, the variance with a floor as in ``floored_sqrt``."""
-    if inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
+    is_narrow = torch.finfo(variance.dtype).bits < 32
+    if is_narrow or inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
         return mean + floored_sqrt(variance) * noise
     draws: Tensor = DrawNormal.apply(mean, variance, noise)
     return draws
@@ -119,6 +120,7 @@ class DrawNormal(torch.autograd.Function):
         draws = torch.addcmul(mean, noise, scale)
         ratio = noise / F.threshold(scale, 1.01 * least**0.5, math.inf, inplace=True)
         ctx.save_for_backward(variance, ratio)
+        ctx.save_for_forward(variance, ratio)
         return draws
 
     @staticmethod
@@ -131,6 +133,13 @@ class DrawNormal(torch.autograd.Function):
             scale = floored_sqrt(variance)
             ratio = (ratio * scale).detach() / scale
         return gradient, torch.addcmul(ratio.new_zeros(()), gradient, ratio, value=0.5), None
+
+    @staticmethod
+    def jvp(ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None) -> Tensor:
+        """Return the change of the mean, and half of the variance's times the ratio."""
+        _variance, ratio = ctx.saved_tensors
+        tangent = torch.zeros_like(ratio) if of_mean is None else of_mean
+        return tangent if of_variance is None else tangent + 0.5 * ratio * of_variance
 
 
 class BankAndSquaredNorm(torch.autograd.Function):

@@ -55,7 +55,7 @@ def blocks_of_rows(rows: Tensor, width: int) -> tuple[Tensor, ...]:
     """Split ``rows (*batch, n, k)`` so that a block of them by ``width`` stays in a CPU's cache."""
     if rows.device.type != "cpu" or is_tracing():
         return (rows,)
-    blocks: tuple[Tensor, ...] = rows.split(max(1, BLOCK // width), dim=-2)
+    blocks: tuple[Tensor, ...] = rows.split(max(1, BLOCK // max(1, width)), dim=-2)
     return blocks
 
 

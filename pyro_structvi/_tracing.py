@@ -12,6 +12,8 @@ import pyro
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_structvi._autocast import autocast_off
 
@@ -50,16 +52,19 @@ class Traced:
         found: The tensors that the function found elsewhere.
 
     Raises:
-        RuntimeError: If Python reads a tensor's value.
+        RuntimeError: If Python reads a tensor's value, or a size that depends on values.
     """
 
     def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
         def record(*tensors: Tensor) -> Outputs:
-            self.outputs = function(*tensors)
+            with _RefusesPython(), _RefusesSizes():
+                self.outputs = function(*tensors)
             return self.outputs
 
-        with _tracing():
-            graph = make_fx(record)(*inputs)
+        # Aliases, since a tensor in two roles would be taken for one input in both.
+        apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
+        with _tracing(), torch.autograd.set_multithreading_enabled(False):
+            graph = make_fx(record)(*apart)
         self._random = [
             (str(node.target), _device_type(node))
             for node in graph.graph.nodes
@@ -82,6 +87,30 @@ class Traced:
     def random_on(self, kind: str) -> list[str]:
         """Return the random operations whose results are on a kind of device."""
         return [name for name, device in self._random if device == kind]
+
+
+class _RefusesPython(TorchFunctionMode):
+    """Refuses what reads values without an operation that could be recorded."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
+            raise RuntimeError(f"Python reads a tensor's value by `{func.__name__}`")
+        return func(*args, **(kwargs or {}))
+
+
+class _RefusesSizes(TorchDispatchMode):
+    """Refuses operations whose result has as many elements as their values say."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        masks = [i for i in args[1] if i is not None] if func is torch.ops.aten.index.Tensor else []
+        by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in masks)
+        if by_mask or (torch.Tag.dynamic_output_shape in func.tags and not masks):
+            raise RuntimeError(f"the size of a result depends on values in `{func}`")
+        return func(*args, **(kwargs or {}))
 
 
 def _lift_found(graph: fx.GraphModule, folds_host: bool) -> list[Tensor]:
@@ -114,10 +143,13 @@ def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict
         needs = node.all_input_nodes
         if node.op != "call_function" or not all(need in host for need in needs):
             continue
-        is_copy = bool(needs) and node.target is torch.ops.aten._to_copy.default
+        operation: Any = node.target
+        if needs and isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable:
+            raise RuntimeError(f"`{operation}` changes a tensor of the host")
+        is_copy = bool(needs) and operation is torch.ops.aten._to_copy.default
         if is_copy or _device_type(node) == "cpu":
             args, kwargs = fx.map_arg((node.args, node.kwargs), host.__getitem__)
-            host[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            host[node] = operation(*args, **kwargs)
     return host
 
 
@@ -137,7 +169,9 @@ def explain(error: BaseException) -> str:
 def _origin_of(error: BaseException) -> str | None:
     libraries = tuple(str(Path(str(library.__file__)).parent) for library in (torch, pyro))
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    outside = [
+        frame for frame in frames if not frame.filename.startswith((*libraries, __file__, "<"))
+    ]
     if not outside:
         return None
     line = linecache.getline(outside[-1].filename, outside[-1].lineno or 0).strip()

@@ -162,6 +162,15 @@ def test_squares_have_all_derivatives_also_under_vmap():
     torch.testing.assert_close(mapped, 2 * x)
 
 
+def test_narrow_variances_keep_their_deviations():
+    variance = torch.full((3,), 1e-6, dtype=torch.float16)
+    draws = draw_normal(torch.zeros_like(variance), variance, torch.ones_like(variance))
+    torch.testing.assert_close(draws.double(), torch.full((3,), 1e-3), rtol=0.05, atol=0)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
 @pytest.mark.parametrize("kind", ["plain", "vmap"])
 def test_normal_draws_have_first_and_second_derivatives(kind):
     mean, noise = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
@@ -173,7 +182,7 @@ def test_normal_draws_have_first_and_second_derivatives(kind):
         return draw_normal(mean, variance, noise)
 
     torch.testing.assert_close(draw(mean, variance), mean + variance.sqrt() * noise)
-    assert torch.autograd.gradcheck(draw, (mean, variance))
+    assert torch.autograd.gradcheck(draw, (mean, variance), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(draw, (mean, variance))
 
 

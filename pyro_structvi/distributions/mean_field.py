@@ -1,6 +1,5 @@
 """Independent normals, one mean and one standard deviation for each weight."""
 
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -107,8 +106,8 @@ class LogScaleNormal(MeanFieldNormal):
     """Independent normals by the logarithms of their standard deviations.
 
     Variances are formed once for the outputs and the divergence, with all their gradients in one pass;
-    standard deviations only where weights are drawn. Both are kept, and so is their graph: make a new
-    one for each backward pass.
+    standard deviations only where weights are drawn. Variances are kept with their graph: make a new one
+    for each backward pass.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
@@ -144,7 +143,7 @@ class LogScaleNormal(MeanFieldNormal):
         if self._validate_args:
             check_shape("log_scale", log_scale, loc.shape, "that of `loc`")
 
-    @cached_property
+    @property
     def scale(self) -> Tensor:  # type: ignore[override]
         """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return self.log_scale.exp()
@@ -169,12 +168,21 @@ class LogScaleNormal(MeanFieldNormal):
         loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
         return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
 
-    @cached_property
+    @property
     def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        results: tuple[Tensor, Tensor, Tensor] = VarianceAndSums.apply(
-            self.log_scale, len(self.event_shape)
-        )
-        return results
+        """What is formed once; apart without gradients, since what has none is of no use for them."""
+        kept = self._with_grad if torch.is_grad_enabled() else self._without_grad
+        if not kept:
+            kept += VarianceAndSums.apply(self.log_scale, len(self.event_shape))
+        variance, total, log_det = kept
+        return variance, total, log_det
+
+    def _set_shapes(
+        self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
+    ) -> None:
+        super()._set_shapes(batch_shape, event_shape, validate_args)
+        self._with_grad: list[Tensor] = []
+        self._without_grad: list[Tensor] = []
 
 
 def bias_moments(
@@ -208,7 +216,7 @@ class NormalImage(MeanFieldNormal):
         parameters = {"loc": mean, "_given_variance": variance}
         super(MeanFieldNormal, self).__init__(parameters, linear_map.event_dim(mean), False)
 
-    @cached_property
+    @property
     def scale(self) -> Tensor:  # type: ignore[override]
         """The standard deviation of each output."""
         return floored_sqrt(self._given_variance)

@@ -44,8 +44,16 @@ class TensorBatches:
         if len(self.sampler) == len(self.tensors[0]) <= self.batch_size:
             yield self.tensors
             return
-        for chosen in torch.tensor([*self.sampler], device=self.device).split(self.batch_size):
+        for chosen in self._order().to(self.device).split(self.batch_size):
             yield tuple(tensor[chosen] for tensor in self.tensors)
+
+    def _order(self) -> Tensor:
+        """Return the sampler's order, without the list of Python's numbers that it makes."""
+        sampler, size = self.sampler, len(self.tensors[0])
+        generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+        order = torch.randperm(size, generator=generator) if sampler.shuffle else torch.arange(size)
+        padded = order.repeat(math.ceil(sampler.total_size / size))[: sampler.total_size]
+        return padded[sampler.rank :: sampler.num_replicas]
 
 
 def as_batches(
@@ -88,6 +96,7 @@ def as_batches(
         tensors = _placed(_checked(tuple(data)), device)
         return TensorBatches(tensors, batch_size, sampler_of(tensors[0]))
     if isinstance(data, Dataset):
+        _check_length([len(data)])  # type: ignore[arg-type]
         sampler = sampler_of(data)
         return DataLoader(data, batch_size=batch_size or len(sampler), sampler=sampler)
     if batch_size is not None:
@@ -103,12 +112,15 @@ def as_batches(
 
 
 def _checked(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    lengths = [len(tensor) for tensor in tensors]
-    if len(set(lengths)) != 1 or lengths[0] == 0:
-        raise ValueError(f"The data must have one positive length, but got {lengths}.")
+    _check_length([len(tensor) for tensor in tensors])
     for index, tensor in enumerate(tensors):
         check_no_nan(f"data[{index}]", tensor)
     return tensors
+
+
+def _check_length(lengths: list[int]) -> None:
+    if len(set(lengths)) != 1 or lengths[0] == 0:
+        raise ValueError(f"The data must have one positive length, but got {lengths}.")
 
 
 def _placed(tensors: tuple[Tensor, ...], device: torch.device | None) -> tuple[Tensor, ...]:
@@ -151,13 +163,16 @@ def arguments(
 
 
 def _passes(loader: Any) -> Generator[Any, None, None]:
-    for epoch in itertools.count():
-        sampler: Any = getattr(loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+    sampler: Any = getattr(loader, "sampler", None)
+    set_epoch = getattr(sampler, "set_epoch", lambda epoch: None)
+    for epoch in itertools.count(getattr(sampler, "epoch", 0)):
+        set_epoch(epoch)
         batch = None
-        for batch in loader:
-            yield batch
+        try:
+            for batch in loader:
+                yield batch
+        finally:
+            set_epoch(epoch + 1)  # where another fit goes on
         if batch is None:
             raise ValueError(
                 "A pass through `data` gave no mini-batch. Pass something that can be gone through "

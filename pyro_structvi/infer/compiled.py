@@ -10,12 +10,16 @@ import torch
 from pyro.infer import ELBO
 from pyro.infer.util import torch_item
 from pyro.optim import PyroOptim
-from torch import nn
+from pyro.poutine.runtime import _PYRO_PARAM_STORE
+from torch import Tensor, nn
 
 from pyro_structvi._tracing import explain
+from pyro_structvi.families import SitePosterior
 from pyro_structvi.infer.compiled_step import Call, CompiledStep, SubsampleRecorder
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.one_optimizer import OneOptimizer
+
+MANY_STEPS = 16
 
 
 class CompileFallbackWarning(UserWarning):
@@ -36,10 +40,10 @@ class CompiledSVI:
     the noise that ``SVI`` would draw from the same seed, so the losses are those of ``SVI`` up to
     rounding.
 
-    What Python decides, it decides once for each combination of shapes, dtypes, other arguments,
-    ``requires_grad``, training modes and autocast: an ``if`` on a counter is not asked again.
-    Parameters, buffers, learning rates and the weight of the KL are read at each step; plates draw new
-    subsamples.
+    What Python decides, it decides once for each combination of shapes, dtypes, other arguments, modules
+    with their parameters, buffers and training modes, and autocast: an ``if`` on a counter is not asked
+    again. Values of parameters and buffers, learning rates and the weight of the KL are read at each
+    step; plates draw new subsamples.
 
     Args:
         model: The model.
@@ -87,10 +91,8 @@ class CompiledSVI:
         self.model, self.guide, self.loss = model, guide, loss
         self.backend, self.fallback = backend, fallback
         self._optimizer = OneOptimizer(optim)
-        roots = [poutine.unwrap(part) for part in (model, guide)]
-        self._modules = [
-            module for root in roots if isinstance(root, nn.Module) for module in root.modules()
-        ]
+        self._roots = [*_modules_of(model), *_modules_of(guide)]
+        self._stored: list[str] = []  # parameters that are found in Pyro's store
         self._steps: dict[Hashable, CompiledStep | None] = {}
 
     @property
@@ -115,7 +117,9 @@ class CompiledSVI:
             ValueError: If there is no parameter to train.
         """
         call = Call(args, kwargs)
-        key = call.key, self._mode()
+        if self._optimizer.was_loaded():
+            self._steps.clear()
+        key = call.key, self._state()
         if key not in self._steps:
             return self._first_step(call)
         compiled = self._steps[key]
@@ -147,7 +151,14 @@ class CompiledSVI:
         recorder = SubsampleRecorder()
         with recorder:
             loss = self._interpret(call)
-        key = call.key, self._mode()  # now that the parameters are known
+        key = call.key, self._state()  # now that the parameters are known
+        self._optimizer.was_loaded()
+        if len(self._steps) == MANY_STEPS:
+            warnings.warn(
+                f"{MANY_STEPS} kinds of steps have been compiled, by shapes, arguments and modes. Pass "
+                "numbers that change as tensors, and pad what has many sizes.",
+                stacklevel=3,
+            )
         if isinstance(self.loss, StructuredELBO):
             parts = self.model, self.guide, self.loss, self._optimizer
             self._steps[key] = CompiledStep(*parts, self.backend, recorder.laws)
@@ -164,6 +175,7 @@ class CompiledSVI:
         with poutine.trace(param_only=True) as capture:
             loss = self.loss.loss_and_grads(self.model, self.guide, *call.args, **call.kwargs)
         found = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
+        self._stored = [name for name in capture.trace.nodes if name in _PYRO_PARAM_STORE._params]
         self._optimizer.adopt(dict.fromkeys(found))
         if not any(parameter.requires_grad for parameter in self._optimizer.parameters):
             raise ValueError("Model and guide must have a parameter to train, but got none.")
@@ -177,27 +189,68 @@ class CompiledSVI:
     @contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
         """Put buffers and random generators back if the step cannot be compiled, and say why."""
-        buffers = [buffer for module in self._modules for buffer in module.buffers(recurse=False)]
-        values = [buffer.clone() for buffer in buffers]
+        buffers = list(self._buffers())
+        values = [buffer.clone() for *_, buffer in buffers]
         generators = [torch.default_generator, *_gpu_generators(self._optimizer.parameters)]
         states = [generator.get_state() for generator in generators]
         try:
             yield
+            for module, name, buffer in buffers:
+                if module._buffers.get(name) is not buffer:
+                    raise RuntimeError(
+                        f"the model replaces its buffer `{name}`; change it in place"
+                    )
         except Exception as error:
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
+            for (module, name, buffer), value in zip(buffers, values, strict=True):
+                module._buffers[name] = buffer.copy_(value)
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             raise _NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
 
-    def _mode(self) -> Hashable:
+    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for root in self._roots:
+            for module in root.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        yield module, name, buffer
+
+    def _state(self) -> Hashable:
         """Return what decides how model and guide run, besides their arguments."""
-        kinds = sorted({parameter.device.type for parameter in self._optimizer.parameters})
-        return (
-            self._optimizer.layout,
-            *(module.training for module in self._modules),
-            *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
-        )
+        parts: list[Hashable] = [_Same(_PYRO_PARAM_STORE._params.get(n)) for n in self._stored]
+        for root in self._roots:
+            for module in root.modules():
+                family = module.family if isinstance(module, SitePosterior) else None
+                parts += [_Same(module), module.training, family]
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    if tensor is not None:
+                        parts += [_Same(tensor), tensor.requires_grad, tensor.data_ptr()]
+        for kind in sorted({value.device.type for value in self._optimizer.parameters}):
+            parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
+        return tuple(parts)
+
+
+class _Same:
+    """A key that is equal only for one and the same object, which it keeps."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _modules_of(part: Callable[..., Any]) -> Iterator[nn.Module]:
+    """Return the modules that a model or guide is, is a method of, or closes over."""
+    function = poutine.unwrap(part)
+    closed_over = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    for value in (function, getattr(function, "__self__", None), *closed_over):
+        if isinstance(value, nn.Module):
+            yield value
 
 
 def _gpu_generators(parameters: Iterable[nn.Parameter]) -> list[torch.Generator]:

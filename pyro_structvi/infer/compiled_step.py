@@ -1,6 +1,6 @@
 """A step of optimization for inputs of one shape, each time run in the fastest way known so far."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pyro
@@ -10,6 +10,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_structvi._fused import inside_transform
 from pyro_structvi._tracing import Outputs, Traced
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.one_optimizer import OneOptimizer
@@ -31,13 +32,18 @@ class Call:
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        kinds = [(value.shape, value.dtype, value.device) for value in self.tensors]
-        self.key = (self._structure, *self._is_tensor, *self._leaves, *kinds)
+        kinds = [
+            (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            for value in self.tensors
+        ]
+        types = [type(leaf) for leaf in leaves]
+        self.key = (self._structure, *types, *self._leaves, *kinds)
         for leaf in self._leaves:
-            if leaf.__hash__ is None:
+            by_value = isinstance(leaf, Hashable) and type(leaf).__hash__ is not object.__hash__
+            if not (by_value or leaf is None or callable(leaf)):
                 raise TypeError(
                     f"The arguments of a compiled step must be tensors or hashable, but got {leaf!r}. "
-                    "Pass arrays as tensors."
+                    "Pass arrays as tensors, and objects by their parts."
                 )
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -72,6 +78,8 @@ class SubsamplePlayer(Messenger):
 
     def _pyro_sample(self, message: dict[str, Any]) -> None:
         if _is_random_subsample(message):
+            if inside_transform():
+                raise RuntimeError("particles in one pass share a plate's subsample in a graph")
             message["value"] = next(self._values, None)  # None is drawn as ever
 
 
@@ -123,6 +131,7 @@ class CompiledStep:
         self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
         self._traced: Traced | None = None
         self._graph: CUDAGraph | None = None
+        self._options: list[dict[str, Any]] = []  # of the optimizer, in the graph
         self._calls = 0
 
     @property
@@ -148,7 +157,8 @@ class CompiledStep:
         if self._calls <= WARM_UP:
             return self._warm_up(inputs)
         self._optimizer.use_tensor_rates(self._device)
-        if self._graph is None:
+        if self._graph is None or self._options != self._optimizer.options:
+            self._options = self._optimizer.options
             self._graph = CUDAGraph(self._whole_step, inputs)
         return self._graph(inputs)
 
@@ -218,7 +228,8 @@ class CUDAGraph:
     ) -> None:
         self._inputs = [value.detach().clone() for value in inputs]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        stream = torch.cuda.Stream()  # of this device; torch's own is of the first that captured
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._output = function(self._inputs)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:

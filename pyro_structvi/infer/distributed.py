@@ -81,9 +81,15 @@ def noise_of_rank(device: torch.device | None) -> Iterator[None]:
     if size == 1:
         yield
         return
-    seed = shared_seed()
-    with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
-        torch.manual_seed(seed + rank)
+    seed = shared_seed() + rank
+    if device is None and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(seed)
+        for gpu in devices:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(seed)
         yield
 
 
@@ -103,4 +109,7 @@ def share_buffers(module: nn.Module) -> None:
     """Give all ranks the buffers of rank 0, such as the running statistics of its last batch."""
     if world()[1] > 1:
         for buffer in module.buffers():
-            dist.broadcast(buffer, 0)
+            value = buffer.contiguous()
+            dist.broadcast(value, 0)
+            if value is not buffer:
+                buffer.copy_(value)

@@ -43,6 +43,7 @@ class OneOptimizer:
             self._pyro = optim
         self._clips: list[tuple[nn.Parameter, Callable[[nn.Parameter], None]]] = []
         self._rates: dict[int, Tensor] = {}
+        self._groups: list[dict[str, Any]] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -77,11 +78,23 @@ class OneOptimizer:
         self.torch.step()
         self.torch.zero_grad(set_to_none=True)
 
+    def was_loaded(self) -> bool:
+        """Whether groups and states were replaced since the last call, as by ``load_state_dict``."""
+        groups = None if self.torch is None else self.torch.param_groups
+        loaded = self._groups is not None and groups is not self._groups
+        self._groups = groups  # kept, so that no other list can take its place in memory
+        if loaded:
+            self._rates.clear()
+        return loaded
+
     @property
-    def layout(self) -> tuple[object, ...]:
-        """What a compiled step has to be compiled anew for: where parameters and states are."""
-        groups = None if self.torch is None else self.torch.param_groups  # new ones, once loaded
-        return id(groups), *((value.requires_grad, value.data_ptr()) for value in self.parameters)
+    def options(self) -> list[dict[str, Any]]:
+        """The options of each group that a captured step cannot read when it runs."""
+        assert self.torch is not None
+        return [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in self.torch.param_groups
+        ]
 
     def use_tensor_rates(self, device: torch.device) -> None:
         """Have learning rates in tensors, which a step captured on a GPU reads whenever it runs.
@@ -93,9 +106,9 @@ class OneOptimizer:
         """
         assert self.torch is not None
         for number, group in enumerate(self.torch.param_groups):
+            _check_can_be_captured(self.torch, group)
             rate = self._rates.get(number)
             if rate is None:
-                _check_can_be_captured(self.torch, group)
                 rate = torch.zeros((), dtype=torch.float32, device=device)
                 self._rates[number] = rate
             if group["lr"] is not rate:

@@ -260,3 +260,32 @@ def test_batches_that_a_loader_makes_on_the_gpu_are_finished_before_they_are_use
 def test_batches_of_tensors_count_what_they_give():
     sampler = DistributedSampler(range(10), 1, 0)
     assert len(TensorBatches((torch.zeros(10),), 4, sampler)) == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_of_tensors_is_that_of_the_sampler(ranks, shuffle):
+    numbers = torch.arange(10)
+    for rank in range(ranks):
+        sampler = DistributedSampler(numbers, ranks, rank, shuffle, seed=3)
+        sampler.set_epoch(2)
+        assert TensorBatches((numbers,), 4, sampler)._order().tolist() == [*sampler]
+
+
+def test_a_samplers_epochs_go_on_where_they_were():
+    """Whether it was set by hand, or by an earlier fit, which may stop within an epoch."""
+    data = TensorDataset(torch.arange(8.0))
+    sampler = DistributedSampler(data, 1, 0)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    sampler.set_epoch(5)
+    seen = []
+    sampler.set_epoch = lambda epoch: seen.append(epoch) or setattr(sampler, "epoch", epoch)
+    for total in (4, 1, 2):
+        assert len([*arguments(loader, None, total)]) == total
+    assert sampler.epoch == 9
+    assert [*dict.fromkeys(seen)] == [5, 6, 7, 8, 9]
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(ValueError, match=r"must have one positive length, but got \[0\]"):
+        as_batches(TensorDataset(torch.zeros(0, 3)), 4, None)

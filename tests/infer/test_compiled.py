@@ -13,6 +13,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi._tracing import Traced
 from pyro_structvi.infer import CompileFallbackWarning, compiled_step
+from pyro_structvi.infer.compiled_step import Call
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import HandWritten, make_classifier, make_regressor, regression_data
 
@@ -239,6 +240,117 @@ def test_evaluate_loss_takes_no_step():
     )
 
 
+# ---- what changes between steps -----------------------------------------------------------------------
+
+
+class Shifted(nn.Module):
+    """A net with a buffer and a shift that is an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
+        self.register_buffer("shift", torch.zeros(1))
+
+    def forward(self, x):
+        return self.dropout(self.linear(x)) + self.shift
+
+
+def prune(svi):
+    ps.pruning.prune_mean_field(svi.guide, 0.5)
+
+
+def replace_buffer(svi):
+    svi.model.net.shift = torch.ones(1)
+
+
+def evaluate(svi):
+    svi.model.eval()
+
+
+@pytest.mark.parametrize("change", [prune, replace_buffer, evaluate])
+def test_changes_of_model_and_guide_are_seen(change):
+    def make():
+        model = ps.Regressor(ps.bayesianize(Shifted(), prior=1.0), 12, 0.3)
+        return model, ps.MeanFieldGuide(model)
+
+    def at_four(svi, number):
+        if number == 4:
+            change(svi)
+
+    data = regression_data()
+    losses, *_ = train(make, data, compiled=False, steps=9, change=at_four)
+    own, *_ = train(make, data, compiled=True, steps=9, change=at_four)
+    torch.testing.assert_close(own, losses, rtol=1e-10, atol=0)
+    unchanged, *_ = train(make, data, compiled=True, steps=9)
+    assert own[4] != unchanged[4]
+
+
+def test_modes_are_seen_behind_methods_and_closures():
+    def train_with(model_of, compiled):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        model = ps.Regressor(ps.bayesianize(Shifted(), prior=1.0), 12, 0.3)
+        guide = ps.MeanFieldGuide(model)
+        kind = (lambda *a: ps.CompiledSVI(*a, backend=None)) if compiled else SVI
+        svi = kind(model_of(model), guide.forward, adam(), ps.StructuredELBO())
+        losses = []
+        for number in range(8):
+            model.train(number < 4)
+            losses.append(svi.step(x, y))
+        return losses
+
+    x, y = regression_data()
+    for model_of in (lambda model: model.forward, lambda model: lambda *args: model(*args)):
+        expected = train_with(model_of, compiled=False)
+        torch.testing.assert_close(train_with(model_of, compiled=True), expected)
+
+
+def test_entries_of_the_param_store_that_are_replaced_are_seen():
+    def at_four(svi, number):
+        if number == 4:
+            pyro.clear_param_store()
+
+    assert_same(function_pair, (), steps=9, change=at_four)
+
+
+def test_one_tensor_in_two_roles_is_two_inputs():
+    def model(x, z, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("obs", dist.Normal(x @ weight + z.sum(-1), 1.0).to_event(1), obs=y)
+
+    def feed(compiled):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        kind = (lambda *a: ps.CompiledSVI(*a, backend=None)) if compiled else SVI
+        svi = kind(model, ps.MeanFieldGuide(model), adam(), ps.StructuredELBO())
+        return [svi.step(x, x if number < 3 else 2 * x, y[:, 0]) for number in range(6)]
+
+    x, y = regression_data()
+    torch.testing.assert_close(feed(compiled=True), feed(compiled=False), rtol=1e-10, atol=0)
+
+
+def test_equal_numbers_of_other_types_are_other_arguments():
+    assert Call((1,), {}).key != Call((True,), {}).key
+    assert Call((1,), {}).key == Call((1,), {}).key
+    x = torch.zeros(2, 3, 4)
+    assert Call((x,), {}).key != Call((x.mT.contiguous().mT,), {}).key
+
+
+def test_many_kinds_of_steps_are_said():
+    model, guide = make_k_tied()
+
+    def scaled(x, y, factor):
+        return model(x * factor, y)
+
+    svi = ps.CompiledSVI(scaled, lambda x, y, factor: guide(x, y), adam(), ps.StructuredELBO())
+    x, y = regression_data()
+    guide.initialize(x, y)
+    for number in range(15):
+        svi.step(x, y, 1.0 + number)
+    with pytest.warns(UserWarning, match="16 kinds of steps have been compiled"):
+        svi.step(x, y, 0.5)
+
+
 # ---- optimizers ---------------------------------------------------------------------------------------
 
 
@@ -334,6 +446,47 @@ def test_reading_a_value_is_an_error_that_names_the_line_and_changes_nothing():
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert svi.loss.step == 1
+
+
+@pytest.mark.parametrize(
+    ("read", "cause"),
+    [
+        (lambda x: x.detach().numpy().mean(), "reads a tensor's value by `numpy`"),
+        (lambda x: sum(x[:, 0].tolist()), "reads a tensor's value by `tolist`"),
+        (lambda x: len(x[x[:, 0] > 0]), "the size of a result depends on values in `aten.index"),
+        (lambda x: len(torch.unique(x)), "the size of a result depends on values in `aten._unique"),
+    ],
+    ids=["numpy", "tolist", "mask", "unique"],
+)
+def test_values_that_python_reads_on_other_ways_are_refused(read, cause):
+    class Reading(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + float(read(x))  # here
+
+    model = ps.Regressor(ps.bayesianize(Reading(3, 1), prior=1.0), 12, 0.3)
+    svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO())
+    svi.step(*regression_data())
+    with pytest.raises(RuntimeError, match=rf"{cause}.*, at .*test_compiled\.py:"):
+        svi.step(*regression_data())
+
+
+def test_a_buffer_that_forward_replaces_is_refused_and_put_back():
+    class Averaging(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            self.register_buffer("average", torch.zeros(()))
+
+        def forward(self, x):
+            self.average = 0.5 * self.average + 0.5 * x.detach().mean()
+            return super().forward(x - self.average)
+
+    model = ps.Regressor(ps.bayesianize(Averaging(), prior=1.0), 12, 0.3)
+    svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO())
+    svi.step(*regression_data())
+    before = model.net.average
+    with pytest.raises(RuntimeError, match="replaces its buffer `average`; change it in place"):
+        svi.step(*regression_data())
+    assert model.net.average is before
 
 
 def test_fallback_warns_once_and_goes_on_as_svi():
@@ -490,23 +643,40 @@ def test_captured_steps_of_several_shapes_share_learning_rates(as_on_a_gpu):
     torch.testing.assert_close(dict(guide.state_dict()), before, rtol=0, atol=0)
 
 
-def test_an_optimizer_that_was_loaded_is_captured_anew(as_on_a_gpu):
+def load_moments_of_zero(svi, times):
+    optimizers = svi.optim.optim_objs.values() if isinstance(svi, SVI) else [svi.optimizer]
+    for optimizer in optimizers:
+        for _ in range(times):
+            state = optimizer.state_dict()
+            for moments in state["state"].values():
+                moments["exp_avg"] = 0 * moments["exp_avg"]
+            optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_an_optimizer_that_was_loaded_is_captured_anew(times, as_on_a_gpu):
+    """Also where the new groups take the place in memory of groups that were let go of."""
     data = regression_data()
 
     def change(svi, number):
         if number == 8:
-            optimizers = svi.optim.optim_objs.values() if isinstance(svi, SVI) else [svi.optimizer]
-            for optimizer in optimizers:
-                state = optimizer.state_dict()
-                for moments in state["state"].values():
-                    moments["exp_avg"] = 0 * moments["exp_avg"]
-                optimizer.load_state_dict(state)
+            load_moments_of_zero(svi, times)
 
     losses, state, _ = train(make_k_tied, data, compiled=False, steps=16, change=change)
     own_losses, own_state, svi = train(make_k_tied, data, compiled=True, steps=16, change=change)
     torch.testing.assert_close(own_losses, losses, rtol=RATE_RTOL, atol=0)
     torch.testing.assert_close(own_state, state, rtol=1e-5, atol=1e-6)
-    assert len(svi._steps) == 2
+    assert len(svi._steps) == 1
+
+
+def test_other_options_of_a_captured_optimizer_are_captured_anew(as_on_a_gpu):
+    def change(svi, number):
+        if number == 9:
+            optimizers = svi.optim.optim_objs.values() if isinstance(svi, SVI) else [svi.optimizer]
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+
+    assert_same(make_k_tied, regression_data(), steps=14, rtol=RATE_RTOL, change=change)
 
 
 def test_an_optimizer_that_cannot_be_captured_is_refused(as_on_a_gpu):
