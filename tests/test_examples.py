@@ -26,6 +26,7 @@ SCRIPTS = {
     ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
+    "docs/scripts/kernel_costs.py": ["--rounds", "1", "--size", "64"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],
     "docs/scripts/memory.py": [
         *("--net", "resnet18", "--steps", "1"),
