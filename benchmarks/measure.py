@@ -1,7 +1,7 @@
 """Times in interleaved rounds, and the peak memory of what is done in turn."""
 
-import os
 import gc
+import os
 import platform
 import statistics
 import time

@@ -28,7 +28,9 @@ def main() -> None:
     tasks: dict[str, Callable[[], object]] = {
         f"large.T @ thin, {size} x {size} by {size} x 2": lambda: large.mT @ thin,
         "(thin.T @ large).T": lambda: (thin.mT.contiguous() @ large).mT,
-        "convolution of 32 x 64 x 32 x 32 to 64 channels, and gradients": lambda: train(images, many),
+        "convolution of 32 x 64 x 32 x 32 to 64 channels, and gradients": lambda: train(
+            images, many
+        ),
         "the same to 3 channels": lambda: train(images, few),
         "normal_, a million numbers": lambda: torch.empty(1_000_000).normal_(),
     }

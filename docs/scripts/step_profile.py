@@ -64,7 +64,8 @@ def main() -> None:
     )
     titles = options.guide or [DETERMINISTIC, *GUIDES]
     heads = [*COLUMNS, "Python, launches", "total", "unprofiled", "largest"]
-    print(" " * 20 + "".join(f"{head:>{len(head) + 2}}" for head in heads))
+    widths = {head: max(len(head), 8) + 2 for head in heads}
+    print(" " * 20 + "".join(f"{head:>{widths[head]}}" for head in heads))
     tops = {}
     for title in titles:
         torch.manual_seed(0)
@@ -74,7 +75,7 @@ def main() -> None:
         row = measure(step, options.steps)
         row["largest"], tops[title] = look_at_tensors(step, options.top)
         row["largest"] /= weight_bytes
-        print(f"{title:<20}" + "".join(f"{row[head]:>{len(head) + 2}.2f}" for head in heads))
+        print(f"{title:<20}" + "".join(f"{row[head]:>{widths[head]}.2f}" for head in heads))
     for title, top in tops.items():
         for spent, calls, kind, name, shapes in top:
             print(f"{title:<20}{spent:>10.3f}{calls:>5} x  {kind:<16}{name:<36}{shapes}")
