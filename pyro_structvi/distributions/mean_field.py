@@ -171,9 +171,11 @@ class LogScaleNormal(MeanFieldNormal):
     @property
     def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """What is formed once; apart without gradients, since what has none is of no use for them."""
-        kept = self._with_grad if torch.is_grad_enabled() else self._without_grad
-        if not kept:
-            kept += VarianceAndSums.apply(self.log_scale, len(self.event_shape))
+        mode = torch.is_grad_enabled()
+        log_scale, *kept = self._kept.get(mode, (None,))
+        if log_scale is not self.log_scale:
+            kept = VarianceAndSums.apply(self.log_scale, len(self.event_shape))
+            self._kept[mode] = self.log_scale, *kept
         variance, total, log_det = kept
         return variance, total, log_det
 
@@ -181,8 +183,7 @@ class LogScaleNormal(MeanFieldNormal):
         self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
     ) -> None:
         super()._set_shapes(batch_shape, event_shape, validate_args)
-        self._with_grad: list[Tensor] = []
-        self._without_grad: list[Tensor] = []
+        self._kept: dict[bool, tuple[Tensor, ...]] = {}
 
 
 def bias_moments(

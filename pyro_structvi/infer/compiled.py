@@ -153,17 +153,17 @@ class CompiledSVI:
             loss = self._interpret(call)
         key = call.key, self._state()  # now that the parameters are known
         self._optimizer.was_loaded()
+        if isinstance(self.loss, StructuredELBO):
+            parts = self.model, self.guide, self.loss, self._optimizer
+            self._steps[key] = CompiledStep(*parts, self.backend, recorder.laws)
+        else:
+            self._fall_back(key, f"{type(self.loss).__name__} cannot be compiled.")
         if len(self._steps) == MANY_STEPS:
             warnings.warn(
                 f"{MANY_STEPS} kinds of steps have been compiled, by shapes, arguments and modes. Pass "
                 "numbers that change as tensors, and pad what has many sizes.",
                 stacklevel=3,
             )
-        if isinstance(self.loss, StructuredELBO):
-            parts = self.model, self.guide, self.loss, self._optimizer
-            self._steps[key] = CompiledStep(*parts, self.backend, recorder.laws)
-        else:
-            self._fall_back(key, f"{type(self.loss).__name__} cannot be compiled.")
         return loss
 
     def _fall_back(self, key: Hashable, reason: str) -> None:
