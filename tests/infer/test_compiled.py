@@ -342,7 +342,9 @@ def test_many_kinds_of_steps_are_said():
     def scaled(x, y, factor):
         return model(x * factor, y)
 
-    svi = ps.CompiledSVI(scaled, lambda x, y, factor: guide(x, y), adam(), ps.StructuredELBO())
+    svi = ps.CompiledSVI(
+        scaled, lambda x, y, factor: guide(x, y), adam(), ps.StructuredELBO(), backend=None
+    )
     x, y = regression_data()
     guide.initialize(x, y)
     for number in range(15):
@@ -464,7 +466,7 @@ def test_values_that_python_reads_on_other_ways_are_refused(read, cause):
             return super().forward(x) + float(read(x))  # here
 
     model = ps.Regressor(ps.bayesianize(Reading(3, 1), prior=1.0), 12, 0.3)
-    svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO())
+    svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO(), backend=None)
     svi.step(*regression_data())
     with pytest.raises(RuntimeError, match=rf"{cause}.*, at .*test_compiled\.py:"):
         svi.step(*regression_data())
@@ -481,7 +483,7 @@ def test_a_buffer_that_forward_replaces_is_refused_and_put_back():
             return super().forward(x - self.average)
 
     model = ps.Regressor(ps.bayesianize(Averaging(), prior=1.0), 12, 0.3)
-    svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO())
+    svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO(), backend=None)
     svi.step(*regression_data())
     before = model.net.average
     with pytest.raises(RuntimeError, match="replaces its buffer `average`; change it in place"):
@@ -520,7 +522,7 @@ def test_arguments_must_be_tensors_or_hashable():
 def test_there_must_be_something_to_train():
     model, guide = make_k_tied()
     guide.requires_grad_(False)
-    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO())
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
     with pytest.raises(ValueError, match="must have a parameter to train"):
         svi.step(*regression_data())
 
@@ -552,7 +554,7 @@ def test_inductor_gives_the_same(name):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     model, guide = make()
-    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO())
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
     torch.testing.assert_close([svi.step(*data) for _ in range(STEPS)], losses, rtol=1e-10, atol=0)
     own = {f"1.{name}": value for name, value in guide.state_dict().items()}
     torch.testing.assert_close(own, {name: state[name] for name in own}, rtol=1e-6, atol=1e-7)
