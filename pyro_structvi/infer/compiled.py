@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pyro.poutine as poutine
@@ -93,7 +93,8 @@ class CompiledSVI:
         self._optimizer = OneOptimizer(optim)
         self._roots = [*_modules_of(model), *_modules_of(guide)]
         self._stored: list[str] = []  # parameters that are found in Pyro's store
-        self._steps: dict[Hashable, CompiledStep | None] = {}
+        self._steps: dict[Hashable, CompiledStep] = {}
+        self._uncompiled: set[Hashable] = set()  # calls that have fallen back
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -117,23 +118,26 @@ class CompiledSVI:
             ValueError: If there is no parameter to train.
         """
         call = Call(args, kwargs)
+        if call.key in self._uncompiled:
+            return self._interpret(call)
         if self._optimizer.was_loaded():
             self._steps.clear()
         key = call.key, self._state()
         if key not in self._steps:
             return self._first_step(call)
         compiled = self._steps[key]
-        if compiled is None:
-            return self._interpret(call)
         try:
-            with nullcontext() if compiled.is_ready else self._unchanged_on_error():
+            if compiled.is_ready:
                 return float(compiled(call))
+            with self._unchanged_on_error() as check:
+                return float(compiled(call, check))
         except _NotCompiledError as error:
             if not self.fallback:
                 raise RuntimeError(
                     f"{error} Pass `fallback=True` to go on without."
                 ) from error.__cause__
-            self._fall_back(key, str(error))
+            del self._steps[key]
+            self._fall_back(call, str(error))
         return self._interpret(call)
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
@@ -157,7 +161,7 @@ class CompiledSVI:
             parts = self.model, self.guide, self.loss, self._optimizer
             self._steps[key] = CompiledStep(*parts, self.backend, recorder.laws)
         else:
-            self._fall_back(key, f"{type(self.loss).__name__} cannot be compiled.")
+            self._fall_back(call, f"{type(self.loss).__name__} cannot be compiled.")
         if len(self._steps) == MANY_STEPS:
             warnings.warn(
                 f"{MANY_STEPS} kinds of steps have been compiled, by shapes, arguments and modes. Pass "
@@ -166,9 +170,9 @@ class CompiledSVI:
             )
         return loss
 
-    def _fall_back(self, key: Hashable, reason: str) -> None:
+    def _fall_back(self, call: Call, reason: str) -> None:
         warnings.warn(f"{reason} The step runs uncompiled.", CompileFallbackWarning, stacklevel=4)
-        self._steps[key] = None
+        self._uncompiled.add(call.key)
 
     def _interpret(self, call: Call) -> float:
         """Take a step as ``SVI`` does, but with one optimizer."""
@@ -187,19 +191,25 @@ class CompiledSVI:
         return float(torch_item(loss))
 
     @contextmanager
-    def _unchanged_on_error(self) -> Iterator[None]:
-        """Put buffers and random generators back if the step cannot be compiled, and say why."""
+    def _unchanged_on_error(self) -> Iterator[Callable[[], None]]:
+        """Put buffers and random generators back if the step cannot be compiled, and say why.
+
+        What it gives refuses a model that has replaced a buffer.
+        """
         buffers = list(self._buffers())
         values = [buffer.clone() for *_, buffer in buffers]
         generators = [torch.default_generator, *_gpu_generators(self._optimizer.parameters)]
         states = [generator.get_state() for generator in generators]
-        try:
-            yield
+
+        def check() -> None:
             for module, name, buffer in buffers:
                 if module._buffers.get(name) is not buffer:
                     raise RuntimeError(
                         f"the model replaces its buffer `{name}`; change it in place"
                     )
+
+        try:
+            yield check
         except Exception as error:
             for (module, name, buffer), value in zip(buffers, values, strict=True):
                 module._buffers[name] = buffer.copy_(value)

@@ -139,19 +139,19 @@ class CompiledStep:
         """Whether nothing is left to compile."""
         return self._graph is not None if self._captures else self._calls >= 2
 
-    def __call__(self, call: Call) -> Tensor:
-        """Take a step and return the loss before it, ``()``."""
+    def __call__(self, call: Call, check: Callable[[], None] = lambda: None) -> Tensor:
+        """Take a step and return the loss before it, ``()``; a check comes between trace and update."""
         self._kl_weight.fill_(self._loss.current_kl_weight)
         subsamples = [law().to(self._device) for law in self._laws]
         with torch.cuda.device_of(self._kl_weight):
-            loss = self._run(call, [self._kl_weight, *subsamples, *call.tensors])
+            loss = self._run(call, [self._kl_weight, *subsamples, *call.tensors], check)
         self._loss.step += 1
         self._calls += 1
         return loss
 
-    def _run(self, call: Call, inputs: list[Tensor]) -> Tensor:
+    def _run(self, call: Call, inputs: list[Tensor], check: Callable[[], None]) -> Tensor:
         if self._traced is None:
-            return self._trace(call, inputs)
+            return self._trace(call, inputs, check)
         if not self._captures:
             return self._update(self._traced(inputs))
         if self._calls <= WARM_UP:
@@ -162,7 +162,7 @@ class CompiledStep:
             self._graph = CUDAGraph(self._whole_step, inputs)
         return self._graph(inputs)
 
-    def _trace(self, call: Call, inputs: list[Tensor]) -> Tensor:
+    def _trace(self, call: Call, inputs: list[Tensor], check: Callable[[], None]) -> Tensor:
         elsewhere = [value for value in call.tensors if value.device != self._device]
         if elsewhere:
             raise RuntimeError(
@@ -176,6 +176,7 @@ class CompiledStep:
                 f"{host} draws on the CPU, and a CUDA graph would repeat what it has drawn once. Draw "
                 "on the GPU, or before the step and pass it as an argument."
             )
+        check()
         loss = self._update(traced.outputs)
         traced.outputs = ()
         if self._backend is not None:

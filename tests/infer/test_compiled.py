@@ -203,12 +203,17 @@ def test_other_shapes_arguments_and_modes_are_compiled_apart():
 
 
 def test_a_frozen_parameter_stays():
-    def change(svi, number):
-        next(svi.guide.parameters()).requires_grad_(number < 3)
+    frozen = []
 
-    start = make_k_tied()[1].state_dict()
+    def change(svi, number):
+        parameter = next(svi.guide.parameters())
+        parameter.requires_grad_(number < 3)
+        frozen.extend([parameter.detach().clone()] if number >= 3 else [])
+
     assert_same(make_k_tied, regression_data(), change=change)
-    assert start.keys() == make_k_tied()[1].state_dict().keys()
+    assert len(frozen) == 2 * (STEPS - 3)
+    for values in (frozen[: STEPS - 3], frozen[STEPS - 3 :]):
+        assert all(torch.equal(value, values[0]) for value in values)
 
 
 def test_autocast_is_traced_and_not_applied_twice():
@@ -472,30 +477,42 @@ def test_values_that_python_reads_on_other_ways_are_refused(read, cause):
         svi.step(*regression_data())
 
 
-def test_a_buffer_that_forward_replaces_is_refused_and_put_back():
-    class Averaging(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 1)
-            self.register_buffer("average", torch.zeros(()))
+class Averaging(nn.Linear):
+    """Has a new tensor for its buffer in each pass."""
 
-        def forward(self, x):
-            self.average = 0.5 * self.average + 0.5 * x.detach().mean()
-            return super().forward(x - self.average)
+    def __init__(self):
+        super().__init__(3, 1)
+        self.register_buffer("average", torch.zeros(()))
 
-    model = ps.Regressor(ps.bayesianize(Averaging(), prior=1.0), 12, 0.3)
-    svi = ps.CompiledSVI(model, ps.KTiedGuide(model), adam(), ps.StructuredELBO(), backend=None)
+    def forward(self, x):
+        self.average = 0.5 * self.average + 0.5 * x.detach().mean()
+        return super().forward(x - self.average)
+
+
+def averaging():
+    return ps.Regressor(ps.bayesianize(Averaging(), prior=1.0), 12, 0.3)
+
+
+def test_a_buffer_that_forward_replaces_is_refused_before_anything_changes():
+    model, guide = make_k_tied(averaging)
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
     svi.step(*regression_data())
-    before = model.net.average
+    buffer, before = model.net.average, [value.clone() for value in guide.parameters()]
     with pytest.raises(RuntimeError, match="replaces its buffer `average`; change it in place"):
         svi.step(*regression_data())
-    assert model.net.average is before
+    assert model.net.average is buffer
+    torch.testing.assert_close([*guide.parameters()], before, rtol=0, atol=0)
+    assert svi.loss.step == 1
 
 
-def test_fallback_warns_once_and_goes_on_as_svi():
+@pytest.mark.parametrize(
+    ("model_of", "cause"), [(deciding, "the line at fault"), (averaging, "replaces its buffer")]
+)
+def test_fallback_warns_once_and_goes_on_as_svi(model_of, cause):
     data = regression_data()
-    expected, state, _ = train(lambda: make_k_tied(deciding), data, compiled=False)
-    with pytest.warns(CompileFallbackWarning, match="the line at fault") as said:
-        losses, own, _ = train(lambda: make_k_tied(deciding), data, compiled=True, fallback=True)
+    expected, state, _ = train(lambda: make_k_tied(model_of), data, compiled=False)
+    with pytest.warns(CompileFallbackWarning, match=cause) as said:
+        losses, own, _ = train(lambda: make_k_tied(model_of), data, compiled=True, fallback=True)
     assert len(said) == 1
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(own, state, rtol=1e-6, atol=1e-7)
