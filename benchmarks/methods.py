@@ -19,7 +19,7 @@ from pyro.infer.autoguide import (
 from torch import Tensor, nn
 
 import pyro_structvi as ps
-from pyro_structvi.predict import Prediction
+from pyro_structvi.posterior.prediction import Prediction
 
 
 class Method(NamedTuple):

@@ -3,7 +3,6 @@
 from importlib import import_module
 from types import ModuleType
 
-from pyro_structvi import pruning, subnetwork, warm_start
 from pyro_structvi.guides import (
     AutoLowRankLRT,
     EnsembleGuide,
@@ -17,10 +16,9 @@ from pyro_structvi.guides import (
     RowwiseGuide,
     StructuredGuide,
     SubnetworkGuide,
+    estimate_memory,
 )
 from pyro_structvi.infer import CompiledSVI, LinearAnnealing, StructuredELBO, fit
-from pyro_structvi.inference_data import to_inference_data
-from pyro_structvi.memory import estimate_memory
 from pyro_structvi.nn import (
     Classifier,
     FanIn,
@@ -30,7 +28,15 @@ from pyro_structvi.nn import (
     WalshHadamard,
     bayesianize,
 )
-from pyro_structvi.predict import predict
+from pyro_structvi.posterior import (
+    element_scores as subnetwork,
+)
+from pyro_structvi.posterior import (
+    predict,
+    pruning,
+    to_inference_data,
+    warm_start,
+)
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pyro_structvi.predict import Prediction
+from pyro_structvi.posterior.prediction import Prediction
 
 
 def plot_regressions(

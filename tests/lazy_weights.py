@@ -8,7 +8,7 @@ from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.substitute_messenger import SubstituteMessenger
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
-from pyro_structvi.lazy_weight import LazyWeight, SiteUse, weights_wait
+from pyro_structvi.lazy.weight import LazyWeight, SiteUse, weights_wait
 
 OUT, IN = 4, 3
 KERNEL = (OUT, 2, 3, 2)

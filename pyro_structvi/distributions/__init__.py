@@ -1,11 +1,11 @@
 """Distributions over weights, each with its image under a linear map."""
 
-from pyro_structvi.distributions.augmented import AugmentedMatrixNormal
 from pyro_structvi.distributions.auxiliary import Auxiliary
-from pyro_structvi.distributions.conditional import ConditionalNormal
 from pyro_structvi.distributions.dropout import BernoulliDropout
 from pyro_structvi.distributions.full import FullNormal
-from pyro_structvi.distributions.inducing import InducingNormal
+from pyro_structvi.distributions.inducing.conditional import ConditionalNormal
+from pyro_structvi.distributions.inducing.joint import AugmentedMatrixNormal
+from pyro_structvi.distributions.inducing.normal import InducingNormal
 from pyro_structvi.distributions.k_tied import KTiedNormal
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior
 from pyro_structvi.distributions.low_rank import LowRankNormal

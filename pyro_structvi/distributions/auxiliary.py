@@ -7,7 +7,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from pyro_structvi._autocast import autocast_off
+from pyro_structvi.linalg.precision import autocast_off
 
 
 class Auxiliary(TorchDistribution):

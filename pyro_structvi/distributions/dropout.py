@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributions import Laplace, Normal, constraints, register_kl
 
 from pyro_structvi._checks import check_fraction
-from pyro_structvi._fused import floored_sqrt
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior, normal_cross_entropy
 from pyro_structvi.distributions.mean_field import bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.linear_maps import LinearMap, shape_per_example
+from pyro_structvi.linalg.fused import floored_sqrt
+from pyro_structvi.maps.linear_maps import LinearMap, shape_per_example
 
 
 class BernoulliDropout(WeightDistribution):

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
-from pyro_structvi._fused import floored_sqrt
 from pyro_structvi.distributions.mean_field import bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.linear_maps import DenseMap, LinearMap
+from pyro_structvi.linalg.fused import floored_sqrt
+from pyro_structvi.maps.linear_maps import DenseMap, LinearMap
 
 
 class FullNormal(WeightDistribution):

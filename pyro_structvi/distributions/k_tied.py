@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive, check_shape
-from pyro_structvi._fused import square
-from pyro_structvi._linear_algebra import blocks_of_rows
 from pyro_structvi.distributions.mean_field import MeanFieldNormal, NormalImage, bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.linear_maps import LinearMap
+from pyro_structvi.linalg.factorizations import blocks_of_rows
+from pyro_structvi.linalg.fused import square
+from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.maps.linear_maps import LinearMap
 
 
 class KTiedNormal(WeightDistribution):

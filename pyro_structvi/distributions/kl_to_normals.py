@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Laplace, Normal, register_kl
 from torch.distributions.kl import kl_divergence
 
-from pyro_structvi._linear_algebra import blocks_of_rows
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.weight_distribution import (
@@ -16,6 +15,7 @@ from pyro_structvi.distributions.weight_distribution import (
     event_sum,
     shrink,
 )
+from pyro_structvi.linalg.factorizations import blocks_of_rows
 
 
 class JoinedPrior(Distribution):

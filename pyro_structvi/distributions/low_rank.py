@@ -7,17 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import (
     check_broadcastable,
     check_positive,
     check_positive_number,
     shape_text,
 )
-from pyro_structvi._fused import floored_sqrt, square
 from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
-from pyro_structvi.linear_maps import LinearMap
+from pyro_structvi.linalg.fused import floored_sqrt, square
+from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.maps.linear_maps import LinearMap
 
 _SMALL = 2**16  # numbers in factors whose products cost nothing in double precision
 

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_broadcastable, check_positive, check_shape
-from pyro_structvi._fused import VarianceAndSums, draw_normal, floored_sqrt, square
 from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
-from pyro_structvi.linear_maps import LinearMap
+from pyro_structvi.linalg.fused import VarianceAndSums, draw_normal, floored_sqrt, square
+from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.maps.linear_maps import LinearMap
 
 
 class MeanFieldNormal(WeightDistribution):

@@ -8,7 +8,7 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import shape_text
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.linear_maps import LinearMap
+from pyro_structvi.maps.linear_maps import LinearMap
 
 
 class PointMixture(WeightDistribution):

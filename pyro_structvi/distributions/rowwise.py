@@ -11,7 +11,7 @@ from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
 from pyro_structvi.distributions.full import FullNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal, NormalImage, bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.linear_maps import LinearMap
+from pyro_structvi.maps.linear_maps import LinearMap
 
 
 class RowwiseNormal(WeightDistribution):

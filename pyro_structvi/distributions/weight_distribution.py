@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_structvi._checks import check_same_kind
-from pyro_structvi.lazy_weight import LazyWeight, SiteUse, weights_wait_now
-from pyro_structvi.linear_maps import DenseMap, LinearMap
+from pyro_structvi.lazy.weight import LazyWeight, SiteUse, weights_wait_now
+from pyro_structvi.maps.linear_maps import DenseMap, LinearMap
 
 
 class FactoredDraw(Protocol):

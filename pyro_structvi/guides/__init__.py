@@ -1,6 +1,7 @@
 """Guides: which family goes on which site of a model."""
 
 from pyro_structvi.guides.inducing_weights import InducingWeightGuide
+from pyro_structvi.guides.memory_estimate import MemoryEstimate, estimate_memory
 from pyro_structvi.guides.points import EnsembleGuide, MAPGuide, MCDropoutGuide
 from pyro_structvi.guides.short_forms import (
     AutoLowRankLRT,
@@ -22,8 +23,10 @@ __all__ = [
     "MAPGuide",
     "MCDropoutGuide",
     "MatrixNormalGuide",
+    "MemoryEstimate",
     "MeanFieldGuide",
     "RowwiseGuide",
     "StructuredGuide",
     "SubnetworkGuide",
+    "estimate_memory",
 ]

@@ -7,11 +7,11 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_structvi.applications import Application
 from pyro_structvi.distributions import PointMass, WeightDistribution
 from pyro_structvi.families import Family, LatentSite, MatrixFamily
-from pyro_structvi.lazy_weight import LazyWeight, SiteUse, WeightStandIn
-from pyro_structvi.linear_maps import BiasColumnMap
+from pyro_structvi.lazy.weight import LazyWeight, SiteUse, WeightStandIn
+from pyro_structvi.maps.calls import Application
+from pyro_structvi.maps.linear_maps import BiasColumnMap
 
 
 def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, LatentSite]) -> str:

@@ -14,10 +14,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Independent
 
-from pyro_structvi._plates import outside_plates
+from pyro_structvi._pyro import outside_plates
 from pyro_structvi.distributions.weight_distribution import shrink
 from pyro_structvi.families import LatentSite, Plate
-from pyro_structvi.lazy_weight import CountedWeight, SiteUse
+from pyro_structvi.lazy.weight import CountedWeight, SiteUse
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import check_positive_number
 from pyro_structvi._patterns import matches
-from pyro_structvi._plates import plates_around
+from pyro_structvi._pyro import plates_around
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.families import (
     Family,
@@ -28,7 +28,7 @@ from pyro_structvi.families.coupling import Coupling, one_member
 from pyro_structvi.guides.joined_bias import join_values, joins_with, sample_joined
 from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
-from pyro_structvi.lazy_weight import LocalReparam, SiteUse
+from pyro_structvi.lazy.weight import LocalReparam, SiteUse
 
 _SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
 

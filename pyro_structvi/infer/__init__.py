@@ -2,8 +2,8 @@
 
 from pyro_structvi.infer.compiled import CompiledSVI, CompileFallbackWarning
 from pyro_structvi.infer.elbo import ELBOTerms, SampledKLWarning, StructuredELBO
-from pyro_structvi.infer.fit import History, fit
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
+from pyro_structvi.infer.training import History, fit
 
 __all__ = [
     "CompileFallbackWarning",

@@ -13,11 +13,11 @@ from pyro.optim import PyroOptim
 from pyro.poutine.runtime import _PYRO_PARAM_STORE
 from torch import Tensor, nn
 
-from pyro_structvi._tracing import explain
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.infer.compiled_step import Call, CompiledStep, SubsampleRecorder
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.one_optimizer import OneOptimizer
+from pyro_structvi.infer.tracing import explain
 
 MANY_STEPS = 16
 

@@ -10,10 +10,10 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_structvi._fused import inside_transform
-from pyro_structvi._tracing import Outputs, Traced
+from pyro_structvi._torch import inside_transform
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.one_optimizer import OneOptimizer
+from pyro_structvi.infer.tracing import Outputs, Traced
 
 GRAPH_DEVICE = "cuda"
 WARM_UP = 3  # steps before a GPU's are captured, as torch advises

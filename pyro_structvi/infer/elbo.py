@@ -18,14 +18,14 @@ from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from pyro_structvi._autocast import autocast_off
 from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass
 from pyro_structvi.families.coupling import one_member
 from pyro_structvi.families.family import one_step
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.schedules import Schedule
-from pyro_structvi.lazy_weight import weights_wait
+from pyro_structvi.lazy.weight import weights_wait
+from pyro_structvi.linalg.precision import autocast_off
 
 
 class SampledKLWarning(UserWarning):

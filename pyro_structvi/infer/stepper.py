@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi.infer.batches import Arguments
-from pyro_structvi.infer.distributed import Loss, data_parallel, mean_over_ranks, of_all_ranks
 from pyro_structvi.infer.elbo import ELBOTerms, StructuredELBO
+from pyro_structvi.infer.ranks import Loss, data_parallel, mean_over_ranks, of_all_ranks
 from pyro_structvi.infer.schedules import Schedule
 
 

@@ -7,7 +7,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_structvi._plates import plates_around
+from pyro_structvi._pyro import plates_around
 
 
 def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:

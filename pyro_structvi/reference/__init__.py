@@ -10,6 +10,6 @@ except ImportError as error:
     ) from error
 
 from pyro_structvi.reference.numpyro_model import to_numpyro
-from pyro_structvi.reference.nuts import DivergenceWarning, NUTSDraws, nuts
+from pyro_structvi.reference.sampling import DivergenceWarning, NUTSDraws, nuts
 
 __all__ = ["DivergenceWarning", "NUTSDraws", "nuts", "to_numpyro"]

@@ -11,7 +11,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_structvi.guides.sites import find_declared_sites
-from pyro_structvi.nn.bayesianize import TiedPrior
+from pyro_structvi.nn.conversion import TiedPrior
 from pyro_structvi.nn.likelihoods import Classifier, Regressor
 from pyro_structvi.nn.priors import BufferedPrior
 from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array

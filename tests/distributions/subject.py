@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, WeightDistribution
-from pyro_structvi.distributions.augmented_normal import AugmentedNormal
+from pyro_structvi.distributions.inducing.augmented import AugmentedNormal
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, Case
 from tests.statistics import assert_mean

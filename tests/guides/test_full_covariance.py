@@ -25,8 +25,8 @@ from pyro_structvi.families import (
     TransformedMeanField,
 )
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.lazy_weight import weights_wait
-from pyro_structvi.linear_maps import DenseMap
+from pyro_structvi.lazy.weight import weights_wait
+from pyro_structvi.maps.linear_maps import DenseMap
 from tests.models import (
     convolution_function,
     local_latent_function,

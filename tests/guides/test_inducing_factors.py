@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi import _linear_algebra
 from pyro_structvi.families import (
     InducingWeights,
     KTied,
     MeanField,
     Members,
 )
+from pyro_structvi.linalg import factorizations as linalg_factorizations
 from tests.guides.inducing_guides import EVERY_KIND, KINDS, make_guide
 from tests.models import make_regressor, regression_data
 
@@ -94,13 +94,13 @@ def test_a_copy_trains(kind):
 @pytest.fixture
 def factorizations(monkeypatch):
     """Return a list that grows with each factorization."""
-    made, original = [], _linear_algebra.stable_cholesky
+    made, original = [], linalg_factorizations.stable_cholesky
 
     def counted(matrix):
         made.append(matrix.shape)
         return original(matrix)
 
-    monkeypatch.setattr(_linear_algebra, "stable_cholesky", counted)
+    monkeypatch.setattr(linalg_factorizations, "stable_cholesky", counted)
     return made
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, LowRank, MeanField
 from pyro_structvi.guides.joined_bias import LazyPart
-from pyro_structvi.lazy_weight import weights_wait
+from pyro_structvi.lazy.weight import weights_wait
 from tests import dense_oracles as dense
 from tests.models import make_regressor, regression_data
 from tests.statistics import assert_mean, assert_moments

@@ -16,7 +16,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
-from pyro_structvi.lazy_weight import LazyWeight, weights_wait
+from pyro_structvi.lazy.weight import LazyWeight, weights_wait
 from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
 from tests.models import (
     HandWritten,

@@ -11,9 +11,9 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi._tracing import Traced
 from pyro_structvi.infer import CompileFallbackWarning, compiled_step
 from pyro_structvi.infer.compiled_step import Call
+from pyro_structvi.infer.tracing import Traced
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import HandWritten, make_classifier, make_regressor, regression_data
 

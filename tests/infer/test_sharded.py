@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 import pyro_structvi as ps
-from tests.infer.ranks import on_two_ranks
+from tests.infer.two_ranks import on_two_ranks
 from tests.models import make_regressor, regression_data
 
 GUIDES = {

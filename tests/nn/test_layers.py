@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 import pyro_structvi as ps
 from pyro_structvi.guides.sites import find_declared_sites
 from pyro_structvi.nn import PointEstimateWarning, RankOneConv2d, RankOneLinear, WalshHadamardConv2d
-from tests.nn.test_bayesianize import SharedNet, TiedNet
+from tests.nn.test_conversion import SharedNet, TiedNet
 
 KINDS = [ps.WalshHadamard(), ps.RankOne()]
 

@@ -18,7 +18,7 @@ from pyro_structvi.guides.sites import find_declared_sites
 from pyro_structvi.infer import SampledKLWarning
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import regression_data
-from tests.nn.test_bayesianize import TiedNet
+from tests.nn.test_conversion import TiedNet
 from tests.statistics import assert_mean
 
 HALF_CAUCHY = ps.HierarchicalScale(dist.HalfCauchy(1.0))

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision import models
 
 import pyro_structvi as ps
-from pyro_structvi.lazy_weight import weights_wait
+from pyro_structvi.lazy.weight import weights_wait
 from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS, SLOW
 from tests.real_nets.nets import CASES, NUM_DATA, images
 

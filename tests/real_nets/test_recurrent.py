@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import pyro_structvi as ps
-from pyro_structvi.lazy_weight import weights_wait
+from pyro_structvi.lazy.weight import weights_wait
 from tests.guide_cases import GUIDES, POINTS
 
 SIZES = {"input_size": 2, "hidden_size": 3, "num_layers": 2, "bidirectional": True}

@@ -1,0 +1,160 @@
+"""Loss and gradients as a graph of tensor operations, without the Python that made them."""
+
+import linecache
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyro_structvi.linalg.precision import autocast_off
+
+Outputs = tuple[Tensor | None, ...]
+
+
+class Traced:
+    """What a function of tensors did in one call, to be repeated with other tensors and fresh noise.
+
+    Tensors that the function found elsewhere, such as parameters and buffers, are used, and changed, as
+    they are at each call. Only on the host of a GPU all that depends on nothing else is computed once.
+
+    Args:
+        function: From a list of tensors to tensors.
+        inputs: The tensors of the call that is recorded; an ordinary call in every respect.
+
+    Attributes:
+        outputs: What that call returned; to be let go of, once used.
+        graph: The operations, a function of the inputs and then of ``found``.
+        found: The tensors that the function found elsewhere.
+
+    Raises:
+        RuntimeError: If Python reads a tensor's value, or a size that depends on values.
+    """
+
+    def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
+        def record(*tensors: Tensor) -> Outputs:
+            with _RefusesPython(), _RefusesSizes():
+                self.outputs = function(*tensors)
+            return self.outputs
+
+        # Aliases, since a tensor in two roles would be taken for one input in both.
+        apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
+        with torch.autograd.set_multithreading_enabled(False):
+            graph = make_fx(record)(*apart)
+        self._random = [
+            (str(node.target), _device_type(node))
+            for node in graph.graph.nodes
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        ]
+        folds_host = any(value.device.type != "cpu" for value in inputs)
+        self.found = _lift_found(graph, folds_host)
+        self.graph: Callable[..., Outputs] = graph
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
+        """Repeat the call with other inputs of the same shapes."""
+        with torch.no_grad(), autocast_off(inputs[0]):  # what is to be cast, the trace casts
+            return self.graph(*inputs, *self.found)
+
+    def compile(self, backend: str) -> None:
+        """Let ``torch.compile`` fuse the operations; draws stay those of torch's generators."""
+        own: Any = {"options": {"fallback_random": True}} if backend == "inductor" else {}
+        self.graph = torch.compile(self.graph, backend=backend, dynamic=False, **own)
+
+    def random_on(self, kind: str) -> list[str]:
+        """Return the random operations whose results are on a kind of device."""
+        return [name for name, device in self._random if device == kind]
+
+
+class _RefusesPython(TorchFunctionMode):
+    """Refuses what reads values without an operation that could be recorded."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
+            raise RuntimeError(f"Python reads a tensor's value by `{func.__name__}`")
+        return func(*args, **(kwargs or {}))
+
+
+class _RefusesSizes(TorchDispatchMode):
+    """Refuses operations whose result has as many elements as their values say."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        masks = [i for i in args[1] if i is not None] if func is torch.ops.aten.index.Tensor else []
+        by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in masks)
+        if by_mask or (torch.Tag.dynamic_output_shape in func.tags and not masks):
+            raise RuntimeError(f"the size of a result depends on values in `{func}`")
+        return func(*args, **(kwargs or {}))
+
+
+def _lift_found(graph: fx.GraphModule, folds_host: bool) -> list[Tensor]:
+    """Turn what a traced function found elsewhere into further inputs, and return it."""
+    nodes = list(graph.graph.nodes)
+    found = {n: getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"}
+    found = {node: value for node, value in found.items() if isinstance(value, Tensor)}
+    host = _compute_on_host(nodes, found) if folds_host else {}
+    new, env = fx.Graph(), {}
+    lifted: dict[int, tuple[fx.Node, Tensor]] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            env[node] = new.placeholder(node.name)
+    for node, value in (found | host).items():
+        if node not in host or any(user not in host for user in node.users):
+            if id(value) not in lifted:
+                lifted[id(value)] = new.placeholder(f"found_{len(lifted)}"), value
+            env[node] = lifted[id(value)][0]
+    for node in nodes:
+        if node not in env and node not in host:
+            env[node] = new.node_copy(node, env.__getitem__)
+    graph.graph = new
+    return [value for _, value in lifted.values()]
+
+
+def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+    """Compute what depends on nothing but tensors of the host, up to its copies to a device."""
+    host = {node: value for node, value in found.items() if value.device.type == "cpu"}
+    for node in nodes:
+        needs = node.all_input_nodes
+        if node.op != "call_function" or not all(need in host for need in needs):
+            continue
+        operation: Any = node.target
+        if needs and isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable:
+            raise RuntimeError(f"`{operation}` changes a tensor of the host")
+        is_copy = bool(needs) and operation is torch.ops.aten._to_copy.default
+        if is_copy or _device_type(node) == "cpu":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), host.__getitem__)
+            host[node] = operation(*args, **kwargs)
+    return host
+
+
+def _device_type(node: fx.Node) -> str:
+    return str(getattr(node.meta.get("val"), "device", torch.device("meta")).type)
+
+
+def explain(error: BaseException) -> str:
+    """Say what stands in the way of tracing, and the line outside torch and Pyro where it does."""
+    message = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    if "_local_scalar_dense" in message:
+        message = "Python reads a tensor's value"
+    line = _origin_of(error)
+    return f"{message}, at {line}" if line else message
+
+
+def _origin_of(error: BaseException) -> str | None:
+    libraries = tuple(str(Path(str(library.__file__)).parent) for library in (torch, pyro))
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [
+        frame for frame in frames if not frame.filename.startswith((*libraries, __file__, "<"))
+    ]
+    if not outside:
+        return None
+    line = linecache.getline(outside[-1].filename, outside[-1].lineno or 0).strip()
+    return f"{outside[-1].filename}:{outside[-1].lineno}, `{line}`"

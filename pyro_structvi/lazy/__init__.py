@@ -1,0 +1,1 @@
+"""Weights that are drawn when, and as what, they are used."""

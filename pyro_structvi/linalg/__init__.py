@@ -1,0 +1,1 @@
+"""Matrix identities, factorizations and gradients that distributions share."""

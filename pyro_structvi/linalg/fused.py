@@ -1,0 +1,215 @@
+"""Steps with gradients by hand, which save passes over large tensors.
+
+Where one has no rules for the transforms of torch.func, its function takes torch's own steps there.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_structvi._torch import inside_transform
+
+
+def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Tensor:
+    """Return ``outputs + coefficient * noise``, in the memory of ``outputs`` where that may be."""
+    if inside_transform():
+        return torch.addcmul(outputs, coefficient, noise)
+    total: Tensor = AddScaledNoise.apply(outputs, coefficient, noise)
+    return total
+
+
+def square(x: Tensor) -> Tensor:
+    """Return ``x^2``, with a gradient of one pass."""
+    squares: Tensor = Square.apply(x)
+    return squares
+
+
+def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
+    """Return ``mean + sqrt(variance) * noise``, the variance with a floor as in ``floored_sqrt``."""
+    is_narrow = torch.finfo(variance.dtype).bits < 32
+    if is_narrow or inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
+        return mean + floored_sqrt(variance) * noise
+    draws: Tensor = DrawNormal.apply(mean, variance, noise)
+    return draws
+
+
+def floored_sqrt(variance: Tensor) -> Tensor:
+    """Return standard deviations, with a floor under the variance in the dtype's own scale.
+
+    A variance of zero (an input of zeros), or one that a convolution's rounding turned negative,
+    keeps a finite gradient. Half precision, in which autocast has variances, gets roots in single.
+    """
+    if torch.finfo(variance.dtype).bits < 32:
+        variance = variance.float()
+    return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+
+
+def bank_and_squared_norm(x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x @ matrix'`` and ``|x|^2`` of each row, ``(rows, M)`` and ``(rows, 1)``."""
+    if inside_transform():
+        return x @ matrix.mT, x.square().sum(-1, keepdim=True)
+    products: tuple[Tensor, Tensor] = BankAndSquaredNorm.apply(x, matrix)
+    return products
+
+
+class AddScaledNoise(torch.autograd.Function):
+    """``outputs + coefficient * noise`` in the place of ``outputs``; noise takes no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Tensor:
+        """Add in place; the coefficient broadcasts to the outputs."""
+        ctx.save_for_backward(noise)
+        ctx.shape = coefficient.shape
+        ctx.mark_dirty(outputs)
+        return outputs.addcmul_(coefficient, noise)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Hand the gradient on, and sum its products with the noise."""
+        (noise,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None
+        return gradient, _sum_of_products(gradient, noise, ctx.shape), None
+
+
+class Square(torch.autograd.Function):
+    """``x^2``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """Return the squares."""
+        squares: Tensor = x.square()
+        return squares
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keep the input."""
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return ``2 x g``."""
+        (x,) = ctx.saved_tensors
+        return torch.addcmul(x.new_zeros(()), x, gradient, value=2)
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> Tensor:
+        """Return ``2 x dx``."""
+        (x,) = ctx.saved_tensors
+        tangent: Tensor = 2 * x * change
+        return tangent
+
+
+class DrawNormal(torch.autograd.Function):
+    """``mean + sqrt(variance) * noise``; noise takes no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
+        """Return the draws, and keep noise over deviation, which is zero where the floor is."""
+        least = torch.finfo(variance.dtype).tiny
+        scale = variance.clamp_min(least).sqrt_()
+        draws = torch.addcmul(mean, noise, scale)
+        ratio = noise / F.threshold(scale, 1.01 * least**0.5, math.inf, inplace=True)
+        ctx.save_for_backward(variance, ratio)
+        ctx.save_for_forward(variance, ratio)
+        return draws
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Hand the gradient on to the mean, and half of it times the ratio to the variance."""
+        variance, ratio = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None
+        if torch.is_grad_enabled():  # to be differentiated again
+            scale = floored_sqrt(variance)
+            ratio = (ratio * scale).detach() / scale
+        return gradient, torch.addcmul(ratio.new_zeros(()), gradient, ratio, value=0.5), None
+
+    @staticmethod
+    def jvp(ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None) -> Tensor:
+        """Return the change of the mean, and half of the variance's times the ratio."""
+        _variance, ratio = ctx.saved_tensors
+        tangent = torch.zeros_like(ratio) if of_mean is None else of_mean
+        return tangent if of_variance is None else tangent + 0.5 * ratio * of_variance
+
+
+class BankAndSquaredNorm(torch.autograd.Function):
+    """``x @ matrix'`` and ``|x|^2`` of each row, with one gradient of the size of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(rows, M)`` and ``(rows, 1)`` for ``x (rows, in)`` and ``matrix (M, in)``."""
+        ctx.save_for_backward(x, matrix)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x @ matrix.mT, norms.square_()
+
+    @staticmethod
+    def backward(ctx: Any, of_bank: Tensor, of_norm: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients, the two for x as one product."""
+        x, matrix = ctx.saved_tensors
+        dtype = of_bank.dtype  # autocast has its own
+        of_x = of_matrix = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.addmm((2 * of_norm * x).to(dtype), of_bank, matrix.to(dtype))
+        if ctx.needs_input_grad[1]:
+            of_matrix = of_bank.mT @ x.to(dtype)
+        return of_x, of_matrix
+
+
+class VarianceAndSums(torch.autograd.Function):
+    """``exp(2 l)``, its sum, and twice the sum of ``l``: variances, their trace and log determinant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(*batch, *event)`` and two of ``(*batch,)``, the sums over an event."""
+        variance = (2 * log_scale).exp_()
+        event = tuple(range(-event_dim, 0))
+        total = variance.sum(event) if event else variance.clone()
+        return variance, total, 2 * (log_scale.sum(event) if event else log_scale)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Keep the variances."""
+        ctx.event_dim = inputs[1]
+        ctx.save_for_backward(output[0])
+        ctx.save_for_forward(output[0])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_variance: Tensor | None, of_sum: Tensor | None, of_log_det: Tensor | None
+    ) -> tuple[Tensor, None]:
+        """Return ``2 v (g_v + g_sum) + 2 g_log_det``, in passes over one new tensor."""
+        (variance,) = ctx.saved_tensors
+        trace, log_det = (
+            variance.new_zeros(()) if part is None else part[(...,) + (None,) * ctx.event_dim]
+            for part in (of_sum, of_log_det)
+        )
+        factor = trace if of_variance is None else of_variance + trace
+        return torch.addcmul(2 * log_det, variance, factor, value=2), None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``2 v dl``, its sum, and twice the sum of ``dl``."""
+        (variance,) = ctx.saved_tensors
+        tangent, event = 2 * variance * change, tuple(range(-ctx.event_dim, 0))
+        if not event:
+            return tangent, tangent.clone(), 2 * change
+        return tangent, tangent.sum(event), 2 * change.sum(event)
+
+
+def _sum_of_products(a: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+    """Return ``a * b`` summed to a shape, without forming the products where it is one number."""
+    if shape.numel() == 1:
+        return torch.dot(a.reshape(-1).to(b.dtype), b.reshape(-1)).reshape(shape)
+    return (a * b).sum_to_size(shape)

@@ -1,0 +1,1 @@
+"""Linear maps, and the calls of torch that are read as maps."""

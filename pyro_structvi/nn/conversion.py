@@ -1,0 +1,314 @@
+"""Turn any torch net into a PyroModule whose weights are sample sites."""
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pyro.nn import PyroModule, PyroSample
+from pyro.nn.module import to_pyro_module_
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from pyro_structvi._patterns import matches
+from pyro_structvi.nn.layers.rank_one import RankOne, RankOneLayer
+from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamard, WalshHadamardLayer
+from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
+
+_NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
+
+
+class PointEstimateWarning(UserWarning):
+    """Some parameters of the net stayed what they were: trained, but without a posterior."""
+
+
+def bayesianize(
+    net: nn.Module,
+    prior: Prior = 1.0,
+    normalization: bool | None = None,
+    *,
+    layers: Mapping[str, RankOne | WalshHadamard] | None = None,
+) -> Any:
+    """Return a copy of a net whose weights are sample sites with priors.
+
+    The net that is given stays as it is. Its weights are remembered, by reference, as the place
+    where a guide's means start. A weight shared by several modules stays one site. Priors are
+    buffers: ``.to()``, ``.double()`` and state dicts carry them along.
+
+    Args:
+        net: Any module, a bare ``nn.Linear`` too.
+        prior: What the weights are like before any data: a standard deviation, one for all or a
+            tensor with one for each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a
+            distribution of single elements; a function ``(name, parameter) -> prior``; or a mapping
+            from patterns of parameter names, as in ``net.named_parameters()``, to any of these. The
+            first match wins.
+        normalization: Whether the parameters of normalization layers get sites too. When None they
+            stay point estimates, and a warning says so. Frozen parameters always stay.
+        layers: Layers to take the place of the net's own, for patterns of module names as in
+            ``net.named_modules()``: ``{"0": RankOne(), "*": WalshHadamard()}``. The first match wins
+            that fits the module. Of a bare layer the name is "".
+
+    Returns:
+        A ``PyroModule`` that is called as the net is.
+
+    Raises:
+        TypeError: If ``net`` is no module, or a prior or a layer is of no known kind.
+        ValueError: If the net has no weights, a prior does not fit, a pattern of ``layers`` matches no
+            module that fits, a layer to be replaced shares its weight with another, or a weight is
+            under spectral normalization or made orthogonal by Householder reflections.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> from pyro_structvi import FanIn
+        >>> bayes_net = bayesianize(net, prior={"*.bias": 1.0, "*": FanIn()})
+        >>> bayes_net(torch.zeros(5, 4)).shape
+        torch.Size([5, 1])
+        >>> torch.equal(bayes_net(torch.ones(5, 4)), bayes_net(torch.ones(5, 4)))
+        False
+    """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"`net` must be a torch.nn.Module, but got {type(net).__name__}.")
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    converted = _convert_layers(net, {} if layers is None else layers, prior)
+    own = _parameters_of_layers(net, converted)
+    stays = {
+        key: parameter
+        for key, parameter in _point_estimates(net, bool(normalization)).items()
+        if key not in own
+    }
+    sampled = {
+        key: resolve_prior(prior, name, parameter)
+        for name, parameter in net.named_parameters()
+        if (key := id(parameter)) not in stays and key not in own
+    }
+    if not sampled and not own:
+        raise ValueError(
+            f"`net` has no weights to put a prior on; its parameters are {list(names.values())}. "
+            "Pass a net with unfrozen weights, or `normalization=True`."
+        )
+    if stays and normalization is None:
+        warnings.warn(
+            f"These parameters stay point estimates: {[names[key] for key in stays]}. Pass "
+            "`normalization=True` to put a prior on those of normalization layers too, or "
+            "`normalization=False` to keep them so without this message.",
+            PointEstimateWarning,
+            stacklevel=2,
+        )
+    _check_reparametrized(net, sampled)
+    # Parameters that become sites are shared with the net, not copied: only their values are kept.
+    shared = {id(parameter): parameter for parameter in net.parameters()}
+    bayes_net = copy.deepcopy(
+        net, {key: shared[key] for key in sampled} | converted | _computed_weights(net)
+    )
+    with _unlisted_weights(bayes_net):
+        to_pyro_module_(bayes_net)
+        _leave_fast_path(bayes_net)
+        _sample_parameters(bayes_net, sampled)
+        _freeze_for_good(bayes_net)
+    return bayes_net
+
+
+def _point_estimates(net: nn.Module, normalization: bool) -> dict[int, Tensor]:
+    """Return the parameters without a posterior, by identity."""
+    return {
+        id(parameter): parameter
+        for module in net.modules()
+        for parameter in module.parameters(recurse=False)
+        if not parameter.requires_grad or (isinstance(module, _NORMALIZATION) and not normalization)
+    }
+
+
+def _convert_layers(
+    net: nn.Module, layers: Mapping[str, RankOne | WalshHadamard], prior: Prior
+) -> dict[int, Any]:
+    """Return what takes the place of modules of the net, by the modules' identity."""
+    chosen: dict[int, tuple[nn.Module, RankOne | WalshHadamard]] = {}
+    for pattern, layer in layers.items():
+        if not isinstance(layer, (RankOne, WalshHadamard)):
+            raise TypeError(
+                f"The layer for '{pattern}' must be `WalshHadamard()` or `RankOne()`, but got "
+                f"{layer!r}."
+            )
+        for module in _find_fitting(net, pattern, layer):
+            chosen.setdefault(id(module), (module, layer))
+    names = {id(module): name for name, module in net.named_modules()}
+    _check_untied(net, {key: names[key] for key in chosen})
+    return {
+        key: layer.convert(module, names[key], prior) for key, (module, layer) in chosen.items()
+    }
+
+
+def _find_fitting(net: nn.Module, pattern: str, layer: RankOne | WalshHadamard) -> list[nn.Module]:
+    modules = dict(net.named_modules(remove_duplicate=False))
+    matching = {name: module for name, module in modules.items() if matches(name, pattern)}
+    fitting = [module for module in matching.values() if layer.fits(module)]
+    if not matching:
+        raise ValueError(
+            f"The pattern '{pattern}' of `layers` matches none of the modules {list(modules)}."
+        )
+    if not fitting:
+        kinds = {name: type(module).__name__ for name, module in matching.items()}
+        raise ValueError(
+            f"{layer} needs {layer.needs}, but the pattern '{pattern}' of `layers` matches only "
+            f"{kinds}."
+        )
+    return fitting
+
+
+def _check_untied(net: nn.Module, chosen: dict[int, str]) -> None:
+    owners = Counter(
+        id(parameter) for module in net.modules() for parameter in module.parameters(recurse=False)
+    )
+    for module in net.modules():
+        if id(module) in chosen and any(owners[id(own)] > 1 for own in module.parameters()):
+            raise ValueError(
+                f"The module '{chosen[id(module)]}' shares a parameter with another one, so it "
+                "cannot be replaced by a layer of its own. Leave it out of `layers`."
+            )
+
+
+def _parameters_of_layers(net: nn.Module, converted: dict[int, Any]) -> set[int]:
+    """Return the parameters that belong to rank-1 and Walsh-Hadamard layers, old or new."""
+    return {
+        id(parameter)
+        for module in net.modules()
+        if id(module) in converted or isinstance(module, _FACTOR_LAYERS)
+        for parameter in module.parameters()
+    }
+
+
+def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
+    """Refuse weights that are no function of their parameters once these are random."""
+    for name, module in net.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if id(parameter) not in sampled:
+                continue
+            for step in _steps_from(module, attribute):
+                reason = None
+                if isinstance(step, (_SpectralNorm, SpectralNorm)):
+                    reason = (
+                        "is under `spectral_norm`, which divides a draw by a norm that it estimated "
+                        "from other draws. Remove it, with `remove_parametrizations` of "
+                        "`torch.nn.utils.parametrize` or `torch.nn.utils.remove_spectral_norm`, or "
+                        "freeze the weight"
+                    )
+                elif isinstance(step, _Orthogonal) and step.orthogonal_map.name == "householder":
+                    reason = (
+                        "is under `orthogonal` by Householder reflections, which turns columns of a "
+                        'draw into zeros. Pass `orthogonal_map="cayley"` or "matrix_exp" to '
+                        "`orthogonal`"
+                    )
+                if reason:
+                    full_name = f"{name}.{attribute}".removeprefix(".")
+                    raise ValueError(f"The weight of the parameter '{full_name}' {reason}.")
+
+
+def _steps_from(module: nn.Module, attribute: str) -> list[Any]:
+    """Return the parametrizations, or hooks, that make a weight of a parameter."""
+    if isinstance(module, ParametrizationList):
+        return list(module)
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if f"{getattr(hook, 'name', None)}_orig" == attribute]
+
+
+def _computed_weights(net: nn.Module) -> dict[int, Tensor]:
+    """Return what hooks have computed from parameters, as tensors that can be copied, by identity."""
+    return {
+        id(value): value.detach()
+        for module in net.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+
+
+@contextmanager
+def _unlisted_weights(net: nn.Module) -> Iterator[None]:
+    """Keep recurrent layers from listing, and so computing, their weights while these change."""
+    layers = [module for module in net.modules() if isinstance(module, nn.RNNBase)]
+    names = [vars(layer).pop("_flat_weights_names") for layer in layers]
+    yield
+    for layer, own in zip(layers, names, strict=True):
+        layer._flat_weights_names = own
+
+
+def _leave_fast_path(bayes_net: PyroModule) -> None:
+    """Let encoders call their layers: in evaluation torch would apply the layers' weights itself."""
+    for module in bayes_net.modules():
+        if not any(isinstance(part, _FACTOR_LAYERS) for part in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _sample_parameters(bayes_net: PyroModule, sampled: dict[int, Any]) -> None:
+    owners: dict[int, tuple[PyroModule, str]] = {}
+    for module in bayes_net.modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) not in sampled:
+                continue
+            if id(parameter) in owners:
+                _tie(module, attribute, *owners[id(parameter)])
+                continue
+            owners[id(parameter)] = (module, attribute)
+            sample_from(module, attribute, sampled[id(parameter)], parameter.shape)
+            initial = module.__dict__.setdefault("initial_values", {})
+            initial[attribute] = parameter.detach()
+
+
+def _freeze_for_good(bayes_net: PyroModule) -> None:
+    """Turn frozen parameters into buffers: Pyro's param store would thaw them."""
+    for module in bayes_net.modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is not None and not parameter.requires_grad:
+                del module._parameters[attribute]
+                module.register_buffer(attribute, parameter.detach())
+
+
+def _tie(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:
+    """Let an attribute be the site of another module: its prior under its name."""
+    prior = TiedPrior(owner, owners_attribute)
+    names = module.__dict__.setdefault("_pyro_get_fullname", _TiedNames(module))
+    names.tied[attribute] = prior
+    setattr(module, attribute, PyroSample(prior))
+
+
+class TiedPrior:
+    """The prior of a site that another module owns.
+
+    Attributes:
+        owner: The module that owns the site.
+        attribute: The site's attribute there.
+    """
+
+    is_tied = True
+
+    def __init__(self, owner: PyroModule, attribute: str) -> None:
+        self.owner = owner
+        self.attribute = attribute
+
+    def __call__(self, module: PyroModule) -> Any:
+        """Return the owner's prior."""
+        return self.owner._pyro_samples[self.attribute](self.owner)
+
+
+class _TiedNames:
+    """Stands in for ``_pyro_get_fullname`` of a module some of whose attributes are tied."""
+
+    def __init__(self, module: PyroModule) -> None:
+        self.module = module
+        self.tied: dict[str, TiedPrior] = {}
+
+    def __call__(self, attribute: str) -> str:
+        if attribute in self.tied:
+            prior = self.tied[attribute]
+            return str(prior.owner._pyro_get_fullname(prior.attribute))
+        return str(PyroModule._pyro_get_fullname(self.module, attribute))

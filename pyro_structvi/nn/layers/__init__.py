@@ -1,0 +1,1 @@
+"""Layers whose weight is a function of a small random factor."""

@@ -1,0 +1,14 @@
+"""What is done with a posterior: draws, predictions, inference data, pruning, warm starts."""
+
+from pyro_structvi.posterior import element_scores, pruning, warm_start
+from pyro_structvi.posterior.inference_data import to_inference_data
+from pyro_structvi.posterior.prediction import Prediction, predict
+
+__all__ = [
+    "Prediction",
+    "element_scores",
+    "predict",
+    "pruning",
+    "to_inference_data",
+    "warm_start",
+]

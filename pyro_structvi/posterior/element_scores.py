@@ -1,0 +1,180 @@
+"""Choosing the elements of a net that get a posterior, by the variance that they would have."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_structvi._checks import check_no_nan, check_positive_integer
+from pyro_structvi.distributions import PointMass
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.posterior.draws import (
+    as_arguments,
+    evaluation_mode,
+    find_observation,
+    run_conditioned,
+)
+
+
+def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
+    """Return the posterior variance of each element, by site.
+
+    Args:
+        guide: A fitted guide, such as a ``MeanFieldGuide``.
+
+    Returns:
+        Variances of the shapes of the sites; those of transformed sites, such as a noise scale, are
+        left out.
+
+    Raises:
+        RuntimeError: If the guide knows no site yet, or its weights have no law by themselves.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> {name: tuple(v.shape) for name, v in marginal_variances(MeanFieldGuide(model)).items()}
+        {'net.weight': (3, 4), 'net.bias': (3,)}
+    """
+    variances: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for site, law in guide._distributions("mean", local=False):
+            if site.is_real:
+                drawn_together = isinstance(law, PointMass) and not law.is_known
+                variance = law.variance if drawn_together else guide[site.name]().variance
+                variances |= site.split(variance.clone())
+    return variances
+
+
+def laplace_variances(
+    model: Callable[..., Any],
+    center: StructuredGuide,
+    x: Any,
+    *,
+    num_samples: int = 1,
+    batch_size: int = 32,
+    site: str | None = None,
+) -> dict[str, Tensor]:
+    r"""Return the variances of a diagonal Laplace approximation around a guide's medians.
+
+    .. math:: v_j = \left( \sum_n \mathrm{E}_{y \sim p(y \mid x_n, w)}
+        \left[ \partial_{w_j} \log p(y \mid x_n, w) \right]^2 + 1 / s_j^2 \right)^{-1}
+
+    with the prior variances :math:`s_j^2`: the inverse diagonal of the Fisher information, which for
+    these likelihoods is the generalized Gauss-Newton matrix. The expectation is by draws of y from the
+    model; the observed y would not do, since at a good fit their gradients vanish.
+
+    Args:
+        model: A model that samples its observations when called with inputs only.
+        center: The guide that was fitted, such as a ``MAPGuide``.
+        x: All inputs of the training, first dimension the examples; a tuple for several inputs.
+        num_samples: Draws of y for each input.
+        batch_size: How many examples' gradients to hold at once, each of the size of the net.
+        site: The observed site's name, where it cannot be told from the model.
+
+    Returns:
+        Variances by site, of the sites that take every real value.
+
+    Raises:
+        ValueError: If a number is not a whole number of at least 1, or the observed site is ambiguous.
+        RuntimeError: If the model has operations for which :func:`torch.func.vmap` has no rule.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MAPGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> variances = laplace_variances(model, MAPGuide(model), torch.randn(10, 4))
+        >>> bool((variances["net.weight"] < 1).all())
+        True
+
+    References:
+        Daxberger et al. (2021), "Bayesian deep learning via subnetwork inference", section 4.
+    """
+    check_positive_integer("num_samples", num_samples)
+    check_positive_integer("batch_size", batch_size)
+    args = as_arguments(x)
+    for number, value in enumerate(args):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"`x[{number}]` must be a tensor, but got {type(value).__name__}.")
+    values = center.median()
+    chosen = {name: value for name, value in values.items() if center[name].site.is_real}
+
+    information = {name: torch.zeros_like(value) for name, value in chosen.items()}
+    with evaluation_mode(model):
+        for _ in range(num_samples):
+            for batch in zip(*(value.split(batch_size) for value in args), strict=True):
+                trace = run_conditioned(model, values, batch)
+                observed = find_observation(trace, values, center, site)
+                drawn = {  # the observations, and what is latent of single examples
+                    name: node["value"]
+                    for name, node in trace.nodes.items()
+                    if node["type"] == "sample"
+                    and name not in values
+                    and not site_is_subsample(node)
+                }
+                for name, gradient in _gradients(
+                    model, values, chosen, batch, drawn, observed
+                ).items():
+                    information[name] += gradient.square().sum(0) / num_samples
+    variances = {}
+    for name in information.keys() & trace.nodes.keys():
+        precision = 1 / trace.nodes[name]["fn"].variance
+        precision = torch.nan_to_num(precision, nan=0.0)  # a Cauchy prior has no variance
+        variances[name] = 1 / (information[name] + precision)
+    return {name: variances[name] for name in chosen if name in variances}
+
+
+def _gradients(
+    model: Callable[..., Any],
+    values: dict[str, Tensor],
+    chosen: dict[str, Tensor],
+    batch: tuple[Tensor, ...],
+    drawn: dict[str, Tensor],
+    observed: str,
+) -> dict[str, Tensor]:
+    """Return the gradients of each example's log density, ``(batch, *shape)`` by site."""
+
+    def log_prob(changed: dict[str, Tensor], own: dict[str, Tensor], *example: Tensor) -> Tensor:
+        inputs = tuple(value.unsqueeze(0) for value in example)
+        own = {name: value.unsqueeze(0) for name, value in own.items()}
+        node = run_conditioned(model, values | changed | own, inputs).nodes[observed]
+        density: Tensor = node["fn"].log_prob(node["value"]).sum()
+        return density
+
+    in_dims = (None, 0, *(0 for _ in batch))
+    per_example = torch.func.vmap(torch.func.grad(log_prob), in_dims, randomness="different")
+    with pyro.validation_enabled(False):  # it looks at values, and there are none under vmap
+        gradients: dict[str, Tensor] = per_example(chosen, drawn, *batch)
+    return gradients
+
+
+def largest(variances: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """Choose the elements with the largest variances, over all sites together.
+
+    Args:
+        variances: Variances by site, or any other scores.
+        size: How many elements to choose.
+
+    Returns:
+        Masks by site, for :class:`~pyro_structvi.SubnetworkGuide`.
+
+    Raises:
+        ValueError: If the size is not a whole number from 1 to the number of elements.
+
+    Example:
+        >>> largest({"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0]])}, size=2)
+        {'a': tensor([ True, False]), 'b': tensor([[True]])}
+    """
+    check_positive_integer("size", size)
+    flat = torch.cat([value.flatten() for value in variances.values()])
+    check_no_nan("variances", flat)
+    if size > len(flat):
+        raise ValueError(f"`size` must be at most the {len(flat)} elements, but got {size}.")
+    mask = torch.zeros_like(flat, dtype=torch.bool)
+    mask[flat.topk(size).indices] = True
+    parts = mask.split([value.numel() for value in variances.values()])
+    return {
+        name: part.reshape(value.shape)
+        for (name, value), part in zip(variances.items(), parts, strict=True)
+    }

@@ -1,0 +1,99 @@
+"""From a guide or from NUTS to ArviZ, so that its summaries, comparisons and plots apply."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_structvi.posterior.draws import (
+    Posterior,
+    as_arguments,
+    count_draws,
+    evaluation_mode,
+    find_observation,
+    iterate_draws,
+    observed_log_prob,
+    run_conditioned,
+)
+
+
+def to_inference_data(
+    model: Callable[..., Any],
+    posterior: Posterior,
+    x: Any,
+    y: Tensor,
+    num_samples: int | None = None,
+    *,
+    site: str | None = None,
+) -> Any:
+    """Draw from a posterior and put what ArviZ needs into its InferenceData.
+
+    Args:
+        model: A model that samples its observations when called with inputs only.
+        posterior: A guide, or draws by site such as those of ``reference.nuts``, whose chains are
+            kept apart.
+        x: Inputs, first dimension the N examples; a tuple for a model of several inputs.
+        y: Observations, ``(N, *event)``.
+        num_samples: Number of draws; None for all that are given, or 100 of a guide.
+        site: The observed site's name, where it cannot be told from the model.
+
+    Returns:
+        An ``arviz.InferenceData`` with the groups ``posterior`` (each site under its own
+        name), ``posterior_predictive``, ``log_likelihood`` (one value for each example) and
+        ``observed_data``, in float64. A guide's draws form one chain.
+
+    Raises:
+        ImportError: If ArviZ is not installed.
+        ValueError: If numbers or lengths do not fit, or the observed site is ambiguous.
+
+    Example:
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
+        >>> net = bayesianize(torch.nn.Linear(1, 1), prior=1.0)
+        >>> model = Regressor(net, num_data=8, noise_scale=0.1)
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(-1)
+        >>> data = to_inference_data(model, MeanFieldGuide(model), x, 2 * x, num_samples=20)
+        >>> sorted(data.groups())
+        ['log_likelihood', 'observed_data', 'posterior', 'posterior_predictive']
+        >>> dict(data.posterior.sizes)["draw"]
+        20
+    """
+    try:
+        import arviz
+    except ImportError as error:
+        raise ImportError('ArviZ is needed: `pip install "pyro-structvi[diagnostics]"`.') from error
+    args = as_arguments(x)
+    if any(len(value) != len(y) for value in args):
+        raise ValueError(
+            f"`x` and `y` must have the same length, but got {[len(v) for v in args]} and {len(y)}."
+        )
+    chains = getattr(posterior, "num_chains", 1)
+    total = count_draws(posterior, num_samples)
+    if total % chains:
+        raise ValueError(
+            f"`num_samples` must be a multiple of the {chains} chains, but got {num_samples}."
+        )
+    latents: list[dict[str, Tensor]] = []
+    predictive, log_likelihood = [], []
+    with evaluation_mode(model):
+        for values in iterate_draws(posterior, total, args, local=True):
+            trace = run_conditioned(model, values, args)
+            name = find_observation(trace, values, posterior, site)
+            likelihood = trace.nodes[name]["fn"]
+            latents.append(values)
+            predictive.append(likelihood.sample())
+            log_likelihood.append(observed_log_prob(likelihood, y))
+
+    def stacked(draws: list[Tensor]) -> Any:
+        values = torch.stack(draws).detach().cpu().numpy()
+        if np.issubdtype(values.dtype, np.floating):
+            values = values.astype(np.float64)
+        return values.reshape(chains, total // chains, *values.shape[1:])
+
+    return arviz.from_dict(
+        posterior={key: stacked([draw[key] for draw in latents]) for key in latents[0]},
+        posterior_predictive={name: stacked(predictive)},
+        log_likelihood={name: stacked(log_likelihood)},
+        observed_data={name: y.cpu().numpy()},
+    )

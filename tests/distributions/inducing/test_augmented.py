@@ -1,0 +1,385 @@
+"""The joint prior of a weight and its inducing weights: its definition, marginals, and conditionals."""
+
+import pytest
+import torch
+
+from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
+from pyro_structvi.linalg import factorizations as linalg_factorizations
+from tests import dense_oracles as dense
+from tests.distributions.cases import (
+    CONVOLUTION,
+    INDUCING,
+    MATRIX,
+    joint_covariance,
+    make_joint,
+    prior_scale,
+)
+from tests.distributions.subject import FLOAT32, FLOAT64
+from tests.statistics import assert_mean, assert_moments
+
+BATCHES = pytest.mark.parametrize("batch_shape", [(), (2,), (2, 3)], ids=str)
+BIASES = pytest.mark.parametrize("bias_scale", [False, True], ids=["one scale", "a bias"])
+SHAPES = pytest.mark.parametrize("event_shape", [MATRIX, CONVOLUTION], ids=str)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_stride=False)
+
+
+def sizes(joint):
+    return joint.event_shape.numel(), joint.inducing_shape.numel()
+
+
+# ---- the law -------------------------------------------------------------------------------------
+
+
+@BATCHES
+@BIASES
+@SHAPES
+def test_it_is_a_part_of_a_matrix_normal(batch_shape, event_shape, bias_scale):
+    joint = make_joint(batch_shape, event_shape, FLOAT64, bias_scale)
+    close(joint.covariance_matrix, joint_covariance(joint))
+
+
+def test_the_covariance_by_hand():
+    """With one row and one column each way: Var W = s^2, Cov(W, U) = s z w, Var U = psi_r psi_c."""
+    factors, diagonals = torch.tensor([[2.0]]), torch.tensor([1.0])
+    joint = AugmentedMatrixNormal(factors, 3 * factors, diagonals, 2 * diagonals, 0.5)
+    expected = [[0.25, 0.5 * 2 * 6], [0.5 * 2 * 6, (4.0 + 1) * (36 + 4)]]
+    close(joint.covariance_matrix, torch.tensor(expected))
+
+
+@BATCHES
+@BIASES
+@SHAPES
+def test_its_marginals_are_blocks_of_the_covariance(batch_shape, event_shape, bias_scale):
+    joint = make_joint(batch_shape, event_shape, FLOAT64, bias_scale)
+    covariance, (size, _) = joint_covariance(joint), sizes(joint)
+    prior, inducing = joint.weight_prior(), joint.inducing_prior()
+    assert prior.batch_shape == inducing.batch_shape == batch_shape
+    assert (prior.event_shape, inducing.event_shape) == (event_shape, INDUCING)
+    close(prior.covariance_matrix, covariance[..., :size, :size])
+    close(inducing.covariance_matrix, covariance[..., size:, size:])
+    assert prior.mean.eq(0).all()
+    assert inducing.mean.eq(0).all()
+
+
+@BATCHES
+@BIASES
+@SHAPES
+def test_conditionals_are_those_of_the_dense_normal(batch_shape, event_shape, bias_scale):
+    joint = make_joint(batch_shape, event_shape, FLOAT64, bias_scale)
+    covariance, (size, _) = joint_covariance(joint), sizes(joint)
+    u, scale = torch.randn(*batch_shape, *INDUCING), torch.rand(batch_shape) + 0.2
+    cross, inducing = covariance[..., :size, size:], covariance[..., size:, size:]
+    mean = cross @ torch.linalg.solve(inducing, u.flatten(-2).unsqueeze(-1))
+    spread = covariance[..., :size, :size] - cross @ torch.linalg.solve(inducing, cross.mT)
+    given = joint.condition(u, scale)
+    close(given.mean.flatten(-len(event_shape)), mean.squeeze(-1))
+    close(given.covariance_matrix, scale.square()[..., None, None] * spread)
+    close(joint.condition(u).covariance_matrix, spread)
+    close(joint.condition(u, 0.3).covariance_matrix, 0.09 * spread)
+
+
+@BATCHES
+@pytest.mark.parametrize("sample_shape", [(), (5,)], ids=str)
+def test_whitened_inducing_weights_are_standard(batch_shape, sample_shape):
+    joint = make_joint(batch_shape, MATRIX, FLOAT64)
+    u = torch.randn(*sample_shape, *batch_shape, *INDUCING)
+    factor = torch.linalg.cholesky(joint_covariance(joint)[..., 12:, 12:])
+    expected = torch.linalg.solve(factor, u.flatten(-2).unsqueeze(-1))
+    close(joint.whiten(u).flatten(-2), expected.squeeze(-1))
+
+
+# ---- draws ---------------------------------------------------------------------------------------
+
+
+@BIASES
+@SHAPES
+def test_draws_of_both_have_the_joint_covariance(event_shape, bias_scale):
+    joint = make_joint((2,), event_shape, FLOAT64, bias_scale)
+    weight, inducing = joint.rsample((20_000,))
+    assert weight.shape == (20_000, 2, *event_shape)
+    assert inducing.shape == (20_000, 2, *INDUCING)
+    draws = torch.cat([weight.flatten(2), inducing.flatten(2)], -1)
+    covariance = torch.block_diag(*joint_covariance(joint))
+    assert_moments(draws, torch.zeros(2, sum(sizes(joint))), covariance)
+
+
+def test_standard_draws_belong_together():
+    """For a prior scale of one, whitened inducing weights have the covariance G with the weight."""
+    joint = make_joint((), MATRIX, FLOAT64, bias_scale=True)
+    unscaled = AugmentedMatrixNormal(**joint.arguments | {"scale": 1.0, "bias_scale": None})
+    gain, _ = dense.conditional_moments(joint_covariance(unscaled), 12)
+    covariance = torch.eye(18)
+    covariance[:12, 12:], covariance[12:, :12] = gain, gain.mT
+    weight, whitened = joint.draw_standard(torch.Size([20_000]))
+    draws = torch.cat([weight.flatten(1), whitened.flatten(1)], -1)
+    assert_moments(draws, torch.zeros(18), covariance)
+
+
+def test_draws_without_a_shape():
+    weight, inducing = make_joint((2,), CONVOLUTION, FLOAT32).rsample()
+    assert (weight.shape, inducing.shape) == ((2, *CONVOLUTION), (2, *INDUCING))
+    assert weight.dtype == inducing.dtype == FLOAT32
+
+
+# ---- densities -----------------------------------------------------------------------------------
+
+
+def equal_eigenvalues():
+    """Return a joint prior with orthonormal factors: all eigenvalues of a side are equal."""
+    factors = (
+        torch.linalg.qr(torch.randn(size, inducing)).Q.mT
+        for size, inducing in zip(MATRIX, INDUCING, strict=True)
+    )
+    diagonals = (torch.full((inducing,), 0.5) for inducing in INDUCING)
+    return AugmentedMatrixNormal(*factors, *diagonals, 0.7)
+
+
+def leaves(joint):
+    return {
+        name: value.detach().clone().requires_grad_() for name, value in joint.arguments.items()
+    }
+
+
+@pytest.mark.parametrize("make", [equal_eigenvalues, lambda: make_joint((), MATRIX, FLOAT64)])
+def test_the_density_has_the_dense_gradients_even_where_eigenvalues_are_equal(make):
+    """The first of the two: the derivative of an eigenvector does not exist there."""
+    arguments = leaves(make())
+    joint, u = AugmentedMatrixNormal(**arguments), torch.randn(INDUCING)
+    value, tensors = torch.randn(5, *MATRIX), list(arguments.values())
+    gain, spread = dense.conditional_moments(joint_covariance(joint), 12)
+    factor = torch.linalg.cholesky(joint_covariance(joint)[12:, 12:])
+    mean = (gain @ torch.linalg.solve(factor, u.flatten())).reshape(MATRIX)
+    oracle = dense.log_prob(value, mean, 0.36 * spread, 2)
+    density = joint.condition(u, 0.6).log_prob(value)
+    close(density, oracle)
+    expected = torch.autograd.grad(oracle.sum(), tensors)
+    for found, gradient in zip(torch.autograd.grad(density.sum(), tensors), expected, strict=True):
+        close(found, gradient)
+
+
+def test_second_derivatives_of_the_density_are_refused():
+    joint = AugmentedMatrixNormal(**leaves(equal_eigenvalues()))
+    density = joint.condition(torch.zeros(INDUCING)).log_prob(torch.ones(MATRIX))
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(density, joint.row_factor, create_graph=True)
+
+
+# ---- factors -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def factorizations(monkeypatch):
+    """Return a list that grows with each factorization."""
+    made, original = [], linalg_factorizations.stable_cholesky
+
+    def counted(matrix):
+        made.append(matrix.shape)
+        return original(matrix)
+
+    monkeypatch.setattr(linalg_factorizations, "stable_cholesky", counted)
+    return made
+
+
+def test_factors_are_computed_when_needed_and_once(factorizations):
+    joint = make_joint((), MATRIX, FLOAT64)
+    joint.weight_prior()
+    assert factorizations == []
+    for _ in range(3):
+        given = joint.condition(torch.zeros(INDUCING))
+        given.log_prob(given.rsample())
+        given.image(torch.randn(7, 3)).rsample()
+        joint.rsample()
+    assert sorted(factorizations) == [(2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("first_look", [torch.no_grad, torch.enable_grad])
+def test_factors_have_gradients_wherever_they_are_first_looked_at(first_look):
+    joint = AugmentedMatrixNormal(**leaves(make_joint((), MATRIX, FLOAT64)))
+    with first_look():
+        joint.rows  # noqa: B018
+    assert joint.rows.basis.requires_grad
+    with torch.no_grad():
+        joint = AugmentedMatrixNormal(**joint.arguments)
+    assert not joint.rows.basis.requires_grad
+
+
+def test_the_parts_of_a_side_are_orthonormal_together():
+    for side in (make_joint((2,), MATRIX, FLOAT64).rows, equal_eigenvalues().columns):
+        identity = torch.eye(side.basis.shape[-2]).expand_as(side.remainder)
+        close(side.gram, side.basis @ side.basis.mT)
+        close(side.gram + side.complement, identity)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64])
+def test_a_singular_prior_works_and_says_what_jitter_it_took(dtype):
+    """Two rows of Z are equal, and the diagonal is too small to tell them apart."""
+    row_factor = torch.randn(4, 5).to(dtype)
+    row_factor[1] = row_factor[0]
+    one = torch.ones(1, dtype=dtype)
+    arguments = {
+        "row_factor": row_factor,
+        "column_factor": torch.ones(1, 3, dtype=dtype),
+        "row_diagonal": torch.full((4,), 1e-12, dtype=dtype),
+        "column_diagonal": one,
+    }
+    arguments = {name: value.requires_grad_() for name, value in arguments.items()}
+    joint = AugmentedMatrixNormal(**arguments, scale=0.7)
+    mean_diagonal = row_factor.double().square().sum(-1).mean().item()
+    assert 1e-12 * mean_diagonal == pytest.approx(joint.rows.jitter.item(), rel=1e-5)
+    assert joint.columns.jitter.item() == 0
+    weight, _ = joint.rsample((50,))
+    given = joint.condition(torch.zeros(4, 1, dtype=dtype))
+    value = weight.sum() + given.log_prob(given.rsample())
+    for gradient in torch.autograd.grad(value, list(arguments.values())):
+        assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64])
+def test_a_singular_prior_leaves_the_weight_its_law(dtype):
+    joint = make_joint((), MATRIX, dtype)
+    row_factor = joint.row_factor.clone()
+    row_factor[1] = row_factor[0]
+    changes = {"row_factor": row_factor, "row_diagonal": torch.full((3,), 1e-12, dtype=dtype)}
+    joint = AugmentedMatrixNormal(**joint.arguments | changes)
+    whole = InducingNormal(joint, torch.zeros(INDUCING, dtype=dtype), 1.0, conditional_scale=1.0)
+    assert joint.rows.jitter > 0
+    prior = joint.weight_prior().covariance_matrix
+    torch.testing.assert_close(whole.covariance_matrix, prior, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("diagonal", [1e-1, 1e-3, 1e-5])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_draws_are_as_far_from_the_mean_as_the_density_says(diagonal, autocast):
+    """In single and mixed precision; squared distances of draws have the mean D.
+
+    With a small diagonal, inducing weights leave some directions of the weight next to no noise.
+    """
+    arguments = make_joint((), MATRIX, FLOAT32).arguments
+    for name in ("row_diagonal", "column_diagonal"):
+        arguments[name] = torch.full_like(arguments[name], diagonal)
+    joint = AugmentedMatrixNormal(**arguments)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        given = joint.condition(torch.zeros(INDUCING, dtype=FLOAT32), 0.01)
+        distances = given._mahalanobis(given.rsample((2000,)) - given.mean)
+    assert_mean(distances.unsqueeze(-1), torch.tensor([12.0]))
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def test_it_expands_and_shares_memory():
+    joint = make_joint((3,), CONVOLUTION, FLOAT64, bias_scale=True)
+    expanded = joint.expand(torch.Size([2, 3]))
+    assert (expanded.batch_shape, expanded.event_shape) == ((2, 3), CONVOLUTION)
+    covariance = joint_covariance(joint)
+    close(expanded.covariance_matrix, covariance.expand(2, *covariance.shape))
+    for name, value in joint.arguments.items():
+        assert expanded.arguments[name].data_ptr() == value.data_ptr()
+
+
+def test_one_scale_serves_a_batch():
+    arguments = make_joint((2, 3), MATRIX, FLOAT64).arguments
+    joint = AugmentedMatrixNormal(**arguments | {"scale": torch.tensor([0.2, 0.3, 0.4])})
+    each = AugmentedMatrixNormal(**arguments | {"scale": joint.scale.expand(2, 3)})
+    close(joint.covariance_matrix, each.covariance_matrix)
+    close(prior_scale(joint), torch.tensor([0.2, 0.3, 0.4]).unsqueeze(-1).expand(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"row_factor": (4,)}, r"`row_factor` must have shape \(\*batch, M_out, out\), .* \(4,\)"),
+        ({"column_factor": ()}, r"`column_factor` must have shape \(\*batch, M_in, in\), .* \(\)"),
+        (
+            {"column_factor": (5, 2, 3)},
+            r"`column_factor` must have shape \(\*batch, M_in, in\) = \(2, 3\), but got \(5, 2, 3\)",
+        ),
+        (
+            {"row_diagonal": (2,)},
+            r"`row_diagonal` must have shape \(\*batch, M_out\) = \(3,\), but got \(2,\)",
+        ),
+        (
+            {"column_diagonal": (3,)},
+            r"`column_diagonal` must have shape \(\*batch, M_in\) = \(2,\), but got \(3,\)",
+        ),
+        ({"scale": (2,)}, r"`scale` must broadcast to \(\*batch,\) = \(\), but got shape \(2,\)"),
+        ({"bias_scale": (1,)}, r"`bias_scale` must broadcast to \(\*batch,\) = \(\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, message):
+    arguments = make_joint((), MATRIX, FLOAT64).arguments
+    changed = {name: torch.ones(shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        AugmentedMatrixNormal(**arguments | changed)
+
+
+@pytest.mark.parametrize("event_shape", [(3, 4), (4, 3, 2), (4,), ()], ids=str)
+def test_an_event_shape_that_does_not_fit_is_refused(event_shape):
+    arguments = make_joint((), MATRIX, FLOAT64).arguments
+    message = r"`event_shape` must be \(out, \*rest\) with out = 4 and prod\(rest\) = 3, but got"
+    with pytest.raises(ValueError, match=message):
+        AugmentedMatrixNormal(**arguments, event_shape=event_shape)
+
+
+POSITIVE = ["row_diagonal", "column_diagonal", "scale", "bias_scale"]
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_must_be_positive_and_finite(name, wrong):
+    arguments = make_joint((), MATRIX, FLOAT64, bias_scale=True).arguments
+    arguments[name] = torch.full_like(arguments[name], wrong)
+    with pytest.raises(ValueError, match=rf"`{name}` must be positive and finite everywhere"):
+        AugmentedMatrixNormal(**arguments)
+
+
+@pytest.mark.parametrize("name", ["column_factor", *POSITIVE])
+def test_arguments_of_another_dtype_are_refused(name):
+    arguments = make_joint((), MATRIX, FLOAT64, bias_scale=True).arguments
+    arguments[name] = arguments[name].float()
+    message = rf"`{name}` must have the dtype of `row_factor`, torch.float64, .* torch.float32"
+    with pytest.raises(ValueError, match=message):
+        AugmentedMatrixNormal(**arguments)
+
+
+def test_scales_may_be_numbers():
+    arguments = make_joint((), MATRIX, FLOAT32).arguments | {"scale": 1, "bias_scale": 0.5}
+    joint = AugmentedMatrixNormal(**arguments)
+    assert joint.column_scale.tolist() == [1.0, 1.0, 0.5]
+    assert joint.column_scale.dtype == FLOAT32
+
+
+def test_inducing_weights_that_do_not_fit_are_refused():
+    joint = make_joint((2,), MATRIX, FLOAT64)
+    message = r"`u` must have shape \(\*batch, M_out, M_in\) = \(2, 3, 2\), but got \(3, 2\)"
+    with pytest.raises(ValueError, match=message):
+        joint.condition(torch.zeros(INDUCING))
+    with pytest.raises(ValueError, match="`u` must have the dtype of `row_factor`"):
+        joint.condition(torch.zeros(2, *INDUCING).float())
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
+def test_a_conditional_scale_that_is_not_positive_is_refused(wrong):
+    joint = make_joint((), MATRIX, FLOAT64)
+    message = "`conditional_scale` must be positive and finite everywhere"
+    for scale in (wrong, torch.tensor(wrong)):
+        with pytest.raises(ValueError, match=message):
+            joint.condition(torch.zeros(INDUCING), scale)
+
+
+def test_a_conditional_scale_of_another_kind_is_refused():
+    joint = make_joint((2,), MATRIX, FLOAT64)
+    message = r"`conditional_scale` must broadcast to \(\*batch,\) = \(2,\), but got shape \(3,\)"
+    with pytest.raises(ValueError, match=message):
+        joint.condition(torch.zeros(2, *INDUCING), torch.ones(3))
+    with pytest.raises(ValueError, match="`conditional_scale` must have the dtype of `row_factor`"):
+        joint.condition(torch.zeros(2, *INDUCING), torch.ones(2).float())
+
+
+def test_validation_can_be_switched_off():
+    arguments = make_joint((), MATRIX, FLOAT64).arguments | {"scale": torch.tensor(-1.0)}
+    joint = AugmentedMatrixNormal(**arguments, validate_args=False)
+    assert joint.weight_prior().variance.eq(1).all()

@@ -1,0 +1,149 @@
+"""Inducing weights that are drawn elsewhere: the two parts of the bound, and Auxiliary, add up."""
+
+import pytest
+import torch
+from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
+
+from pyro_structvi.distributions import Auxiliary, FullNormal, MeanFieldNormal
+from tests import dense_oracles as dense
+from tests.distributions.cases import (
+    INDUCING,
+    MATRIX,
+    joint_covariance,
+    make_joint,
+    prior_scale,
+)
+from tests.distributions.inducing.inducing_laws import ORACLE, WITH_KL, make
+from tests.distributions.subject import FLOAT64
+from tests.statistics import assert_mean
+
+SIZE = 12  # of a matrix
+EVERY_LAW = pytest.mark.parametrize("law", WITH_KL.values(), ids=WITH_KL)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def own_prior(q):
+    scale = prior_scale(q.joint).unsqueeze(-2).expand(q.batch_shape + MATRIX)
+    return Normal(torch.zeros_like(scale), scale)
+
+
+def other_prior():
+    return Normal(torch.randn(MATRIX), torch.rand(MATRIX) + 0.5)
+
+
+def standard_normal(*batch_shape):
+    return Independent(Normal(torch.zeros(*batch_shape, *INDUCING), 1.0), 2)
+
+
+# ---- the weight's part ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_shape", [(), (2,)], ids=str)
+@EVERY_LAW
+def test_its_law_is_the_conditional_one(law, batch_shape):
+    q = make(law, batch_shape=batch_shape)
+    whitened = torch.randn(*batch_shape, *INDUCING)
+    given = q.given(whitened)
+    gain, noise = dense.conditional_moments(joint_covariance(q.joint), SIZE)
+    close(given.mean.flatten(-2), (gain @ whitened.flatten(-2).unsqueeze(-1)).squeeze(-1))
+    close(given.covariance_matrix, q.conditional_scale.square()[..., None, None] * noise)
+
+
+@pytest.mark.parametrize("batch_shape", [(), (2,)], ids=str)
+@pytest.mark.parametrize("sample_shape", [(), (5,)], ids=str)
+def test_its_log_prob_is_the_priors_plus_a_ratio_of_conditionals(sample_shape, batch_shape):
+    q = make(WITH_KL["diagonal"], batch_shape=batch_shape, bias_scale=True)
+    whitened, value = (
+        torch.randn(*batch_shape, *INDUCING),
+        torch.randn(*sample_shape, *batch_shape, *MATRIX),
+    )
+    gain, noise = dense.conditional_moments(joint_covariance(q.joint), SIZE)
+    mean = (gain @ whitened.flatten(-2).unsqueeze(-1)).squeeze(-1)
+    rescaled = q.conditional_scale.square()[..., None, None] * noise
+    flat = value.flatten(-2)
+    ratio = MultivariateNormal(mean, rescaled).log_prob(flat) - MultivariateNormal(
+        mean, noise
+    ).log_prob(flat)
+    prior = Independent(own_prior(q), 2).log_prob(value)
+    close(q.given(whitened).log_prob(value), prior + ratio)
+
+
+def test_its_divergence_is_that_of_the_noise_and_of_the_priors():
+    q, prior = make(WITH_KL["diagonal"], bias_scale=True), other_prior()
+    given, scale = q.given(torch.randn(INDUCING)), q.conditional_scale
+    noise = SIZE * (scale.square() / 2 - scale.log() - 0.5)
+    close(kl_divergence(given, own_prior(q)), noise)
+    mean, variance = ORACLE.mean(given), ORACLE.covariance(given).diagonal().reshape(MATRIX)
+    own, other = (
+        (p.log_prob(mean) - variance / p.variance / 2).sum() for p in (own_prior(q), prior)
+    )
+    close(kl_divergence(given, prior), noise + own - other)
+
+
+# ---- both parts ----------------------------------------------------------------------------------
+
+
+@EVERY_LAW
+def test_the_two_parts_add_up_to_the_divergence_on_average(law):
+    """With closed forms, and with the densities of draws, as the objectives of Pyro use them."""
+    q, prior, count = make(law, bias_scale=True), other_prior(), 4000
+    auxiliary = Auxiliary(q.inducing, standard_normal())
+    whitened = auxiliary.rsample((count,))
+    given = q.expand((count,)).given(whitened)
+    weight = given.rsample()
+    expected = kl_divergence(q, prior).reshape(1)
+    assert_mean(
+        (kl_divergence(given, Independent(prior, 2).expand((count,))) + auxiliary.kl()).unsqueeze(
+            -1
+        ),
+        expected,
+    )
+    log_ratio = given.log_prob(weight) - prior.log_prob(weight).sum((-2, -1))
+    assert_mean((log_ratio + auxiliary.log_prob(whitened)).unsqueeze(-1), expected)
+
+
+def test_at_the_prior_nothing_is_lost_for_any_draw():
+    """With a conditional scale of 1, and inducing weights as in the prior, each ratio is zero."""
+    joint = make_joint((), MATRIX, FLOAT64)
+    q = make(WITH_KL["diagonal"], conditional_scale=1.0)
+    q = q.from_inducing(joint, MeanFieldNormal(torch.zeros(INDUCING), 1.0), 1.0)
+    auxiliary = Auxiliary(q.inducing, standard_normal())
+    whitened = auxiliary.rsample()
+    given = q.given(whitened)
+    weight = given.rsample()
+    close(auxiliary.log_prob(whitened), torch.tensor(0.0))
+    close(given.log_prob(weight), own_prior(q).log_prob(weight).sum())
+
+
+# ---- Auxiliary -----------------------------------------------------------------------------------
+
+
+def make_auxiliary():
+    scale_tril = torch.linalg.cholesky(torch.eye(6) + 0.3)
+    return Auxiliary(FullNormal(torch.randn(INDUCING), scale_tril), standard_normal())
+
+
+def test_an_auxiliary_variable_is_scored_by_the_ratio_of_its_laws():
+    auxiliary, value = make_auxiliary(), torch.randn(5, *INDUCING)
+    posterior = MultivariateNormal(auxiliary.posterior.mean.flatten(), torch.eye(6) + 0.3)
+    prior = MultivariateNormal(torch.zeros(6), torch.eye(6))
+    flat = value.flatten(-2)
+    close(auxiliary.log_prob(value), posterior.log_prob(flat) - prior.log_prob(flat))
+    close(auxiliary.kl(), kl_divergence(posterior, prior))
+
+
+def test_an_auxiliary_variable_is_drawn_from_its_posterior():
+    auxiliary = make_auxiliary()
+    assert (auxiliary.batch_shape, auxiliary.event_shape) == ((), INDUCING)
+    assert auxiliary().shape == INDUCING
+    draws = auxiliary.rsample((4000,))
+    assert_mean(draws, auxiliary.posterior.mean)
+
+
+def test_an_auxiliary_variable_expands():
+    expanded, value = make_auxiliary().expand((3,)), torch.randn(INDUCING)
+    assert expanded.rsample().shape == (3, *INDUCING)
+    assert expanded.log_prob(value).shape == expanded.kl().shape == (3,)

@@ -1,0 +1,307 @@
+"""What InducingNormal has beyond the contract: its bound on the KL, other laws of inducing weights."""
+
+import pytest
+import torch
+from torch.distributions import (
+    Categorical,
+    Independent,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    kl_divergence,
+)
+
+from pyro_structvi.distributions import (
+    AugmentedMatrixNormal,
+    ConditionalNormal,
+    InducingNormal,
+    JoinedPrior,
+    MeanFieldNormal,
+)
+from tests import dense_oracles as dense
+from tests.distributions.cases import (
+    CONVOLUTION,
+    INDUCING,
+    MATRIX,
+    joint_covariance,
+    make_full,
+    make_joint,
+    make_mean_field,
+    prior_scale,
+)
+from tests.distributions.inducing.inducing_laws import (
+    LAWS,
+    MIXTURES,
+    NORMAL,
+    ORACLE,
+    WITH_KL,
+    make,
+    nested,
+    point_mixture,
+)
+from tests.distributions.subject import FLOAT64, gradients, with_arguments
+from tests.statistics import assert_mean, assert_moments
+
+SIZE = 12  # of a matrix
+
+EVERY_LAW = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+EVERY_LAW_WITH_KL = pytest.mark.parametrize("law", WITH_KL.values(), ids=WITH_KL)
+EVERY_MIXTURE = pytest.mark.parametrize("law", MIXTURES.values(), ids=MIXTURES)
+BATCHES = pytest.mark.parametrize("batch_shape", [(), (2,)], ids=str)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_stride=False)
+
+
+def kl_of_noise(scale):
+    """Return the KL of N(0, scale^2) from N(0, 1), ``l^2 / 2 - log l - 1/2``."""
+    scale = torch.as_tensor(scale)
+    return scale.square() / 2 - scale.log() - 0.5
+
+
+def own_prior(q):
+    scale = prior_scale(q.joint).unsqueeze(-2).expand(q.mean.shape)
+    return Normal(torch.zeros_like(scale), scale)
+
+
+def kl_over_the_weight(q, prior):
+    return dense.kl_to_independent_normals(
+        ORACLE.mean(q), ORACLE.covariance(q), prior.mean, prior.stddev, 2
+    )
+
+
+# ---- the divergence ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias_scale", [False, True], ids=["one scale", "a bias"])
+@EVERY_LAW_WITH_KL
+def test_the_divergence_is_never_below_that_over_the_weight(law, bias_scale):
+    """For 500 draws of all arguments, and for priors other than the joint's own too."""
+    q = make(law, batch_shape=(500,), bias_scale=bias_scale)
+    other = Normal(torch.randn(500, *MATRIX), torch.rand(500, *MATRIX) + 0.2)
+    for prior in (own_prior(q), other):
+        gap = kl_divergence(q, prior) - kl_over_the_weight(q, prior)
+        assert (gap > 0).all()
+        assert (gap > 0.1).any()
+
+
+def test_where_the_inducing_weights_are_as_in_the_prior_so_is_the_weight():
+    joint = make_joint((), MATRIX, FLOAT64, bias_scale=True)
+    q = InducingNormal(joint, torch.zeros(INDUCING), 1.0, conditional_scale=1.0)
+    close(q.mean, torch.zeros(MATRIX))
+    close(q.covariance_matrix, torch.diag(own_prior(q).variance.flatten()))
+    close(kl_divergence(q, own_prior(q)), torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0])
+@pytest.mark.parametrize("inducing_shape", [(3, 2), MATRIX, (1, 1)], ids=str)
+@EVERY_LAW_WITH_KL
+def test_what_the_bound_loses_where_the_weight_tells_the_inducing_weights(
+    law, inducing_shape, scale
+):
+    """For D -> 0 the weight fixes U up to a noise whose size tends to 0, and is rescaled likewise.
+
+    So the divergence over U given W tends to that of this noise: to 0 for a conditional scale of 1.
+    """
+    arguments = make_joint((), MATRIX, FLOAT64, inducing_shape=inducing_shape).arguments
+    for name in ("row_diagonal", "column_diagonal"):
+        arguments[name] = torch.full_like(arguments[name], 1e-5)
+    joint = AugmentedMatrixNormal(**arguments)
+    q = InducingNormal.from_inducing(joint, law((), inducing_shape, FLOAT64), scale)
+    gap = kl_divergence(q, own_prior(q)) - kl_over_the_weight(q, own_prior(q))
+    expected = joint.inducing_shape.numel() * kl_of_noise(scale)
+    torch.testing.assert_close(gap, expected, rtol=0, atol=1e-5)
+
+
+@EVERY_LAW_WITH_KL
+def test_from_the_joints_own_prior_it_is_that_of_noise_and_of_inducing_weights(law):
+    q = make(law, bias_scale=True)
+    inducing = kl_divergence(q.inducing, Normal(torch.zeros(INDUCING), 1.0))
+    close(kl_divergence(q, own_prior(q)), SIZE * kl_of_noise(q.conditional_scale) + inducing)
+
+
+def test_nested_inducing_weights_count_all_divergences():
+    q = make(nested(make_mean_field))
+    inducing = ORACLE.kl(q.inducing, torch.zeros(INDUCING), torch.ones(INDUCING))
+    close(kl_divergence(q, own_prior(q)), SIZE * kl_of_noise(q.conditional_scale) + inducing)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_points_have_no_divergence_of_their_own(count):
+    """What is left is that of the noise, and how far the priors are apart under the posterior."""
+    q = make(point_mixture(count), bias_scale=True)
+    noise = SIZE * kl_of_noise(q.conditional_scale)
+    close(kl_divergence(q, own_prior(q)), noise)
+    mean, variance = ORACLE.mean(q), ORACLE.covariance(q).diagonal().reshape(MATRIX)
+
+    def expected_log_density(prior):
+        return (prior.log_prob(mean) - variance / prior.variance / 2).sum()
+
+    prior = Normal(torch.randn(MATRIX), torch.rand(MATRIX) + 0.5)
+    gap = expected_log_density(own_prior(q)) - expected_log_density(prior)
+    close(kl_divergence(q, prior), noise + gap)
+
+
+FORMS = [(), (4, 1, 1, 1), (1, 3, 1, 1), (3, 1, 1), (1, 1, 2, 2), (2,), (4, 1, 2, 1), CONVOLUTION]
+
+
+@pytest.mark.parametrize("loc_form", FORMS, ids=str)
+@pytest.mark.parametrize("scale_form", FORMS, ids=str)
+def test_every_form_of_the_prior_of_filters_has_the_dense_kl(loc_form, scale_form):
+    q = make(make_full, CONVOLUTION, bias_scale=True)
+    loc, scale = torch.randn(loc_form), torch.rand(scale_form) + 0.5
+    loc, scale = loc.expand(CONVOLUTION), scale.expand(CONVOLUTION)
+    close(kl_divergence(q, Independent(Normal(loc, scale), 4)), ORACLE.kl(q, loc, scale))
+
+
+@pytest.mark.parametrize("bias_scale", [False, True], ids=["one scale", "a bias"])
+@pytest.mark.parametrize("weight_form", [(), (1, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("bias_form", [(), (4,)], ids=str)
+@EVERY_LAW_WITH_KL
+def test_a_joined_prior_has_the_dense_kl_and_gradients(law, weight_form, bias_form, bias_scale):
+    q = with_arguments(make(law, bias_scale=bias_scale), torch.clone)
+    weight, bias = torch.rand(weight_form) + 0.5, torch.rand(bias_form) + 0.5
+    normals = Normal(0.3, weight.expand(4, 2)), Normal(-1.0, bias.expand(4))
+    prior = JoinedPrior(Independent(normals[0], 2), Independent(normals[1], 1))
+    scale = torch.cat([weight.expand(4, 2), bias.expand(4).unsqueeze(-1)], -1)
+    loc = torch.tensor([0.3, 0.3, -1.0]).expand(MATRIX)
+    divergence, oracle = kl_divergence(q, prior), ORACLE.kl(q, loc, scale)
+    close(divergence, oracle)
+    for gradient, expected in zip(gradients(divergence, q), gradients(oracle, q), strict=True):
+        close(gradient, expected)
+
+
+# ---- other laws of the inducing weights ----------------------------------------------------------
+
+
+@EVERY_LAW
+@pytest.mark.parametrize("event_shape", [MATRIX, CONVOLUTION], ids=str)
+def test_moments_for_every_law_of_inducing_weights(law, event_shape):
+    q = make(law, event_shape, bias_scale=True)
+    close(q.mean, ORACLE.mean(q))
+    close(q.covariance_matrix, ORACLE.covariance(q))
+    close(q.variance.flatten(), ORACLE.covariance(q).diagonal())
+
+
+@BATCHES
+@EVERY_LAW
+def test_draws_for_every_law_of_inducing_weights(law, batch_shape):
+    """A mixture is tested by the means of its elements and of their products."""
+    q = make(law, batch_shape=batch_shape)
+    draws, mean = q.rsample((20_000,)), ORACLE.mean(q)
+    covariance = torch.block_diag(*ORACLE.covariance(q).reshape(-1, SIZE, SIZE))
+    if law not in MIXTURES.values():
+        assert_moments(draws, mean, covariance)
+        return
+    centred = (draws - mean).flatten(1)
+    assert_mean(centred, torch.zeros(len(covariance)))
+    assert_mean(centred.unsqueeze(-1) * centred.unsqueeze(-2), covariance)
+
+
+@BATCHES
+@pytest.mark.parametrize("law", NORMAL.values(), ids=NORMAL)
+def test_the_density_for_every_normal_law_of_inducing_weights(law, batch_shape):
+    q, value = make(law, batch_shape=batch_shape), torch.randn(5, *batch_shape, *MATRIX)
+    expected = MultivariateNormal(ORACLE.mean(q).flatten(-2), ORACLE.covariance(q))
+    close(q.log_prob(value), expected.log_prob(value.flatten(-2)))
+    close(q.entropy(), expected.entropy())
+
+
+@BATCHES
+def test_the_density_of_a_mixture_is_the_mean_of_densities(batch_shape):
+    q = make(point_mixture(3), batch_shape=batch_shape)
+    value = torch.randn(5, *batch_shape, *MATRIX)
+    gain, noise = dense.conditional_moments(joint_covariance(q.joint), SIZE)
+    means = q.inducing.members.flatten(-2) @ gain.mT
+    covariance = q.conditional_scale.square()[..., None, None] * noise
+    members = MultivariateNormal(means, covariance.unsqueeze(-3))
+    mixture = MixtureSameFamily(Categorical(torch.ones(*batch_shape, 3)), members)
+    close(q.log_prob(value), mixture.log_prob(value.flatten(-2)))
+
+
+@EVERY_MIXTURE
+def test_a_mixture_has_no_entropy(law):
+    with pytest.raises(NotImplementedError, match="no entropy in closed form"):
+        make(law).entropy()
+
+
+def test_inducing_weights_that_are_a_mixture_of_normals_have_no_density():
+    with pytest.raises(NotImplementedError, match="mixture of normals as inducing weights"):
+        make(nested(point_mixture(2))).log_prob(torch.zeros(MATRIX))
+
+
+@EVERY_MIXTURE
+def test_outputs_of_a_mixture_have_no_density(law):
+    image = make(law).image(torch.randn(7, 3))
+    with pytest.raises(NotImplementedError, match="draws and moments only"):
+        image.log_prob(torch.zeros(7, 4))
+    with pytest.raises(NotImplementedError, match="draws and moments only"):
+        image.expand((2, 7))
+
+
+def test_without_conditional_noise_a_weight_is_the_projection_of_its_inducing_weights():
+    q = make(make_mean_field, conditional_scale=1e-7)
+    spread = ORACLE.shared_covariance(q)
+    torch.testing.assert_close(q.covariance_matrix, spread, rtol=0, atol=1e-12)
+    assert (
+        torch.linalg.matrix_rank(q.covariance_matrix, atol=1e-9) == q.joint.inducing_shape.numel()
+    )
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def joint_for_arguments():
+    return make_joint((2,), MATRIX, FLOAT64)
+
+
+WRONG = [
+    ((3, 2), r"must have shape \(\*batch, M_out, M_in\) = \(2, 3, 2\), but got \(3, 2\)"),
+    ((2, 2, 3), r"must have shape .* = \(2, 3, 2\), but got \(2, 2, 3\)"),
+    ((2,), r"must have shape .* = \(2, 3, 2\), but got \(2,\)"),
+]
+
+
+@pytest.mark.parametrize(("shape", "message"), WRONG)
+def test_inducing_weights_that_do_not_fit_are_refused(shape, message):
+    joint = joint_for_arguments()
+    with pytest.raises(ValueError, match=f"`inducing_loc` {message}"):
+        InducingNormal(joint, torch.zeros(shape), 1.0, 1.0)
+    with pytest.raises(ValueError, match=f"`whitened` {message}"):
+        ConditionalNormal(joint, torch.zeros(shape), 1.0)
+    inducing = MeanFieldNormal(torch.zeros(shape), torch.tensor(1.0), min(len(shape), 2))
+    with pytest.raises(ValueError, match=f"`inducing` {message}"):
+        InducingNormal.from_inducing(joint, inducing, 1.0)
+
+
+def test_inducing_weights_of_another_dtype_are_refused():
+    joint, zeros = joint_for_arguments(), torch.zeros(2, *INDUCING).float()
+    with pytest.raises(ValueError, match="`inducing_loc` must have the dtype of `row_factor`"):
+        InducingNormal(joint, zeros, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
+def test_scales_must_be_positive(wrong):
+    joint, zeros = joint_for_arguments(), torch.zeros(2, *INDUCING)
+    with pytest.raises(ValueError, match="`conditional_scale` must be positive and finite"):
+        InducingNormal(joint, zeros, 1.0, wrong)
+    with pytest.raises(ValueError, match="scale` must be positive and finite"):
+        InducingNormal(joint, zeros, wrong, 1.0)
+
+
+def test_validation_can_be_switched_off():
+    joint, zeros = joint_for_arguments(), torch.zeros(2, *INDUCING)
+    q = InducingNormal(joint, zeros, torch.tensor(-1.0), 1.0, validate_args=False)
+    close(q.variance, own_prior(q).variance)
+
+
+def test_inducing_weights_that_are_drawn_elsewhere_leave_no_law():
+    q = InducingNormal.from_inducing(joint_for_arguments(), None, 0.5)
+    for ask in (lambda: q.mean, q.rsample, q.image(torch.zeros(3)).rsample):
+        with pytest.raises(RuntimeError, match=r"one posterior with those of others.*guide\.draw"):
+            ask()
+    whitened = torch.randn(2, *INDUCING)
+    expected = ConditionalNormal(q.joint, whitened, 0.5)
+    close(q.given(whitened).covariance_matrix, expected.covariance_matrix)
+    close(q.given(whitened).mean, expected.mean)

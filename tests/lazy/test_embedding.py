@@ -1,0 +1,361 @@
+"""Embeddings: rows that are looked up have their law, and no table is drawn."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import SVI, Predictive
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal
+from pyro_structvi.lazy.weight import CountedWeight, LazyWeight, SiteUse
+from pyro_structvi.maps.calls import parse_application
+from tests import dense_oracles as dense
+from tests.distributions.cases import CASES, MATRIX, Case, positive
+from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
+from tests.lazy_weights import inside_model, is_ordinary, lazy
+from tests.recorded_sizes import RecordsSizes
+from tests.statistics import assert_mean, assert_moments
+
+NUM, DIM = MATRIX
+SETTINGS = (True, "exact", "flipout")
+INDEX = torch.tensor([[0, 2, 0], [2, 1, 3]])  # the first example has an index twice
+
+
+def make_pruned(batch_shape, event_shape, dtype):
+    loc, kept = torch.randn(event_shape, dtype=dtype), torch.rand(event_shape) < 0.7
+    return PrunedNormal(loc, positive(*event_shape, dtype=dtype), kept)
+
+
+PRUNED = Case("pruned", make_pruned, lambda q: dense.mean_field_covariance(q.scale, 2))
+NAMES = ("mean field", "1-tied", "2-tied", "3-tied", "rowwise", "low rank")
+SERVED = [*(case for case in CASES if case.name.startswith(NAMES)), PRUNED]
+DRAWN = [case for case in CASES if not case.name.startswith(NAMES)]
+SERVED_GUIDES = ("mean field", "k-tied", "rowwise", "low rank")
+
+served = pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+settings = pytest.mark.parametrize("local_reparam", SETTINGS)
+
+
+def make(case, dtype=torch.float64):
+    return case.make((), MATRIX, dtype)
+
+
+def gathered(index, covariance):
+    """Return the covariance ``(batch, P dim, P dim)`` of the rows of each example."""
+    elements = (index.unsqueeze(-1) * DIM + torch.arange(DIM)).flatten(1)
+    return torch.stack([covariance[own][:, own] for own in elements])
+
+
+def rows_covariance(case, q, local_reparam=True, index=INDEX):
+    """Return the covariance of the rows of each example, as this setting has it."""
+    whole, shared = (gathered(index, part(q)) for part in (case.covariance, case.shared_covariance))
+    if local_reparam in {"exact", "flipout"}:
+        return whole
+    same_position = torch.block_diag(*(torch.ones(DIM, DIM) for _ in index[0]))
+    return shared + same_position * (whole - shared)
+
+
+# ---- the law -------------------------------------------------------------------------------------
+
+
+@served
+def test_the_law_of_rows_has_the_dense_moments(case):
+    law = (q := make(case)).rows(INDEX)
+    assert (law.batch_shape, law.event_shape) == ((2,), (3, DIM))
+    torch.testing.assert_close(law.mean, q.loc[INDEX])
+    torch.testing.assert_close(law.covariance_matrix, rows_covariance(case, q))
+
+
+@served
+@settings
+def test_draws_have_the_law_of_the_setting(case, local_reparam):
+    """Examples are independent, also where they look up the same row."""
+    weight = lazy(q := make(case), local_reparam=local_reparam)
+    rows = F.embedding(INDEX.repeat(20_000, 1), weight).reshape(20_000, 2, 3, DIM)
+    assert not weight.is_drawn
+    covariance = rows_covariance(case, q, local_reparam)
+    assert_moments(rows, q.loc[INDEX], torch.block_diag(*covariance))
+
+
+@served
+@settings
+@pytest.mark.parametrize("positions", [(), (1,)], ids=["batch", "one position"])
+def test_one_position_is_exact_and_independent_of_other_examples(case, local_reparam, positions):
+    index = torch.tensor([1, 1, 3])
+    weight = lazy(q := make(case), local_reparam=local_reparam)
+    rows = F.embedding(index.repeat(20_000).reshape(-1, *positions), weight)
+    covariance = gathered(index.unsqueeze(-1), case.covariance(q))
+    assert_moments(rows.reshape(-1, 3, DIM), q.loc[index], torch.block_diag(*covariance))
+
+
+@settings
+def test_a_repeated_index_is_one_draw_only_where_exact_laws_are_asked_for(local_reparam):
+    q = MeanFieldNormal(torch.zeros(MATRIX), torch.tensor(1.0))
+    first, other, again = F.embedding(INDEX, lazy(q, local_reparam=local_reparam))[0]
+    assert torch.equal(first, again) == (local_reparam is not True)
+    assert (first != other).all()
+
+
+@pytest.mark.parametrize("case", SERVED[:-1], ids=lambda case: case.name)
+@pytest.mark.parametrize("local_reparam", SETTINGS[:2])
+def test_gradients_are_unbiased(case, local_reparam):
+    """For a loss that is quadratic in each example's rows, whose expectation is known."""
+    q, index = make(case), INDEX.clamp_max(2)
+    leaves = [getattr(q, name).requires_grad_() for name in q._parameters]
+    mean = q.loc[index].flatten(1)
+    linear, root = torch.randn(mean.shape[-1]), torch.randn(2 * mean.shape[-1:])
+    quadratic = root @ root.mT / len(root)
+    covariance = rows_covariance(case, q, local_reparam, index)
+    oracle = dense.expected_quadratic(mean, covariance, linear, quadratic).sum()
+    expected = torch.autograd.grad(oracle, leaves)
+    sampled = []
+    for _ in range(500):
+        y = F.embedding(index, lazy(q, local_reparam=local_reparam)).flatten(1)
+        loss = (y @ linear + ((y @ quadratic) * y).sum(-1) / 2).sum()
+        sampled.append(torch.autograd.grad(loss, leaves))
+    for name, own, exact in zip(q._parameters, zip(*sampled, strict=True), expected, strict=True):
+        own = torch.stack(own)
+        assert_mean(own.tril() if name == "scale_tril" else own, exact)
+    assert (torch.stack([gradients[0] for gradients in sampled])[:, 3] == 0).all()
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+CALLS = {
+    "positional": lambda x, w: F.embedding(x, w),
+    "padding by position": lambda x, w: F.embedding(x, w, 1),
+    "by keyword": lambda x, w: F.embedding(weight=w, padding_idx=None, input=x),
+    "by a module": lambda x, w: torch.func.functional_call(
+        nn.Embedding(NUM, DIM, padding_idx=0), {"weight": w}, x
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("shape", [(), (5,), (5, 1), (5, 2), (5, 2, 3), (0, 2), (5, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@settings
+def test_rows_are_drawn_whatever_the_call(call, shape, dtype, local_reparam):
+    weight = lazy(local_reparam=local_reparam)
+    rows = call(torch.randint(NUM, shape, dtype=dtype), weight)
+    assert is_ordinary(rows)
+    assert rows.shape == (*shape, DIM)
+    assert not weight.is_drawn
+
+
+def test_positions_may_be_strided_in_memory():
+    weight = lazy(local_reparam="exact")
+    first, _, again = F.embedding(INDEX.mT.contiguous().mT, weight)[0]
+    assert torch.equal(first, again)
+
+
+@served
+@pytest.mark.parametrize("padding_idx", [2, 2 - NUM])
+def test_a_row_of_padding_is_drawn_and_has_no_gradient(case, padding_idx):
+    q, draws = make(case), []
+    for name in q._parameters:
+        setattr(q, name, getattr(q, name).detach().requires_grad_())
+    for padding in (None, padding_idx):
+        torch.manual_seed(0)
+        draws.append(F.embedding(INDEX, lazy(q), padding))
+    assert torch.equal(*draws)
+    is_padding = (INDEX == 2).unsqueeze(-1)
+    parameters = [getattr(q, name) for name in q._parameters]
+    gradients = torch.autograd.grad((draws[1] * is_padding).sum(), parameters, retain_graph=True)
+    assert all((gradient == 0).all() for gradient in gradients)
+    others = [(rows * ~is_padding).sum() for rows in draws]
+    for expected, actual in zip(*(torch.autograd.grad(o, parameters) for o in others), strict=True):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("index", [NUM, -1])
+def test_an_index_out_of_range_has_the_error_of_torch(index):
+    for weight in (torch.zeros(MATRIX), lazy(), CountedWeight(torch.zeros(MATRIX), SiteUse("w"))):
+        with pytest.raises(IndexError, match="index out of range"):
+            F.embedding(torch.tensor([[0, index]]), weight)
+
+
+def test_an_index_of_another_kind_has_the_error_of_torch():
+    for weight in (torch.zeros(MATRIX), lazy()):
+        with pytest.raises(RuntimeError, match=r"indices.*Long, Int"):
+            F.embedding(torch.zeros(2, 2), weight)
+
+
+def test_an_index_on_another_device_is_explained():
+    message = r"site 'table' must have device cpu, but got meta\. .*`x\.to\('cpu'\)`"
+    with pytest.raises(ValueError, match=message):
+        F.embedding(INDEX.to("meta"), lazy(name="table"))
+
+
+@served
+def test_rows_keep_the_dtype_under_autocast(case):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rows = F.embedding(INDEX, lazy(make(case, torch.float32)))
+    assert rows.dtype == torch.float32
+
+
+# ---- where the table is drawn --------------------------------------------------------------------
+
+
+def assert_drawn(weight, x=INDEX, **options):
+    rows = F.embedding(x, weight, **options)
+    assert weight.is_drawn
+    assert torch.equal(rows, F.embedding(x, weight.draw(), **options))
+    return rows
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.name)
+@settings
+def test_structures_without_a_rule_draw_the_table(case, local_reparam):
+    assert_drawn(lazy(make(case), local_reparam=local_reparam))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"count": None}, {"count": 2}, {"local_reparam": False}],
+    ids=["not counted", "used twice", "switched off"],
+)
+def test_a_table_that_may_not_give_rows_is_drawn(options):
+    assert_drawn(lazy(**options))
+
+
+@pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse"])
+def test_another_gradient_than_the_usual_one_is_left_to_torch(option):
+    assert_drawn(lazy(), **{option: True})
+
+
+def test_max_norm_renormalizes_the_drawn_table():
+    weight = lazy(MeanFieldNormal(torch.ones(MATRIX), torch.tensor(0.1)))
+    rows = assert_drawn(weight, INDEX[:, :1], max_norm=0.5)
+    torch.testing.assert_close(rows.norm(dim=-1), torch.full((2, 1), 0.5), rtol=1e-5, atol=0)
+    assert (weight.draw()[[1, 3]].norm(dim=-1) > 1).all()  # these were not looked up
+
+
+def test_a_bag_draws_the_table():
+    weight = lazy()
+    bags = F.embedding_bag(INDEX, weight)
+    assert weight.is_drawn
+    torch.testing.assert_close(bags, weight.draw()[INDEX].mean(1))
+
+
+def test_a_drawn_table_stays_that_table():
+    weight = lazy()
+    weight.norm()
+    assert_drawn(weight)
+
+
+def test_no_vector_is_a_table():
+    assert parse_application(F.embedding, (INDEX, torch.ones(3)), {}) is None
+
+
+# ---- in models -----------------------------------------------------------------------------------
+
+
+def test_uses_are_counted():
+    for times in (1, 2):
+        use = SiteUse("table")
+        with torch.no_grad():
+            weight = CountedWeight(torch.zeros(MATRIX), use)
+            for _ in range(times):
+                F.embedding(INDEX, weight)
+        assert use.count == times
+
+
+def test_a_second_look_up_in_the_model_is_an_error():
+    weight = lazy(name="table")
+    with inside_model():
+        F.embedding(INDEX, weight)
+        with pytest.raises(RuntimeError, match="site 'table' more often in this pass"):
+            F.embedding(INDEX, weight)
+
+
+@served
+@settings
+def test_nothing_of_the_tables_size_is_formed(case, local_reparam):
+    q = case.make((), (1000, DIM), torch.float64)
+    known = [getattr(q, name) for name in q._parameters]
+    with RecordsSizes(*known) as recorded:
+        F.embedding(torch.randint(1000, (4, 3)), lazy(q, local_reparam=local_reparam))
+    assert max(recorded.sizes) <= 4 * 3 * DIM * 3  # the factors of rank 3, or of rows of size 3
+
+
+class Bag(nn.Module):
+    """Logits by the mean over tokens of what they are embedded as."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.embed(x).mean(1))
+
+
+def make_bags():
+    """Return a classifier of bags of five tokens, whose class tells which tokens are likely."""
+    y = torch.arange(16) % 2
+    return ps.Classifier(ps.bayesianize(Bag(), prior=1.0), 16), (
+        torch.randint(3, (16, 5)) + 3 * y.unsqueeze(-1),
+        y,
+    )
+
+
+@pytest.mark.parametrize("name", [*GUIDE_NAMES, *POINTS])
+def test_the_bound_rises_under_every_guide(name):
+    model, data = make_bags()
+    guide = (GUIDES | POINTS)[name](model)
+    elbo = ps.fit(model, guide, data, num_steps=60, lr=0.1, progress=False).elbo
+    assert sum(elbo[-10:]) > sum(elbo[:10]) + 10
+
+
+@pytest.mark.parametrize("name", [*GUIDES, *POINTS])
+def test_the_table_is_drawn_in_a_training_step_only_without_a_rule(name, monkeypatch):
+    model, data = make_bags()
+    guide = (GUIDES | POINTS)[name](model)
+    guide.initialize(*data)
+    drawn, draw = [], LazyWeight.draw
+    monkeypatch.setattr(LazyWeight, "draw", lambda w: (drawn.append(w.use.name), draw(w))[1])
+    SVI(model, guide, pyro.optim.Adam({}), ps.StructuredELBO()).step(*data)
+    needless = (*SERVED_GUIDES, "points", "ensemble")
+    expected = [] if name.startswith(needless) else ["net.embed.weight"]
+    assert drawn == expected
+
+
+@pytest.mark.parametrize("local_reparam", [True, "exact"])
+def test_particles_in_one_pass_have_the_bound_of_one_after_another(local_reparam):
+    model, data = make_bags()
+    guide = ps.AutoLowRankLRT(model, init_scale=0.3, local_reparam=local_reparam)
+    losses = []
+    for vectorize in (False, True):
+        elbo = ps.StructuredELBO(num_particles=4, vectorize_particles=vectorize)
+        with torch.no_grad():
+            losses.append(torch.tensor([[elbo.loss(model, guide, *data)] for _ in range(100)]))
+    assert_mean(losses[0] - losses[1], torch.zeros(1))
+
+
+def look_up(x, y=None):
+    table = pyro.sample("table", dist.Normal(torch.zeros(6, 3), 1.0).to_event(2))
+    rows = pyro.deterministic("rows", F.embedding(x, table))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(rows.mean(1), 1.0).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("name", [name for name in GUIDES if name in SERVED_GUIDES])
+def test_predictions_have_one_table_for_each_draw(name):
+    x = torch.randint(6, (8, 5))
+    guide = GUIDES[name](look_up, init_scale=0.5)
+    guide.initialize(x, torch.zeros(8, 3))
+    draws = Predictive(look_up, guide=guide, num_samples=4, return_sites=["table", "rows"])(x)
+    tables = draws["table"].reshape(4, 6, 3)
+    assert torch.equal(draws["rows"].reshape(4, 8, 5, 3), tables[:, x])
+    assert not torch.equal(tables[0], tables[1])
+
+
+def test_predicted_functions_have_one_table_for_each_draw():
+    model, (x, _) = make_bags()
+    guide = ps.MeanFieldGuide(model, init_scale=0.5)
+    twice = ps.predict(model, guide, torch.cat([x, x.flip(1)]), num_samples=4).functions
+    torch.testing.assert_close(twice[:, :16], twice[:, 16:])
+    assert not torch.equal(twice[0], twice[1])

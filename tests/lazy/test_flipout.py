@@ -1,0 +1,168 @@
+"""Flipout: the law of each example is that of a drawn weight, examples are uncorrelated."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import LowRankNormal, MeanFieldNormal
+from pyro_structvi.lazy.flipout import flipout
+from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from tests import dense_oracles as dense
+from tests.distributions.cases import make_k_tied, make_mean_field
+from tests.lazy_weights import inside_model, lazy
+from tests.statistics import assert_mean, assert_moments
+
+OUT, CHANNELS, KERNEL = 4, 2, (2, 1)
+MAKERS = {"mean field": make_mean_field, "k-tied": make_k_tied(2)}
+GEOMETRIES = [
+    {"padding": 1},
+    {"stride": (2, 1), "padding": "valid"},
+    {"dilation": 2, "groups": 2},
+    {"padding": 1, "groups": 4},
+]
+
+
+@pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys())
+def make(request):
+    return lambda *shape: request.param((), shape, torch.float64)
+
+
+def covariance(q):
+    return torch.diag(q.variance.flatten())
+
+
+def draw(q, linear_map, x, count):
+    """Return ``count`` draws of the outputs at one position after another, ``(count, batch, O)``."""
+    return torch.stack([flipout(q, linear_map, x) for _ in range(count)]).flatten(2)
+
+
+# ---- the law -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_the_outputs_of_an_example_have_the_joint_law_of_a_drawn_weight(make, geometry):
+    groups = geometry.get("groups", 1)
+    q, x = make(OUT, CHANNELS, *KERNEL), torch.randn(1, CHANNELS * groups, 3, 3)
+    linear_map = ConvolutionMap(F.conv2d, (CHANNELS, *KERNEL), **geometry)
+    expected = dense.feature_map_covariance(x, covariance(q), OUT, KERNEL, **geometry)
+    mean = F.conv2d(x, q.loc, **geometry)
+    assert_moments(draw(q, linear_map, x, 10_000)[:, 0], mean, expected[0])
+
+
+@pytest.mark.parametrize("join", [False, True], ids=["plain", "joined bias"])
+def test_so_have_those_of_a_sequence(make, join):
+    q, x = make(OUT, 3 + join), torch.randn(1, 2, 3)
+    linear_map = BiasColumnMap(DenseMap()) if join else DenseMap()
+    rows = F.pad(x[0], (0, int(join)), value=1.0)
+    operator = torch.cat([torch.kron(torch.eye(OUT), row.unsqueeze(0)) for row in rows])
+    mean = operator @ q.loc.flatten()
+    expected = operator @ covariance(q) @ operator.mT
+    assert_moments(draw(q, linear_map, x, 10_000)[:, 0], mean, expected)
+
+
+def test_examples_are_uncorrelated(make):
+    q, x = make(OUT, 3), torch.randn(1, 2, 3).expand(2, -1, -1)
+    first, second = (draw(q, DenseMap(), x, 10_000) - F.linear(x, q.loc).flatten(1)).unbind(1)
+    assert_mean(first.unsqueeze(-1) * second.unsqueeze(-2), torch.zeros(2 * OUT, 2 * OUT))
+    assert not torch.equal(first, second)
+
+
+def test_inputs_and_outputs_have_signs_of_their_own(make):
+    """Examples with one input channel differ by the outputs' signs, with one output by the inputs'."""
+    x = torch.zeros(20, 1, 3)
+    x[..., 0] = 1
+    y = flipout(wide := make(2, 3), DenseMap(), x) - wide.loc[:, 0]
+    assert len((y / y.abs()).unique(dim=0)) == 4
+    narrow = make(1, 2)
+    y = flipout(narrow, DenseMap(), torch.ones(20, 1, 2)) - narrow.loc.sum()
+    assert len(y.round(decimals=9).unique()) == 4
+
+
+def test_gradients_are_unbiased(make):
+    """For a loss that is quadratic in each example's outputs, whose expectation is known."""
+    q, x = make(OUT, CHANNELS, *KERNEL), torch.randn(3, CHANNELS, 3, 2)
+    leaves = [getattr(q, name).requires_grad_() for name in q._parameters]
+    linear_map = ConvolutionMap(F.conv2d, (CHANNELS, *KERNEL))
+    mean = F.conv2d(x, q.loc).flatten(1)
+    linear, root = torch.randn(mean.shape[-1]), torch.randn(2 * mean.shape[-1:])
+    quadratic = root @ root.mT / len(root)
+    spread = dense.feature_map_covariance(x, covariance(q), OUT, KERNEL)
+    oracle = dense.expected_quadratic(mean, spread, linear, quadratic).sum()
+    expected = torch.autograd.grad(oracle, leaves)
+    sampled = []
+    for _ in range(2000):
+        y = flipout(q, linear_map, x).flatten(1)
+        loss = (y @ linear + ((y @ quadratic) * y).sum(-1) / 2).sum()
+        sampled.append(torch.autograd.grad(loss, leaves))
+    for own, exact in zip(zip(*sampled, strict=True), expected, strict=True):
+        assert_mean(torch.stack(own), exact)
+
+
+# ---- where it is used ----------------------------------------------------------------------------
+
+
+def of_ones(weight, function, *shape, bias=None):
+    """Return the outputs for three examples of ones, of one channel each."""
+    return function(torch.ones(3, *shape), weight, bias).flatten()
+
+
+def standard_normal(*shape):
+    return MeanFieldNormal(torch.zeros(shape), torch.tensor(1.0))
+
+
+def same_size(outputs):
+    return torch.equal(outputs.abs(), outputs[0].abs().expand(outputs.shape))
+
+
+def test_a_lazy_weight_takes_it_for_positions_only():
+    conv = lazy(standard_normal(1, 1, 1), local_reparam="flipout")
+    assert same_size(of_ones(conv, F.conv1d, 1, 1))
+    assert not conv.is_drawn
+    sequence = lazy(standard_normal(1, 1), local_reparam="flipout")
+    assert same_size(of_ones(sequence, F.linear, 1, 1))
+    assert not same_size(of_ones(lazy(standard_normal(1, 1), local_reparam="flipout"), F.linear, 1))
+    assert not same_size(of_ones(lazy(standard_normal(1, 1, 1)), F.conv1d, 1, 1))
+
+
+def test_it_is_for_independent_elements():
+    q = LowRankNormal(torch.zeros(1, 1, 1), torch.ones(1, 1, 1, 1), torch.tensor(1.0), event_dim=3)
+    weight = lazy(q, local_reparam="flipout")
+    outputs = of_ones(weight, F.conv1d, 1, 1)
+    assert weight.is_drawn
+    assert torch.equal(outputs, outputs[0].expand(3))
+
+
+def test_a_random_bias_is_drawn_for_each_example():
+    weight = lazy(
+        MeanFieldNormal(torch.zeros(1, 1, 1), torch.tensor(1e-9)), local_reparam="flipout"
+    )
+    bias = lazy(standard_normal(1), "bias", local_reparam="flipout")
+    outputs = of_ones(weight, F.conv1d, 1, 1, bias=bias)
+    assert not bias.is_drawn
+    assert len(outputs.round(decimals=6).unique()) == 3
+
+
+def test_a_second_use_is_refused():
+    weight = lazy(standard_normal(1, 1, 1), local_reparam="flipout")
+    with inside_model():
+        of_ones(weight, F.conv1d, 1, 1)
+        with pytest.raises(RuntimeError, match="more often in this pass"):
+            of_ones(weight, F.conv1d, 1, 1)
+
+
+@pytest.mark.parametrize("guide", [ps.MeanFieldGuide, ps.KTiedGuide])
+def test_the_bound_is_that_of_drawn_weights(guide):
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=4)
+    data = torch.randn(4, 1, 3, 3), torch.tensor([0, 1, 1, 0])
+    losses = []
+    for kind in ("flipout", False):
+        torch.manual_seed(1)
+        own = guide(model, init_scale=0.5, local_reparam=kind)
+        own.initialize(*data)
+        with torch.no_grad():
+            own_losses = [[ps.StructuredELBO().loss(model, own, *data)] for _ in range(600)]
+        losses.append(torch.tensor(own_losses))
+    assert_mean(losses[0] - losses[1], torch.zeros(1))

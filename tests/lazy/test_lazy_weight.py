@@ -1,0 +1,349 @@
+"""A lazy weight by itself: what it knows, what it answers, what it keeps."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.distributions.inducing.augmented import AugmentedNormal
+from pyro_structvi.maps.linear_maps import ConvolutionMap
+from tests import dense_oracles as dense
+from tests.distributions.cases import CASES, CONVOLUTION_CASES
+from tests.lazy_weights import (
+    CONVOLUTIONS,
+    IN,
+    KERNEL,
+    OUT,
+    bias_normal,
+    convolution_weight,
+    inside_model,
+    is_ordinary,
+    k_tied_normal,
+    lazy,
+    narrow_normal,
+)
+from tests.statistics import assert_moments
+
+# ---- what is known without a draw ----------------------------------------------------------------
+
+METADATA = {
+    "shape": (lambda w: w.shape, (OUT, IN)),
+    "size": (lambda w: w.size(), (OUT, IN)),
+    "size of a dimension": (lambda w: w.size(-1), IN),
+    "len": (len, OUT),
+    "ndim": (lambda w: w.ndim, 2),
+    "dim": (lambda w: w.dim(), 2),
+    "numel": (lambda w: w.numel(), OUT * IN),
+    "nelement": (lambda w: w.nelement(), OUT * IN),
+    "dtype": (lambda w: w.dtype, torch.float64),
+    "device": (lambda w: w.device, torch.device("cpu")),
+    "layout": (lambda w: w.layout, torch.strided),
+    "is_floating_point": (lambda w: w.is_floating_point(), True),
+    "is_complex": (lambda w: w.is_complex(), False),
+    "is_cuda": (lambda w: w.is_cuda, False),
+    "is_sparse": (lambda w: w.is_sparse, False),
+    "is_quantized": (lambda w: w.is_quantized, False),
+    "isinstance": (lambda w: isinstance(w, torch.Tensor), True),
+    "is_tensor": (torch.is_tensor, True),
+    "hash": (lambda w: hash(w) == id(w), True),
+}
+
+
+@pytest.mark.parametrize(("ask", "answer"), METADATA.values(), ids=METADATA.keys())
+def test_metadata_is_known_without_a_draw(ask, answer):
+    weight = lazy()
+    assert ask(weight) == answer
+    assert not weight.is_drawn
+
+
+def test_it_has_the_dtype_of_its_distribution():
+    scale = torch.ones(2, 3, dtype=torch.float32)
+    assert lazy(MeanFieldNormal(torch.zeros_like(scale), scale)).dtype == torch.float32
+
+
+# ---- outputs instead of a draw -------------------------------------------------------------------
+
+LINEAR_CALLS = {
+    "positional": lambda x, w, b: F.linear(x, w, b),
+    "bias by keyword": lambda x, w, b: F.linear(x, w, bias=b),
+    "all by keyword": lambda x, w, b: F.linear(bias=b, weight=w, input=x),
+    "without bias": lambda x, w, b: F.linear(x, w),
+    "by a module": lambda x, w, b: torch.func.functional_call(
+        torch.nn.Linear(IN, OUT), {"weight": w, "bias": b}, x
+    ),
+}
+
+
+@pytest.mark.parametrize("call", LINEAR_CALLS.values(), ids=LINEAR_CALLS.keys())
+@pytest.mark.parametrize("lead", [(), (5,), (5, 2)])
+def test_a_linear_layer_gets_outputs(call, lead):
+    weight = lazy()
+    outputs = call(torch.randn(*lead, IN), weight, torch.randn(OUT))
+    assert is_ordinary(outputs)
+    assert outputs.shape == (*lead, OUT)
+    assert not weight.is_drawn
+
+
+@pytest.mark.parametrize("dim", CONVOLUTIONS)
+@pytest.mark.parametrize("lead", [(), (5,)], ids=["unbatched", "batched"])
+@pytest.mark.parametrize("keywords", [False, True])
+def test_a_convolution_gets_outputs(dim, lead, keywords):
+    weight, x, bias = convolution_weight(dim), torch.randn(*lead, 2, *(5,) * dim), torch.zeros(OUT)
+    if keywords:
+        outputs = CONVOLUTIONS[dim](bias=bias, padding=1, weight=weight, input=x)
+    else:
+        outputs = CONVOLUTIONS[dim](x, weight, bias, 1, 1)
+    expected = CONVOLUTIONS[dim](x, torch.zeros(weight.shape), bias, 1, 1)
+    assert is_ordinary(outputs)
+    assert outputs.shape == expected.shape
+    assert not weight.is_drawn
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_outputs_of_a_linear_layer_have_the_exact_law(case):
+    """The same three examples 20 000 times: independent draws, and of different examples too."""
+    q, x, bias = case.make((), (OUT, IN), torch.float64), torch.randn(3, IN), torch.randn(OUT)
+    outputs = F.linear(x.repeat(20_000, 1), lazy(q), bias).reshape(20_000, 3, OUT)
+    covariance = dense.image_covariance(x, case.covariance(q), OUT)
+    mean = dense.image_mean(x, q.loc, 2) + bias
+    assert_moments(outputs, mean, torch.block_diag(*covariance))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if not case.has_convolution_image],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("dim", CONVOLUTIONS)
+@pytest.mark.parametrize("lead", [(), (5,)], ids=["unbatched", "batched"])
+def test_a_convolution_without_an_image_uses_one_drawn_weight(case, dim, lead):
+    q = case.make((), (OUT, 2, 3, 2, 2)[: dim + 2], torch.float64)
+    weight, x = lazy(q), torch.randn(*lead, 2, *(5,) * dim)
+    outputs = CONVOLUTIONS[dim](x, weight, None, 1, 1)
+    assert weight.is_drawn
+    assert torch.equal(outputs, CONVOLUTIONS[dim](x, weight.draw(), None, 1, 1))
+
+
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
+def test_outputs_of_a_convolution_have_their_law(case, monkeypatch):
+    """Each position has its exact law, and so has what positions share; the rest is independent."""
+    monkeypatch.setattr(AugmentedNormal, "prefers_drawn_weight", lambda *args: False)
+    q, x = case.make((), KERNEL, torch.float64), torch.randn(1, 2, 4, 3)
+    outputs = F.conv2d(x.repeat(20_000, 1, 1, 1), lazy(q))
+    covariance, shared = case.covariance(q), case.shared_covariance(q)
+    mean, _ = dense.convolution_moments(x, q.loc, covariance)
+    drawn = dense.drawn_feature_map_covariance(x, covariance, shared, OUT, KERNEL[2:])[0]
+    assert_moments(outputs, mean[0], drawn)
+
+
+# ---- one draw, kept ------------------------------------------------------------------------------
+
+ORDINARY = {
+    "clone": lambda w: w.clone(),
+    "detach": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "deepcopy": lambda w: copy.deepcopy(w.detach()),
+    "copy": copy.copy,
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+    "t()": lambda w: w.t().t(),
+    "mT": lambda w: w.mT.mT,
+    "indexing": lambda w: w[:],
+    "view": lambda w: w.view(-1).view(OUT, IN),
+    "reshape": lambda w: w.reshape(-1).reshape(OUT, IN),
+    "matmul": lambda w: w @ torch.eye(IN),
+    "matmul from the right": lambda w: torch.eye(OUT) @ w,
+    "einsum": lambda w: torch.einsum("oi->oi", w),
+    "add": lambda w: w + 0,
+    "iteration": lambda w: torch.stack(list(w)),
+    "stack": lambda w: torch.stack([w, w])[1],
+    "cat": lambda w: torch.cat((w, w))[OUT:],
+    "where": lambda w: torch.where(torch.ones(OUT, IN) > 0, input=w, other=torch.zeros(())),
+    "to a dtype": lambda w: w.to(torch.float64),
+    "numpy": lambda w: torch.from_numpy(w.detach().numpy()),
+    "draw": lambda w: w.draw(),
+    "list": lambda w: torch.tensor(w.tolist()),
+}
+
+
+@pytest.mark.parametrize("use", ORDINARY.values(), ids=ORDINARY.keys())
+def test_any_other_use_sees_one_ordinary_draw(use):
+    weight = lazy()
+    seen = use(weight)
+    assert is_ordinary(seen)
+    assert weight.is_drawn
+    assert torch.equal(seen, weight.draw())
+
+
+def test_deepcopy_of_a_weight_without_gradient_is_its_draw():
+    weight = lazy(MeanFieldNormal(torch.zeros(OUT, IN), torch.tensor(1.0)))
+    twin = copy.deepcopy(weight)
+    assert is_ordinary(twin)
+    assert torch.equal(twin, weight.draw())
+
+
+def test_draws_agree_within_one_call():
+    weight = lazy()
+    assert (weight - weight).eq(0).all()
+    first, second = torch.stack([weight, weight])
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("show", [repr, str, lambda w: f"{w}", lambda w: f"{w.sum():.3f}"])
+def test_it_prints_as_its_draw(show):
+    weight = lazy()
+    assert show(weight) == show(weight.draw())
+
+
+def test_writing_into_it_changes_the_draw():
+    weight = lazy(MeanFieldNormal(torch.zeros(OUT, IN), torch.tensor(1.0)))
+    weight[0] = 7.0
+    assert weight.draw()[0].eq(7).all()
+    assert weight.mul_(2)[0].eq(14).all()
+
+
+def test_new_weights_have_new_draws():
+    q = k_tied_normal()
+    assert (lazy(q) != lazy(q).draw()).all()
+
+
+def test_draws_have_the_law_of_the_distribution():
+    q = k_tied_normal()
+    draws = torch.stack([lazy(q).detach() for _ in range(4000)])
+    covariance = dense.k_tied_covariance(q.row_scale, q.column_scale)
+    assert_moments(draws, q.loc, covariance)
+
+
+def test_it_has_the_value_of_its_draw_where_torch_function_is_switched_off():
+    weight = lazy()
+    with torch._C.DisableTorchFunctionSubclass():
+        seen = weight + 0
+    assert is_ordinary(seen)
+    assert torch.equal(seen, weight.draw())
+
+
+# ---- what makes a linear map draw ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"count": None}, {"count": 0}, {"count": 2}, {"local_reparam": False}],
+    ids=["not counted", "not used", "used twice", "switched off"],
+)
+def test_a_weight_that_may_not_give_outputs_is_drawn(options):
+    x, bias = torch.randn(5, IN), torch.randn(OUT)
+    weight = lazy(**options)
+    outputs = F.linear(x, weight, bias)
+    assert weight.is_drawn
+    assert torch.equal(outputs, F.linear(x, weight.draw(), bias))
+    kernel, image = convolution_weight(**options), torch.randn(5, 2, 4, 4)
+    outputs = F.conv2d(image, kernel, padding=1)
+    assert torch.equal(outputs, F.conv2d(image, kernel.draw(), padding=1))
+
+
+@pytest.mark.parametrize("lead", [(), (5,)])
+def test_exact_gives_outputs_where_an_example_has_one_position(lead):
+    weight = lazy(local_reparam="exact")
+    F.linear(torch.randn(*lead, IN), weight)
+    assert not weight.is_drawn
+
+
+def test_exact_draws_where_an_example_has_several_positions():
+    weight, x = lazy(local_reparam="exact"), torch.randn(5, 2, IN)
+    assert torch.equal(F.linear(x, weight), F.linear(x, weight.draw()))
+
+
+@pytest.mark.parametrize("dim", CONVOLUTIONS)
+def test_exact_draws_for_a_convolution(dim):
+    weight = convolution_weight(dim, local_reparam="exact")
+    x = torch.randn(5, 2, *(4,) * dim)
+    convolution = CONVOLUTIONS[dim]
+    assert torch.equal(convolution(x, weight), convolution(x, weight.draw()))
+
+
+def test_exact_draws_a_bias_of_a_layer_with_positions_as_well():
+    weight, bias = lazy(local_reparam="exact"), lazy(bias_normal(), "bias", local_reparam="exact")
+    x = torch.randn(5, 2, IN)
+    assert torch.equal(F.linear(x, weight, bias), F.linear(x, weight.draw(), bias.draw()))
+
+
+def test_a_lazy_input_is_drawn():
+    """A weight as the *input* of a layer, as in a product of two weights."""
+    lazy_input, plain = lazy(), torch.randn(2, IN)
+    assert torch.equal(F.linear(lazy_input, plain), F.linear(lazy_input.draw(), plain))
+
+
+def test_a_lazy_input_draws_a_lazy_weight():
+    lazy_input, weight = lazy(), lazy()
+    expected = F.linear(lazy_input, weight)
+    assert torch.equal(expected, F.linear(lazy_input.draw(), weight.draw()))
+
+
+def test_a_lazy_bias_of_an_ordinary_weight_is_drawn():
+    bias, x, plain = lazy(bias_normal(), "bias"), torch.randn(5, IN), torch.randn(OUT, IN)
+    assert torch.equal(F.linear(x, plain, bias), F.linear(x, plain, bias.draw()))
+
+
+@pytest.mark.parametrize("options", [{"count": 2}, {"local_reparam": False}])
+def test_a_bias_that_may_not_give_outputs_is_drawn(options):
+    weight, bias = lazy(narrow_normal(OUT, IN)), lazy(bias_normal(), "bias", **options)
+    outputs = F.linear(torch.randn(5, IN), weight, bias)
+    assert bias.is_drawn
+    assert not weight.is_drawn
+    torch.testing.assert_close(outputs, bias.draw().expand(5, OUT), rtol=0, atol=1e-6)
+
+
+def test_a_bias_is_drawn_where_its_weight_is():
+    weight, bias, x = lazy(count=2), lazy(bias_normal(), "bias"), torch.randn(5, IN)
+    assert torch.equal(F.linear(x, weight, bias), F.linear(x, weight.draw(), bias.draw()))
+
+
+@pytest.mark.parametrize("size", [IN, 1])
+def test_a_vector_in_the_place_of_a_matrix_is_drawn(size):
+    """F.linear takes a vector too, as a layer of one output without a dimension for it."""
+    weight, x = lazy(MeanFieldNormal(torch.zeros(size), torch.tensor(1.0))), torch.randn(5, size)
+    outputs = F.linear(x, weight)
+    assert outputs.shape == (5,)
+    assert torch.equal(outputs, F.linear(x, weight.draw()))
+
+
+class DenseOnly(MeanFieldNormal):
+    """A structure without an image under convolutions."""
+
+    def image_under(self, linear_map, x, bias=None):
+        if isinstance(linear_map, ConvolutionMap):
+            return None
+        return super().image_under(linear_map, x, bias)
+
+
+def dense_only_weight():
+    return lazy(DenseOnly(torch.randn(KERNEL), torch.tensor(0.5)))
+
+
+def test_a_structure_without_an_image_is_drawn():
+    weight, x = dense_only_weight(), torch.randn(5, 2, 4, 4)
+    assert torch.equal(F.conv2d(x, weight), F.conv2d(x, weight.draw()))
+
+
+def test_a_structure_without_an_image_is_drawn_with_its_bias_inside_a_model():
+    weight, bias, x = dense_only_weight(), lazy(bias_normal(), "bias"), torch.randn(5, 2, 4, 4)
+    with inside_model():
+        outputs = F.conv2d(x, weight, bias)
+    assert torch.equal(outputs, F.conv2d(x, weight.draw(), bias.draw()))
+
+
+def test_a_weight_that_was_drawn_stays_that_weight_in_a_linear_map():
+    weight, x = lazy(), torch.randn(5, IN)
+    norm = weight.norm()
+    outputs = F.linear(x, weight)
+    assert torch.equal(norm, weight.draw().norm())
+    assert torch.equal(outputs, F.linear(x, weight.draw()))
+
+
+def test_a_bias_that_was_drawn_stays_that_bias_in_a_linear_map():
+    weight, bias = lazy(narrow_normal(OUT, IN)), lazy(bias_normal(), "bias")
+    drawn = bias.clone()
+    outputs = F.linear(torch.randn(5, IN), weight, bias)
+    torch.testing.assert_close(outputs, drawn.expand(5, OUT), rtol=0, atol=1e-6)

@@ -1,0 +1,263 @@
+"""Factorizations with jitter, and determinants and quadratic forms of ``I - G (x) F``."""
+
+import pytest
+import torch
+
+from pyro_structvi.linalg.factorizations import (
+    JITTERS,
+    KroneckerLogDet,
+    KroneckerQuadratic,
+    OrthonormalRows,
+    add_to_diagonal,
+    smallest_jitter,
+    stable_cholesky,
+)
+
+ROWS, COLUMNS = 3, 4
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def positive_definite(*batch, size):
+    root = torch.randn(*batch, size, size)
+    return root @ root.mT + torch.eye(size)
+
+
+def with_smallest_eigenvalue(value, size=4):
+    """Return a symmetric matrix whose eigenvalues are ``value, 1, ..., 1``, up to rounding."""
+    basis = torch.linalg.qr(torch.randn(size, size)).Q
+    matrix = torch.eye(size) + (value - 1) * torch.outer(basis[0], basis[0])
+    return (matrix + matrix.mT) / 2
+
+
+# ---- Cholesky factors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
+def test_a_positive_definite_matrix_takes_no_jitter(batch):
+    matrix = positive_definite(*batch, size=4)
+    tril, jitter = stable_cholesky(matrix)
+    assert jitter.shape == batch
+    assert jitter.eq(0).all()
+    close(tril, torch.linalg.cholesky(matrix))
+
+
+NEEDED = [(-3e-12, 1e-10), (-3e-10, 1e-8), (-3e-8, 1e-6), (-3e-6, 1e-4)]
+
+
+@pytest.mark.parametrize(("eigenvalue", "expected"), NEEDED)
+def test_the_smallest_jitter_that_works_is_taken(eigenvalue, expected):
+    matrix = 7 * with_smallest_eigenvalue(eigenvalue)
+    tril, jitter = stable_cholesky(matrix)
+    added = expected * matrix.diagonal().mean()
+    close(jitter, added)
+    close(tril @ tril.mT, matrix + added * torch.eye(4))
+    assert tril.triu(1).eq(0).all()
+
+
+def test_matrices_of_a_batch_are_treated_apart():
+    eigenvalues = [1.0, *(eigenvalue for eigenvalue, _ in NEEDED), -1.0]
+    expected = torch.tensor([0.0, *(jitter for _, jitter in NEEDED), 0.0])
+    matrices = torch.stack([with_smallest_eigenvalue(value) for value in eigenvalues])
+    tril, jitter = stable_cholesky(matrices)
+    close(jitter, expected * matrices.diagonal(dim1=-2, dim2=-1).mean(-1))
+    assert tril[-1].isnan().all()
+    close((tril @ tril.mT)[:-1], add_to_diagonal(matrices, jitter)[:-1])
+
+
+@pytest.mark.parametrize("hopeless", [-torch.eye(2), torch.full((2, 2), torch.nan)], ids=str)
+def test_a_hopeless_matrix_gives_nan(hopeless):
+    tril, jitter = stable_cholesky(hopeless)
+    assert tril.isnan().all()
+    assert jitter.nan_to_num().eq(0).all()
+
+
+def test_trying_all_jitters_at_once_gives_the_same():
+    """As where a device is not waited for."""
+    matrices = torch.stack([with_smallest_eigenvalue(value) for value in (1.0, -3e-10, -3e-6)])
+    _, jitter = stable_cholesky(matrices)
+    assert torch.equal(smallest_jitter(matrices), jitter)
+    assert JITTERS[0] == 0
+    assert list(JITTERS) == sorted(JITTERS)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_the_same():
+    matrices = torch.stack([with_smallest_eigenvalue(value) for value in (1.0, -3e-10, -1.0)])
+    for there, here in zip(
+        stable_cholesky(matrices.cuda()), stable_cholesky(matrices), strict=True
+    ):
+        torch.testing.assert_close(there.cpu(), here, equal_nan=True)
+
+
+def test_nothing_is_looked_at_on_a_device_other_than_the_cpu():
+    """A look at numbers would wait for the device; on ``meta`` there are none."""
+    tril, jitter = stable_cholesky(torch.eye(3, device="meta").expand(2, 3, 3))
+    assert (tril.shape, jitter.shape) == ((2, 3, 3), (2,))
+
+
+@pytest.mark.parametrize("eigenvalue", [1.0, -3e-10])
+def test_gradients_are_those_of_the_factor(eigenvalue):
+    """The jitter counts as a constant. Of a symmetric matrix any triangle may take the gradient."""
+    matrix = with_smallest_eigenvalue(eigenvalue).requires_grad_()
+    tril, jitter = stable_cholesky(matrix)
+    weight = torch.randn(4, 4)
+    (found,) = torch.autograd.grad((tril * weight).sum(), matrix)
+    plain = torch.linalg.cholesky(add_to_diagonal(matrix, jitter.detach()))
+    (expected,) = torch.autograd.grad((plain * weight).sum(), matrix)
+    close(found, expected)
+
+
+# ---- Kronecker products --------------------------------------------------------------------------
+
+
+def symmetric(matrix):
+    return (matrix + matrix.mT) / 2
+
+
+def complements(*batch):
+    """Return ``I - G`` and ``I - F`` with eigenvalues between 0 and 1."""
+    for size in (ROWS, COLUMNS):
+        basis = torch.linalg.qr(torch.randn(*batch, size, size)).Q
+        yield symmetric(basis @ torch.diag_embed(torch.rand(*batch, size)) @ basis.mT)
+
+
+def dense_matrix(rows, columns):
+    """Return ``I - G (x) F``."""
+    G, F = torch.eye(ROWS) - rows, torch.eye(COLUMNS) - columns
+    product = (G[..., :, None, :, None] * F[..., None, :, None, :]).flatten(-4, -3).flatten(-2)
+    return torch.eye(ROWS * COLUMNS) - product
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+def test_determinant_and_quadratic_form_are_the_dense_ones(batch):
+    rows, columns = complements(*batch)
+    k = torch.randn(5, *batch, ROWS, COLUMNS)
+    matrix, flat = dense_matrix(rows, columns), k.flatten(-2).unsqueeze(-1)
+    close(KroneckerLogDet.apply(rows, columns), torch.linalg.slogdet(matrix).logabsdet)
+    quadratic = (flat.mT @ torch.linalg.solve(matrix, flat))[..., 0, 0]
+    close(KroneckerQuadratic.apply(k, rows, columns), quadratic)
+
+
+@pytest.mark.parametrize("tiny", [1e-8, 1e-14, 1e-200])
+def test_they_keep_their_digits_where_both_factors_are_nearly_the_identity(tiny):
+    """``1 - g f`` with ``g = f = 1 - tiny`` is ``2 tiny``, to first order."""
+    rows, columns = tiny * torch.eye(ROWS), tiny * torch.eye(COLUMNS)
+    log_det = KroneckerLogDet.apply(rows, columns)
+    torch.testing.assert_close(log_det, ROWS * COLUMNS * torch.tensor(2 * tiny).log())
+    k = torch.randn(ROWS, COLUMNS)
+    quadratic = KroneckerQuadratic.apply(k, rows, columns)
+    torch.testing.assert_close(quadratic * tiny, k.square().sum() / 2)
+
+
+def log_det(rows, columns):
+    return KroneckerLogDet.apply(symmetric(rows), symmetric(columns))
+
+
+def quadratic(k, rows, columns):
+    return KroneckerQuadratic.apply(k, symmetric(rows), symmetric(columns))
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_gradients_are_those_of_finite_differences(batch):
+    rows, columns = (matrix.requires_grad_() for matrix in complements(*batch))
+    k = torch.randn(5, *batch, ROWS, COLUMNS, requires_grad=True)
+    assert torch.autograd.gradcheck(log_det, (rows, columns))
+    assert torch.autograd.gradcheck(quadratic, (k, rows, columns))
+
+
+def test_gradients_are_right_where_all_eigenvalues_are_equal():
+    """There the derivative of an eigenvector does not exist; that of the determinant does."""
+    rows, columns = 0.3 * torch.eye(ROWS), 0.2 * torch.eye(COLUMNS)
+    leaves, k = (rows.requires_grad_(), columns.requires_grad_()), torch.randn(ROWS, COLUMNS)
+    matrix = dense_matrix(symmetric(rows), symmetric(columns))
+    form = k.flatten() @ torch.linalg.solve(matrix, k.flatten())
+    for actual, oracle in ((log_det(*leaves), matrix.logdet()), (quadratic(k, *leaves), form)):
+        expected = torch.autograd.grad(oracle, leaves, retain_graph=True)
+        for found, gradient in zip(torch.autograd.grad(actual, leaves), expected, strict=True):
+            close(found, gradient)
+
+
+def test_second_derivatives_are_refused():
+    rows, columns = complements()
+    k, scale = torch.randn(ROWS, COLUMNS), torch.ones((), requires_grad=True)
+    for value in (log_det(scale * rows, columns), quadratic(scale * k, rows, columns)):
+        with pytest.raises(RuntimeError, match=r"first derivatives only.*`create_graph=True`"):
+            torch.autograd.grad(value, scale, create_graph=True)
+
+
+# ---- orthonormal rows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_orthonormal_rows_are_those_of_the_factored_matrix(batch, size):
+    factor, diagonal = torch.randn(*batch, 3, size), torch.rand(*batch, 3) + 0.2
+    basis, remainder, jitter = OrthonormalRows.apply(factor, diagonal)
+    tril = torch.linalg.cholesky(factor @ factor.mT + torch.diag_embed(diagonal.square()))
+    close(tril @ basis, factor)
+    close(tril @ remainder, torch.diag_embed(diagonal))
+    close(basis @ basis.mT + remainder @ remainder.mT, torch.eye(3).expand(*batch, 3, 3))
+    assert jitter.eq(0).all()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize("size", [2, 6])
+def test_gradients_of_orthonormal_rows(batch, size):
+    factor = torch.randn(*batch, 3, size, requires_grad=True)
+    diagonal = (torch.rand(*batch, 3) + 0.2).requires_grad_()
+
+    def rows(factor, diagonal):
+        return OrthonormalRows.apply(factor, diagonal)[:2]
+
+    assert torch.autograd.gradcheck(rows, (factor, diagonal), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(rows, (factor, diagonal))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.parametrize("constant", ["factor", "diagonal"])
+def test_factor_or_diagonal_may_be_constant(constant):
+    values = {"factor": torch.randn(3, 6), "diagonal": torch.rand(3) + 0.2}
+    tensors = [value.requires_grad_(name != constant) for name, value in values.items()]
+
+    def rows(factor, diagonal):
+        return OrthonormalRows.apply(factor, diagonal)[:2]
+
+    assert torch.autograd.gradcheck(rows, tensors, check_forward_ad=True)
+
+
+def rows_by_qr(factor, diagonal):
+    """Return ``L^-1 [Z, D]`` as the Q of a QR decomposition, with a positive diagonal of R."""
+    q, r = torch.linalg.qr(torch.cat([factor, torch.diag_embed(diagonal)], -1).mT)
+    return (q * r.diagonal().sign()).mT
+
+
+def test_jitter_counts_to_the_diagonal_and_is_constant():
+    factor, probe = torch.randn(3, 6), torch.randn(3, 9)
+    factor[1] = factor[0]
+    arguments = factor.requires_grad_(), torch.full((3,), 1e-7, requires_grad=True)
+    basis, remainder, jitter = OrthonormalRows.apply(*arguments)
+    assert jitter > 0
+    expected = rows_by_qr(factor, (arguments[1].square() + jitter.detach()).sqrt())
+    rows = torch.cat([basis, remainder], -1)
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-3)
+    oracle = torch.autograd.grad((expected * probe).sum(), arguments)
+    for found, gradient in zip(
+        torch.autograd.grad((rows * probe).sum(), arguments), oracle, strict=True
+    ):
+        largest = gradient.abs().max().item()
+        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-3 * largest)
+
+
+@pytest.mark.parametrize("diagonal", [1e-1, 1e-3, 1e-5])
+@pytest.mark.parametrize("apart", [1.0, 1e-2, 1e-4])
+def test_rows_are_orthonormal_in_single_precision(apart, diagonal):
+    """Two rows of Z are nearly one; a product in single precision would not tell them apart."""
+    factor = torch.randn(8, 50)
+    factor[1] = factor[0] + apart * torch.randn(50)
+    basis, remainder, _ = OrthonormalRows.apply(factor.float(), torch.full((8,), diagonal).float())
+    rows = torch.cat([basis, remainder], -1).double()
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(8), rtol=0, atol=1e-5)

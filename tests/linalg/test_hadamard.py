@@ -1,0 +1,64 @@
+"""The Walsh-Hadamard transform, compared with SciPy's matrix."""
+
+import math
+
+import pytest
+import torch
+from scipy.linalg import hadamard
+
+from pyro_structvi.linalg.hadamard import walsh_hadamard_transform
+
+
+@pytest.mark.parametrize("size", [2**bits for bits in range(13)])
+def test_it_multiplies_by_the_matrix(size):
+    x = torch.randn(3, size)
+    matrix = torch.tensor(hadamard(size), dtype=x.dtype) / math.sqrt(size)
+    torch.testing.assert_close(walsh_hadamard_transform(x), x @ matrix)
+
+
+@pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 64), (2, 1, 3, 128)])
+def test_it_is_its_own_inverse_for_any_batch(shape):
+    x = torch.randn(shape)
+    transformed = walsh_hadamard_transform(x)
+    assert transformed.shape == x.shape
+    torch.testing.assert_close(walsh_hadamard_transform(transformed), x)
+
+
+@pytest.mark.parametrize("size", [1, 4, 64])
+def test_gradients_are_transforms(size):
+    x, direction = torch.randn(2, size, requires_grad=True), torch.randn(2, size)
+    (gradient,) = torch.autograd.grad((walsh_hadamard_transform(x) * direction).sum(), x)
+    torch.testing.assert_close(gradient, walsh_hadamard_transform(direction))
+    assert torch.autograd.gradcheck(walsh_hadamard_transform, x)
+    assert torch.autograd.gradgradcheck(walsh_hadamard_transform, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_any_dtype(dtype):
+    x = torch.randn(3, 256, dtype=dtype)
+    transformed = walsh_hadamard_transform(x)
+    assert transformed.dtype == dtype
+    wide = x.to(torch.promote_types(dtype, torch.float64))
+    tolerance = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        transformed.to(wide), walsh_hadamard_transform(wide), atol=tolerance, rtol=tolerance
+    )
+
+
+def test_no_state_is_left_by_inference_mode_or_a_transform():
+    x = torch.randn(3, 16)
+    with torch.inference_mode():
+        expected = walsh_hadamard_transform(x)
+    per_row = torch.func.vmap(torch.func.grad(lambda row: walsh_hadamard_transform(row)[0]))(x)
+    torch.testing.assert_close(per_row, torch.full_like(x, 0.25))
+    leaf = x.clone().requires_grad_()
+    result = walsh_hadamard_transform(leaf)
+    result.sum().backward()
+    torch.testing.assert_close(result.detach(), expected)
+    assert torch.isfinite(leaf.grad).all()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (4, 6)])
+def test_other_sizes_are_refused(shape):
+    with pytest.raises(ValueError, match="The last dimension of `x` must be a power of two"):
+        walsh_hadamard_transform(torch.zeros(shape))

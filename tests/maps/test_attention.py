@@ -1,0 +1,203 @@
+"""Self-attention: torch's values for given weights, and projections that are drawn as outputs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.lazy.weight import LazyWeight
+from pyro_structvi.maps.attention import self_attention
+from tests.lazy_weights import lazy, narrow_normal
+
+BATCH, LENGTH, SIZE, HEADS = 3, 5, 4, 2
+CAUSAL = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
+ATTENTION_MASKS = {
+    "none": None,
+    "boolean": CAUSAL,
+    "numbers": torch.randn(LENGTH, LENGTH, dtype=torch.float64),
+    "for each head": torch.rand(BATCH * HEADS, LENGTH, LENGTH) > 0.8,
+}
+PADDING_MASKS = {
+    "none": None,
+    "boolean": torch.arange(LENGTH) >= torch.tensor([[5], [3], [4]]),
+    "numbers": torch.randn(BATCH, LENGTH, dtype=torch.float64),
+}
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def arguments(x, bias=True, **options):
+    given = {
+        **dict.fromkeys(("query", "key", "value"), x),
+        "embed_dim_to_check": SIZE,
+        "num_heads": HEADS,
+        "in_proj_weight": torch.randn(3 * SIZE, SIZE),
+        "in_proj_bias": torch.randn(3 * SIZE) if bias else None,
+        **dict.fromkeys(("bias_k", "bias_v")),
+        "add_zero_attn": False,
+        "dropout_p": 0.0,
+        "out_proj_weight": torch.randn(SIZE, SIZE),
+        "out_proj_bias": torch.randn(SIZE) if bias else None,
+    }
+    return given | options
+
+
+def assert_same(given):
+    ours, theirs = self_attention((), given), F.multi_head_attention_forward(**given)
+    close(ours[0], theirs[0])
+    assert (ours[1] is None) == (theirs[1] is None)
+    if ours[1] is not None:
+        close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("padding", PADDING_MASKS.values(), ids=PADDING_MASKS)
+@pytest.mark.parametrize("attention", ATTENTION_MASKS.values(), ids=ATTENTION_MASKS)
+def test_values_are_those_of_torch(attention, padding, need_weights):
+    if None not in (attention, padding) and attention.dtype != padding.dtype:
+        pytest.skip("torch warns of masks of two kinds")
+    x = torch.randn(LENGTH, BATCH, SIZE)
+    options = {"attn_mask": attention, "key_padding_mask": padding, "need_weights": need_weights}
+    assert_same(arguments(x, **options))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+def test_biases_heads_and_single_examples(bias, average):
+    for x in (torch.randn(LENGTH, BATCH, SIZE), torch.randn(LENGTH, SIZE)):
+        assert_same(arguments(x, bias, average_attn_weights=average))
+
+
+def test_a_causal_hint_is_that_of_its_mask():
+    x = torch.randn(LENGTH, BATCH, SIZE)
+    for need_weights in (True, False):
+        options = {"attn_mask": CAUSAL, "is_causal": True, "need_weights": need_weights}
+        assert_same(arguments(x, **options))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_for_training(training):
+    x = torch.randn(LENGTH, BATCH, SIZE)
+    given = arguments(x, dropout_p=0.5, training=training)
+    draws = [self_attention((), given)[0] for _ in range(2)]
+    assert torch.equal(*draws) != training
+
+
+def test_what_is_not_served_is_torchs():
+    x, other = torch.randn(2, LENGTH, BATCH, SIZE)
+    for options in (
+        {"key": other, "value": other},
+        {"add_zero_attn": True},
+        {"bias_k": torch.zeros(1, 1, SIZE), "bias_v": torch.zeros(1, 1, SIZE)},
+        {"use_separate_proj_weight": True},
+    ):
+        assert self_attention((), arguments(x) | options) is None
+
+
+# ---- lazy weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_examples_come_first_in_both_projections(batch_first, monkeypatch):
+    met = {}
+    draw = LazyWeight._draw_outputs
+
+    def record(self, application):
+        met[self.use.name] = tuple(application.x.shape)
+        return draw(self, application)
+
+    monkeypatch.setattr(LazyWeight, "_draw_outputs", record)
+    module = nn.MultiheadAttention(SIZE, HEADS, batch_first=batch_first)
+    x = torch.randn(BATCH, LENGTH, SIZE)
+    net = x if batch_first else x.transpose(0, 1)
+    weights = {
+        "in_proj_weight": lazy(narrow_normal(3 * SIZE, SIZE), "in"),
+        "out_proj.weight": lazy(narrow_normal(SIZE, SIZE), "out"),
+    }
+    for weight, name in zip(weights.values(), ("in_proj_weight", "out_proj.weight"), strict=True):
+        weight.distribution.loc = module.get_parameter(name).detach()
+    expected = module(net, net, net)[0]
+    values = dict(module.named_parameters()) | weights
+    arguments = {
+        "embed_dim_to_check": SIZE,
+        "num_heads": HEADS,
+        "in_proj_weight": values["in_proj_weight"],
+        "in_proj_bias": values["in_proj_bias"],
+        **dict.fromkeys(("bias_k", "bias_v")),
+        "add_zero_attn": False,
+        "dropout_p": 0.0,
+        "out_proj_weight": values["out_proj.weight"],
+        "out_proj_bias": values["out_proj.bias"],
+    }
+    query = x.transpose(0, 1)
+    outputs = F.multi_head_attention_forward(query, query, query, **arguments)[0]
+    outputs = outputs.transpose(0, 1) if batch_first else outputs
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+    assert met == {"in": (BATCH, LENGTH, SIZE), "out": (BATCH, LENGTH, SIZE)}
+    assert not any(weight.is_drawn for weight in weights.values())
+
+
+class Attends(nn.Module):
+    """Self-attention, or attention of the first half of positions to the second."""
+
+    def __init__(self, cross):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(SIZE, HEADS, batch_first=True)
+        self.head = nn.Linear(SIZE, 2)
+        self.cross = cross
+
+    def forward(self, x):
+        other = x[:, 2:] if self.cross else x
+        return self.head(self.attention(x[:, :2] if self.cross else x, other, other)[0].mean(1))
+
+
+def drawn_in_a_step(net, monkeypatch, **options):
+    model = ps.Classifier(ps.bayesianize(net, normalization=True), 6)
+    data = torch.randn(6, LENGTH, SIZE), torch.randint(2, (6,))
+    guide = ps.KTiedGuide(model, **options)
+    guide.initialize(*data)
+    drawn = set()
+    draw = LazyWeight.draw
+    with monkeypatch.context() as patch:
+        patch.setattr(LazyWeight, "draw", lambda self: drawn.add(self.use.name) or draw(self))
+        ps.StructuredELBO().loss_and_grads(model, guide, *data)
+    return drawn
+
+
+@pytest.mark.parametrize("join_bias", [False, True])
+def test_no_weight_of_self_attention_is_drawn(join_bias, monkeypatch):
+    assert drawn_in_a_step(Attends(cross=False), monkeypatch, join_bias=join_bias) == set()
+
+
+def test_the_packed_weight_of_cross_attention_is_drawn(monkeypatch):
+    drawn = drawn_in_a_step(Attends(cross=True), monkeypatch)
+    assert "net.attention.in_proj_weight" in drawn
+    assert "net.head.weight" not in drawn
+
+
+class Encodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(SIZE, HEADS, 8, batch_first=True, dropout=0.0)
+        self.head = nn.Linear(SIZE, 2)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).mean(1))
+
+
+def test_no_matrix_of_an_encoder_layer_is_drawn(monkeypatch):
+    drawn = drawn_in_a_step(Encodes(), monkeypatch)
+    assert all("norm" in name for name in drawn), "scales and shifts of layer norms are drawn"
+
+
+@pytest.mark.parametrize("local_reparam", [True, "exact", "flipout", False])
+def test_an_encoder_layer_trains(local_reparam):
+    model = ps.Classifier(ps.bayesianize(Encodes(), normalization=True), 30)
+    x = torch.randn(30, LENGTH, SIZE)
+    data = x, (x[:, 0, 0] > 0).long()
+    guide = ps.KTiedGuide(model, local_reparam=local_reparam)
+    history = ps.fit(model, guide, data, num_steps=120, lr=0.02, progress=False)
+    assert sum(history.elbo[-10:]) > sum(history.elbo[:10])

@@ -1,0 +1,395 @@
+"""Pruning: what goes, what the report says is left, and that it stays gone.
+
+Which numbers go is sorted out by numpy from the parameters before. KL, density and image of what is
+left are those of the kept elements, computed by torch's own normals or as dense sums.
+"""
+
+import copy
+import pickle
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import Trace_ELBO
+from torch import nn
+from torch.distributions import Normal, kl_divergence
+from torchvision.models import resnet50
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import PrunedNormal
+from pyro_structvi.families import InducingWeights, KTied, MeanField, PrunedMeanField
+from pyro_structvi.maps.linear_maps import ConvolutionMap
+from pyro_structvi.posterior.pruning import prune_inducing_factors, prune_mean_field
+from tests import dense_oracles as oracle
+from tests.models import make_regressor, regression_data
+
+AMOUNTS = [0.0, 0.3, 0.5, 0.95]
+PRUNE = {"inducing weights": prune_inducing_factors, "mean field": prune_mean_field}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda guide: pickle.loads(pickle.dumps(guide))}
+
+
+def make_guide(kind, model=None):
+    model = make_regressor() if model is None else model
+    if kind == "mean field":
+        return ps.MeanFieldGuide(model, init_scale=0.1)
+    return ps.InducingWeightGuide(model, inducing_shape=(2, 2), init_scale=0.1)
+
+
+def fit(model, guide, num_steps=5):
+    data = regression_data()
+    return ps.fit(model, guide, data, num_steps=num_steps, lr=0.02, progress=False)
+
+
+@pytest.fixture(params=PRUNE)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def model():
+    return make_regressor()
+
+
+@pytest.fixture
+def guide(kind, model):
+    guide = make_guide(kind, model)
+    fit(model, guide)
+    return guide
+
+
+def prunable(guide):
+    """Return what the laws of a guide hold of numbers that can be pruned, in a fixed order, flat."""
+    laws = [posterior() for posterior in guide.posteriors.values()]
+    numbers = [
+        (q.loc, q.scale) if hasattr(q, "scale") else (q.joint.row_factor, q.joint.column_factor)
+        for q in laws
+    ]
+    return torch.cat([part.detach().flatten() for parts in numbers for part in parts])
+
+
+# ---- which go ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.parametrize("kind", ["inducing weights"], indirect=True)
+def test_the_smallest_factor_entries_over_all_sites_go(amount, guide):
+    before = prunable(guide)
+    magnitudes = np.abs(before.numpy())
+    kept = magnitudes >= np.sort(magnitudes)[round(amount * len(magnitudes))]
+    report = prune_inducing_factors(guide, amount)
+    torch.testing.assert_close(prunable(guide), before * torch.as_tensor(kept), rtol=0, atol=0)
+    assert report.totals == {"net.0.weight": 2 * (5 + 4), "net.2.weight": 2 * (1 + 6)}
+    assert (report.total, report.total_left) == (32, kept.sum()) == (32, 32 - round(amount * 32))
+
+
+@pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.parametrize("kind", ["mean field"], indirect=True)
+def test_the_least_certain_weights_over_all_sites_go(amount, guide):
+    laws = [posterior() for posterior in guide.posteriors.values()]
+    ratios = np.concatenate([(q.loc.abs() / q.scale).detach().numpy().ravel() for q in laws])
+    kept = ratios >= np.sort(ratios)[round(amount * len(ratios))]
+    report = prune_mean_field(guide, amount)
+    masks = torch.as_tensor(kept).split([q.loc.numel() for q in laws])
+    for posterior, before, mask in zip(guide.posteriors.values(), laws, masks, strict=True):
+        q, mask = posterior(), mask.reshape(before.loc.shape)
+        for name in ("loc", "scale"):
+            expected = getattr(before, name) * mask
+            torch.testing.assert_close(getattr(q, name), expected, rtol=0, atol=0)
+    assert report.totals == {
+        "net.0.weight": 15,
+        "net.0.bias": 5,
+        "net.2.weight": 5,
+        "net.2.bias": 1,
+    }
+    assert report.total_left == kept.sum() == 26 - round(amount * 26)
+    assert report.num_parameters == 2 * report.total_left
+
+
+def test_a_bound_on_the_spread_stays_in_force(model):
+    guide = ps.StructuredGuide(model, {"*": MeanField(max_scale=0.05)}, init_scale=1.0)
+    prune_mean_field(guide, 0.2)
+    family = guide["net.0.weight"].family
+    assert family == PrunedMeanField(max_scale=0.05) != MeanField(max_scale=0.05)
+    scale = guide["net.0.weight"]().scale
+    torch.testing.assert_close(scale, 0.025 * (scale > 0))
+
+
+def test_other_families_numbers_and_sites_in_plates_stay():
+    def model():
+        pyro.sample("matrix", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        pyro.sample("tied", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        pyro.sample("number", dist.Normal(0.0, 1.0))
+        pyro.sample("positive", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("groups", 4):
+            pyro.sample("shift", dist.Normal(torch.zeros(4), 1.0))
+
+    guide = ps.StructuredGuide(model, {"tied": KTied(1), "*": MeanField()})
+    guide.initialize()
+    report = prune_mean_field(guide, 0.5)
+    assert (report.totals, report.left) == ({"matrix": 6}, {"matrix": 3})
+    assert report.num_parameters == 2 * 3 + (6 + 3 + 2) + 2 * (1 + 2 + 4)
+
+
+def test_what_is_left_of_a_guide_counts_both_kinds(model):
+    families = {"net.0.weight": InducingWeights((2, 2), join_bias=True), "*": MeanField()}
+    guide = ps.StructuredGuide(model, families)
+    total = sum(parameter.numel() for parameter in guide.parameters())
+    assert prune_inducing_factors(guide, 0.5).num_parameters == total - 9
+    assert prune_mean_field(guide, 0.5).num_parameters == total - 9 - 2 * 3
+
+
+# ---- the paper's counts --------------------------------------------------------------------------
+
+
+def test_half_of_the_factors_leaves_13_percent_of_a_resnet_50():
+    """Ritter et al. (2021), section 4.3; with the batch norms, which the paper counts along."""
+    torch.set_default_dtype(torch.float32)
+    net = resnet50(num_classes=10)
+    net.conv1, net.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    deterministic = sum(parameter.numel() for parameter in net.parameters())
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=False), num_data=50_000)
+    guide = ps.InducingWeightGuide(model, inducing_shape=(64, 64))
+    points = sum(parameter.numel() for parameter in model.parameters())
+    left = prune_inducing_factors(guide, 0.5).num_parameters + points
+    total = sum(parameter.numel() for parameter in guide.parameters()) + points
+    assert (total, deterministic) == (5_710_902, 23_520_842)
+    assert round(100 * left / deterministic, 1) == 13.2
+
+
+def test_a_tenth_of_mean_field_leaves_20_percent_of_a_net():
+    net = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 10))
+    deterministic = sum(parameter.numel() for parameter in net.parameters())
+    guide = ps.MeanFieldGuide(ps.Classifier(ps.bayesianize(net), num_data=10))
+    assert prune_mean_field(guide, 0.9).num_parameters == 0.2 * deterministic
+
+
+# ---- afterwards ----------------------------------------------------------------------------------
+
+
+def test_fine_tuning_keeps_zeros_and_lowers_the_loss(kind, model, guide):
+    PRUNE[kind](guide, 0.3)
+    before = prunable(guide)
+    history = fit(model, guide, num_steps=300)
+    after = prunable(guide)
+    assert torch.equal(after == 0, before == 0)
+    assert (after == 0).any()
+    assert (after != before)[before != 0].all()
+    first, last = (np.mean(history.elbo[part]) for part in (slice(20), slice(-20, None)))
+    assert last > first + 1
+
+
+def test_what_is_pruned_gets_no_gradient(kind, model, guide):
+    PRUNE[kind](guide, 0.5)
+    guide.zero_grad()
+    ps.StructuredELBO().differentiable_loss(model, guide, *regression_data()).backward()
+    for posterior in guide.posteriors.values():
+        masks = dict(posterior.named_buffers())
+        for name, parameter in posterior.named_parameters():
+            mask = masks.get(name.replace("_orig", "_mask"), masks.get("kept"))
+            if mask is not None:
+                assert torch.equal(parameter.grad != 0, mask.bool())
+
+
+def test_a_further_call_counts_what_is_gone(kind, model, guide):
+    first = PRUNE[kind](guide, 0.3)
+    gone = prunable(guide) == 0
+    fit(model, guide)
+    second = PRUNE[kind](guide, 0.6)
+    assert (prunable(guide) == 0)[gone].all()
+    assert second.total_left == first.total - round(0.6 * first.total)
+    assert PRUNE[kind](guide, 0.6) == second
+
+
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+def test_copies_keep_what_is_pruned_and_train_on(make_copy, kind, model, guide):
+    """After a step the masked factors have a gradient, which torch's copies refuse."""
+    PRUNE[kind](guide, 0.5)
+    fit(model, guide)
+    expected = prunable(guide)
+    new = make_copy(guide)
+    torch.testing.assert_close(prunable(new), expected, rtol=0, atol=0)
+    fit(model, new)
+    assert torch.equal(prunable(new) == 0, expected == 0)
+    assert (prunable(new) != expected).any()
+    torch.testing.assert_close(prunable(guide), expected, rtol=0, atol=0)
+
+
+def test_a_state_dict_goes_into_a_new_guide(kind, model, guide):
+    PRUNE[kind](guide, 0.5)
+    fit(model, guide)
+    new = make_guide(kind, model)
+    PRUNE[kind](new, 0.0)
+    new.load_state_dict(guide.state_dict())
+    further = copy.deepcopy(new)
+    torch.testing.assert_close(prunable(new), prunable(guide), rtol=0, atol=0)
+    # What was loaded counts, whether or not it has been called since.
+    assert PRUNE[kind](further, 0.7) == PRUNE[kind](guide, 0.7)
+    torch.testing.assert_close(prunable(further), prunable(guide), rtol=0, atol=0)
+
+
+def test_another_dtype_keeps_what_is_pruned(kind, guide):
+    PRUNE[kind](guide, 0.5)
+    gone = prunable(guide) == 0
+    guide.to(torch.float32)
+    after = prunable(guide)
+    assert after.dtype == torch.float32
+    assert torch.equal(after == 0, gone)
+
+
+def test_kept_factors_are_made_anew(model):
+    """Without gradients a posterior is kept for as long as its parameters stay."""
+    guide, (x, _) = make_guide("inducing weights", model), regression_data()
+    with torch.no_grad():
+        before = guide["net.0.weight"]()
+        assert guide["net.0.weight"]() is before
+        prune_inducing_factors(guide, 0.5)
+        after = guide["net.0.weight"]()
+        assert guide["net.0.weight"]() is after
+    fresh = copy.deepcopy(guide)["net.0.weight"]()
+    torch.testing.assert_close(after.mean, fresh.mean, rtol=0, atol=0)
+    assert (after.mean - before.mean).abs().max() > 1e-3
+    assert ps.predict(model, guide, x, num_samples=3).mean.isfinite().all()
+
+
+def test_predictions_draw_zeros(kind, model):
+    guide = make_guide("mean field", model)
+    prune_mean_field(guide, 0.5)
+    kept = {name: guide[name].value("kept") for name in guide.site_names}
+    for values in (guide.draw(), guide.median()):
+        assert all(torch.equal(value != 0, kept[name]) for name, value in values.items())
+    assert ps.predict(model, guide, torch.randn(4, 3), num_samples=3).variance.shape == (4, 1)
+
+
+# ---- the law of what is left ---------------------------------------------------------------------
+
+
+def pruned_normal(batch=(), shape=(4, 3)):
+    """Return a law, and the arguments it was made of."""
+    loc, scale = torch.randn(*batch, *shape), torch.rand(*batch, *shape) + 0.1
+    kept = torch.rand(*batch, *shape) < 0.6
+    kept[..., 0, :] = False  # a unit without any input
+    return PrunedNormal(loc, scale, kept, event_dim=len(shape)), loc, scale, kept
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_density_entropy_and_kl_are_those_of_the_kept(batch):
+    q, loc, scale, kept = pruned_normal(batch)
+    value, prior = q.sample((5,)), Normal(torch.randn(4, 3), torch.rand(4, 3) + 0.5)
+    density, entropy, kl = q.log_prob(value), q.entropy(), kl_divergence(q, prior)
+    assert density.shape == (5, *batch)
+    for index in np.ndindex(*batch):
+        mask = kept[index]
+        plain = Normal(loc[index][mask], scale[index][mask])
+        left = value[(slice(None), *index)][:, mask]
+        torch.testing.assert_close(density[(slice(None), *index)], plain.log_prob(left).sum(-1))
+        torch.testing.assert_close(entropy[index], plain.entropy().sum())
+        ratio, shift = scale[index] / prior.scale, (loc[index] - prior.loc) / prior.scale
+        terms = (ratio**2 + shift**2 - 1 - 2 * ratio.log()) / 2
+        torch.testing.assert_close(kl[index], terms[mask].sum())
+
+
+def test_moments_and_draws_are_zero_where_pruned():
+    q, loc, scale, kept = pruned_normal()
+    torch.testing.assert_close(q.mean, loc * kept)
+    torch.testing.assert_close(q.variance, (scale * kept).square())
+    assert torch.equal(q.sample((3,)) != 0, kept.expand(3, 4, 3))
+    wide = q.expand((2,))
+    torch.testing.assert_close(wide.entropy(), q.entropy().expand(2))
+    assert torch.equal(wide.kept, kept.expand(2, 4, 3))
+
+
+def test_image_is_that_of_a_weight_with_zeros():
+    q, *_ = pruned_normal()
+    x = torch.randn(5, 3)
+    image = q.image(x)
+    torch.testing.assert_close(image.mean, oracle.image_mean(x, q.mean, 2))
+    covariance = oracle.image_covariance(x, q.covariance_matrix, 4)
+    torch.testing.assert_close(image.covariance_matrix, covariance)
+
+
+def test_convolved_image_is_that_of_a_weight_with_zeros():
+    q, *_ = pruned_normal(shape=(4, 2, 3))
+    x = torch.randn(5, 2, 7)
+    image = q.image_under(ConvolutionMap(F.conv1d, (2, 3), padding=1), x)
+    mean, variance = oracle.convolution_moments(x, q.mean, q.covariance_matrix, padding=1)
+    torch.testing.assert_close(image.mean, mean)
+    torch.testing.assert_close(image.variance, variance)
+
+
+def test_gradients_are_finite_and_end_at_what_is_kept():
+    """A unit without any input has outputs of variance zero."""
+    _, loc, scale, kept = pruned_normal()
+    loc.requires_grad_()
+    scale.requires_grad_()
+    q = PrunedNormal(loc, scale, kept)
+    loss = q.image(torch.randn(5, 3)).rsample().square().sum() + q.log_prob(q.rsample())
+    loss = loss + kl_divergence(q, Normal(torch.zeros(4, 3), 1.0)) + q.entropy()
+    for gradient in torch.autograd.grad(loss, [loc, scale]):
+        assert torch.equal(gradient != 0, kept)
+        assert gradient.isfinite().all()
+
+
+def test_the_bound_counts_the_kl_of_the_kept(model):
+    guide, data = make_guide("mean field", model), regression_data()
+    fit(model, guide)
+    prune_mean_field(guide, 0.5)
+    kl = ps.StructuredELBO().terms(model, guide, *data).kl
+    for name, posterior in ((name, guide[name]) for name in guide.site_names):
+        kept = posterior.value("kept")
+        plain = Normal(posterior.loc[kept], posterior.log_scale[kept].exp())
+        torch.testing.assert_close(kl[name], kl_divergence(plain, Normal(0.0, 1.0)).sum())
+
+
+def test_nothing_pruned_is_mean_field(model):
+    torch.manual_seed(1)
+    plain = ps.StructuredGuide(model, {"*": MeanField()})
+    torch.manual_seed(1)
+    pruned = ps.StructuredGuide(model, {"*": PrunedMeanField()})
+    data = regression_data()
+    for objective in (ps.StructuredELBO(), Trace_ELBO()):
+        losses = []
+        for guide in (plain, pruned):
+            torch.manual_seed(2)
+            losses.append(objective.loss(model, guide, *data))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amount", [-0.1, 1.0, 1, float("nan"), "half", True])
+def test_amounts_that_are_no_fraction_are_refused(amount, kind, model):
+    message = rf"`amount` must be a number of at least 0 and below 1, but got {amount!r}\."
+    with pytest.raises(ValueError, match=message):
+        PRUNE[kind](make_guide(kind, model), amount)
+
+
+def test_less_than_before_is_refused(kind, model):
+    guide = make_guide(kind, model)
+    PRUNE[kind](guide, 0.5)
+    message = r"at least the 0\.5 that is pruned already, but got 0\.25\. Pruning is not undone"
+    with pytest.raises(ValueError, match=message):
+        PRUNE[kind](guide, 0.25)
+
+
+def test_guides_without_such_a_site_are_refused(kind, model):
+    guide = ps.StructuredGuide(model, {"*.weight": KTied(1), "*.bias": PrunedMeanField()})
+    if kind == "mean field":
+        guide = make_guide("inducing weights", model)
+    message = "`guide` must have .* at a weight or a vector, but its families are .* are pruned by"
+    with pytest.raises(ValueError, match=message):
+        PRUNE[kind](guide, 0.5)
+
+
+def test_a_mask_of_another_shape_is_refused():
+    message = r"`kept` must broadcast to the shape of `loc` = \(4, 3\), but got shape \(4,\)"
+    with pytest.raises(ValueError, match=message):
+        PrunedNormal(torch.zeros(4, 3), 1.0, torch.ones(4, dtype=torch.bool))
+
+
+def test_a_scale_of_zero_is_refused():
+    with pytest.raises(ValueError, match="`scale` must be positive and finite everywhere"):
+        PrunedNormal(torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.bool))
