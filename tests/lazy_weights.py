@@ -8,7 +8,8 @@ from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.substitute_messenger import SubstituteMessenger
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse, weights_wait
+from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.weight import LazyWeight, SiteUse
 
 OUT, IN = 4, 3
 KERNEL = (OUT, 2, 3, 2)
@@ -59,6 +60,6 @@ def is_ordinary(tensor):
 def run_lazily(layer, guide, x):
     """Run a layer on what its guide hands it under StructuredELBO."""
     guide.initialize(x)
-    with weights_wait():
+    with DelayDraws():
         trace = poutine.trace(guide).get_trace(x)
     return poutine.replay(layer, trace)(x).detach()

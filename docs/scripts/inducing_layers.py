@@ -89,7 +89,7 @@ def make_ways(layer: Layer, posterior: SitePosterior, x: Tensor) -> Ways:
         "plain": lambda: (linear_map(x, matrix), [matrix, x]),
         "outputs": lambda: (posterior().image_under(linear_map, x).rsample(), parameters),
         "weight": lambda: (linear_map(x, posterior().rsample().flatten(1)), parameters),
-        "factors": lambda: (posterior().rsample_in_factors().apply(linear_map, x), parameters),
+        "factors": lambda: (posterior().draw_factored().apply(linear_map, x), parameters),
     }
 
 

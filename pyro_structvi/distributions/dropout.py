@@ -4,15 +4,18 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Laplace, Normal, constraints, register_kl
 
 from pyro_structvi._checks import check_fraction
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior, normal_cross_entropy
-from pyro_structvi.distributions.mean_field import bias_moments
+from pyro_structvi.distributions.outputs import (
+    OutputDistribution,
+    bias_columns,
+    bias_moments,
+    draw_shared_bias,
+)
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.linalg.fused import floored_sqrt
 from pyro_structvi.maps.linear_maps import LinearMap, shape_per_example
 
 
@@ -129,24 +132,13 @@ class BernoulliDropout(WeightDistribution):
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> "_DropoutImage":
-        """Return the law of ``linear_map(x, W) + bias``, exact over positions too."""
-        return _DropoutImage(self, linear_map, x, *bias_moments(bias))
-
-    @property
-    def log_det_covariance(self) -> Tensor:
-        """Refused: there is no density."""
-        raise NotImplementedError("Weights with dropout have no density.")
-
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        raise NotImplementedError("Weights with dropout have no density.")
+    ) -> "_DropoutOutputs":
+        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions too."""
+        return _DropoutOutputs(self, linear_map, x, *bias_moments(bias))
 
 
-class _DropoutImage(TorchDistribution):
+class _DropoutOutputs(OutputDistribution):
     """The outputs of a map whose input channels are dropped, for each example apart."""
-
-    has_rsample = True
-    arg_constraints: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -158,20 +150,20 @@ class _DropoutImage(TorchDistribution):
     ) -> None:
         self._weight, self._map, self._x = weight, linear_map, x
         self._bias_loc, self._bias_variance = bias_loc, bias_variance
-        super().__init__(x.shape[: x.dim() - linear_map.event_dim(x)], validate_args=False)
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean of each output."""
-        return self._apply(self._x)
+        self._set_shapes(x.shape[: x.dim() - linear_map.event_dim(x)], event_dim=0)
 
     @property
     def event_shape(self) -> torch.Size:
         """The shape of an example's outputs."""
-        return self.mean.shape[len(self.batch_shape) :]
+        return self.loc.shape[len(self.batch_shape) :]
+
+    @property
+    def loc(self) -> Tensor:  # type: ignore[override]
+        """The mean of each output, formed only where it is asked for."""
+        return self._apply(self._x)
 
     def _apply(self, x: Tensor) -> Tensor:
-        return self._map(x, self._weight._matrix(self._weight.loc), self._bias_loc)
+        return self._map(x, self._weight.as_matrix(self._weight.loc), self._bias_loc)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
@@ -186,26 +178,24 @@ class _DropoutImage(TorchDistribution):
         outputs = self._apply(x * masks.repeat(groups))
         if self._bias_variance is None:
             return outputs
-        shape = shape_per_example(self._map, x, len(self._bias_variance))
-        scale = floored_sqrt(self._bias_variance).reshape(shape[self._map.channel_dim :])
-        return outputs + scale * torch.randn(shape, dtype=x.dtype, device=x.device)
+        return outputs + draw_shared_bias(self._map, self._bias_variance, x)
 
     @property
     def _columns(self) -> Tensor:
         """Vectors whose outer products add up to the covariance, ``(number, *batch, *event)``."""
         x, dim = self._x, self._map.channel_dim
         channels = self._weight.event_shape[1]
-        matrix = self._weight._matrix(self._weight.loc)
+        matrix = self._weight.as_matrix(self._weight.loc)
         of = torch.arange(x.shape[dim], device=x.device) % channels
         of = of.reshape(-1, *(1 for _ in range(-dim - 1)))
         each = [self._map(x * (of == channel), matrix) for channel in range(channels)]
         columns = math.sqrt(self._weight._odds) * torch.stack(each)
         if self._bias_variance is None:
             return columns
-        biases = torch.diag(self._bias_variance.sqrt())
-        shape = shape_per_example(self._map, x, len(biases))
-        biases = biases.reshape(-1, *(1 for _ in shape[: dim % len(shape)]), *shape[dim:])
-        return torch.cat([columns, biases.expand(-1, *self.mean.shape)])
+        biases = bias_columns(self._map, self._bias_variance, self.event_shape)
+        batch = [1 for _ in self.batch_shape]
+        biases = biases.reshape(len(biases), *batch, *self.event_shape)
+        return torch.cat([columns, biases.expand(-1, *self.batch_shape, *self.event_shape)])
 
     @property
     def variance(self) -> Tensor:

@@ -7,13 +7,15 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
-from pyro_structvi.distributions.mean_field import bias_moments
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.linalg.fused import floored_sqrt
+from pyro_structvi.distributions.outputs import OutputDistribution
+from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.shapes import standard_normal
+from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps.linear_maps import DenseMap, LinearMap
 
 
-class FullNormal(WeightDistribution):
+class FullNormal(GaussianWeight):
     r"""A normal with any covariance, by its Cholesky factor.
 
     .. math:: \operatorname{vec}(W) \sim N(\operatorname{vec}(M), L L^\top)
@@ -81,87 +83,50 @@ class FullNormal(WeightDistribution):
         return self.scale_tril.tril().square().sum((-2, -1))
 
     @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``."""
-        tril = self.scale_tril.tril()
-        return tril @ tril.mT
-
-    @property
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        batch = difference.shape[: difference.dim() - len(self.event_shape)]
-        sample = batch[: len(batch) - len(self.batch_shape)]
-        own = batch[len(sample) :]
-        columns = difference.reshape(sample.numel(), *own, -1).movedim(0, -1)
-        tril = self.scale_tril.expand(*own, *self.scale_tril.shape[-2:])
-        whitened = torch.linalg.solve_triangular(tril, columns, upper=False)
-        distance: Tensor = whitened.square().sum(-2).movedim(-1, 0).reshape(batch)
-        return distance
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return ``L e``."""
+        flat = noise.flatten(noise.dim() - len(self.event_shape))
+        return self._scale_flat(flat).reshape(noise.shape)
 
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        return self._draw_flat(shape[: len(shape) - len(self.event_shape)]).reshape(shape)
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return ``L^-1 d``."""
+        flat = difference.flatten(difference.dim() - len(self.event_shape))
+        return solve_lower(self.scale_tril, flat).reshape(difference.shape)
 
-    def _draw_flat(self, shape: torch.Size) -> Tensor:
-        """Draw ``vec(W - loc)`` with shape ``(*shape, D)``, where ``shape`` ends in the batch's."""
-        tril = self.scale_tril.tril()
-        noise = torch.randn(*shape, tril.shape[-1], dtype=tril.dtype, device=tril.device)
-        return torch.einsum("...d,...ed->...e", noise, tril)
+    def _scale_flat(self, noise: Tensor) -> Tensor:
+        """Return ``L e`` for ``e (*sample_shape, *batch_shape, D)``."""
+        scaled: Tensor = torch.einsum("...d,...ed->...e", noise, self.scale_tril.tril())
+        return scaled
 
-    def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> "FullNormal | None":
-        """Return the law of ``linear_map(x, W) + bias``; None for a convolution.
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Draw the weight of a convolution, once for the batch.
 
-        One weight serves all positions of an example, and so does a random bias: their joint law is
-        exact. The examples of a batch, and those of each weight of a batch of weights, are
-        independent.
+        A bank of filters for each example would cost more.
+        """
+        return ("outputs", "weight") if isinstance(linear_map, DenseMap) else ("weight",)
 
-        A convolution gets None, since a filter bank for each example costs more than drawing once:
-        its weight is then drawn, once for the batch.
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> OutputDistribution:
+        """Return the distribution of the outputs of a dense map.
 
-        Args:
-            linear_map: A dense map or a convolution.
-            x: Its input.
-            bias: Nothing, a tensor ``(out,)``, or the distribution of one with independent elements,
-                independent of ``W`` too.
+        One weight serves all positions of an example, and so does a random bias: their joint
+        distribution is exact. The examples of a batch, and those of each weight of a batch of weights,
+        are independent.
 
         Returns:
             A normal over the outputs. Where its covariance is singular, as for an input of zeros or
             for more positions than inputs, it has draws and moments, and no density.
         """
-        if not isinstance(linear_map, DenseMap):
-            return None
-        linear_map = self._map_for_batch(linear_map)
-        bias_loc, bias_variance = bias_moments(bias)
-        loc = linear_map(x, self._matrix(self.loc), bias_loc)
-        return _FullImage(self, x, loc, linear_map.event_dim(loc), bias_variance)
+        return _FullOutputs(self, x, mean, linear_map.event_dim(mean), bias_variance)
 
 
-class DenseImage(FullNormal):
-    """The law of the outputs of a map, which has a dense covariance where one is asked for."""
-
-    @property
-    def scale_tril(self) -> Tensor:  # type: ignore[override]
-        """The Cholesky factor of the covariance, ``(*batch_shape, E, E)`` for E outputs."""
-        tril, info = torch.linalg.cholesky_ex(self.covariance_matrix)
-        factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
-        return factor
-
-    @property
-    def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
-        return self._event_sum(self.variance)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> FullNormal:
-        """Return this law with a larger batch shape, and its covariance factored."""
-        return FullNormal(self.loc, self.scale_tril, False).expand(batch_shape, _instance)
-
-
-class _FullImage(DenseImage):
-    """The image of a full covariance. A draw of it is one weight for each example."""
+class _FullOutputs(OutputDistribution):
+    """Outputs under a full covariance. A draw of them is one weight for each example."""
 
     def __init__(
         self,
@@ -171,7 +136,7 @@ class _FullImage(DenseImage):
         event_dim: int,
         bias_variance: Tensor | None,
     ) -> None:
-        WeightDistribution.__init__(self, {"loc": loc}, event_dim, False)
+        super().__init__(loc, event_dim)
         self._weight, self._bias_variance = weight, bias_variance
         self._x = x.unsqueeze(-2) if event_dim == 1 else x.flatten(-event_dim, -2)
 
@@ -203,12 +168,14 @@ class _FullImage(DenseImage):
             )
         return covariance
 
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        lead = shape[: len(shape) - len(self.event_shape)]
-        weights = self._weight._draw_flat(lead).unflatten(-1, (self.event_shape[-1], -1))
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        lead = torch.Size(sample_shape) + self.batch_shape
+        noise = standard_normal((*lead, self._weight.scale_tril.shape[-1]), self.loc)
+        weights = self._weight._scale_flat(noise).unflatten(-1, (self.event_shape[-1], -1))
         outputs = self._x @ weights.mT
         if self._bias_variance is not None:
             noise = torch.randn_like(outputs[..., :1, :])
             outputs = outputs + noise * floored_sqrt(self._bias_variance).unsqueeze(-2)
-        draws: Tensor = outputs.reshape(shape)
+        draws: Tensor = self.loc + outputs.reshape(*lead, *self.event_shape)
         return draws

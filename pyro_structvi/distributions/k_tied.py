@@ -8,15 +8,16 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_positive, check_shape
-from pyro_structvi.distributions.mean_field import MeanFieldNormal, NormalImage, bias_moments
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.distributions.independent import IndependentWeight
+from pyro_structvi.distributions.mean_field import MeanFieldNormal
+from pyro_structvi.distributions.outputs import NormalOutputs
 from pyro_structvi.linalg.factorizations import blocks_of_rows
 from pyro_structvi.linalg.fused import square
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.maps.linear_maps import LinearMap
 
 
-class KTiedNormal(WeightDistribution):
+class KTiedNormal(IndependentWeight):
     r"""Independent normals with :math:`\sigma = R C^\top`, ``R (out, k)`` and ``C (in, k)``.
 
     The elementwise square of a matrix of rank k has rank k(k+1)/2,
@@ -55,7 +56,6 @@ class KTiedNormal(WeightDistribution):
         "column_scale": constraints.positive,
     }
     _parameters = ("loc", "row_scale", "column_scale")
-    has_independent_elements = True
     row_scale: Tensor
     column_scale: Tensor
 
@@ -75,7 +75,7 @@ class KTiedNormal(WeightDistribution):
         parameters = {"loc": loc, "row_scale": row_scale, "column_scale": column_scale}
         super().__init__(parameters, loc.dim() - batch_dim, validate_args)
         if self._validate_args:
-            out, size = self._matrix(loc).shape[-2:]
+            out, size = self.as_matrix(loc).shape[-2:]
             rank = row_scale.shape[-1] if row_scale.dim() else 1
             check_shape("row_scale", row_scale, (*self.batch_shape, out, rank), "(*batch, out, k)")
             check_shape(
@@ -95,21 +95,11 @@ class KTiedNormal(WeightDistribution):
         return (self.row_scale @ self.column_scale.mT).reshape(self.loc.shape)
 
     @property
-    def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
-        return self.stddev.square()
-
-    @property
     def variance_sum(self) -> Tensor:
         """The trace of the covariance, which is ``sum((R'R) * (C'C))``, of k x k matrices."""
         rows = self.row_scale.mT @ self.row_scale
         columns = self.column_scale.mT @ self.column_scale
         return (rows * columns).sum((-2, -1))
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``, diagonal."""
-        return self._mean_field.covariance_matrix
 
     @property
     def log_det_covariance(self) -> Tensor:
@@ -122,31 +112,19 @@ class KTiedNormal(WeightDistribution):
         rows, columns = self.row_scale.squeeze(-1), self.column_scale.squeeze(-1)
         return 2 * (columns.shape[-1] * rows.log().sum(-1) + rows.shape[-1] * columns.log().sum(-1))
 
-    @property
-    def _mean_field(self) -> MeanFieldNormal:
-        return MeanFieldNormal(self.loc, self.stddev, len(self.event_shape), validate_args=False)
-
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        return self._mean_field._mahalanobis(difference)
-
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        return self._mean_field._perturbation(shape)
-
-    def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> MeanFieldNormal:
-        """Return the law of ``linear_map(x, W) + bias``: independent normals."""
-        bias_loc, bias_variance = bias_moments(bias)
-        mean = linear_map(x, self._matrix(self.loc), bias_loc)
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> NormalOutputs:
+        """Return the distribution of the outputs: independent normals."""
         with autocast_off(x):
             squares = square(x.to(self.loc.dtype))
             hidden = linear_map.bank(squares, _pairwise_products(self.column_scale))
             mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
             variance = linear_map.mix(hidden, mixing, bias_variance)
-        return NormalImage(linear_map, mean, variance)
+        return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
-        """Return the law of rows ``W[index]``: independent normals."""
+        """Return the distribution of rows ``W[index]``: independent normals."""
         loc, row_scale = (F.embedding(index, table) for table in (self.loc, self.row_scale))
         scale = row_scale @ self.column_scale.mT
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)

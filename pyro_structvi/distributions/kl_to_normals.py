@@ -10,12 +10,9 @@ from torch.distributions.kl import kl_divergence
 
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
-from pyro_structvi.distributions.weight_distribution import (
-    WeightDistribution,
-    event_sum,
-    shrink,
-)
+from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.linalg.factorizations import blocks_of_rows
+from pyro_structvi.linalg.shapes import event_sum, shrink
 
 
 class JoinedPrior(Distribution):
@@ -80,8 +77,8 @@ class JoinedPrior(Distribution):
         return pairs
 
 
-@register_kl(WeightDistribution, Normal)
-def _kl_weight_normal(q: WeightDistribution, p: Any) -> Tensor:
+@register_kl(GaussianWeight, Normal)
+def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
     r"""KL from any Gaussian to independent normals, in nats, ``(*batch_shape,)``.
 
     .. math:: \tfrac12 \sum_i \left[ \frac{\Sigma_{ii} + (\mu_i - m_i)^2}{s_i^2} - 1
@@ -136,8 +133,8 @@ def _is_one_number(scale: Tensor, q: Any) -> bool:
     return small.shape[small.dim() - event_dim :].numel() == 1
 
 
-@register_kl(WeightDistribution, Laplace)
-def kl_from_moments(q: WeightDistribution, p: Any) -> Tensor:
+@register_kl(GaussianWeight, Laplace)
+def kl_from_moments(q: GaussianWeight, p: Any) -> Tensor:
     """KL to independent priors of which the mean log density is known, in nats, ``(*batch_shape,)``.
 
     Raises:
@@ -158,8 +155,8 @@ def _kl_weight_mean_field(q: WeightDistribution, p: MeanFieldNormal) -> Tensor:
     return kl_divergence(q, Normal(p.loc, p.scale, validate_args=False))
 
 
-@register_kl(WeightDistribution, JoinedPrior)
-def kl_weight_joined(q: WeightDistribution, p: JoinedPrior) -> Tensor:
+@register_kl(GaussianWeight, JoinedPrior)
+def kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
     """KL to independent priors, of which the last column has its own."""
     normals = p.normals()
     if normals is None:

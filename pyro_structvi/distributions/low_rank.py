@@ -13,16 +13,18 @@ from pyro_structvi._checks import (
     check_positive_number,
     shape_text,
 )
-from pyro_structvi.distributions.mean_field import MeanFieldNormal, bias_moments
-from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
-from pyro_structvi.linalg.fused import floored_sqrt, square
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.distributions.mean_field import MeanFieldNormal
+from pyro_structvi.distributions.outputs import OutputDistribution, meet_channels
+from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
+from pyro_structvi.linalg.fused import square
+from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
+from pyro_structvi.linalg.shapes import shrink, standard_normal
 from pyro_structvi.maps.linear_maps import LinearMap
 
 _SMALL = 2**16  # numbers in factors whose products cost nothing in double precision
 
 
-class LowRankNormal(WeightDistribution):
+class LowRankNormal(GaussianWeight):
     r"""A normal whose covariance is low rank plus diagonal.
 
     .. math:: \Sigma = \alpha \sum_{k=1}^K v_k v_k^\top + \operatorname{diag}(\sigma^2)
@@ -109,13 +111,6 @@ class LowRankNormal(WeightDistribution):
         return self._trace(self._gram(self.factors))
 
     @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``, for small sizes."""
-        factors = self._flat_factors
-        diagonal = self.scale.square().expand(self.loc.shape).flatten(len(self.batch_shape))
-        return self.alpha * factors.mT @ factors + torch.diag_embed(diagonal)
-
-    @property
     def log_det_covariance(self) -> Tensor:
         r"""The log determinant of the covariance, ``(*batch_shape,)``, in nats.
 
@@ -176,7 +171,8 @@ class LowRankNormal(WeightDistribution):
         low_rank = diagonal.log().sum(-1).to(self.loc.dtype)
         return 2 * (self._diagonal_sum(self.scale.log()) + low_rank)
 
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
+    def mahalanobis(self, difference: Tensor) -> Tensor:
+        """Return ``d' Sigma^-1 d``, by the inverse of a K x K matrix, in double precision."""
         scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
         whitened = difference.double().flatten(-len(self.event_shape)) / scale
         factors = self._flat_factors.double() / scale.unsqueeze(-2)
@@ -189,22 +185,22 @@ class LowRankNormal(WeightDistribution):
         distance: Tensor = squares.to(self.loc.dtype)
         return distance
 
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        return torch.addcmul(self._low_rank_noise(shape), self._noise(shape), self.scale)
+    @property
+    def noise_shape(self) -> torch.Size:
+        """The shape of the noise of one weight: K numbers, and one for each element."""
+        return torch.Size([self.rank + self.event_shape.numel()])
 
-    def _low_rank_noise(self, shape: torch.Size) -> Tensor:
-        lead = shape[: len(shape) - len(self.event_shape)]
-        coefficients = self._coefficients(torch.Size([*lead, 1]))
-        noise: Tensor = (coefficients @ self._flat_factors).reshape(shape)
-        return noise
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return the K directions times the first numbers, plus the diagonal part."""
+        of_factors, of_diagonal = noise.split([self.rank, self.event_shape.numel()], -1)
+        shape = noise.shape[:-1] + self.event_shape
+        low_rank = self._combine(of_factors).reshape(shape)
+        return torch.addcmul(low_rank, of_diagonal.reshape(shape), self.scale)
 
-    def _coefficients(self, shape: torch.Size) -> Tensor:
-        """Draw what multiplies the factors, ``(*shape, K)``."""
-        coefficients: Tensor = self.alpha**0.5 * self._noise(torch.Size([*shape, self.rank]))
-        return coefficients
-
-    def _noise(self, shape: torch.Size) -> Tensor:
-        return torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+    def _combine(self, noise: Tensor) -> Tensor:
+        """Return ``sqrt(alpha) V e`` for ``e (*sample_shape, *batch_shape, K)``, flat."""
+        combined: Tensor = self.alpha**0.5 * (noise.unsqueeze(-2) @ self._flat_factors).squeeze(-2)
+        return combined
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
@@ -216,26 +212,26 @@ class LowRankNormal(WeightDistribution):
         """Return the diagonal part with the mean, and draws of the low-rank part."""
         scale = self.scale.expand(self.loc.shape)
         diagonal = MeanFieldNormal(self.loc, scale, len(self.event_shape), validate_args=False)
-        return diagonal, self._low_rank_noise(self._extended_shape(sample_shape))
+        shape = self._extended_shape(sample_shape)
+        lead = shape[: len(shape) - len(self.event_shape)]
+        noise = standard_normal((*lead, self.rank), self.loc)
+        return diagonal, self._combine(noise).reshape(shape)
 
-    def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> "LowRankNormal":
-        """Return the law of ``linear_map(x, W) + bias``: low rank plus diagonal."""
-        linear_map = self._map_for_batch(linear_map)
-        bias_loc, bias_variance = bias_moments(bias)
-        loc = linear_map(x, self._matrix(self.loc), bias_loc)
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> OutputDistribution:
+        """Return the distribution of the outputs: low rank plus diagonal."""
         with autocast_off(x):
             wide = x.to(self.loc.dtype)
             if self.is_isotropic:
                 variance = self._isotropic_image_variance(linear_map, wide, bias_variance)
             else:
-                matrix = self._matrix(self.scale.square())
+                matrix = self.as_matrix(self.scale.square())
                 variance = linear_map(square(wide), matrix, bias_variance)
-        return _LowRankImage(self, linear_map, x, loc, floored_sqrt(variance).expand(loc.shape))
+        return _LowRankOutputs(self, linear_map, x, mean, variance)
 
     def rows(self, index: Tensor) -> "LowRankNormal":
-        """Return the law of rows ``W[index]``: low rank plus diagonal."""
+        """Return the distribution of rows ``W[index]``: low rank plus diagonal."""
         loc = F.embedding(index, self.loc)
         scale = self.scale if self.is_isotropic else F.embedding(index, self.scale)
         factors = torch.stack([F.embedding(index, factor) for factor in self.factors], 1)
@@ -245,54 +241,57 @@ class LowRankNormal(WeightDistribution):
         self, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> Tensor:
         """Return the diagonal part's variance, which is one number where inputs are shared."""
-        space = [1 for _ in range(-linear_map.channel_dim - 1)]
-        unit = self.scale.square().reshape(*self.batch_shape, 1, *space)
+        unit = meet_channels(linear_map, self.scale.square().reshape(*self.batch_shape, 1))
         variance = unit * linear_map.squared_norm(x, self.event_shape[0])
         if bias_variance is None:
             return variance
-        bias_variance = shrink(bias_variance, 1)
-        return variance + bias_variance.reshape(*bias_variance.shape, *space)
+        return variance + meet_channels(linear_map, shrink(bias_variance, 1))
 
 
-class _LowRankImage(LowRankNormal):
-    """The law of the outputs; its factors are formed only where a draw cannot do without them."""
+class _LowRankOutputs(OutputDistribution):
+    """Outputs of a low-rank weight; the images of its directions are formed only for moments."""
 
     def __init__(
-        self, weight: LowRankNormal, linear_map: LinearMap, x: Tensor, loc: Tensor, scale: Tensor
+        self, weight: LowRankNormal, linear_map: LinearMap, x: Tensor, loc: Tensor, diagonal: Tensor
     ) -> None:
-        parameters = {"loc": loc, "scale": scale}
-        WeightDistribution.__init__(self, parameters, linear_map.event_dim(loc), False)
-        self.alpha = weight.alpha
-        self._rank = weight.rank
-        self._matrices = weight.factors.reshape(
-            *weight.batch_shape, weight.rank, weight.event_shape[0], -1
-        )
-        self._linear_map, self._x = linear_map, x
+        super().__init__(loc, linear_map.event_dim(loc))
+        out = weight.event_shape[0]
+        self._matrices = weight.factors.reshape(*weight.batch_shape, weight.rank, out, -1)
+        self._alpha, self._linear_map, self._x = weight.alpha, linear_map, x
+        self._diagonal = diagonal.expand(loc.shape)
 
     @property
-    def rank(self) -> int:
-        """The number K of directions."""
-        return self._rank
-
-    @property
-    def factors(self) -> Tensor:  # type: ignore[override]
+    def factors(self) -> Tensor:
         """The images ``V_k x`` of the directions, ``(*batch_shape, K, *event_shape)``."""
         images = self._linear_map.stack(self._x, self._matrices)
-        return images.expand(*self.batch_shape, self.rank, *self.event_shape)
+        return images.expand(*self.batch_shape, self._matrices.shape[-3], *self.event_shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        low_rank = self.factors.square().sum(len(self.batch_shape))
+        return self._alpha * low_rank + self._diagonal
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
+        factors = self.factors.flatten(len(self.batch_shape) + 1)
+        diagonal = torch.diag_embed(self._diagonal.flatten(len(self.batch_shape)))
+        return self._alpha * factors.mT @ factors + diagonal
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        shape = self._extended_shape(torch.Size(sample_shape))
+        lead = shape[: len(shape) - len(self.event_shape)]
+        rank = self._matrices.shape[-3]
+        coefficients = self._alpha**0.5 * standard_normal((*lead, rank), self.loc)
         if sample_shape:
-            return super().rsample(sample_shape)
-        coefficients = self._coefficients(self.batch_shape)
-        draws = self._linear_map.combine(self._x, coefficients, self._matrices, onto=self.loc)
-        return torch.addcmul(draws, self._noise(self.loc.shape), self.scale)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> LowRankNormal:
-        """Return this law with a larger batch shape, and its factors formed."""
-        event_dim = len(self.event_shape)
-        formed = LowRankNormal(self.loc, self.factors, self.scale, self.alpha, event_dim, False)
-        return formed.expand(batch_shape, _instance)
+            flat = self.factors.flatten(len(self.batch_shape) + 1)
+            low_rank = (coefficients.unsqueeze(-2) @ flat).squeeze(-2)
+            draws = self.loc + low_rank.reshape(shape)
+        else:
+            draws = self._linear_map.combine(self._x, coefficients, self._matrices, onto=self.loc)
+        return torch.addcmul(draws, standard_normal(shape, self.loc), floored_sqrt(self._diagonal))
 
 
 class _RowGram(torch.autograd.Function):

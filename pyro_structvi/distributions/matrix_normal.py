@@ -1,20 +1,20 @@
 """The matrix normal: one covariance for the rows of a weight, one for its columns."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
-from pyro_structvi.distributions.full import FullNormal
-from pyro_structvi.distributions.mean_field import bias_moments
-from pyro_structvi.distributions.weight_distribution import WeightDistribution, event_sum
-from pyro_structvi.linalg.fused import floored_sqrt
+from pyro_structvi.distributions.outputs import OutputDistribution
+from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.shapes import standard_normal
 from pyro_structvi.maps.linear_maps import DenseMap, LinearMap
 
 
-class MatrixNormal(WeightDistribution):
+class MatrixNormal(GaussianWeight):
     r"""A normal whose covariance is the Kronecker product of one over rows and one over columns.
 
     .. math:: W = M + L_r E L_c^\top, \qquad
@@ -78,7 +78,7 @@ class MatrixNormal(WeightDistribution):
         factors = {"scale_tril_row": scale_tril_row, "scale_tril_column": scale_tril_column}
         super().__init__({"loc": loc, **factors}, loc.dim() - batch_dim, validate_args)
         if self._validate_args:
-            out, size = self._matrix(loc).shape[-2:]
+            out, size = self.as_matrix(loc).shape[-2:]
             row, column = (*self.batch_shape, out, out), (*self.batch_shape, size, size)
             check_shape("scale_tril_row", scale_tril_row, row, "(*batch, out, out)")
             check_shape("scale_tril_column", scale_tril_column, column, "(*batch, in, in)")
@@ -106,72 +106,50 @@ class MatrixNormal(WeightDistribution):
         return rows.sum(-1) * columns.sum(-1)
 
     @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``, for small sizes."""
-        row, column = self.scale_tril_row, self.scale_tril_column
-        product = torch.einsum("...ik,...jl->...ijkl", row @ row.mT, column @ column.mT)
-        return product.flatten(-2).flatten(-3, -2)
-
-    @property
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         factors = self.scale_tril_row, self.scale_tril_column
         rows, columns = (factor.diagonal(dim1=-2, dim2=-1).log() for factor in factors)
         return 2 * (columns.shape[-1] * rows.sum(-1) + rows.shape[-1] * columns.sum(-1))
 
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        lead = difference.shape[: difference.dim() - len(self.event_shape)]
-        matrix = difference.reshape(*lead, self.event_shape[0], -1)
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return ``L_r E L_c'``."""
+        scaled = self.scale_tril_row @ self.as_matrix(noise) @ self.scale_tril_column.mT
+        return self.as_weight(scaled)
+
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return ``L_r^-1 D L_c^-T``."""
+        matrix = self.as_matrix(difference)
         rows = torch.linalg.solve_triangular(self.scale_tril_row, matrix, upper=False)
         both = torch.linalg.solve_triangular(
             self.scale_tril_column.mT, rows, upper=True, left=False
         )
-        distance: Tensor = both.square().sum((-2, -1))
-        return distance
+        return self.as_weight(both)
 
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        lead = shape[: len(shape) - len(self.event_shape)]
-        noise = _noise([*lead, self.event_shape[0], self.event_shape[1:].numel()], self.loc)
-        return (self.scale_tril_row @ noise @ self.scale_tril_column.mT).reshape(shape)
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Draw the weight of a convolution with several groups.
 
-    def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> WeightDistribution | None:
-        """Return the law of ``linear_map(x, W) + bias``; None for a convolution with groups.
+        The groups see different patches, and their outputs at one position are correlated by the
+        product of these patches, not by a norm.
+        """
+        return ("outputs", "weight") if linear_map.groups == 1 else ("weight",)
+
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> OutputDistribution:
+        """Return the distribution of the outputs, normals that are correlated over channels.
 
         Over the positions of one example the noise is independent: the outputs at a position have
-        their exact joint law, correlations between positions are dropped.
-
-        The groups of a convolution see different patches, and their outputs at one position are
-        correlated by the product of these patches, not by a norm. Such a weight is drawn.
-
-        Args:
-            linear_map: A dense map or a convolution.
-            x: Its input.
-            bias: Nothing, a tensor ``(out,)``, or the distribution of one with independent elements,
-                independent of ``W`` too.
-
-        Returns:
-            A normal over the outputs, or None.
+        their exact joint distribution, correlations between positions are dropped.
         """
-        if linear_map.groups > 1:
-            return None
-        linear_map = self._map_for_batch(linear_map)
-        bias_loc, bias_variance = bias_moments(bias)
-        loc = linear_map(x, self._matrix(self.loc), bias_loc)
         whitened = linear_map.bank(x, self.scale_tril_column.mT)
-        norms = floored_sqrt(
-            whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
-        ).unsqueeze(-1)
-        return _MatrixImage(loc, norms, linear_map, self.scale_tril_row, bias_variance)
+        squares = whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
+        norms = floored_sqrt(squares).unsqueeze(-1)
+        return _MatrixOutputs(mean, norms, linear_map, self.scale_tril_row, bias_variance)
 
 
-class _MatrixImage(WeightDistribution):
+class _MatrixOutputs(OutputDistribution):
     """Normals over channels, ``N(loc, norm^2 A + diag(bias_variance))``, one for each position."""
-
-    arg_constraints: ClassVar = {"loc": constraints.real, "norms": constraints.positive}
-    _parameters = ("loc", "norms")  # norms have channels last: (*batch, *positions, 1)
-    norms: Tensor
 
     def __init__(
         self,
@@ -181,27 +159,15 @@ class _MatrixImage(WeightDistribution):
         row: Tensor,
         bias_variance: Tensor | None,
     ) -> None:
-        super().__init__({"loc": loc, "norms": norms}, linear_map.event_dim(loc), False)
+        super().__init__(loc, linear_map.event_dim(loc))
+        self._norms = norms  # with channels last: (*batch, *positions, 1)
         self._channel_dim = linear_map.channel_dim
         self._row, self._bias_variance = row, bias_variance
 
     @property
-    def _by_position(self) -> FullNormal:
-        """The same law with channels last, and with positions as batch dimensions."""
-        scale_tril = self.norms.unsqueeze(-1) * self._row
-        if self._bias_variance is not None:
-            independent = torch.diag_embed(self._bias_variance)
-            scale_tril = torch.linalg.cholesky(scale_tril @ scale_tril.mT + independent)
-        return FullNormal(self.loc.movedim(self._channel_dim, -1), scale_tril, validate_args=False)
-
-    @property
-    def _position_dim(self) -> int:
-        return len(self.event_shape) - 1
-
-    @property
     def variance(self) -> Tensor:
         """The variance of each output, ``(*batch_shape, *event_shape)``."""
-        variance = self.norms.square() * self._row.square().sum(-1)
+        variance = self._norms.square() * self._row.square().sum(-1)
         if self._bias_variance is not None:
             variance = variance + self._bias_variance
         return variance.movedim(-1, self._channel_dim)
@@ -209,38 +175,22 @@ class _MatrixImage(WeightDistribution):
     @property
     def covariance_matrix(self) -> Tensor:
         """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
-        blocks = self._by_position.covariance_matrix
+        blocks = self._norms.square().unsqueeze(-1) * (self._row @ self._row.mT)
+        if self._bias_variance is not None:
+            blocks = blocks + torch.diag_embed(self._bias_variance)
         blocks = blocks.reshape(*self.batch_shape, -1, *blocks.shape[-2:])
         identity = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
         order = "piqj" if self._channel_dim == -1 else "ipjq"
         product = torch.einsum(f"...pij,pq->...{order}", blocks, identity)
         return product.flatten(-2).flatten(-3, -2)
 
-    @property
-    def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        return event_sum(self._by_position.log_det_covariance, self._position_dim)
-
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        channels_last = difference.movedim(self._channel_dim, -1)
-        return event_sum(self._by_position._mahalanobis(channels_last), self._position_dim)
-
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        channels_last = list(shape)
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        channels_last = list(self._extended_shape(torch.Size(sample_shape)))
         channels_last.append(channels_last.pop(self._channel_dim))
-        draws = self.norms * DenseMap()(_noise(channels_last, self.loc), self._row)
+        noise = standard_normal(channels_last, self.loc)
+        draws = self._norms * DenseMap()(noise, self._row)
         if self._bias_variance is not None:
             scale = floored_sqrt(self._bias_variance)
-            draws = torch.addcmul(draws, _noise(channels_last, self.loc), scale)
-        return draws.movedim(-1, self._channel_dim)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """Return this law with a larger batch shape, sharing memory."""
-        new = super().expand(batch_shape, _instance)
-        new._channel_dim = self._channel_dim
-        new._row, new._bias_variance = self._row, self._bias_variance
-        return new
-
-
-def _noise(shape: list[int], like: Tensor) -> Tensor:
-    return torch.randn(shape, dtype=like.dtype, device=like.device)
+            draws = torch.addcmul(draws, standard_normal(channels_last, self.loc), scale)
+        return self.loc + draws.movedim(-1, self._channel_dim)

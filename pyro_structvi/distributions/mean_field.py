@@ -1,6 +1,6 @@
 """Independent normals, one mean and one standard deviation for each weight."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +8,15 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_broadcastable, check_positive, check_shape
-from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
-from pyro_structvi.linalg.fused import VarianceAndSums, draw_normal, floored_sqrt, square
+from pyro_structvi.distributions.independent import IndependentWeight
+from pyro_structvi.distributions.outputs import NormalOutputs
+from pyro_structvi.linalg.fused import VarianceAndSums, square
 from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.shapes import shrink
 from pyro_structvi.maps.linear_maps import LinearMap
 
 
-class MeanFieldNormal(WeightDistribution):
+class MeanFieldNormal(IndependentWeight):
     r"""Independent normals, :math:`W_{ij} \sim N(\mu_{ij}, \sigma_{ij}^2)`.
 
     Its image under ``x`` is again one of these, with variance :math:`\sum_j \sigma_{ij}^2 x_j^2`
@@ -42,7 +44,6 @@ class MeanFieldNormal(WeightDistribution):
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
     _parameters = ("loc", "scale")
-    has_independent_elements = True
     scale: Tensor
 
     def __init__(
@@ -69,35 +70,21 @@ class MeanFieldNormal(WeightDistribution):
         return shrink(self.scale, len(self.event_shape)).square().expand(self.scale.shape)
 
     @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``, diagonal."""
-        return torch.diag_embed(self.variance.reshape(*self.batch_shape, -1))
+    def stddev(self) -> Tensor:
+        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.scale
 
-    @property
-    def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        return 2 * self._event_sum(self.scale.log())
-
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        return self._event_sum((difference / self.scale).square())
-
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        return noise * self.scale
-
-    def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> "MeanFieldNormal":
-        """Return the law of ``linear_map(x, W) + bias``: independent normals."""
-        bias_loc, bias_variance = bias_moments(bias)
-        mean = linear_map(x, self._matrix(self.loc), bias_loc)
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> NormalOutputs:
+        """Return the distribution of the outputs: independent normals."""
         with autocast_off(x):
             squares = square(x.to(self.loc.dtype))
-            variance = linear_map(squares, self._matrix(self.variance), bias_variance)
-        return NormalImage(linear_map, mean, variance)
+            variance = linear_map(squares, self.as_matrix(self.variance), bias_variance)
+        return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> "MeanFieldNormal":
-        """Return the law of rows ``W[index]``: independent normals."""
+        """Return the distribution of rows ``W[index]``: independent normals."""
         loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
@@ -139,7 +126,7 @@ class LogScaleNormal(MeanFieldNormal):
     ) -> None:
         event_dim = loc.dim() if event_dim is None else event_dim
         parameters = {"loc": loc, "log_scale": log_scale}
-        super(MeanFieldNormal, self).__init__(parameters, event_dim, validate_args)
+        IndependentWeight.__init__(self, parameters, event_dim, validate_args)
         if self._validate_args:
             check_shape("log_scale", log_scale, loc.shape, "that of `loc`")
 
@@ -164,7 +151,7 @@ class LogScaleNormal(MeanFieldNormal):
         return self._variance_and_sums[2]
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
-        """Return the law of rows ``W[index]``: independent normals."""
+        """Return the distribution of rows ``W[index]``: independent normals."""
         loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
         return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
 
@@ -184,47 +171,3 @@ class LogScaleNormal(MeanFieldNormal):
     ) -> None:
         super()._set_shapes(batch_shape, event_shape, validate_args)
         self._kept: dict[bool, tuple[Tensor, ...]] = {}
-
-
-def bias_moments(
-    bias: "Tensor | WeightDistribution | None",
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mean and the variance of a bias; no variance where it is a plain tensor."""
-    if not isinstance(bias, WeightDistribution):
-        return bias, None
-    if not bias.has_independent_elements:
-        raise ValueError(
-            f"`bias` must be a tensor or have independent elements, but got a "
-            f"{type(bias).__name__}. Pass a draw of it for each example."
-        )
-    return bias.mean, bias.variance
-
-
-class NormalImage(MeanFieldNormal):
-    """Independent normals over the outputs of a map, by their variances.
-
-    Args:
-        linear_map: The map.
-        mean: Means, of the shape of its outputs.
-        variance: Variances, of the same shape.
-    """
-
-    arg_constraints: ClassVar = {}
-    _parameters = ("loc", "_given_variance")
-    _given_variance: Tensor
-
-    def __init__(self, linear_map: LinearMap, mean: Tensor, variance: Tensor) -> None:
-        parameters = {"loc": mean, "_given_variance": variance}
-        super(MeanFieldNormal, self).__init__(parameters, linear_map.event_dim(mean), False)
-
-    @property
-    def scale(self) -> Tensor:  # type: ignore[override]
-        """The standard deviation of each output."""
-        return floored_sqrt(self._given_variance)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
-        shape = self._extended_shape(torch.Size(sample_shape))
-        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        mean, variance = self.loc.expand(shape), self._given_variance.expand(shape)
-        return draw_normal(mean, variance, noise)

@@ -9,7 +9,7 @@ from torch.distributions import Independent, Normal, register_kl
 
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.kl_to_normals import normal_cross_entropy
-from pyro_structvi.distributions.weight_distribution import event_sum
+from pyro_structvi.linalg.shapes import event_sum
 
 
 class PointMass(Delta):

@@ -7,6 +7,13 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import shape_text
+from pyro_structvi.distributions.outputs import (
+    OutputDistribution,
+    bias_columns,
+    bias_moments,
+    draw_shared_bias,
+    meet_channels,
+)
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.maps.linear_maps import LinearMap
 
@@ -88,35 +95,62 @@ class PointMixture(WeightDistribution):
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> "PointMixture | None":
-        """Return the law of ``linear_map(x, W) + bias``, exact over positions too.
+    ) -> "_MixtureOutputs":
+        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions too.
 
         Args:
             linear_map: A dense map or a convolution.
             x: Its input.
-            bias: Nothing, or a tensor ``(out,)``.
+            bias: None, a tensor ``(out,)``, or the distribution of one with independent elements.
 
         Returns:
-            A mixture of the K outputs of each example; None where the bias is random.
+            A mixture of the K outputs of each example.
         """
-        if isinstance(bias, WeightDistribution):
-            return None
-        linear_map = self._map_for_batch(linear_map)
+        linear_map = self.map_for_batch(linear_map)
+        bias_loc, bias_variance = bias_moments(bias)
         count, out = self.members.shape[self._member_dim], self.event_shape[0]
-        matrices = self.members.reshape(*self.batch_shape, count, out, -1)
-        images = linear_map.stack(x, matrices)
-        if bias is not None:
-            images = images + bias.reshape(-1, *(1 for _ in range(-linear_map.channel_dim - 1)))
-        return PointMixture(images, linear_map.event_dim(images.flatten(0, 1)), False)
-
-    @property
-    def log_det_covariance(self) -> Tensor:
-        """Refused: there is no density."""
-        raise NotImplementedError("A mixture of point masses has no density.")
-
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        raise NotImplementedError("A mixture of point masses has no density.")
+        images = linear_map.stack(x, self.members.reshape(*self.batch_shape, count, out, -1))
+        if bias_loc is not None:
+            images = images + meet_channels(linear_map, bias_loc)
+        return _MixtureOutputs(linear_map, x, images, bias_variance)
 
     @property
     def _member_dim(self) -> int:
         return -len(self.event_shape) - 1
+
+
+class _MixtureOutputs(OutputDistribution):
+    """One of K known outputs for each example, plus the noise of an independent bias."""
+
+    def __init__(
+        self, linear_map: LinearMap, x: Tensor, images: Tensor, bias_variance: Tensor | None
+    ) -> None:
+        event_dim = linear_map.event_dim(images.flatten(0, 1))
+        self._points = PointMixture(images, event_dim, validate_args=False)
+        super().__init__(self._points.loc, event_dim)
+        self._map, self._x, self._bias_variance = linear_map, x, bias_variance
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        variance = self._points.variance
+        if self._bias_variance is None:
+            return variance
+        return variance + meet_channels(self._map, self._bias_variance)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
+        covariance = self._points.covariance_matrix
+        if self._bias_variance is None:
+            return covariance
+        biases = bias_columns(self._map, self._bias_variance, self.event_shape).flatten(1)
+        return covariance + biases.mT @ biases
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        draws = self._points.rsample(sample_shape)
+        if self._bias_variance is None:
+            return draws
+        x = self._x.expand(*torch.Size(sample_shape), *self._x.shape)
+        return draws + draw_shared_bias(self._map, self._bias_variance, x)

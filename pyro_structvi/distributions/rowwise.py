@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
-from pyro_structvi.distributions.full import FullNormal
-from pyro_structvi.distributions.mean_field import MeanFieldNormal, NormalImage, bias_moments
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.distributions.outputs import NormalOutputs, meet_channels
+from pyro_structvi.distributions.weight_distribution import GaussianWeight
+from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps.linear_maps import LinearMap
 
 
-class RowwiseNormal(WeightDistribution):
+class RowwiseNormal(GaussianWeight):
     r"""A normal with one full covariance over the inputs of each output.
 
     .. math:: W_{i \cdot} \sim N(\mu_i, L_i L_i^\top), \qquad \text{independent over } i,
@@ -62,15 +62,10 @@ class RowwiseNormal(WeightDistribution):
         parameters = {"loc": loc, "scale_tril": scale_tril}
         super().__init__(parameters, loc.dim() - batch_dim, validate_args)
         if self._validate_args:
-            rows = self._matrix(loc).shape
+            rows = self.as_matrix(loc).shape
             check_shape("scale_tril", scale_tril, (*rows, rows[-1]), "(*batch, out, in, in)")
             check_cholesky_factor("scale_tril", scale_tril)
         self.scale_tril = scale_tril.tril()
-
-    @property
-    def _rows(self) -> FullNormal:
-        """The rows as a batch of normals, ``(*batch_shape, out)``."""
-        return FullNormal(self._matrix(self.loc), self.scale_tril, validate_args=False)
 
     @property
     def variance(self) -> Tensor:
@@ -83,39 +78,27 @@ class RowwiseNormal(WeightDistribution):
         return self.scale_tril.square().sum((-3, -2, -1))
 
     @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``, block diagonal; for small sizes."""
-        blocks = self._rows.covariance_matrix
-        identity = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
-        product = torch.einsum("...ijl,ik->...ijkl", blocks, identity)
-        return product.flatten(-2).flatten(-3, -2)
-
-    @property
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        return self._rows.log_det_covariance.sum(-1)
+        return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
 
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        return self._rows._mahalanobis(self._by_row(difference)).sum(-1)
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return ``L_i e_i`` for each row i."""
+        rows = torch.einsum("...ij,...ikj->...ik", self.as_matrix(noise), self.scale_tril)
+        return self.as_weight(rows)
 
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        lead = shape[: len(shape) - len(self.event_shape)]
-        return self._rows._draw_flat(torch.Size([*lead, self.event_shape[0]])).reshape(shape)
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return ``L_i^-1 d_i`` for each row i."""
+        return self.as_weight(solve_lower(self.scale_tril, self.as_matrix(difference)))
 
-    def _by_row(self, tensor: Tensor) -> Tensor:
-        """View ``(*sample, *batch_shape, *event_shape)`` as ``(*sample, *batch_shape, out, in)``."""
-        lead = tensor.shape[: tensor.dim() - len(self.event_shape)]
-        return tensor.reshape(*lead, self.event_shape[0], -1)
-
-    def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> MeanFieldNormal:
-        """Return the law of ``linear_map(x, W) + bias``: independent normals.
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> NormalOutputs:
+        """Return the distribution of the outputs: independent normals.
 
         Over the outputs at one position this is exact, since rows are independent. Correlations
         between positions are dropped.
         """
-        bias_loc, bias_variance = bias_moments(bias)
         out, size = self.scale_tril.shape[-3:-1]
         channel_dim, filters = linear_map.channel_dim, self.scale_tril.mT.flatten(-3, -2)
         whitened = linear_map(x, filters).unflatten(channel_dim, (out, size))
@@ -123,12 +106,11 @@ class RowwiseNormal(WeightDistribution):
             whitened, dim=channel_dim, dtype=self.loc.dtype
         ).square()
         if bias_variance is not None:
-            space = [1 for _ in range(-channel_dim - 1)]
-            variance = variance + bias_variance.reshape(*bias_variance.shape, *space)
-        return NormalImage(linear_map, linear_map(x, self._matrix(self.loc), bias_loc), variance)
+            variance = variance + meet_channels(linear_map, bias_variance)
+        return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> "RowwiseNormal":
-        """Return the law of rows ``W[index]``: a full covariance within each."""
+        """Return the distribution of rows ``W[index]``: a full covariance within each."""
         factors = F.embedding(index, self.scale_tril.flatten(1))
         scale_tril = factors.unflatten(-1, self.scale_tril.shape[1:])
         return RowwiseNormal(F.embedding(index, self.loc), scale_tril, validate_args=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_structvi._checks import check_positive, check_same_kind, shape_text
-from pyro_structvi.distributions.weight_distribution import shrink
+from pyro_structvi.linalg.shapes import shrink
 
 
 class ScaleMixtureNormal(TorchDistribution):

@@ -1,7 +1,7 @@
 """The contract: what every distribution over a weight must define, may define, and obeys."""
 
 import math
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -9,58 +9,72 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_structvi._checks import check_same_kind
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse, weights_wait_now
-from pyro_structvi.maps.linear_maps import DenseMap, LinearMap
+from pyro_structvi.distributions.outputs import bias_moments
+from pyro_structvi.distributions.required_members import check_required_members
+from pyro_structvi.linalg.shapes import event_sum, standard_normal
+from pyro_structvi.maps.linear_maps import DenseMap, FactoredDraw, LinearMap
 
-
-class FactoredDraw(Protocol):
-    """One draw of a weight that can be applied without being formed."""
-
-    def weight(self) -> Tensor:
-        """Return the weight."""
-
-    def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return ``linear_map(x, W) + bias``."""
+Way = Literal["outputs", "factors", "weight"]
 
 
 class WeightDistribution(TorchDistribution):
-    r"""A Gaussian over a weight :math:`W` that knows the law of :math:`W x`.
+    r"""A random weight :math:`W` that knows the distribution of :math:`W x`.
 
     The event shape is the weight's own, ``(out, *rest)``, seen as a matrix ``(out, in)`` with
     ``in = prod(rest)``; a vector ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in
     front. All covariances are over the row-major ``vec(W)``, of length ``D = out * in``.
 
-    A structure obeys these laws, and is tested for each:
+    A subclass that is a normal distribution derives from :class:`GaussianWeight`, which asks for less.
+
+    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``;
+    ``_parameters``, the names of its tensor arguments, each with batch dimensions in front;
+    ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``.
+
+    **Optional**: ``loc``, the mean, if it is not an argument; ``has_independent_elements``, True if
+    the covariance is diagonal; ``has_exact_positions``, True if images are exact over the positions
+    of an example; ``takes_bias_column``, True if a joined bias is better kept as a column of the weight
+    than met by an input of one; ``variance_sum``, if cheaper than by ``variance``; ``ways_to_apply``
+    and ``draw_factored``, if a drawn weight may be cheaper than outputs; ``split_noise``, if a part of
+    the noise is independent; ``rows``, if some rows cost less than all; ``factorize``, if factors
+    can be computed ahead; ``log_prob`` and ``entropy``, if there is a density; ``expand``, if tensors
+    are not all in ``_parameters``.
+
+    **Provided**: ``mean``, ``image``, ``as_matrix``, ``as_weight``, ``map_for_batch``, ``support``.
+
+    A subclass obeys these rules, and is tested for each:
 
     1. ``rsample`` has ``mean`` and ``covariance_matrix``.
     2. ``log_prob`` and ``entropy`` are those of the dense multivariate normal.
     3. ``kl_divergence(q, p)`` is the dense one, for every independent normal ``p``.
     4. ``image(x)`` has the mean and covariance of ``W x``.
-    5. Gradients equal those of the dense path.
+    5. Gradients equal those of the dense computation.
     6. ``expand`` and batches commute with all of these.
-
-    **A structure must define** ``arg_constraints``, ``_parameters`` (the names of its arguments,
-    ``loc`` first, each with batch dimensions in front), ``variance``, ``covariance_matrix``,
-    ``log_det_covariance``, ``_mahalanobis``, ``_perturbation`` and ``image_under``.
-
-    **It may define** ``variance_sum``, where that is cheaper than summing ``variance``;
-    ``trace_and_log_det``, where the two share work; ``has_independent_elements``, where the covariance
-    is diagonal; ``split_noise``, where a part of it is; ``has_exact_positions``, where its images
-    are exact over the positions of an example too; and ``rows``, where some rows cost less than all.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
-        site_use: Set by a guide: how a draw at its sample site may be put off. None by default, and
-            then a draw is an ordinary tensor.
     """
 
     has_rsample = True
     has_independent_elements: ClassVar[bool] = False
     has_exact_positions: ClassVar[bool] = False
     takes_bias_column: ClassVar[bool] = False
-    has_factored_draws: ClassVar[bool] = False
     _parameters: ClassVar[tuple[str, ...]]
+    _required: ClassVar[dict[str, tuple[str, ...]]] = {
+        "arg_constraints": (),
+        "_parameters": (),
+        "variance": (),
+        "covariance_matrix": (),
+        "rsample": (),
+        "image_under": (),
+    }
     loc: Tensor
+
+    def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
+        """Check that a class defines what it must, unless it is abstract."""
+        super().__init_subclass__(**options)
+        if not abstract:
+            contract = tuple(base for base in cls.__mro__ if "_required" in vars(base))
+            check_required_members(cls, contract, cls._required)
 
     def __init__(
         self, parameters: dict[str, Tensor], event_dim: int, validate_args: bool | None
@@ -76,7 +90,6 @@ class WeightDistribution(TorchDistribution):
     def _set_shapes(
         self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
     ) -> None:
-        self.site_use: SiteUse | None = None
         super().__init__(batch_shape, event_shape, validate_args=False)
         if validate_args is None:
             validate_args = Distribution._validate_args
@@ -87,7 +100,7 @@ class WeightDistribution(TorchDistribution):
         """Every real tensor of the event shape."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
-    # ---- what a structure must define ------------------------------------------------------------
+    # ---- required --------------------------------------------------------------------------------
 
     @property
     def variance(self) -> Tensor:
@@ -99,42 +112,52 @@ class WeightDistribution(TorchDistribution):
         """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
         raise NotImplementedError
 
-    @property
-    def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        raise NotImplementedError
-
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d`` for ``d (*sample, *batch_shape, *event_shape)``."""
-        raise NotImplementedError
-
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        """Draw ``W - loc`` with shape ``(*sample_shape, *batch_shape, *event_shape)``."""
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         raise NotImplementedError
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> TorchDistribution | None:
-        """Return the law of ``linear_map(x, W) + bias``, independent over examples.
+    ) -> TorchDistribution:
+        """Return the distribution of ``linear_map(x, W) + bias``, independent over examples.
+
+        Called only where :meth:`ways_to_apply` has ``"outputs"``.
 
         Args:
             linear_map: A dense map or a convolution.
             x: Its input.
-            bias: Nothing, a tensor ``(out,)``, or the distribution of one with independent elements,
+            bias: None, a tensor ``(out,)``, or the distribution of one with independent elements,
                 independent of ``W`` too.
 
         Returns:
-            A distribution over the map's whole output, or None where this structure has no image
-            under that map; the weight is then drawn. Over the positions of one example the noise of
-            independent elements is independent: each output has its exact law, correlations between
-            positions are dropped.
+            A distribution over all outputs of the map. Over the positions of one example the noise of
+            independent elements is independent: each output has its exact distribution, correlations
+            between positions are dropped.
         """
         raise NotImplementedError
 
-    # ---- what a structure may define -------------------------------------------------------------
+    # ---- optional --------------------------------------------------------------------------------
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, ``(*batch_shape,)``."""
+        return self._event_sum(self.variance)
+
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Return how a linear map may get this weight, the cheapest way first.
+
+        ``"outputs"`` draws the outputs from :meth:`image_under`, ``"factors"`` draws the weight once and
+        applies it in factors, by :meth:`draw_factored`, ``"weight"`` draws it once and forms it. The
+        objective takes the first way that it allows; ``"weight"`` is always allowed.
+        """
+        return ("outputs", "weight")
+
+    def draw_factored(self) -> FactoredDraw:
+        """Draw a weight that is not formed, where :meth:`ways_to_apply` has ``"factors"``."""
+        raise NotImplementedError
 
     def rows(self, index: Tensor) -> TorchDistribution | None:
-        """Return the law of rows of one matrix ``W (num, dim)``, independent over examples.
+        """Return the distribution of rows of one matrix ``W (num, dim)``, independent over examples.
 
         Args:
             index: Which rows, integers ``(batch, positions)``.
@@ -143,51 +166,41 @@ class WeightDistribution(TorchDistribution):
             A distribution over ``W[index]``, ``(batch, positions, dim)``, the last two of which are
             its event; or None, and the weight is then drawn. Over the positions of one example the
             noise of independent rows is independent, also where an index repeats: each row has its
-            exact law. Noise that rows share is one draw for an example.
+            exact distribution. Noise that rows share is one draw for an example.
         """
         return None
-
-    @property
-    def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
-        return self._event_sum(self.variance)
-
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
-        return self.variance_sum, self.log_det_covariance
-
-    def prefers_drawn_weight(self, linear_map: LinearMap, x: Tensor) -> bool:
-        """Whether a drawn weight is cheaper here than drawn outputs, and nothing exact is lost."""
-        return False
-
-    def draws_in_factors(self, linear_map: LinearMap) -> bool:
-        """Whether a drawn weight is better applied in factors under this map than formed."""
-        return False
-
-    def rsample_in_factors(self) -> "FactoredDraw":
-        """Draw a weight that is not formed, where ``has_factored_draws``."""
-        raise NotImplementedError
-
-    def factorize(self) -> None:
-        """Factor what draws and densities need, and keep it; where nothing is kept, do nothing."""
 
     def split_noise(
         self, sample_shape: torch.Size
     ) -> "tuple[WeightDistribution | None, Tensor | None]":
-        """Split ``W`` into a part with independent elements, and draws of all the rest.
+        """Split ``W`` into a part with independent elements, and draws of the remainder.
 
         Args:
             sample_shape: Shape of the draws.
 
         Returns:
-            The law of the first part, and draws ``(*sample_shape, *batch_shape, *event_shape)`` of
-            the second; None for a part that is nothing. Their sum has this distribution.
+            The distribution of the first part, and draws ``(*sample_shape, *batch_shape,
+            *event_shape)`` of the second; None if that part is absent. Their sum has this distribution.
         """
         if self.has_independent_elements:
             return self, None
         return None, self.rsample(sample_shape)
 
-    # ---- what follows ----------------------------------------------------------------------------
+    def factorize(self) -> None:
+        """Compute the factors that draws and densities need ahead of their first use."""
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
+        """Return this distribution with a larger batch shape, sharing memory."""
+        batch_shape = torch.Size(batch_shape)
+        new: Self = self._get_checked_instance(type(self), _instance)
+        for name in self._parameters:
+            value = getattr(self, name)
+            own = value.shape[len(self.batch_shape) :]
+            setattr(new, name, value.expand(batch_shape + own))
+        new._set_shapes(batch_shape, self.event_shape, self._validate_args)
+        return new
+
+    # ---- provided --------------------------------------------------------------------------------
 
     @property
     def mean(self) -> Tensor:
@@ -195,7 +208,7 @@ class WeightDistribution(TorchDistribution):
         return self.loc
 
     def image(self, x: Tensor) -> TorchDistribution:
-        """Return the law of ``W x``, independently for every ``x``.
+        """Return the distribution of ``W x``, independently for every ``x``.
 
         Args:
             x: Inputs ``(*batch, in)``. Leading dimensions broadcast against ``batch_shape``.
@@ -213,29 +226,134 @@ class WeightDistribution(TorchDistribution):
                 f"`x` must have shape (*batch, in) with in = {size}, but got {tuple(x.shape)}."
             )
         check_same_kind("x", x, self._parameters[0], self._first_parameter)
-        image = self.image_under(DenseMap(positions=False), x)
-        assert image is not None, f"{type(self).__name__} must have an image under a dense map."
-        return image
+        return self.image_under(DenseMap(positions=False), x)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """View ``(*sample_shape, *batch_shape, *event_shape)`` as ``(..., out, in)``."""
+        lead = weight.shape[: weight.dim() - len(self.event_shape)]
+        return weight.reshape(*lead, self.event_shape[0], -1)
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        """View ``(*sample_shape, *batch_shape, out, in)`` as ``(..., *event_shape)``."""
+        return matrix.reshape(*matrix.shape[:-2], *self.event_shape)
+
+    def map_for_batch(self, linear_map: LinearMap) -> LinearMap:
+        """Return the map for a batch of weights, for which no input has positions."""
+        if self.batch_shape and isinstance(linear_map, DenseMap):
+            return DenseMap(positions=False)
+        return linear_map
+
+    @property
+    def _first_parameter(self) -> Tensor:
+        """A tensor of this distribution's dtype and device, at hand without any computation."""
+        parameter: Tensor = getattr(self, self._parameters[0])
+        return parameter
+
+    def _event_sum(self, tensor: Tensor) -> Tensor:
+        return event_sum(tensor, len(self.event_shape))
+
+
+class GaussianWeight(WeightDistribution, abstract=True):
+    r"""A weight :math:`W = \mu + A e` with standard normal noise :math:`e`.
+
+    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``;
+    ``_parameters``, ``"loc"`` first; ``scale_noise``, that is :math:`A e`; ``whiten``, that is
+    :math:`A^{-1} d` (or ``mahalanobis`` in its place, if A is not square); ``log_det_covariance``;
+    ``image_around``, the distribution of the outputs of a linear map around their mean.
+
+    **Optional**, beside what :class:`WeightDistribution` lists: ``noise_shape``, where ``e`` does not
+    have the event's shape; ``variance``, without which it is the diagonal of the dense covariance.
+
+    **Provided**: ``rsample``, ``covariance_matrix``, ``mahalanobis``, ``log_prob``, ``entropy``,
+    ``image_under`` with biases, ``trace_and_log_det``, and what :class:`WeightDistribution` provides.
+    """
+
+    _required: ClassVar[dict[str, tuple[str, ...]]] = {
+        "arg_constraints": (),
+        "_parameters": (),
+        "scale_noise": ("rsample", "covariance_matrix"),
+        "whiten": ("mahalanobis",),
+        "log_det_covariance": (),
+        "image_around": ("image_under",),
+    }
+
+    # ---- required --------------------------------------------------------------------------------
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return ``A e`` for ``e (*sample_shape, *batch_shape, *noise_shape)``, of a weight's shape."""
+        raise NotImplementedError
+
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return the noise ``A^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``.
+
+        Its last ``len(event_shape)`` dimensions are those of one weight, in any order of the elements.
+        """
+        raise NotImplementedError
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        raise NotImplementedError
+
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> TorchDistribution:
+        """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
+
+        Args:
+            mean: The mean, ``linear_map(x, loc)`` with that of the bias.
+            linear_map: A dense map or a convolution.
+            x: Its input.
+            bias_variance: Variances ``(out,)`` of an independent bias, or None where it is known.
+        """
+        raise NotImplementedError
+
+    # ---- optional --------------------------------------------------------------------------------
+
+    @property
+    def noise_shape(self) -> torch.Size:
+        """The shape of the noise ``e`` of one weight."""
+        shape: torch.Size = self.event_shape
+        return shape
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        diagonal = self.covariance_matrix.diagonal(dim1=-2, dim2=-1)
+        return diagonal.reshape(*self.batch_shape, *self.event_shape)
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
+        return self.variance_sum, self.log_det_covariance
+
+    # ---- provided --------------------------------------------------------------------------------
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
+        size, like = self.noise_shape.numel(), self._first_parameter
+        unit = torch.eye(size, dtype=like.dtype, device=like.device)
+        batch = [1 for _ in self.batch_shape]
+        noise = unit.reshape(size, *batch, *self.noise_shape)
+        columns = self.scale_noise(noise.expand(size, *self.batch_shape, *self.noise_shape))
+        matrix = columns.flatten(1 + len(self.batch_shape)).movedim(0, -1)
+        return matrix @ matrix.mT
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
-        return self.loc + self._perturbation(self._extended_shape(torch.Size(sample_shape)))
+        shape = torch.Size(sample_shape) + self.batch_shape + self.noise_shape
+        return self.loc + self.scale_noise(standard_normal(shape, self._first_parameter))
 
-    def __call__(self, sample_shape: Any = ()) -> Tensor:
-        """Draw as ``pyro.sample`` does; at a guide's site the draw may be put off."""
-        use = self.site_use
-        if use is None or sample_shape or self.batch_shape:
-            return self.rsample(sample_shape)
-        if use.waits_now or (self.has_factored_draws and weights_wait_now()):
-            return LazyWeight(self, use)
-        return self.rsample()
+    def mahalanobis(self, difference: Tensor) -> Tensor:
+        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
+        return event_sum(self.whiten(difference).square(), len(self.event_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
             self._validate_sample(value)
         constant = self.event_shape.numel() * math.log(2 * math.pi)
-        distance = self._mahalanobis(value - self.loc) + self.log_det_covariance
+        distance = self.mahalanobis(value - self.loc) + self.log_det_covariance
         log_density: Tensor = -0.5 * (distance + constant)
         return log_density
 
@@ -245,48 +363,11 @@ class WeightDistribution(TorchDistribution):
         nats: Tensor = 0.5 * (self.log_det_covariance + constant)
         return nats
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """Return this distribution with a larger batch shape, sharing memory."""
-        batch_shape = torch.Size(batch_shape)
-        new: Self = self._get_checked_instance(type(self), _instance)
-        for name in self._parameters:
-            value = getattr(self, name)
-            own = value.shape[len(self.batch_shape) :]
-            setattr(new, name, value.expand(batch_shape + own))
-        new._set_shapes(batch_shape, self.event_shape, self._validate_args)
-        new.site_use = self.site_use
-        return new
-
-    @property
-    def _first_parameter(self) -> Tensor:
-        """A tensor of this distribution's dtype and device, at hand without any computation."""
-        parameter: Tensor = getattr(self, self._parameters[0])
-        return parameter
-
-    def _map_for_batch(self, linear_map: LinearMap) -> LinearMap:
-        """Return the map for a batch of weights: what lies in between meets several, not one."""
-        if self.batch_shape and isinstance(linear_map, DenseMap):
-            return DenseMap(positions=False)
-        return linear_map
-
-    def _matrix(self, tensor: Tensor) -> Tensor:
-        """View ``(*batch_shape, *event_shape)`` as ``(*batch_shape, out, in)``."""
-        return tensor.reshape(*self.batch_shape, self.event_shape[0], -1)
-
-    def _event_sum(self, tensor: Tensor) -> Tensor:
-        return event_sum(tensor, len(self.event_shape))
-
-
-def event_sum(tensor: Tensor, event_dim: int) -> Tensor:
-    """Sum over the last dimensions; a scalar event has none, and torch would then sum all."""
-    return tensor.sum(tuple(range(-event_dim, 0))) if event_dim else tensor
-
-
-def shrink(tensor: Tensor, event_dim: int) -> Tensor:
-    """Return ``(*batch, *event)`` with every event dimension that repeats one entry at size 1.
-
-    What :meth:`torch.Tensor.expand` made large is small again; a tensor of one number in memory has
-    an event of size 1.
-    """
-    index: Any = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
-    return tensor[(..., *index[tensor.dim() - event_dim :])]
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
+    ) -> TorchDistribution:
+        """Return the distribution of ``linear_map(x, W) + bias``, independent over examples."""
+        linear_map = self.map_for_batch(linear_map)
+        bias_loc, bias_variance = bias_moments(bias)
+        mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
+        return self.image_around(mean, linear_map, x, bias_variance)

@@ -13,6 +13,7 @@ from torch.distributions import constraints
 
 from pyro_structvi.distributions import Auxiliary
 from pyro_structvi.families.family import Family, LatentSite, SitePosterior
+from pyro_structvi.lazy.site_role import SiteRole
 
 _MEMBER: ContextVar[Tensor | int | None] = ContextVar("member", default=None)
 
@@ -44,7 +45,7 @@ class Coupling(nn.Module):
     def sample(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
         """Draw as a part of a guide, with a sample site where there is a KL to count.
 
-        ``infer["coupled"]`` of such a site names the sites whose scale and mask in the model it takes.
+        The ``coupled`` of its role names the sites whose scale and mask in the model it takes.
         """
         return self.draw(posteriors)
 
@@ -110,7 +111,7 @@ class SharedInducing(Coupling):
         q = self.posterior()
         like = q.mean
         prior = Normal(like.new_zeros(()), like.new_ones(())).expand(like.shape).to_event(2)
-        infer = {"is_auxiliary": True, "coupled": tuple(posteriors)}
+        infer = SiteRole(coupled=tuple(posteriors), is_auxiliary=True).as_infer()
         return self._split(pyro.sample(self.site_name, Auxiliary(q, prior), infer=infer))
 
     def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Tensor]:

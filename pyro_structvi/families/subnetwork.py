@@ -19,6 +19,7 @@ from pyro_structvi.distributions import (
 from pyro_structvi.families.coupling import Coupling
 from pyro_structvi.families.family import Family, LatentSite, SitePosterior
 from pyro_structvi.families.full_covariance import FullCovariance
+from pyro_structvi.lazy.site_role import SiteRole
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +185,7 @@ class JointSubnetwork(Coupling):
         """Draw at an auxiliary sample site, which counts the entropy; the sites count their priors."""
         q = self.posterior()
         coupled = tuple(name for name, size in self.sizes.items() if size)
-        infer = {"is_auxiliary": True, "coupled": coupled}
+        infer = SiteRole(coupled=coupled, is_auxiliary=True).as_infer()
         value = pyro.sample(self.site_name, Auxiliary(q), infer=infer)
         return self._split(value, q)
 

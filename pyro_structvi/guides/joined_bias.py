@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_structvi.distributions import PointMass, WeightDistribution
 from pyro_structvi.families import Family, LatentSite, MatrixFamily
+from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import LazyWeight, SiteUse, WeightStandIn
 from pyro_structvi.maps.calls import Application
 from pyro_structvi.maps.linear_maps import BiasColumnMap
@@ -52,12 +53,9 @@ def sample_joined(
     """
     assert site.bias is not None
     once = all(uses[name].may_wait for name in site.names)
-    distribution.site_use = SiteUse(
-        site.name, uses[site.name].local_reparam, count=1 if once else None
-    )
-    joint = pyro.sample(
-        joint_name(site), distribution, infer={"is_auxiliary": True, "joins": site.names}
-    )
+    use = SiteUse(site.name, uses[site.name].local_reparam, count=1 if once else None)
+    role = SiteRole(use, joins=site.names, is_auxiliary=True)
+    joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
     parts: Mapping[str, Tensor]
     if isinstance(joint, LazyWeight):
         parts = {name: LazyPart(joint, site, uses[name]) for name in site.names}

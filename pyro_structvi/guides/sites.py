@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributions import Independent
 
 from pyro_structvi._pyro import outside_plates
-from pyro_structvi.distributions.weight_distribution import shrink
 from pyro_structvi.families import LatentSite, Plate
-from pyro_structvi.lazy.weight import CountedWeight, SiteUse
+from pyro_structvi.lazy.counting import CountedWeight
+from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.lazy.weight import SiteUse
+from pyro_structvi.linalg.shapes import shrink
 
 
 @dataclass
@@ -103,10 +105,10 @@ class _SiteRecorder(Messenger):
         self.observed_plates: set[str] = set()
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        name, infer = msg["name"], msg["infer"]
+        name = msg["name"]
         if site_is_subsample(msg):
             return
-        if msg["is_observed"] or infer.get("is_observation"):
+        if SiteRole.of(msg).is_observation:
             self.observed_plates.update(frame.name for frame in msg["cond_indep_stack"])
             return
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]

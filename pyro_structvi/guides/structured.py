@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from pyro_structvi._checks import check_positive_number
 from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import plates_around
-from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.families import (
     Family,
     LatentSite,
@@ -28,6 +27,7 @@ from pyro_structvi.families.coupling import Coupling, one_member
 from pyro_structvi.guides.joined_bias import join_values, joins_with, sample_joined
 from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
+from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import LocalReparam, SiteUse
 
 _SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
@@ -213,14 +213,14 @@ class StructuredGuide(nn.Module):
             if site.bias is not None:
                 values |= sample_joined(site, distribution, self._uses)
                 continue
-            if isinstance(distribution, WeightDistribution):
-                distribution.site_use = self._uses[site.name]
             with ExitStack() as stack:
                 for plate in site.plates:
                     if plate.name not in plates:
                         plates[plate.name] = pyro.plate(plate.name, plate.size, dim=plate.dim)
                     stack.enter_context(plates[plate.name])
-                values[site.name] = pyro.sample(site.name, distribution)
+                values[site.name] = pyro.sample(
+                    site.name, distribution, infer=SiteRole(self._uses[site.name]).as_infer()
+                )
         return values
 
     @property

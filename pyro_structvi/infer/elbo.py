@@ -24,7 +24,9 @@ from pyro_structvi.families.coupling import one_member
 from pyro_structvi.families.family import one_step
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.schedules import Schedule
-from pyro_structvi.lazy.weight import weights_wait
+from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.lazy.weight import LazyWeight
 from pyro_structvi.linalg.precision import autocast_off
 
 
@@ -187,7 +189,7 @@ class StructuredELBO(ELBO):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, Any]:
-        with weights_wait():
+        with DelayDraws():
             guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         replayed = poutine.replay(model, trace=guide_trace)
         model_trace = poutine.trace(replayed).get_trace(*args, **kwargs)
@@ -233,9 +235,7 @@ class StructuredELBO(ELBO):
             if site["type"] == "sample" and name not in done:
                 closed = isinstance(site["fn"], Auxiliary)
                 nats = site["fn"].kl() if closed else site["fn"].log_prob(site["value"])
-                coupled = [
-                    part for part in site["infer"].get("coupled", ()) if part in model_trace.nodes
-                ]
+                coupled = [part for part in SiteRole.of(site).coupled if part in model_trace.nodes]
                 handled = _handlers_of(model_trace, coupled) if coupled else site
                 kl[name] = scale_and_mask(nats, handled["scale"], handled["mask"]).sum()
                 if not closed:
@@ -312,12 +312,12 @@ def _is_delta(distribution: Any) -> bool:
     return isinstance(distribution, Delta) and not isinstance(distribution, PointMass)
 
 
-def _joint_sites(guide_trace: Any) -> dict[str, tuple[str, str]]:
+def _joint_sites(guide_trace: Any) -> dict[str, tuple[str, ...]]:
     """Return the guide's joint sites of a weight and its bias, with the names of the parts."""
     return {
-        name: site["infer"]["joins"]
+        name: joins
         for name, site in guide_trace.nodes.items()
-        if site["type"] == "sample" and "joins" in site["infer"]
+        if site["type"] == "sample" and (joins := SiteRole.of(site).joins)
     }
 
 
@@ -364,4 +364,6 @@ def _site_kl(guide_site: Any, model_site: Any) -> tuple[Tensor, bool]:
         with autocast_off(value):
             return weighed(kl_divergence(posterior, prior)), True
     except NotImplementedError:
+        if isinstance(value, LazyWeight):
+            value = value.draw_for_density()
         return weighed(posterior.log_prob(value)) - weighed(prior.log_prob(value)), False

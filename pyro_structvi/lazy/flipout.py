@@ -1,18 +1,15 @@
 """Flipout: one draw of a weight, with random signs that make it another one for each example."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from pyro_structvi.distributions.weight_distribution import GaussianWeight
+from pyro_structvi.linalg.shapes import standard_normal
 from pyro_structvi.maps.linear_maps import LinearMap, shape_per_example
-
-if TYPE_CHECKING:
-    from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
 
 def flipout(
-    q: "WeightDistribution", linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
+    q: GaussianWeight, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     r"""Draw the outputs of a map whose weight has independent elements, symmetric about their means.
 
@@ -45,10 +42,10 @@ def flipout(
     """
     channels = x.shape[linear_map.channel_dim]
     inputs = x * _signs(shape_per_example(linear_map, x, channels), x)
-    perturbation = q._matrix(q._perturbation(q.event_shape))
+    perturbation = q.as_matrix(q.scale_noise(standard_normal(q.noise_shape, q.loc)))
     outputs = linear_map(inputs, perturbation)
     signs = _signs(shape_per_example(linear_map, x, q.event_shape[0]), outputs)
-    return linear_map(x, q._matrix(q.loc), bias) + signs * outputs
+    return linear_map(x, q.as_matrix(q.loc), bias) + signs * outputs
 
 
 def _signs(shape: list[int], like: Tensor) -> Tensor:

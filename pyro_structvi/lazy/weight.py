@@ -1,72 +1,31 @@
 """The weight that has not been drawn yet."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
-from pyro.poutine.condition_messenger import ConditionMessenger
-from pyro.poutine.replay_messenger import ReplayMessenger
-from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.substitute_messenger import SubstituteMessenger
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from pyro_structvi._torch import inside_transform
+from pyro_structvi._torch import read_metadata, tree_map, without_storage
+from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.lazy.flipout import flipout
 from pyro_structvi.maps.attention import is_attention, self_attention
 from pyro_structvi.maps.calls import Application, FactorApplication, Lookup, parse_application
-from pyro_structvi.maps.linear_maps import LinearMap, shape_per_example
-
-if TYPE_CHECKING:
-    from pyro_structvi.distributions.weight_distribution import FactoredDraw, WeightDistribution
+from pyro_structvi.maps.linear_maps import FactoredDraw, LinearMap, shape_per_example
 
 LocalReparam = bool | Literal["exact", "flipout"]
-
-_WAITING: ContextVar[bool] = ContextVar("weights_wait", default=False)
-
-
-@contextmanager
-def weights_wait() -> Iterator[None]:
-    """Let weights sampled in this block wait for their use; outside it they are drawn at once.
-
-    For an objective whose value is linear in each log density, such as the ELBO: outputs drawn for
-    the likelihood do not belong to a weight drawn later for a density. Importance weights, which
-    join the two, need drawn weights.
-
-    Example:
-        >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
-        >>> q.site_use = SiteUse("weight", count=1)
-        >>> with weights_wait():
-        ...     type(q()).__name__
-        'LazyWeight'
-        >>> type(q()).__name__
-        'Tensor'
-    """
-    token = _WAITING.set(True)
-    try:
-        yield
-    finally:
-        _WAITING.reset(token)
-
-
-def weights_wait_now() -> bool:
-    """Return whether this code runs inside :func:`weights_wait`."""
-    return _WAITING.get()
 
 
 @dataclass
 class SiteUse:
-    """How a guide's site is used by the model, and how its draws may therefore be put off.
+    """How the model uses a guide's site, and how the draw of its weight may therefore be delayed.
 
     Attributes:
         name: The site.
-        local_reparam: True for the local rule wherever there is one, "exact" for the local rule
-            only where it gives the exact joint law (one position for each example), "flipout" for
-            the same with flipout elsewhere, False for weights that are always drawn.
+        local_reparam: True for local reparameterization wherever there is a rule for it, "exact" for
+            the same only where it gives the exact joint distribution (one position for each example),
+            "flipout" for "exact" with flipout elsewhere, False for weights that are always drawn.
         count: How often one pass of the model uses the site, or None before that is known. A weight
             used more than once must be the same weight each time, so it is drawn.
     """
@@ -77,16 +36,11 @@ class SiteUse:
 
     @property
     def may_wait(self) -> bool:
-        """Whether the site is used once, and so that outputs may be drawn in the weight's place."""
+        """Whether the site is used once, so that outputs may be drawn in the weight's place."""
         return bool(self.local_reparam) and self.count == 1
 
-    @property
-    def waits_now(self) -> bool:
-        """Whether a draw at this site is to be put off here and now; see :func:`weights_wait`."""
-        return self.may_wait and weights_wait_now()
-
     def asks_for_exact(self, application: Application | Lookup) -> bool:
-        """Whether this use is one where an image's law may be approximate, and that is not wanted."""
+        """Whether outputs drawn here might have an approximate distribution, and that is not wanted."""
         return self.local_reparam in {"exact", "flipout"} and application.has_positions
 
 
@@ -97,9 +51,7 @@ class WeightStandIn(Tensor):
 
     @classmethod
     def _make(cls, like: Tensor, shape: torch.Size, use: SiteUse) -> Self:
-        stand_in: Self = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device
-        )
+        stand_in = without_storage(cls, shape, like)
         stand_in.use = use
         return stand_in
 
@@ -108,15 +60,15 @@ class WeightStandIn(Tensor):
         raise NotImplementedError
 
     def _draw_outputs(self, application: Application) -> Tensor | None:
-        """Draw the outputs of a linear map without drawing the weight, where that may be done."""
+        """Draw the outputs of a linear map without drawing the weight, where that is allowed."""
         return None
 
     def _draw_rows(self, lookup: Lookup) -> Tensor | None:
-        """Draw the rows that are looked up without drawing the weight, where that may be done."""
+        """Draw the rows that are looked up without drawing the weight, where that is allowed."""
         return None
 
     def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
-        """Draw a factor for each example, where that may be done."""
+        """Draw a factor for each example, where that is allowed."""
         return None
 
     def _check_input(self, application: Application | Lookup | FactorApplication) -> None:
@@ -148,8 +100,7 @@ class WeightStandIn(Tensor):
         """
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return read_metadata(func, args, kwargs)
         attended = self_attention(args, kwargs) if is_attention(func) else None
         if attended is not None:
             return attended
@@ -165,7 +116,7 @@ class WeightStandIn(Tensor):
                 outputs = weight._draw_outputs(application)
             if outputs is not None:
                 return outputs
-        return func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -176,30 +127,7 @@ class WeightStandIn(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Reached where ``__torch_function__`` is switched off; the same without the exception."""
-        return func(*tree_map(_value, args), **tree_map(_value, kwargs or {}))
-
-
-class CountedWeight(WeightStandIn):
-    """A value that counts how many calls it takes part in.
-
-    Args:
-        value: The value.
-        use: The record that keeps the count, set to zero here.
-    """
-
-    _counted: Tensor
-
-    def __new__(cls, value: Tensor, use: SiteUse) -> Self:
-        """Make the tensor that stands for the value."""
-        weight = cls._make(value, value.shape, use)
-        weight._counted = value
-        use.count = 0
-        return weight
-
-    def draw(self) -> Tensor:
-        """Return the value, and count; a use that may be repeated or differentiated counts twice."""
-        self.use.count = (self.use.count or 0) + (2 if _may_be_repeated() else 1)
-        return self._counted
+        return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs or {}))
 
 
 class LazyWeight(WeightStandIn):
@@ -208,29 +136,33 @@ class LazyWeight(WeightStandIn):
     ``F.linear``, the convolutions and ``F.embedding`` hand themselves to it by torch's
     ``__torch_function__`` protocol; it answers with a draw of the *outputs*, independent for each
     example (local reparameterization). Anything else that touches it gets one ordinary draw of the
-    weight, made once and kept. Its shape, dtype and device are known without a draw.
+    weight, made once and kept. Its shape, dtype and device are known without a draw. After its outputs
+    were drawn, any further use raises an error: it would be a second, independent weight.
 
     Args:
-        distribution: The law of the weight.
-        use: The record of the site it stands at.
+        distribution: The distribution of the weight.
+        use: The record of the site it is at.
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal
         >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
         >>> weight = LazyWeight(q, SiteUse("weight", count=1))
+        >>> weight.is_drawn, float((weight - weight).abs().sum()), weight.is_drawn
+        (False, 0.0, True)
+        >>> weight = LazyWeight(q, SiteUse("weight", count=1))
         >>> torch.nn.functional.linear(torch.ones(5, 3), weight).shape, weight.is_drawn
         (torch.Size([5, 2]), False)
-        >>> float((weight - weight).abs().sum()), weight.is_drawn
-        (0.0, True)
+        >>> weight
+        LazyWeight(site='weight', shape=(2, 3), its outputs were drawn)
     """
 
-    distribution: "WeightDistribution"
+    distribution: WeightDistribution
     _drawn: Tensor | None
-    _factored: "FactoredDraw | None"
+    _factored: FactoredDraw | None
     _gave_outputs: bool
     _with_grad: bool
 
-    def __new__(cls, distribution: "WeightDistribution", use: SiteUse) -> Self:
+    def __new__(cls, distribution: WeightDistribution, use: SiteUse) -> Self:
         """Make the tensor that stands for a draw."""
         weight = cls._make(distribution._first_parameter, distribution.event_shape, use)
         weight.distribution = distribution
@@ -249,28 +181,57 @@ class LazyWeight(WeightStandIn):
         """Return the ordinary weight, drawn at the first call and kept.
 
         Raises:
-            RuntimeError: If the model uses the weight again after its outputs were drawn.
+            RuntimeError: If outputs were drawn in the weight's place before.
         """
         self._refuse_second_use()
+        return self.draw_for_density()
+
+    def draw_for_density(self) -> Tensor:
+        """Return the ordinary weight, independent of outputs that were drawn in its place before.
+
+        For an objective that is linear in each log density, and so needs no joint draw of the two.
+        """
         if self._drawn is None:
             with torch.set_grad_enabled(self._with_grad):  # wherever it is first looked at
                 factored = self._factored
                 self._drawn = factored.weight() if factored else self.distribution.rsample()
         return self._drawn
 
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        """Draw the outputs of the map, or return None where only an ordinary weight will do.
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Show the weight if it has been drawn, without drawing it."""
+        if self._drawn is not None:
+            return repr(self._drawn)
+        state = "its outputs were drawn" if self._gave_outputs else "not drawn yet"
+        return f"LazyWeight(site='{self.use.name}', shape={tuple(self.shape)}, {state})"
 
-        What a lazy bias has of independent noise adds its variance to that of the outputs. The rest
-        of it, or all of it where an example has several positions, is drawn once for each example.
+    def _draw_outputs(self, application: Application) -> Tensor | None:
+        """Apply the weight in the first way of its distribution that is allowed here.
+
+        Returns None where only an ordinary weight will do.
+        """
+        ways = self.distribution.ways_to_apply(application.linear_map, application.x)
+        for way in ways:
+            if way == "outputs" and self._may_give_outputs(application.x):
+                exact = self.distribution.has_exact_positions
+                if exact or not self.use.asks_for_exact(application):
+                    return self._draw_image(application, self.distribution.image_under)
+                if self.use.local_reparam == "flipout" and (
+                    self.distribution.has_independent_elements
+                ):
+                    return self._draw_image(application, None)
+            if way == "factors" and (self._drawn is None or self._factored is not None):
+                return self._apply_factored(application)
+        return None
+
+    def _draw_image(
+        self, application: Application, image_under: Callable[..., Any] | None
+    ) -> Tensor:
+        """Draw outputs from the image of the distribution, or by flipout if that is None.
+
+        The independent noise of a lazy bias adds its variance to that of the outputs. The rest of it,
+        or all of it where an example has several positions, is drawn once for each example.
         """
         linear_map, x, _, bias = application
-        exact = self.distribution.has_exact_positions or not self.use.asks_for_exact(application)
-        independent = self.distribution.has_independent_elements
-        flips = not exact and independent and self.use.local_reparam == "flipout"
-        prefers_draw = self.distribution.prefers_drawn_weight(linear_map, x)
-        if prefers_draw or not (exact or flips) or not self._may_give_outputs(x):
-            return self._apply_factored(application)
         self._refuse_second_use()
         lazy_bias, shift = None, None
         if isinstance(bias, LazyWeight) and bias._may_give_outputs(x):
@@ -280,26 +241,24 @@ class LazyWeight(WeightStandIn):
                 bias, shift = None, _draw_bias_per_example(lazy_bias, linear_map, x)
             else:
                 bias, shift = lazy_bias.distribution.split_noise(x.shape[:-1])
-        if flips:
-            outputs = flipout(self.distribution, linear_map, x, _value(bias))
+        if image_under is None:
+            assert isinstance(self.distribution, GaussianWeight)
+            outputs = flipout(self.distribution, linear_map, x, as_drawn(bias))
         else:
-            image = self.distribution.image_under(linear_map, x, _value(bias))
-            if image is None:
-                return None
-            outputs = image.rsample()
+            outputs = image_under(linear_map, x, as_drawn(bias)).rsample()
         self._gave_outputs = True
         if lazy_bias is not None:
             lazy_bias._gave_outputs = True
         outputs = outputs if shift is None else outputs + shift
-        return _as_layers_have_it(outputs, x, self.dtype)
+        return _in_layer_dtype(outputs, x, self.dtype)
 
     def _draw_rows(self, lookup: Lookup) -> Tensor | None:
         """Draw the rows that are looked up, or return None where only an ordinary weight will do."""
-        law = self.distribution.rows(lookup.indices) if self._may_give_outputs(lookup.x) else None
-        if law is None:
+        image = self.distribution.rows(lookup.indices) if self._may_give_outputs(lookup.x) else None
+        if image is None:
             return None
         self._refuse_second_use()
-        rows: Tensor = law.rsample()
+        rows: Tensor = image.rsample()
         if self.use.asks_for_exact(lookup):
             rows = lookup.share_draws(rows)
         self._gave_outputs = True
@@ -314,24 +273,21 @@ class LazyWeight(WeightStandIn):
         self._gave_outputs = True
         return application.function(x, self.distribution.rsample(x.shape[:1]))
 
-    def _apply_factored(self, application: Application) -> Tensor | None:
-        """Apply one draw of the weight in factors, where that costs less than forming it."""
-        linear_map, x, _, bias = application
-        formed = self._drawn is not None and self._factored is None
-        if formed or not self.distribution.draws_in_factors(linear_map):
-            return None
+    def _apply_factored(self, application: Application) -> Tensor:
+        """Apply one draw of the weight in factors, the same at each use."""
         self._refuse_second_use()
         if self._factored is None:
             with torch.set_grad_enabled(self._with_grad):
-                self._factored = self.distribution.rsample_in_factors()
-        return self._factored.apply(linear_map, _value(x), _value(bias))
+                self._factored = self.distribution.draw_factored()
+        linear_map, x, _, bias = application
+        return self._factored.apply(linear_map, as_drawn(x), as_drawn(bias))
 
     def _may_give_outputs(self, x: Any) -> bool:
         """Whether this weight's part in the outputs for ``x`` may be drawn in its place."""
         return self.use.may_wait and not self.is_drawn and not isinstance(x, WeightStandIn)
 
     def _refuse_second_use(self) -> None:
-        if self._gave_outputs and _inside_model():
+        if self._gave_outputs:
             raise RuntimeError(
                 f"The model uses the weight at site '{self.use.name}' more often in this pass than "
                 "in the pass in which its uses were counted, after its outputs were drawn. A "
@@ -341,12 +297,17 @@ class LazyWeight(WeightStandIn):
             )
 
 
+def as_drawn(value: Any) -> Any:
+    """Return the ordinary tensor that a stand-in gives way to; anything else as it is."""
+    return value.draw() if isinstance(value, WeightStandIn) else value
+
+
 def _autocasts(x: Tensor) -> bool:
     kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def _as_layers_have_it(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _in_layer_dtype(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return outputs in the dtype that a layer's have; noise and biases may be in a wider one."""
     if not _autocasts(x):
         return outputs.to(dtype)
@@ -355,25 +316,10 @@ def _as_layers_have_it(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor
     return outputs
 
 
-def _value(value: Any) -> Any:
-    return value.draw() if isinstance(value, WeightStandIn) else value
-
-
 def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -> Tensor:
     """Draw one bias for each example, shaped to meet the outputs at every position."""
     draw = bias.distribution.rsample(x.shape[: x.dim() - linear_map.event_dim(x)])
     return draw.reshape(shape_per_example(linear_map, x, draw.shape[-1]))
-
-
-def _may_be_repeated() -> bool:
-    """Whether the model differentiates or maps its own net; the counting run has gradients off."""
-    return torch.is_grad_enabled() or inside_transform()
-
-
-def _inside_model() -> bool:
-    """Whether the code that is running is a model that a guide's values were handed to."""
-    handlers = (ReplayMessenger, ConditionMessenger, SubstituteMessenger)
-    return any(isinstance(handler, handlers) for handler in _PYRO_STACK)
 
 
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized")

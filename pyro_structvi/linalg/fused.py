@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_structvi._torch import inside_transform
+from pyro_structvi.linalg.precision import floored_sqrt
 
 
 def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Tensor:
@@ -34,17 +35,6 @@ def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
         return mean + floored_sqrt(variance) * noise
     draws: Tensor = DrawNormal.apply(mean, variance, noise)
     return draws
-
-
-def floored_sqrt(variance: Tensor) -> Tensor:
-    """Return standard deviations, with a floor under the variance in the dtype's own scale.
-
-    A variance of zero (an input of zeros), or one that a convolution's rounding turned negative,
-    keeps a finite gradient. Half precision, in which autocast has variances, gets roots in single.
-    """
-    if torch.finfo(variance.dtype).bits < 32:
-        variance = variance.float()
-    return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
 
 
 def bank_and_squared_norm(x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:

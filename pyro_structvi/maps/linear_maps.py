@@ -9,7 +9,7 @@ every patch, and several weights at once, apart (``stack``) or summed (``combine
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -300,6 +300,16 @@ class BiasColumnMap:
 
 
 LinearMap = DenseMap | ConvolutionMap | BiasColumnMap
+
+
+class FactoredDraw(Protocol):
+    """One draw of a weight that can be applied without being formed."""
+
+    def weight(self) -> Tensor:
+        """Return the weight."""
+
+    def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``linear_map(x, W) + bias``."""
 
 
 def shape_per_example(linear_map: LinearMap, x: Tensor, size: int) -> list[int]:

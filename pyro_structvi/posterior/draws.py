@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import check_positive_integer, check_same_kind, check_shape
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.lazy.weight import LazyWeight
+from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.lazy.weight import as_drawn
 
 Posterior = Callable[..., Any] | Mapping[str, Tensor]
 
@@ -85,11 +86,11 @@ def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> dict[s
     with poutine.block():
         trace = poutine.trace(poutine.mask(guide, mask=False)).get_trace(*args)
     return {
-        name: site["value"].draw() if isinstance(site["value"], LazyWeight) else site["value"]
+        name: as_drawn(site["value"])
         for name, site in trace.nodes.items()
         if site["type"] == "sample"
         and not site_is_subsample(site)
-        and not site["infer"].get("is_auxiliary")
+        and not SiteRole.of(site).is_auxiliary
         and not any(frame.vectorized for frame in site["cond_indep_stack"])
     }
 
@@ -151,7 +152,7 @@ def find_observation(
         and not node["infer"].get("_deterministic")
         and name not in latent
     ]
-    marked = [name for name in free if trace.nodes[name]["infer"].get("is_observation")]
+    marked = [name for name in free if SiteRole.of(trace.nodes[name]).is_observation]
     candidates = [name for name in free if name == site] if site else marked or free
     if len(candidates) != 1:
         raise ValueError(

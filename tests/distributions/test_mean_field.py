@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.linalg.fused import floored_sqrt
+from pyro_structvi.linalg.precision import floored_sqrt
 
 
 def test_scale_broadcasts_to_loc():

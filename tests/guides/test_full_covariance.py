@@ -25,7 +25,7 @@ from pyro_structvi.families import (
     TransformedMeanField,
 )
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.lazy.weight import weights_wait
+from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.maps.linear_maps import DenseMap
 from tests.models import (
     convolution_function,
@@ -301,7 +301,7 @@ def test_a_convolution_uses_one_drawn_weight_and_a_dense_layer_outputs():
     model, x, y = convolution_net(), torch.randn(12, 1, 6, 6), torch.randint(3, (12,))
     guide = ps.FullCovarianceGuide(model)
     guide.initialize(x, y)
-    with weights_wait():
+    with DelayDraws():
         trace = pyro.poutine.trace(guide).get_trace(x, y)
     pyro.poutine.replay(model, trace=trace)(x, y)
     assert trace.nodes["net.0.weight"]["value"].whole.is_drawn

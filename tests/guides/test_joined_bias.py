@@ -15,7 +15,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, LowRank, MeanField
 from pyro_structvi.guides.joined_bias import LazyPart
-from pyro_structvi.lazy.weight import weights_wait
+from pyro_structvi.lazy.messenger import DelayDraws
 from tests import dense_oracles as dense
 from tests.models import make_regressor, regression_data
 from tests.statistics import assert_mean, assert_moments
@@ -140,7 +140,7 @@ def test_a_model_that_samples_only_one_of_both_is_an_error():
 
 def run_layer(guide, args, layer):
     """Return a layer's outputs where the guide's values are handed to it, undrawn."""
-    with weights_wait():
+    with DelayDraws():
         values = poutine.trace(guide).get_trace(*args).nodes
     return layer(values["net.weight"]["value"], values["net.bias"]["value"])
 
@@ -193,7 +193,7 @@ def test_an_input_that_is_a_weight_itself_gets_drawn_weights():
         return F.linear(inputs, weight, bias)
 
     guide = ps.StructuredGuide(model, {"inputs": MeanField(), "*": JOINED})
-    with weights_wait():
+    with DelayDraws():
         trace = poutine.trace(guide).get_trace(None)
     outputs = poutine.replay(model, trace=trace)(None)
     values = [trace.nodes[name]["value"].draw() for name in ("inputs", "weight", "bias")]
@@ -205,7 +205,7 @@ def test_the_bias_of_another_layer_is_another_draw():
     model = ps.Regressor(ps.bayesianize(net), num_data=5, noise_scale=0.3)
     guide, args = make_guide(model), (torch.randn(5, 3), torch.randn(5, 3))
     guide.initialize(*args)
-    with weights_wait():
+    with DelayDraws():
         nodes = poutine.trace(guide).get_trace(*args).nodes
     weight, bias = nodes["net.0.weight"]["value"], nodes["net.1.bias"]["value"]
     outputs = F.linear(args[0], weight, bias)
@@ -219,7 +219,7 @@ def test_a_weight_used_twice_is_one_draw_with_its_bias():
 
     model = ps.Regressor(ps.bayesianize(Twice(3, 2)), num_data=5, noise_scale=0.3)
     guide, args = make_guide(model), (torch.randn(5, 3), torch.randn(5, 2))
-    with weights_wait():
+    with DelayDraws():
         trace = poutine.trace(guide).get_trace(*args)
     outputs = poutine.replay(model, trace=trace)(*args)
     bias = trace.nodes["net.bias"]["value"]
@@ -231,7 +231,7 @@ def test_a_part_knows_its_shape_and_keeps_its_gradient():
     guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
     args = torch.randn(5, 2, 3), torch.randint(4, (5,))
     guide.initialize(*args)
-    with weights_wait():
+    with DelayDraws():
         nodes = poutine.trace(guide).get_trace(*args).nodes
     weight, bias = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
     assert (weight.shape, bias.shape, weight.dtype) == ((4, 2, 3), (4,), torch.float64)

@@ -16,7 +16,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
-from pyro_structvi.lazy.weight import LazyWeight, weights_wait
+from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.weight import LazyWeight
 from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
 from tests.models import (
     HandWritten,
@@ -240,7 +241,7 @@ def test_local_reparam_false_draws_every_weight_once():
     model = make_regressor()
     guide = ps.KTiedGuide(model, local_reparam=False)
     x, y = regression_data()
-    with weights_wait():
+    with DelayDraws():
         trace = poutine.trace(guide).get_trace(x, y)
     assert all(type(trace.nodes[name]["value"]) is torch.Tensor for name in guide.site_names)
     output = poutine.replay(model, trace=trace)(x, y)
@@ -264,7 +265,7 @@ def test_a_weight_used_twice_is_one_weight():
     guide = ps.MeanFieldGuide(recurrent_function, init_scale=1.0)
     x = torch.randn(5, 3)
     guide.initialize(x, torch.zeros(5))
-    with weights_wait():
+    with DelayDraws():
         trace = poutine.trace(guide).get_trace(x, torch.zeros(5))
     mean = poutine.replay(recurrent_function, trace=trace)(x, torch.zeros(5))
     weight = trace.nodes["weight"]["value"]
@@ -555,7 +556,7 @@ def test_a_net_that_differentiates_itself_gets_drawn_weights():
     guide = ps.MeanFieldGuide(model)
     x = torch.randn(5, 3)
     guide.initialize(x, torch.zeros(5, 4))
-    with weights_wait():
+    with DelayDraws():
         value = poutine.trace(guide).get_trace(x).nodes["net.layer.weight"]["value"]
     assert type(value) is torch.Tensor
 

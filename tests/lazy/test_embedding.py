@@ -10,7 +10,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal
-from pyro_structvi.lazy.weight import CountedWeight, LazyWeight, SiteUse
+from pyro_structvi.lazy.counting import CountedWeight
+from pyro_structvi.lazy.weight import LazyWeight, SiteUse
 from pyro_structvi.maps.calls import parse_application
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, MATRIX, Case, positive

@@ -9,7 +9,8 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, MatrixNormal
 from pyro_structvi.distributions.inducing.matheron import MatheronDraw
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse, weights_wait
+from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.weight import LazyWeight, SiteUse
 from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
 
 OUT, IN = 30, 24
@@ -45,7 +46,7 @@ MAPS = {
 @pytest.mark.parametrize(("linear_map", "event_shape", "shape"), MAPS.values(), ids=MAPS)
 def test_applying_a_draw_is_applying_its_weight(linear_map, event_shape, shape, bias_scale):
     q, leaves = make_law(event_shape, bias_scale)
-    draw, x, bias = q.rsample_in_factors(), torch.randn(shape, requires_grad=True), torch.randn(OUT)
+    draw, x, bias = q.draw_factored(), torch.randn(shape, requires_grad=True), torch.randn(OUT)
     outputs = draw.apply(linear_map, x, bias)
     expected = linear_map(x, draw.weight().reshape(OUT, -1), bias)
     torch.testing.assert_close(outputs, expected, rtol=1e-10, atol=1e-10)
@@ -95,7 +96,7 @@ def test_an_inducing_law_without_factors_of_its_own_has_factored_draws_too():
     q, _ = make_law()
     tril = torch.eye(2), torch.eye(3)
     law = InducingNormal.from_inducing(q.joint, MatrixNormal(torch.zeros(2, 3), *tril), 0.5)
-    draw, x = law.rsample_in_factors(), torch.randn(5, IN)
+    draw, x = law.draw_factored(), torch.randn(5, IN)
     torch.testing.assert_close(draw.apply(DenseMap(), x), x @ draw.weight().mT)
 
 
@@ -111,7 +112,7 @@ def test_drawn_weights_are_not_formed_in_a_training_step(monkeypatch):
         ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
     for parameter in guide.parameters():
         assert torch.isfinite(parameter.grad).all()
-    with weights_wait():
+    with DelayDraws():
         trace = pyro.poutine.trace(guide).get_trace(x, y)
     weights = {name: trace.nodes[name]["value"] for name in guide.site_names}
     replayed = pyro.poutine.replay(model, trace=trace)

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from pyro import poutine
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.lazy.weight import CountedWeight, LazyWeight, SiteUse, weights_wait
+from pyro_structvi.lazy.counting import CountedWeight
+from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.weight import LazyWeight, SiteUse
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, VECTOR
 from tests.lazy_weights import (
@@ -115,7 +117,7 @@ def guide(q):
 
 
 def replayed(model, q, *args):
-    with weights_wait():
+    with DelayDraws():
         trace = poutine.trace(guide(q)).get_trace()
     return poutine.replay(model, trace=trace)(*args)
 
@@ -192,7 +194,7 @@ def test_a_model_that_draws_may_use_the_weight_again():
 def test_a_site_that_a_guide_marked_gives_a_lazy_weight():
     q = k_tied_normal()
     assert is_ordinary(guide(q)())  # only an objective that says so lets it wait
-    with weights_wait():
+    with DelayDraws():
         value = guide(q)()
     assert type(value) is LazyWeight
     assert not value.is_drawn
@@ -202,14 +204,14 @@ def test_a_site_that_a_guide_marked_gives_a_lazy_weight():
 def test_a_marked_distribution_still_draws_samples_of_a_shape():
     q = k_tied_normal()
     q.site_use = SiteUse("weight", count=1)
-    with weights_wait():
+    with DelayDraws():
         assert is_ordinary(q((2,)))
         assert is_ordinary(q.rsample())
 
 
 def test_a_marked_distribution_draws_in_a_plate():
     q = k_tied_normal()
-    with pyro.plate("members", 3), weights_wait():
+    with pyro.plate("members", 3), DelayDraws():
         value = guide(q)()
     assert is_ordinary(value)
     assert value.shape == (3, OUT, IN)

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision import models
 
 import pyro_structvi as ps
-from pyro_structvi.lazy.weight import weights_wait
+from pyro_structvi.lazy.messenger import DelayDraws
 from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS, SLOW
 from tests.real_nets.nets import CASES, NUM_DATA, images
 
@@ -79,7 +79,7 @@ def test_what_is_drawn_in_training(case, guide_name):
     model, data = case.make()
     guide = GUIDES[guide_name](model)
     guide.initialize(*data)
-    with weights_wait():  # as StructuredELBO does
+    with DelayDraws():  # as StructuredELBO does
         trace = poutine.trace(guide).get_trace(*data)
     poutine.replay(model, trace)(*data)
     values = {name: trace.nodes[name]["value"] for name in guide.site_names}

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import pyro_structvi as ps
-from pyro_structvi.lazy.weight import weights_wait
+from pyro_structvi.lazy.messenger import DelayDraws
 from tests.guide_cases import GUIDES, POINTS
 
 SIZES = {"input_size": 2, "hidden_size": 3, "num_layers": 2, "bidirectional": True}
@@ -56,7 +56,7 @@ LAYERS = {
 def replay(model, guide, x):
     """Run the model on what the guide hands it in training; return its outputs and the values."""
     guide.initialize(x)
-    with weights_wait():  # as StructuredELBO does
+    with DelayDraws():  # as StructuredELBO does
         trace = poutine.trace(guide).get_trace(x)
     outputs = poutine.replay(model, trace)(x)
     values = {name: trace.nodes[name]["value"] for name in guide.site_names}

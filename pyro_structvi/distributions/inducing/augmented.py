@@ -13,9 +13,9 @@ from pyro_structvi._checks import (
     check_shape,
 )
 from pyro_structvi.distributions.inducing.matheron import AugmentedImage, MatheronDraw
-from pyro_structvi.distributions.mean_field import bias_moments
+from pyro_structvi.distributions.outputs import bias_moments
 from pyro_structvi.distributions.point_mixture import PointMixture
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way, WeightDistribution
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.maps.linear_maps import LinearMap
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NOISE_COST = 400
 
 
-class AugmentedNormal(WeightDistribution):
+class AugmentedNormal(GaussianWeight, abstract=True):
     r"""A weight whose inducing weights have some law, and which given them is conditionally normal.
 
     .. math:: W = \sigma B_r^\top (\tilde U - \lambda \bar U) B_c + \lambda \sigma \bar W
@@ -46,7 +46,6 @@ class AugmentedNormal(WeightDistribution):
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
     _parameters = ("conditional_scale",)
     takes_bias_column = True
-    has_factored_draws = True
     conditional_scale: Tensor
 
     def __init__(
@@ -86,7 +85,7 @@ class AugmentedNormal(WeightDistribution):
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
         """The mean, ``(*batch_shape, *event_shape)``."""
-        return self._weight(self._project(self.inducing.mean))
+        return self.as_weight(self._project(self.inducing.mean))
 
     @property
     def variance(self) -> Tensor:
@@ -104,7 +103,7 @@ class AugmentedNormal(WeightDistribution):
                 columns,
             )
         overlap = rows.square().sum(-2).unsqueeze(-1) * columns.square().sum(-2).unsqueeze(-2)
-        return self._weight((spread + self._squared_lambda(2) * (1 - overlap)) * self._scales**2)
+        return self.as_weight((spread + self._squared_lambda(2) * (1 - overlap)) * self._scales**2)
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -139,7 +138,7 @@ class AugmentedNormal(WeightDistribution):
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)`` by the extended Matheron rule."""
         return self._draw(torch.Size(sample_shape)).weight()
 
-    def rsample_in_factors(self) -> "MatheronDraw":
+    def draw_factored(self) -> "MatheronDraw":
         """Draw a weight that is not formed."""
         return self._draw(torch.Size())
 
@@ -148,49 +147,41 @@ class AugmentedNormal(WeightDistribution):
         scale = self.conditional_scale[..., None, None]
         return MatheronDraw(self, self.inducing.rsample(sample_shape) - scale * whitened, noise)
 
-    def draws_in_factors(self, linear_map: LinearMap) -> bool:
-        """Whether the factors' products, gradients too, are less than the gradient of the weight."""
-        out, (inducing_out, inducing_in) = self.event_shape[0], self.joint.inducing_shape
-        thin = self._size * inducing_in + inducing_out * (inducing_in + out)
-        draws: bool = linear_map.groups == 1 and 3 * thin < out * self._size
-        return draws
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Draw outputs, unless noise at every position costs clearly more than the products it saves.
 
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        return self.rsample(shape[: len(shape) - len(self._extended_shape())]) - self.loc
+        Where an example has several positions both are approximate in one way or another: outputs drop
+        correlations between positions, a drawn weight ties the examples of a batch together. A drawn
+        weight is applied in factors if their products, gradients too, are less than the gradient of the
+        weight. A convolution with several groups gets a drawn weight.
+        """
+        if linear_map.groups > 1:
+            return ("weight",)
+        out, (inducing_out, inducing_in) = self.event_shape[0], self.joint.inducing_shape
+        whole = out * self._size
+        thin = self._size * inducing_in + inducing_out * (inducing_in + out)
+        drawn: tuple[Way, ...] = ("factors", "weight") if 3 * thin < whole else ("weight",)
+        of_outputs = thin + out * (inducing_out + NOISE_COST)
+        if linear_map.has_positions(x) and of_outputs > whole:
+            return drawn
+        return ("outputs", *drawn)
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
-    ) -> "AugmentedImage | None":
-        """Return the law of ``linear_map(x, W) + bias``; None for a convolution with several groups.
-
-        No weight is formed: see :class:`AugmentedImage`.
+    ) -> "AugmentedImage":
+        """Return the distribution of ``linear_map(x, W) + bias``; no weight is formed.
 
         Args:
-            linear_map: A dense map or a convolution.
+            linear_map: A dense map, or a convolution without groups.
             x: Its input.
-            bias: Nothing, a tensor ``(out,)``, or the distribution of one with independent elements,
+            bias: None, a tensor ``(out,)``, or the distribution of one with independent elements,
                 independent of ``W`` too.
 
         Returns:
-            The law of the outputs. All positions of an example share its inducing weights; the noise
-            given those is independent over positions.
+            A distribution over the outputs. All positions of an example share its inducing weights; the
+            noise given those is independent over positions.
         """
-        if linear_map.groups > 1:
-            return None
-        return AugmentedImage(self, self._map_for_batch(linear_map), x, *bias_moments(bias))
-
-    def prefers_drawn_weight(self, linear_map: LinearMap, x: Tensor) -> bool:
-        """Whether noise at every position costs clearly more than the products that it saves.
-
-        Where an example has several positions both are approximate in one way or another: outputs drop
-        correlations between positions, a drawn weight ties the examples of a batch together.
-        """
-        if not linear_map.has_positions(x):
-            return False
-        out, (inducing_out, inducing_in) = self.event_shape[0], self.joint.inducing_shape
-        thin = self._size * inducing_in + inducing_out * (inducing_in + 2 * out)
-        prefers: bool = thin + NOISE_COST * out > out * self._size
-        return prefers
+        return AugmentedImage(self, self.map_for_batch(linear_map), x, *bias_moments(bias))
 
     # ---- what these share ------------------------------------------------------------------------
 
@@ -238,17 +229,13 @@ class AugmentedNormal(WeightDistribution):
 
     def _seen(self, difference: Tensor) -> tuple[Tensor, Tensor]:
         """Return matrices V for a prior scale of 1, and what inducing weights see of them, in double."""
-        batch = difference.shape[: difference.dim() - len(self.event_shape)]
-        v = difference.reshape(*batch, self.event_shape[0], -1) / self._scales
+        v = self.as_matrix(difference) / self._scales
         rows, columns = self._bases
         with autocast_off(v):
             return v, (rows @ v @ columns.mT).double()
 
     def _squared_lambda(self, dims: int) -> Tensor:
         return self.conditional_scale.square()[(..., *(None for _ in range(dims)))]
-
-    def _weight(self, matrix: Tensor) -> Tensor:
-        return matrix.reshape(*matrix.shape[:-2], *self.event_shape)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
@@ -261,7 +248,7 @@ class AugmentedNormal(WeightDistribution):
             self.conditional_scale.expand(batch_shape),
             validate_args=False,
         )
-        new._validate_args, new.site_use = self._validate_args, self.site_use
+        new._validate_args = self._validate_args
         return new
 
 

@@ -68,7 +68,8 @@ class ConditionalNormal(AugmentedNormal):
         total: Tensor = 2 * self.event_shape[0] * prior + log_det.to(prior.dtype)
         return total
 
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
+    def mahalanobis(self, difference: Tensor) -> Tensor:
+        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         v, seen = self._seen(difference)
         complements = (side.complement.double() for side in (self.joint.rows, self.joint.columns))
         quadratic: Tensor = KroneckerQuadratic.apply(seen, *complements)

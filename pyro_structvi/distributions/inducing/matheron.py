@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 
-from pyro_structvi.distributions.full import DenseImage
-from pyro_structvi.linalg.fused import add_scaled_noise, floored_sqrt
+from pyro_structvi.distributions.outputs import OutputDistribution
+from pyro_structvi.linalg.fused import add_scaled_noise
+from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.maps.linear_maps import BiasColumnMap, DenseMap, LinearMap
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class MatheronDraw:
         law = self.law
         coefficient = law.conditional_scale[..., None, None] * law._scales
         weight = add_scaled_noise(law._project(self.inducing), coefficient, self.noise)
-        return law._weight(weight)
+        return law.as_weight(weight)
 
     def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``linear_map(x, W) + bias``: two products of the weight's size in place of three."""
@@ -48,7 +50,7 @@ class MatheronDraw:
         return torch.addcmul(low_rank, coefficient, linear_map(x, noise))
 
 
-class AugmentedImage(DenseImage):
+class AugmentedImage(OutputDistribution):
     r"""The law of the outputs of a weight with inducing weights; a draw never forms the weight.
 
     With :math:`h = B_c (\sigma x)`, an output is
@@ -78,8 +80,7 @@ class AugmentedImage(DenseImage):
         self._squared = _scaled(squared, joint, linear_map, x)
         shape = list(self._hidden.shape)
         shape[linear_map.channel_dim] = weight.event_shape[0]
-        split = len(shape) - linear_map.event_dim(self._hidden)
-        self._set_shapes(torch.Size(shape[:split]), torch.Size(shape[split:]), False)
+        self._set_shapes(torch.Size(shape), linear_map.event_dim(self._hidden))
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
@@ -96,17 +97,12 @@ class AugmentedImage(DenseImage):
         return at_positions.mT.reshape(self._extended_shape())
 
     @property
-    def scale_tril(self) -> Tensor:  # type: ignore[override]
-        """The Cholesky factor of the covariance, ``(*batch_shape, E, E)`` for E outputs.
-
-        Raises:
-            NotImplementedError: For a mixture, whose density and copies it would not give.
-        """
+    def _dense(self) -> MultivariateNormal:
         if self._of._is_mixture:
             raise NotImplementedError(
                 "Outputs of a mixture of normals have draws and moments only."
             )
-        return super().scale_tril
+        return super()._dense
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -147,9 +143,6 @@ class AugmentedImage(DenseImage):
         draws: Tensor = outputs.reshape(self._extended_shape(sample))
         return draws
 
-    def _perturbation(self, shape: torch.Size) -> Tensor:
-        return self.rsample(shape[: len(shape) - len(self._extended_shape())]) - self.loc
-
     def _standard_noise(self, hidden: Tensor) -> Tensor:
         shape = list(hidden.shape)
         shape[self._map.channel_dim] = self._rows.shape[-1]
@@ -159,11 +152,7 @@ class AugmentedImage(DenseImage):
         """Draw the inducing weights times ``hidden``, one draw for all positions of an example."""
         inducing, event_dim = self._of.inducing, len(self.event_shape)
         if event_dim == 1:
-            image = inducing.image_under(DenseMap(positions=False), hidden)
-            assert image is not None, (
-                "Every law of inducing weights has an image under a dense map."
-            )
-            drawn: Tensor = image.rsample()
+            drawn: Tensor = inducing.image_under(DenseMap(positions=False), hidden).rsample()
             return drawn
         draws = inducing.rsample(hidden.shape[: hidden.dim() - event_dim])
         channel = self._map.channel_dim

@@ -14,7 +14,8 @@ from pyro_structvi.distributions.kl_to_normals import JoinedPrior, kl_weight_joi
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.point_mixture import PointMixture
-from pyro_structvi.distributions.weight_distribution import WeightDistribution, shrink
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.linalg.shapes import shrink
 
 if TYPE_CHECKING:
     from pyro_structvi.distributions.inducing.joint import AugmentedMatrixNormal
@@ -122,13 +123,14 @@ class InducingNormal(AugmentedNormal):
         log_det: Tensor = torch.linalg.slogdet(self._seen_covariance()).logabsdet
         return self._given().log_det_covariance + log_det.to(self.conditional_scale.dtype)
 
-    def _mahalanobis(self, difference: Tensor) -> Tensor:
+    def mahalanobis(self, difference: Tensor) -> Tensor:
+        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         v, seen = self._seen(difference)
         k = torch.linalg.solve(self._residual(), seen.flatten(-2).unsqueeze(-1))
         covariance = self.inducing.covariance_matrix.double()
         gain = torch.linalg.solve(self._seen_covariance(), covariance)
         explained = (k.mT @ gain @ k)[..., 0, 0] / self._squared_lambda(0).double().square()
-        distance: Tensor = self._given()._mahalanobis(difference) - explained.to(v.dtype)
+        distance: Tensor = self._given().mahalanobis(difference) - explained.to(v.dtype)
         return distance
 
     def _given(self) -> ConditionalNormal:
@@ -211,7 +213,7 @@ class GivenInducing(InducingNormal):
         """Return the weight's part of the bound, in nats, ``(*sample, *batch_shape)``."""
         scale, whitened = self.conditional_scale, self.inducing.mean
         unscaled = ConditionalNormal(self.joint, whitened, torch.ones_like(scale), False)
-        distance = unscaled._mahalanobis(value - self.loc)
+        distance = unscaled.mahalanobis(value - self.loc)
         ratio = 0.5 * distance * (1 - scale.square().reciprocal())
         prior = self.joint.weight_prior().log_prob(value)
         part: Tensor = prior + ratio - self.event_shape.numel() * scale.log()

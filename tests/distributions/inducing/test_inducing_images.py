@@ -202,7 +202,7 @@ def test_whether_a_weight_is_drawn_is_seen_in_the_layer(monkeypatch):
 @JOINED
 def test_a_draw_in_factors_is_applied_as_its_weight(make_layer_of, join):
     q, layer = with_arguments(make_layer(make_mean_field, join), torch.clone), make_layer_of()
-    draw, bias = q.rsample_in_factors(), torch.randn(OUT)
+    draw, bias = q.draw_factored(), torch.randn(OUT)
     linear_map = BiasColumnMap(layer.plain_map) if join else layer.plain_map
     outputs = draw.apply(linear_map, layer.x, bias)
     expected = linear_map(layer.x, draw.weight(), bias)

@@ -1,0 +1,52 @@
+"""What normals with independent elements share, whatever their standard deviations are made of."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_structvi.distributions.weight_distribution import GaussianWeight
+
+
+class IndependentWeight(GaussianWeight, abstract=True):
+    """Independent normals with the standard deviations ``stddev``.
+
+    **Required**: ``arg_constraints``; ``_parameters``; ``stddev``, of the weight's shape;
+    ``image_around``. **Optional**: whatever is cheaper than by ``stddev``.
+    """
+
+    has_independent_elements = True
+    _required: ClassVar[dict[str, tuple[str, ...]]] = {
+        "arg_constraints": (),
+        "_parameters": (),
+        "stddev": (),
+        "image_around": ("image_under",),
+    }
+
+    @property
+    def stddev(self) -> Tensor:
+        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
+        raise NotImplementedError
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.stddev.square()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)``, diagonal."""
+        return torch.diag_embed(self.variance.reshape(*self.batch_shape, -1))
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        return 2 * self._event_sum(self.stddev.log())
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return the noise times the standard deviations."""
+        return noise * self.stddev
+
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return the difference in standard deviations."""
+        return difference / self.stddev

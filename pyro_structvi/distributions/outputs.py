@@ -1,0 +1,174 @@
+"""Distributions of the outputs of a linear map whose weight is random."""
+
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import MultivariateNormal, Normal
+
+from pyro_structvi.linalg.fused import draw_normal
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.shapes import event_sum, standard_normal
+from pyro_structvi.maps.linear_maps import LinearMap, shape_per_example
+
+
+class OutputDistribution(TorchDistribution):
+    """The distribution of the outputs of a linear map, independent over the examples of a batch.
+
+    A subclass defines ``variance``, ``covariance_matrix`` and ``rsample``; ``log_prob`` and ``entropy``
+    are those of the normal with that dense covariance, NaN where it is singular, unless it defines them.
+
+    Args:
+        loc: The mean, ``(*batch_shape, *event_shape)``.
+        event_dim: How many trailing dimensions are the outputs of one example.
+
+    Attributes:
+        loc: The mean.
+    """
+
+    has_rsample = True
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    loc: Tensor
+
+    def __init__(self, loc: Tensor, event_dim: int) -> None:
+        self.loc = loc
+        self._set_shapes(loc.shape, event_dim)
+
+    def _set_shapes(self, shape: torch.Size, event_dim: int) -> None:
+        split = len(shape) - event_dim
+        super().__init__(shape[:split], shape[split:], validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean, ``(*batch_shape, *event_shape)``."""
+        return self.loc
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        raise NotImplementedError
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs; for small sizes."""
+        raise NotImplementedError
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        raise NotImplementedError
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
+        flat = value.flatten(value.dim() - len(self.event_shape))
+        log_density: Tensor = self._dense.log_prob(flat)
+        return log_density
+
+    def entropy(self) -> Tensor:
+        """Return the differential entropy ``(*batch_shape,)``, in nats."""
+        nats: Tensor = self._dense.entropy()
+        return nats
+
+    @property
+    def _dense(self) -> MultivariateNormal:
+        tril, info = torch.linalg.cholesky_ex(self.covariance_matrix)
+        factor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
+        loc = self.loc.flatten(len(self.batch_shape))
+        return MultivariateNormal(loc, scale_tril=factor, validate_args=False)
+
+
+class NormalOutputs(OutputDistribution):
+    """Independent normals over the outputs of a map.
+
+    Args:
+        linear_map: The map.
+        mean: Means, of the shape of its outputs.
+        variance: Variances, of the same shape.
+    """
+
+    def __init__(self, linear_map: LinearMap, mean: Tensor, variance: Tensor) -> None:
+        super().__init__(mean, linear_map.event_dim(mean))
+        self._variance = variance
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        return self._variance
+
+    @property
+    def scale(self) -> Tensor:
+        """The standard deviation of each output, at least a tiny positive number."""
+        return floored_sqrt(self._variance)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)``, diagonal."""
+        return torch.diag_embed(self._variance.flatten(len(self.batch_shape)))
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        shape = self._extended_shape(torch.Size(sample_shape))
+        noise = standard_normal(shape, self.loc)
+        return draw_normal(self.loc.expand(shape), self._variance.expand(shape), noise)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
+        return event_sum(self._normal.log_prob(value), len(self.event_shape))
+
+    def entropy(self) -> Tensor:
+        """Return the differential entropy ``(*batch_shape,)``, in nats."""
+        return event_sum(self._normal.entropy(), len(self.event_shape))
+
+    @property
+    def _normal(self) -> Normal:
+        return Normal(self.loc, self.scale, validate_args=False)
+
+
+def bias_moments(bias: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mean and the variance of a bias.
+
+    Args:
+        bias: None, a tensor, or a distribution over a weight, whose elements must be independent.
+
+    Raises:
+        ValueError: If its elements are correlated.
+    """
+    if bias is None or isinstance(bias, Tensor):
+        return bias, None
+    if not bias.has_independent_elements:
+        raise ValueError(
+            f"`bias` must be a tensor or have independent elements, but got a "
+            f"{type(bias).__name__}. Pass a draw of it for each example."
+        )
+    return bias.mean, bias.variance
+
+
+def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
+    """Shape one number for each channel, ``(*batch, out)``, so that it broadcasts to the outputs."""
+    space = [1 for _ in range(-linear_map.channel_dim - 1)]
+    return values.reshape(*values.shape, *space)
+
+
+def bias_columns(linear_map: LinearMap, bias_variance: Tensor, event_shape: torch.Size) -> Tensor:
+    """Return vectors whose outer products add up to the covariance of a bias that positions share.
+
+    Args:
+        linear_map: The map.
+        bias_variance: Variances ``(out,)``.
+        event_shape: The shape of an example's outputs.
+
+    Returns:
+        One vector for each channel, ``(out, *event_shape)``.
+    """
+    scales = torch.diag(bias_variance.sqrt())
+    before = [1 for _ in range(len(event_shape) + linear_map.channel_dim)]
+    columns = meet_channels(linear_map, scales).reshape(
+        len(scales), *before, *meet_channels(linear_map, bias_variance).shape
+    )
+    return columns.expand(-1, *event_shape)
+
+
+def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) -> Tensor:
+    """Draw the noise of a bias once for each example, shaped to meet the outputs at all positions."""
+    shape = shape_per_example(linear_map, x, len(bias_variance))
+    return meet_channels(linear_map, floored_sqrt(bias_variance)) * standard_normal(shape, x)

@@ -1,0 +1,41 @@
+"""The handler under which a guide hands its weights to the model undrawn."""
+
+from typing import Any
+
+from pyro.poutine.messenger import Messenger
+
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.lazy.weight import LazyWeight
+
+
+class DelayDraws(Messenger):
+    """Delays the draws of a guide's weights until the model uses them.
+
+    The value of a sample site becomes a :class:`~pyro_structvi.lazy.weight.LazyWeight` if its
+    distribution is a :class:`~pyro_structvi.distributions.WeightDistribution` and its role says how the
+    model uses it. Sites in plates are drawn at once.
+
+    For an objective that is linear in each log density, such as the ELBO: outputs drawn for the
+    likelihood do not belong to a weight that is drawn later for a density. Importance weights combine
+    the two, so they need drawn weights.
+
+    Example:
+        >>> import pyro
+        >>> import torch
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> from pyro_structvi.lazy.weight import SiteUse
+        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
+        >>> infer = SiteRole(use=SiteUse("weight", count=1)).as_infer()
+        >>> with DelayDraws():
+        ...     type(pyro.sample("weight", q, infer=infer)).__name__
+        'LazyWeight'
+        >>> type(pyro.sample("weight", q, infer=infer)).__name__
+        'Tensor'
+    """
+
+    def _pyro_sample(self, msg: Any) -> None:
+        distribution, use = msg["fn"], SiteRole.of(msg).use
+        is_weight = isinstance(distribution, WeightDistribution) and not distribution.batch_shape
+        if is_weight and use is not None and msg["value"] is None:
+            msg["value"] = LazyWeight(distribution, use)
