@@ -1,0 +1,86 @@
+"""The helper of exact tests of draws, on draws that are known."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+
+from tests.unit_noise import assert_draws, draw_with_noise, unit_draws
+
+MEAN = torch.tensor([1.0, -2.0], dtype=torch.float64)
+TRIL = torch.tensor([[2.0, 0.0], [3.0, 1.0]], dtype=torch.float64)
+COVARIANCE = TRIL @ TRIL.mT
+
+
+def correlated():
+    return MEAN + (TRIL @ torch.randn(2, 1)).squeeze(-1)
+
+
+def test_mean_and_covariance_are_exact():
+    found = assert_draws(correlated, MEAN, COVARIANCE)
+    assert torch.equal(found.mean, MEAN)
+    assert torch.equal(found.matrix, TRIL)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: dist.Normal(MEAN, 3.0).rsample(),
+        lambda: dist.MultivariateNormal(MEAN, 9 * torch.eye(2)).rsample(),
+        lambda: MEAN + 3 * torch.randn_like(MEAN),
+        lambda: torch.stack([1 + 3 * torch.randn(()), -2 + 3 * torch.randn(1).squeeze()]),
+        lambda: torch.empty(2).normal_(0.0, 3.0) + MEAN,
+    ],
+)
+def test_every_source_of_noise_is_replaced(draw):
+    assert_draws(draw, MEAN, torch.eye(2).mul(9))
+
+
+def test_entries_of_a_batch_must_be_independent():
+    blocks = COVARIANCE.expand(2, 2, 2)
+    assert_draws(lambda: torch.stack([correlated(), correlated()]), MEAN, blocks)
+    with pytest.raises(AssertionError):
+        assert_draws(lambda: correlated().expand(2, 2), MEAN, blocks)
+
+
+@pytest.mark.parametrize(
+    ("mean", "covariance"), [(MEAN + 1e-9, COVARIANCE), (MEAN, COVARIANCE * (1 + 1e-9))]
+)
+def test_a_small_error_is_seen(mean, covariance):
+    with pytest.raises(AssertionError):
+        assert_draws(correlated, mean, covariance)
+
+
+def test_gradients_go_through():
+    scale = torch.tensor(3.0, requires_grad=True)
+    covariance = unit_draws(lambda: scale * torch.randn(2)).covariance
+    torch.testing.assert_close(torch.autograd.grad(covariance.sum(), scale)[0], 4 * scale.detach())
+
+
+AMOUNTS = iter(range(1, 9))
+
+
+def growing_amount():
+    return torch.randn(next(AMOUNTS)).sum()
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: torch.rand(2), "not standard normal"),
+        (lambda: torch.randn(2) * torch.bernoulli(torch.full((2,), 0.5)), "not standard normal"),
+        (lambda: torch.randn(2).prod(), "not linear"),
+        (lambda: torch.randn(2).abs(), "not linear"),
+        (growing_amount, "numbers of noise"),
+    ],
+)
+def test_what_is_not_linear_is_refused(draw, message):
+    with pytest.raises(AssertionError, match=message):
+        unit_draws(draw)
+
+
+def test_torch_is_left_as_it_was():
+    before = torch.randn, torch.randn_like, torch.Tensor.normal_
+    with pytest.raises(ZeroDivisionError):
+        draw_with_noise(lambda: 1 / 0, None)
+    assert before == (torch.randn, torch.randn_like, torch.Tensor.normal_)
+    assert "normal_" not in vars(torch.Tensor)
