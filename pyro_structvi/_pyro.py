@@ -1,18 +1,27 @@
-"""The vectorized plates that Pyro's objectives and ``Predictive`` put around a model or a guide."""
+"""Private parts of Pyro, each with its use and with what breaks without it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
+from pyro.nn import PyroModule
 from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.runtime import _PYRO_STACK
-from torch import Size
+from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
+from torch import Size, Tensor, nn
+from torch.distributions import constraints
+
+# ---- plates ------------------------------------------------------------------------------------------
 
 _FIRST: ContextVar[int] = ContextVar("first", default=0)
 
 
 def plates_around() -> Size:
-    """Return the sizes of the vectorized plates around a model, but for that of its data, at dim -1."""
+    """Return the sizes of the vectorized plates around a model, except the plate of its data at dim -1.
+
+    Pyro's objectives and ``Predictive`` put such plates around a model or a guide, and only the stack of
+    handlers knows of them. Without it a net would meet weights with dimensions that no layer takes.
+    """
     handlers = _PYRO_STACK[_FIRST.get() :]
     frames = [handler for handler in handlers if isinstance(handler, IndepMessenger)]
     dims = {frame.dim: frame.size for frame in frames if frame.dim is not None and frame.dim < -1}
@@ -21,9 +30,90 @@ def plates_around() -> Size:
 
 @contextmanager
 def outside_plates() -> Iterator[None]:
-    """Let a block, in which ``poutine.block`` hides all from Pyro's handlers, not see the plates."""
+    """Hide the plates from a block, in which ``poutine.block`` hides the rest from Pyro's handlers."""
     token = _FIRST.set(len(_PYRO_STACK))
     try:
         yield
     finally:
         _FIRST.reset(token)
+
+
+# ---- sample sites that modules declare ---------------------------------------------------------------
+
+
+def declared_samples(module: nn.Module) -> dict[str, Any]:
+    """Return the priors of the ``PyroSample`` attributes of one module, by attribute.
+
+    Pyro has no public list of them. Without it a guide could make its parameters only after the model
+    has run, and no state dict could be loaded before.
+    """
+    samples: dict[str, Any] = vars(module).get("_pyro_samples", {})
+    return samples
+
+
+def declared_name(module: PyroModule, attribute: str) -> str:
+    """Return the name that an attribute's site will have when the model runs.
+
+    Pyro's own function for it refuses to answer before the first run.
+    """
+    return f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
+
+
+def site_name(module: PyroModule, attribute: str) -> str:
+    """Return the name of an attribute's site in a run of the model; that of its owner if it is tied."""
+    return str(module._pyro_get_fullname(attribute))
+
+
+def tie_site(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:
+    """Give an attribute's site the name of another module's site, so that both read one value.
+
+    Pyro asks a module for the names of its sites. Without it a weight that two modules share would
+    become two independent sites.
+    """
+    names = module.__dict__.setdefault("_pyro_get_fullname", _TiedNames(module))
+    names.tied[attribute] = (owner, owners_attribute)
+
+
+class _TiedNames:
+    """The names of the sites of a module some of whose attributes are tied."""
+
+    def __init__(self, module: PyroModule) -> None:
+        self.module = module
+        self.tied: dict[str, tuple[PyroModule, str]] = {}
+
+    def __call__(self, attribute: str) -> str:
+        if attribute in self.tied:
+            return site_name(*self.tied[attribute])
+        return str(PyroModule._pyro_get_fullname(self.module, attribute))
+
+
+def was_called(net: nn.Module) -> bool:
+    """Whether a net was called as a model by itself, after which Pyro does not rename its sites."""
+    return isinstance(net, PyroModule) and bool(net._pyro_context.used)
+
+
+@contextmanager
+def site_values(net: PyroModule) -> Iterator[dict[str, Tensor]]:
+    """Open the values of a net's sites by name, which its modules read in this block.
+
+    Without it a net could not be run at given values by vmap, or by a tracer that takes no handlers.
+    """
+    with net._pyro_context:
+        yield net._pyro_context.cache
+
+
+# ---- the param store ---------------------------------------------------------------------------------
+
+
+def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Show a module's own parameter in Pyro's param store.
+
+    The public way in, ``pyro.param``, keeps the value that the store already has under the name, so a
+    second guide of one class would train the parameters of the first.
+    """
+    stale = _PYRO_PARAM_STORE._params.get(name)
+    if stale is not None and stale is not parameter:  # let go of a former guide's
+        _PYRO_PARAM_STORE._param_to_name.pop(stale, None)
+    _PYRO_PARAM_STORE._params[name] = parameter
+    _PYRO_PARAM_STORE._constraints[name] = constraints.real
+    _PYRO_PARAM_STORE._param_to_name[parameter] = name

@@ -3,24 +3,29 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Mapping
 from typing import Any
 
 from pyro.nn import PyroModule, PyroSample
 from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from pyro_structvi._patterns import matches
+from pyro_structvi._pyro import declared_samples, tie_site
+from pyro_structvi._torch import (
+    BatchOrInstanceNorm,
+    SpectralParametrization,
+    forward_hooks,
+    is_householder,
+    unlisted_weights,
+)
 from pyro_structvi.nn.layers.rank_one import RankOne, RankOneLayer
 from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamard, WalshHadamardLayer
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
 
-_NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORMALIZATION = (BatchOrInstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
 
 
@@ -107,7 +112,7 @@ def bayesianize(
     bayes_net = copy.deepcopy(
         net, {key: shared[key] for key in sampled} | converted | _computed_weights(net)
     )
-    with _unlisted_weights(bayes_net):
+    with unlisted_weights(bayes_net):
         to_pyro_module_(bayes_net)
         _leave_fast_path(bayes_net)
         _sample_parameters(bayes_net, sampled)
@@ -187,19 +192,19 @@ def _parameters_of_layers(net: nn.Module, converted: dict[int, Any]) -> set[int]
 def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
     """Refuse weights that are no function of their parameters once these are random."""
     for name, module in net.named_modules():
-        for attribute, parameter in module._parameters.items():
+        for attribute, parameter in _own_parameters(module):
             if id(parameter) not in sampled:
                 continue
             for step in _steps_from(module, attribute):
                 reason = None
-                if isinstance(step, (_SpectralNorm, SpectralNorm)):
+                if isinstance(step, (SpectralParametrization, SpectralNorm)):
                     reason = (
                         "is under `spectral_norm`, which divides a draw by a norm that it estimated "
                         "from other draws. Remove it, with `remove_parametrizations` of "
                         "`torch.nn.utils.parametrize` or `torch.nn.utils.remove_spectral_norm`, or "
                         "freeze the weight"
                     )
-                elif isinstance(step, _Orthogonal) and step.orthogonal_map.name == "householder":
+                elif is_householder(step):
                     reason = (
                         "is under `orthogonal` by Householder reflections, which turns columns of a "
                         'draw into zeros. Pass `orthogonal_map="cayley"` or "matrix_exp" to '
@@ -214,8 +219,9 @@ def _steps_from(module: nn.Module, attribute: str) -> list[Any]:
     """Return the parametrizations, or hooks, that make a weight of a parameter."""
     if isinstance(module, ParametrizationList):
         return list(module)
-    hooks = module._forward_pre_hooks.values()
-    return [hook for hook in hooks if f"{getattr(hook, 'name', None)}_orig" == attribute]
+    return [
+        hook for hook in forward_hooks(module) if f"{getattr(hook, 'name', None)}_orig" == attribute
+    ]
 
 
 def _computed_weights(net: nn.Module) -> dict[int, Tensor]:
@@ -228,14 +234,9 @@ def _computed_weights(net: nn.Module) -> dict[int, Tensor]:
     }
 
 
-@contextmanager
-def _unlisted_weights(net: nn.Module) -> Iterator[None]:
-    """Keep recurrent layers from listing, and so computing, their weights while these change."""
-    layers = [module for module in net.modules() if isinstance(module, nn.RNNBase)]
-    names = [vars(layer).pop("_flat_weights_names") for layer in layers]
-    yield
-    for layer, own in zip(layers, names, strict=True):
-        layer._flat_weights_names = own
+def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a module without those of its children, by attribute."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def _leave_fast_path(bayes_net: PyroModule) -> None:
@@ -252,8 +253,8 @@ def _leave_fast_path(bayes_net: PyroModule) -> None:
 def _sample_parameters(bayes_net: PyroModule, sampled: dict[int, Any]) -> None:
     owners: dict[int, tuple[PyroModule, str]] = {}
     for module in bayes_net.modules():
-        for attribute, parameter in list(module._parameters.items()):
-            if parameter is None or id(parameter) not in sampled:
+        for attribute, parameter in _own_parameters(module):
+            if id(parameter) not in sampled:
                 continue
             if id(parameter) in owners:
                 _tie(module, attribute, *owners[id(parameter)])
@@ -267,18 +268,16 @@ def _sample_parameters(bayes_net: PyroModule, sampled: dict[int, Any]) -> None:
 def _freeze_for_good(bayes_net: PyroModule) -> None:
     """Turn frozen parameters into buffers: Pyro's param store would thaw them."""
     for module in bayes_net.modules():
-        for attribute, parameter in list(module._parameters.items()):
-            if parameter is not None and not parameter.requires_grad:
-                del module._parameters[attribute]
+        for attribute, parameter in _own_parameters(module):
+            if not parameter.requires_grad:
+                delattr(module, attribute)
                 module.register_buffer(attribute, parameter.detach())
 
 
 def _tie(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:
     """Let an attribute be the site of another module: its prior under its name."""
-    prior = TiedPrior(owner, owners_attribute)
-    names = module.__dict__.setdefault("_pyro_get_fullname", _TiedNames(module))
-    names.tied[attribute] = prior
-    setattr(module, attribute, PyroSample(prior))
+    tie_site(module, attribute, owner, owners_attribute)
+    setattr(module, attribute, PyroSample(TiedPrior(owner, owners_attribute)))
 
 
 class TiedPrior:
@@ -297,18 +296,4 @@ class TiedPrior:
 
     def __call__(self, module: PyroModule) -> Any:
         """Return the owner's prior."""
-        return self.owner._pyro_samples[self.attribute](self.owner)
-
-
-class _TiedNames:
-    """Stands in for ``_pyro_get_fullname`` of a module some of whose attributes are tied."""
-
-    def __init__(self, module: PyroModule) -> None:
-        self.module = module
-        self.tied: dict[str, TiedPrior] = {}
-
-    def __call__(self, attribute: str) -> str:
-        if attribute in self.tied:
-            prior = self.tied[attribute]
-            return str(prior.owner._pyro_get_fullname(prior.attribute))
-        return str(PyroModule._pyro_get_fullname(self.module, attribute))
+        return declared_samples(self.owner)[self.attribute](self.owner)

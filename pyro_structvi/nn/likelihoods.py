@@ -16,6 +16,7 @@ from pyro_structvi._checks import (
     check_same_kind,
     check_shape,
 )
+from pyro_structvi._pyro import declared_samples, was_called
 from pyro_structvi.nn.plates import run_in_plates
 from pyro_structvi.nn.priors import resolve_prior, sample_from
 
@@ -130,7 +131,7 @@ class Regressor(PyroModule):
             check_shape("y", y, mean.shape[plates:], "that of the net's output")
             check_same_kind("y", y, "net(x)", mean)
         scale = self.noise_scale
-        if plates and "noise_scale" in self._pyro_samples:  # (*plates, 1, *shape)
+        if plates and "noise_scale" in declared_samples(self):  # (*plates, 1, *shape)
             ones = [1 for _ in range(mean.dim() - scale.dim())]
             scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
         else:
@@ -142,7 +143,7 @@ class Regressor(PyroModule):
 def _check_net(net: Any) -> nn.Module:
     if not isinstance(net, nn.Module):
         raise TypeError(f"`net` must be a torch.nn.Module, but got {type(net).__name__}.")
-    if isinstance(net, PyroModule) and net._pyro_context.used:
+    if was_called(net):
         raise ValueError(
             "`net` was called before it became part of this model, and Pyro names sites at the "
             "first call. Make a new one with `bayesianize` and wrap it before calling it."

@@ -7,7 +7,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_structvi._pyro import plates_around
+from pyro_structvi._pyro import declared_samples, plates_around, site_name, site_values
 
 
 def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
@@ -31,16 +31,15 @@ def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
     plates = plates_around()
     if not plates or not isinstance(net, PyroModule):
         return net(x), 0
-    with net._pyro_context:
+    with site_values(net) as cache:
         values, flat = {}, {}
         for module in net.modules():
-            for attribute, prior in getattr(module, "_pyro_samples", {}).items():
-                name, value = module._pyro_get_fullname(attribute), getattr(module, attribute)
-                fixed = isinstance(prior, torch.distributions.Distribution)
-                law = prior if fixed else prior(module)
-                shape = law.event_shape or law.shape()
+            for attribute, prior in declared_samples(module).items():
+                name, value = site_name(module, attribute), getattr(module, attribute)
+                is_fixed = isinstance(prior, torch.distributions.Distribution)
+                distribution = prior if is_fixed else prior(module)
+                shape = distribution.event_shape or distribution.shape()
                 values[name], flat[name] = value, value.reshape(plates.numel(), *shape)
-        cache = net._pyro_context.cache
 
         def run(own: dict[str, Tensor]) -> Tensor:
             cache.update(own)

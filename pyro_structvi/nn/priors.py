@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
 from pyro_structvi._patterns import matches
+from pyro_structvi._pyro import declared_samples
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class BufferedPrior:
 
     def __call__(self, module: PyroModule) -> Any:
         """Return the prior; built anew only where a buffer was replaced."""
-        arguments: list[Tensor] = [module._buffers[buffer] for buffer in self.buffers.values()]
+        arguments: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
         if self._built is not None and all(
             old is new for old, new in zip(self._built[0], arguments, strict=True)
         ):
@@ -248,7 +249,7 @@ class ScaledPrior:
 
     def at_median(self, module: PyroModule) -> Any:
         """Return the prior for a scale about the median of its own prior."""
-        prior = module._pyro_samples[self.scale](module)
+        prior = declared_samples(module)[self.scale](module)
         return self._given(prior.sample(torch.Size([999])).median(0).values)
 
     def _given(self, scale: Tensor) -> Any:

@@ -14,6 +14,8 @@ from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx, nn
 
+from pyro_structvi._pyro import site_name, site_values
+
 _LAYERS = (nn.Linear, nn.Flatten, nn.Identity, nn.Dropout)
 _ACTIVATIONS = (
     nn.ELU,
@@ -183,9 +185,8 @@ class _Root(nn.Module):
         """Return the net's output."""
         with ExitStack() as stack:
             for item in self.site_attributes:
-                context = item.module._pyro_context
-                stack.enter_context(context)
-                context.set(item.module._pyro_get_fullname(item.attribute), sites[item.site])
+                values = stack.enter_context(site_values(item.module))
+                values[site_name(item.module, item.attribute)] = sites[item.site]
             return self.net(x)
 
 

@@ -10,6 +10,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import nn
 
+from pyro_structvi._pyro import declared_name, declared_samples
 from pyro_structvi.guides.sites import find_declared_sites
 from pyro_structvi.nn.conversion import TiedPrior
 from pyro_structvi.nn.likelihoods import Classifier, Regressor
@@ -134,8 +135,8 @@ def to_numpyro(model: Any) -> NumPyroModel:
     net = JaxNet(model.net, attributes)
     noise_scale, used = None, net.sites
     if isinstance(model, Regressor):
-        buffer = model._buffers.get("noise_scale")
-        name = _site_name(model, "noise_scale")
+        buffer = dict(model.named_buffers(recurse=False)).get("noise_scale")
+        name = declared_name(model, "noise_scale")
         noise_scale = name if buffer is None else to_array(buffer)
         used = used | ({name} if buffer is None else set())
     priors = {
@@ -157,10 +158,10 @@ def _site_attributes(model: nn.Module) -> list[SiteAttribute]:
     for module in model.modules():
         if not isinstance(module, PyroModule):
             continue
-        for attribute, prior in module._pyro_samples.items():
-            name = _site_name(module, attribute)
+        for attribute, prior in declared_samples(module).items():
+            name = declared_name(module, attribute)
             if isinstance(prior, TiedPrior):
-                site = _site_name(prior.owner, prior.attribute)
+                site = declared_name(prior.owner, prior.attribute)
             elif isinstance(prior, (BufferedPrior, torch.distributions.Distribution)):
                 site = name
             else:
@@ -171,10 +172,6 @@ def _site_attributes(model: nn.Module) -> list[SiteAttribute]:
                 )
             found.append(SiteAttribute(module, attribute, site))
     return found
-
-
-def _site_name(module: PyroModule, attribute: str) -> str:
-    return f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
 
 
 def _translate_prior(name: str, prior: Any) -> ElementPrior:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from pyro_structvi._checks import shape_text
+from pyro_structvi._torch import forward_hooks
 from pyro_structvi.maps.calls import drawn_per_example
 
 
@@ -47,8 +48,8 @@ def with_batch_dim(function: Callable[[Tensor], Tensor], x: Tensor, example_dim:
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a layer does no more than its class does, so that another can take its place."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
-    return set(layer._parameters) == {"weight", "bias"} and not any(hooks)
+    names = {name for name, _ in layer.named_parameters(recurse=False)}
+    return "weight" in names <= {"weight", "bias"} and not forward_hooks(layer)
 
 
 def _meet_channels(factor: Tensor, x: Tensor, channel_dim: int) -> Tensor:

@@ -40,10 +40,10 @@ class RankOneLayer:
 
     def _adopt(self, layer: Any, prior_scale: float, start: Start) -> None:
         """Take over the values of a layer, and put priors on the scales of its channels."""
-        for name, value in layer._parameters.items():
-            if value is not None:
-                copied = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
-            setattr(self, name, None if value is None else copied)
+        self.bias = None
+        for name, value in layer.named_parameters(recurse=False):
+            copied = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+            setattr(self, name, copied)
         self.channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
         one = layer.weight.new_ones(())
         prior = dist.Normal(one, one * check_positive_number("prior_scale", prior_scale))
