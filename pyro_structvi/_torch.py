@@ -41,6 +41,16 @@ def without_storage(cls: type[T], shape: torch.Size, like: Tensor) -> T:
     return stand_in
 
 
+def reshape_without_view(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Reshape a tensor that nothing else holds into one that autograd does not take for a view.
+
+    Autograd adds gradients in place where they are no views. Without it the gradient of a weight's size
+    would be copied.
+    """
+    reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return reshaped
+
+
 def read_metadata(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function that reads a tensor's shape, dtype or device, past ``__torch_function__``.
 

@@ -11,8 +11,8 @@ from torch.distributions.kl import kl_divergence
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
-from pyro_structvi.linalg.factorizations import blocks_of_rows
 from pyro_structvi.linalg.shapes import event_sum, shrink
+from pyro_structvi.linalg.squared_distance import squared_distance
 
 
 class JoinedPrior(Distribution):
@@ -116,7 +116,7 @@ def normal_cross_entropy(q: Any, p: Any, variance_sum: Tensor | None = None) -> 
     if _is_one_number(p.scale, q):
         scale = scale.reshape(q.batch_shape)
         spread = q.variance_sum if variance_sum is None else variance_sum
-        moment = (spread + _SquaredDistance.apply(q.mean, loc, event_dim)) / scale.square()
+        moment = (spread + squared_distance(q.mean, loc, event_dim)) / scale.square()
         log_det = 2 * size * scale.log()
     else:
         moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
@@ -183,46 +183,3 @@ def _join(weight: Tensor, bias: Tensor, weight_shape: torch.Size) -> Tensor:
     rows = 1 if weight.numel() == bias.numel() == 1 else weight_shape[0]
     full = weight.expand(rows, *weight_shape[1:]).flatten(1)
     return torch.cat([full, bias.expand(rows).unsqueeze(-1)], -1)
-
-
-class _SquaredDistance(torch.autograd.Function):
-    """``|mean - loc|^2`` over an event, with a gradient of one pass over the mean."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
-        """Add up the squares; torch's norm would lose digits in single precision."""
-        if loc.numel() > 1 or mean.dim() > event_dim:
-            difference = mean - loc
-            return event_sum(difference.mul_(difference), event_dim)
-        total = mean.new_zeros(())
-        for block in blocks_of_rows(mean.reshape(-1, 1), 1):
-            difference = block - loc.reshape(1, 1)
-            total = total + difference.mul_(difference).sum()
-        return total
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        """Keep the points."""
-        mean, loc, ctx.event_dim = inputs
-        ctx.save_for_backward(mean, loc)
-        ctx.save_for_forward(mean, loc)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Return ``2 (mean - loc)``, and what is its opposite for ``loc``."""
-        mean, loc = ctx.saved_tensors
-        twice = 2 * gradient.reshape((*gradient.shape, *(1 for _ in range(ctx.event_dim))))
-        of_mean = torch.addcmul(-twice * loc, mean, twice)
-        of_loc = -of_mean.sum_to_size(loc.shape) if ctx.needs_input_grad[1] else None
-        return of_mean, of_loc, None
-
-    @staticmethod
-    def jvp(ctx: Any, of_mean: Tensor | None, of_loc: Tensor | None, _: None) -> Tensor:
-        """Return ``2 (mean - loc)`` times the difference of the tangents."""
-        mean, loc = ctx.saved_tensors
-        tangent = torch.zeros_like(mean) if of_mean is None else of_mean
-        if of_loc is not None:
-            tangent = tangent - of_loc
-        return event_sum(2 * (mean - loc) * tangent, ctx.event_dim)

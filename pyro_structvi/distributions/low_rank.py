@@ -18,10 +18,9 @@ from pyro_structvi.distributions.outputs import OutputDistribution, meet_channel
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.linalg.fused import square
 from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
+from pyro_structvi.linalg.row_gram import row_gram
 from pyro_structvi.linalg.shapes import shrink, standard_normal
 from pyro_structvi.maps.linear_maps import LinearMap
-
-_SMALL = 2**16  # numbers in factors whose products cost nothing in double precision
 
 
 class LowRankNormal(GaussianWeight):
@@ -136,8 +135,7 @@ class LowRankNormal(GaussianWeight):
         return self.event_shape.numel() * total if self.is_isotropic else total
 
     def _gram(self, factors: Tensor) -> Tensor:
-        gram: Tensor = _RowGram.apply(factors, len(self.batch_shape))
-        return gram
+        return row_gram(factors, len(self.batch_shape))
 
     @property
     def _unit_variance(self) -> Tensor:
@@ -292,55 +290,6 @@ class _LowRankOutputs(OutputDistribution):
         else:
             draws = self._linear_map.combine(self._x, coefficients, self._matrices, onto=self.loc)
         return torch.addcmul(draws, standard_normal(shape, self.loc), floored_sqrt(self._diagonal))
-
-
-class _RowGram(torch.autograd.Function):
-    """``V'V`` of K factors ``(*batch, K, out, *rest)``, rows of the weight added in double precision.
-
-    Its gradient is one product of size K x K x D. Left to autograd it would be several passes over
-    tensors of the size of V, in another layout than that of V.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(factors: Tensor, batch_dim: int) -> Tensor:
-        """Add the products within a row in the dtype of ``V``, and rows in double precision.
-
-        Small weights are double from the start: they may have fewer elements than there are factors.
-        """
-        shape = factors.shape[: batch_dim + 2]
-        rows = factors.reshape(*shape, -1).transpose(-3, -2)
-        if factors.numel() <= _SMALL:
-            rows = rows.double()
-        with autocast_off(factors):
-            gram: Tensor = (rows @ rows.mT).sum(-3, dtype=torch.float64)
-        return gram
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-        """Keep the factors."""
-        factors, ctx.batch_dim = inputs
-        ctx.save_for_backward(factors)
-        ctx.save_for_forward(factors)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return ``(G + G') V``, of the shape of ``V`` but no view, so that sums may be in place."""
-        (factors,) = ctx.saved_tensors
-        symmetric = (gradient + gradient.mT).to(factors.dtype)
-        flat = factors.flatten(ctx.batch_dim + 1)
-        with autocast_off(factors):
-            product = symmetric * flat if flat.shape[-2] == 1 else symmetric @ flat
-        return torch.ops.aten._unsafe_view(product, factors.shape), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        """Return ``T V' + V T'``."""
-        (factors,) = ctx.saved_tensors
-        flat = factors.flatten(ctx.batch_dim + 1).double()
-        product: Tensor = tangent.flatten(ctx.batch_dim + 1).double() @ flat.mT
-        return product + product.mT
 
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:

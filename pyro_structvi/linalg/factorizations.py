@@ -1,4 +1,4 @@
-"""Factorizations that every device and dtype survives, and densities of Kronecker structure."""
+"""Cholesky and LQ factorizations that every device and dtype survives."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from pyro_structvi._torch import is_tracing
 
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
-BLOCK = 2**18  # numbers
 LEAST_PIVOT = 3e-7  # of the largest; less may be all rounding
 
 
@@ -49,14 +48,6 @@ def _try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     tril, info = torch.linalg.cholesky_ex(matrix)
     pivots = tril.detach().diagonal(dim1=-2, dim2=-1)
     return tril, (info > 0) | (pivots.amin(-1) < LEAST_PIVOT * pivots.amax(-1))
-
-
-def blocks_of_rows(rows: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Split ``rows (*batch, n, k)`` so that a block of them by ``width`` stays in a CPU's cache."""
-    if rows.device.type != "cpu" or is_tracing():
-        return (rows,)
-    blocks: tuple[Tensor, ...] = rows.split(max(1, BLOCK // max(1, width)), dim=-2)
-    return blocks
 
 
 def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
@@ -122,73 +113,9 @@ class OrthonormalRows(torch.autograd.Function):
         return left - of_tril @ basis, right - of_tril @ remainder, None
 
 
-class KroneckerLogDet(torch.autograd.Function):
-    """``log det(I - G (x) F)``, where ``I - G`` and ``I - F`` are given; no derivative of ``eigh``.
-
-    Sums over the eigenvalues ``g`` and ``f`` of the two: ``1 - (1 - g) (1 - f) = g + f - g f`` keeps its
-    digits where G and F come close to the identity.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the log determinant ``(*batch,)`` for ``(*batch, M, M)`` and ``(*batch, N, N)``."""
-        (g, row_basis), (f, column_basis) = torch.linalg.eigh(rows), torch.linalg.eigh(columns)
-        spectrum = _spectrum(g, f)
-        ctx.save_for_backward(g, f, row_basis, column_basis)
-        return spectrum.log().sum((-2, -1))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to both matrices."""
-        _refuse_second_derivatives()
-        g, f, row_basis, column_basis = ctx.saved_tensors
-        weights = gradient[..., None, None] / _spectrum(g, f)
-        of_g = (weights * (1 - f).unsqueeze(-2)).sum(-1, keepdim=True)
-        of_f = (weights * (1 - g).unsqueeze(-1)).sum(-2).unsqueeze(-1)
-        return row_basis @ (of_g * row_basis.mT), column_basis @ (of_f * column_basis.mT)
-
-
-class KroneckerQuadratic(torch.autograd.Function):
-    """``k' (I - G (x) F)^-1 k``, where ``I - G`` and ``I - F`` are given; no derivative of ``eigh``."""
-
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return ``(*sample, *batch)`` for ``k (*sample, *batch, M, N)``."""
-        (g, row_basis), (f, column_basis) = torch.linalg.eigh(rows), torch.linalg.eigh(columns)
-        rotated = (row_basis.mT @ k @ column_basis) / _spectrum(g, f)
-        solution = row_basis @ rotated @ column_basis.mT
-        ctx.save_for_backward(solution, rows, columns)
-        quadratic: Tensor = (solution * k).sum((-2, -1))
-        return quadratic
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients with respect to ``k`` and both matrices."""
-        _refuse_second_derivatives()
-        solution, rows, columns = ctx.saved_tensors
-        weighted = gradient[..., None, None] * solution
-        of_rows = weighted @ (columns @ solution.mT - solution.mT)
-        of_columns = weighted.mT @ (rows @ solution - solution)
-        return 2 * weighted, of_rows.sum_to_size(rows.shape), of_columns.sum_to_size(columns.shape)
-
-
-def _refuse_second_derivatives() -> None:
-    """Raise where a graph of the gradients is asked for: torch's decorator lets most pass as zeros."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "A density of Kronecker structure has first derivatives only. Differentiate it without "
-            "`create_graph=True`."
-        )
-
-
 def _inverse_and_share(
     remainder: Tensor, diagonal: Tensor, jitter: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return ``L^-1`` from ``L^-1 D``, and how much of the jittered ``D`` is ``D`` itself."""
     jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
     return remainder / jittered.unsqueeze(-2), diagonal / jittered
-
-
-def _spectrum(g: Tensor, f: Tensor) -> Tensor:
-    g, f = g.unsqueeze(-1), f.unsqueeze(-2)
-    return (g + f - g * f).clamp_min(torch.finfo(g.dtype).tiny)

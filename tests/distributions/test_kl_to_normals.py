@@ -5,8 +5,8 @@ import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
 from pyro_structvi.distributions import JoinedPrior, LowRankNormal, MeanFieldNormal
-from pyro_structvi.distributions.kl_to_normals import _SquaredDistance
-from pyro_structvi.distributions.low_rank import _RowGram
+from pyro_structvi.linalg.row_gram import RowGram
+from pyro_structvi.linalg.squared_distance import SquaredDistance
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES
 from tests.distributions.subject import named_arguments, rebuilt
@@ -39,7 +39,7 @@ def test_every_form_of_a_prior_has_the_dense_kl(case, loc_form, scale_form):
 def test_squares_of_many_elements_keep_their_digits(shape, center, dtype):
     mean = torch.randn(shape, dtype=dtype) + center
     loc = torch.full((1,) * len(shape), center, dtype=dtype)
-    total = _SquaredDistance.apply(mean, loc, len(shape))
+    total = SquaredDistance.apply(mean, loc, len(shape))
     exact = (mean.double() - center).square().sum()
     assert abs(total.double() / exact - 1) < (1e-12 if dtype == torch.float64 else 1e-5)
 
@@ -48,8 +48,8 @@ def test_squares_of_many_elements_keep_their_digits(shape, center, dtype):
 def test_hand_written_gradients_are_those_of_finite_differences(loc_shape):
     mean, loc = torch.randn(2, 4, 3, requires_grad=True), torch.randn(loc_shape, requires_grad=True)
     arguments = (mean, loc, 2)
-    assert torch.autograd.gradcheck(_SquaredDistance.apply, arguments)
-    assert torch.autograd.gradgradcheck(_SquaredDistance.apply, arguments)
+    assert torch.autograd.gradcheck(SquaredDistance.apply, arguments)
+    assert torch.autograd.gradgradcheck(SquaredDistance.apply, arguments)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 3), (3, 4, 3), (2, 5)], ids=str)
@@ -57,9 +57,9 @@ def test_hand_written_gradients_are_those_of_finite_differences(loc_shape):
 def test_the_gradient_of_a_gram_matrix_is_that_of_finite_differences(batch, shape):
     factors = torch.randn(*batch, *shape, requires_grad=True)
     flat = factors.flatten(len(batch) + 1)
-    torch.testing.assert_close(_RowGram.apply(factors, len(batch)), flat @ flat.mT)
-    assert torch.autograd.gradcheck(_RowGram.apply, (factors, len(batch)))
-    assert torch.autograd.gradgradcheck(_RowGram.apply, (factors, len(batch)))
+    torch.testing.assert_close(RowGram.apply(factors, len(batch)), flat @ flat.mT)
+    assert torch.autograd.gradcheck(RowGram.apply, (factors, len(batch)))
+    assert torch.autograd.gradgradcheck(RowGram.apply, (factors, len(batch)))
 
 
 @pytest.mark.filterwarnings(

@@ -5,13 +5,12 @@ import torch
 
 from pyro_structvi.linalg.factorizations import (
     JITTERS,
-    KroneckerLogDet,
-    KroneckerQuadratic,
     OrthonormalRows,
     add_to_diagonal,
     smallest_jitter,
     stable_cholesky,
 )
+from pyro_structvi.linalg.kronecker import KroneckerLogDet, KroneckerQuadratic
 
 ROWS, COLUMNS = 3, 4
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pyro_structvi.distributions.inducing.augmented import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.point_mixture import PointMixture
-from pyro_structvi.linalg.factorizations import KroneckerLogDet, KroneckerQuadratic
+from pyro_structvi.linalg.kronecker import KroneckerLogDet, KroneckerQuadratic
 
 if TYPE_CHECKING:
     from pyro_structvi.distributions.inducing.joint import AugmentedMatrixNormal
