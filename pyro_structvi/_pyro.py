@@ -1,13 +1,15 @@
 """Private parts of Pyro, each with its use and with what breaks without it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from pyro.nn import PyroModule
+from pyro.optim import PyroOptim
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
+from pyro.poutine.subsample_messenger import _Subsample
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
 
@@ -117,3 +119,59 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     _PYRO_PARAM_STORE._params[name] = parameter
     _PYRO_PARAM_STORE._constraints[name] = constraints.real
     _PYRO_PARAM_STORE._param_to_name[parameter] = name
+
+
+def stored_parameter(name: str) -> Tensor | None:
+    """Return the unconstrained parameter that Pyro's store has under a name, or None.
+
+    The store's public lookup computes the constrained value. Without it a compiled step would go on with
+    a parameter that has been replaced in the store.
+    """
+    parameter: Tensor | None = _PYRO_PARAM_STORE._params.get(name)
+    return parameter
+
+
+# ---- subsamples ---------------------------------------------------------------------------------------
+
+
+def random_subsample(message: dict[str, Any]) -> Callable[[], Tensor] | None:
+    """Return how a plate draws the subsample that a message asks for; None for any other message.
+
+    Pyro has no public type for it. Without it a CUDA graph would repeat one subsample.
+    """
+    draw = message["fn"]
+    if not isinstance(draw, _Subsample) or message["value"] is not None:
+        return None
+    is_random = draw.subsample_size is not None and draw.subsample_size < draw.size
+    return draw if is_random else None
+
+
+# ---- optimizers ---------------------------------------------------------------------------------------
+
+
+def has_stepped(optim: PyroOptim) -> bool:
+    """Whether a Pyro optimizer has, or was loaded with, the state of single parameters.
+
+    Without it that state would be dropped in silence where one torch optimizer takes over.
+    """
+    return bool(optim.optim_objs or optim._state_waiting_to_be_consumed)
+
+
+def optimizer_options(optim: PyroOptim, parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the arguments of torch's optimizer that a Pyro optimizer has for a parameter.
+
+    They may be a function of the parameter's name. Without it all would need the same arguments.
+    """
+    options: dict[str, Any] = optim._get_optim_args(parameter)
+    return options
+
+
+def gradient_clip(
+    optim: PyroOptim, parameter: nn.Parameter
+) -> Callable[[nn.Parameter], None] | None:
+    """Return how a Pyro optimizer clips a parameter's gradient in place, or None.
+
+    Without it the second argument of Pyro's optimizers would be ignored.
+    """
+    clip: Callable[[nn.Parameter], None] | None = optim._get_grad_clip(parameter)
+    return clip

@@ -1,6 +1,6 @@
 """Private parts of torch, each with its use and with what breaks without it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map as tree_map  # as in torch.func, for nested arguments
 
 T = TypeVar("T", bound=Tensor)
@@ -99,3 +101,65 @@ def unlisted_weights(net: nn.Module) -> Iterator[None]:
     yield
     for layer, own in zip(layers, names, strict=True):
         layer._flat_weights_names = own
+
+
+def take_apart(tree: Any) -> tuple[list[Any], Hashable]:
+    """Return the leaves of nested lists, tuples and dicts, and the structure that holds them.
+
+    Torch keeps its trees private. Without it only flat arguments could be compiled.
+    """
+    return pytree.tree_flatten(tree)
+
+
+def put_together(leaves: list[Any], structure: Any) -> Any:
+    """Return other leaves in the structure from ``take_apart``."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield a module's parameters and buffers without those of its submodules.
+
+    Torch's public generators take several times as long, and a compiled step asks each module. Without
+    it a compiled step would not see that a parameter or a buffer was replaced.
+    """
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+
+
+def changes_its_arguments(operation: Any) -> bool:
+    """Whether an operation of torch's dispatcher writes into one of its arguments.
+
+    Without it a write to a tensor on the host would be done once and left out of a CUDA graph.
+    """
+    return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
+
+
+def keep_from_warning(optimizer: torch.optim.Optimizer) -> None:
+    """Keep an optimizer that can be captured from warning of each step taken without a capture.
+
+    Without it the steps before a CUDA graph is captured would warn.
+    """
+    optimizer._warned_capturable_if_run_uncaptured = True
+
+
+class Watch(TorchDispatchMode):
+    """Shows operations with their arguments, before they run, as they reach torch's dispatcher.
+
+    Torch has no public hook for it. Without it an operation whose result has as many elements as values
+    say would be recorded with the size of one call.
+
+    Args:
+        see: Called with an operation and its positional arguments.
+    """
+
+    def __init__(self, see: Callable[[Any, tuple[Any, ...]], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Show an operation, then run it."""
+        self._see(func, args)
+        return func(*args, **(kwargs or {}))

@@ -1,8 +1,9 @@
 """The objective and its optimization."""
 
-from pyro_structvi.infer.compiled import CompiledSVI, CompileFallbackWarning
+from pyro_structvi.infer.compiled_svi import CompiledSVI
 from pyro_structvi.infer.elbo import ELBOTerms, SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
+from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
 from pyro_structvi.infer.training import History, fit
 
 __all__ = [

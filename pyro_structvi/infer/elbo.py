@@ -120,6 +120,10 @@ class StructuredELBO(ELBO):
         """The weight of the KL at the present step."""
         return self.kl_weight(self.step) if callable(self.kl_weight) else self.kl_weight
 
+    def advance(self) -> None:
+        """Count a training step, on which the schedule of the KL's weight depends."""
+        self.step += 1
+
     def terms(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> ELBOTerms:
@@ -163,7 +167,7 @@ class StructuredELBO(ELBO):
         """Return the loss, minus the bound; a training step where gradients are enabled."""
         loss = -self.terms(model, guide, *args, **kwargs).weighted(self.current_kl_weight)
         if torch.is_grad_enabled():
-            self.step += 1
+            self.advance()
         return loss
 
     def loss(

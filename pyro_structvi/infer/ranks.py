@@ -1,48 +1,15 @@
 """What the processes of torch's default process group share while they train one guide."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_structvi.infer.elbo import ELBOTerms, StructuredELBO
-
-
-class Loss(nn.Module):
-    """Minus the bound, as a module: what ``DistributedDataParallel`` can wrap.
-
-    A value that a distribution refuses gives a loss of NaN, and the refusal in the place of the terms,
-    so that processes which met none go through the same backward pass and stop at the same step.
-
-    Args:
-        model: The model, a module or not.
-        guide: The guide.
-        elbo: The objective.
-    """
-
-    def __init__(self, model: Callable[..., Any], guide: nn.Module, elbo: StructuredELBO) -> None:
-        super().__init__()
-        self.guide = guide
-        module = poutine.unwrap(model)
-        if isinstance(module, nn.Module):
-            self.model = module
-        self.elbo = elbo
-        self._call = (model,)  # with its handlers; in a tuple, so that it is no second submodule
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ELBOTerms | ValueError]:
-        """Return the loss and the terms it is made of, or the error that there are none."""
-        try:
-            terms = self.elbo.terms(self._call[0], self.guide, *args, **kwargs)
-        except ValueError as error:
-            trained = (p for p in self.parameters() if p.requires_grad)
-            return torch.stack([math.nan * p.sum() for p in trained]).sum(), error
-        return -terms.weighted(self.elbo.current_kl_weight), terms
+from pyro_structvi.infer.steps.loss import Loss
 
 
 def world() -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The training loop: one optimizer, a progress bar, and a history."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,13 @@ from pyro_structvi.infer.ranks import (
     world,
 )
 from pyro_structvi.infer.schedules import Schedule
-from pyro_structvi.infer.stepper import Stepper
+from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.finite import FiniteCheck
+from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.step import Arguments, Check, Step, StepTerms
+
+Engine = Callable[[Loss, OneOptimizer, Check], Step]
 
 
 @dataclass
@@ -48,11 +54,11 @@ class History:
     lr: list[float] = field(default_factory=list)
     interrupted: bool = False
 
-    def _add(self, likelihood: float, kl: float, kl_weight: float, lr: float) -> None:
-        self.log_likelihood.append(likelihood)
-        self.kl.append(kl)
-        self.elbo.append(likelihood - kl)
-        self.kl_weight.append(kl_weight)
+    def _add(self, terms: StepTerms, lr: float) -> None:
+        self.log_likelihood.append(terms.log_likelihood)
+        self.kl.append(terms.kl)
+        self.elbo.append(terms.log_likelihood - terms.kl)
+        self.kl_weight.append(terms.kl_weight)
         self.lr.append(lr)
 
 
@@ -130,40 +136,52 @@ def fit(
     device = _device_of(guide)
     loader = as_batches(data, batch_size, device, shared_seed(), world())
     total = _count_steps(num_epochs, num_steps, loader)
-    make_stepper = partial(Stepper, model, guide, elbo, lr, lr_schedule, optimizer)
-    history = History()
-    with (
-        _training_mode(model, guide),
-        noise_of_rank(device),
-        closing(arguments(loader, device, total)) as batches,
-        tqdm(batches, "fit", total, disable=not progress or world()[0] > 0) as bar,
-    ):
-        try:
-            _run(bar, guide, len(loader), make_stepper, history)
-        except KeyboardInterrupt:
-            if world()[1] > 1:  # the others wait for this process, and must see it end
-                raise
-            history.interrupted = True
-    return history
+    make_optimizer = partial(optimizer or partial(torch.optim.Adam, fused=True), lr=lr)
+    loss = CheckedLoss(model, guide, elbo)
+    with _training_mode(model, guide), noise_of_rank(device):
+        batches = arguments(loader, device, total)
+        bar = tqdm(batches, "fit", total, disable=not progress or world()[0] > 0)
+        with closing(batches), bar:
+            steps = _steps(EagerStep, guide, loss, make_optimizer, lr_schedule, bar, len(loader))
+            return _record(steps, bar)
 
 
-def _run(
-    bar: Any,
+def _steps(
+    engine: Engine,
     guide: nn.Module,
+    loss: Loss,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    lr_schedule: Schedule | None,
+    batches: Iterable[Arguments],
     num_batches: int,
-    make_stepper: Callable[[], Stepper],
-    history: History,
-) -> None:
-    """Take a step with each batch."""
-    for step, (args, kwargs) in enumerate(bar):
-        if step == 0:
+) -> Iterator[tuple[StepTerms, float]]:
+    """Take a step with each batch; yield its terms and its learning rate."""
+    step: Step | None = None
+    for number, (args, kwargs) in enumerate(batches):
+        if step is None:
             _initialize(guide, args, kwargs)
             _check_local_sites(guide, num_batches)
-            stepper = make_stepper()
-        history._add(*stepper.step(step, args, kwargs))
-        if step % 10 == 0 or step == bar.total - 1:
-            bar.set_postfix(elbo=f"{history.elbo[-1]:.4g}", refresh=False)
-    share_buffers(stepper.loss)
+            optimizer = OneOptimizer(make_optimizer([*loss.trained.values()]))
+            step = engine(loss, optimizer, FiniteCheck(loss))
+        if lr_schedule is not None:
+            optimizer.scale_rates(lr_schedule(number))
+        yield step(*args, **kwargs), optimizer.rate
+    share_buffers(loss)
+
+
+def _record(steps: Iterator[tuple[StepTerms, float]], bar: Any) -> History:
+    """Take the steps and write down what happens in them."""
+    history = History()
+    try:
+        for number, (terms, lr) in enumerate(steps):
+            history._add(terms, lr)
+            if number % 10 == 0 or number == bar.total - 1:
+                bar.set_postfix(elbo=f"{history.elbo[-1]:.4g}", refresh=False)
+    except KeyboardInterrupt:
+        if world()[1] > 1:  # the others wait for this process, and must see it end
+            raise
+        history.interrupted = True
+    return history
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 import pyro_structvi as ps
 from pyro_structvi.infer import batches
 from pyro_structvi.infer.batches import TensorBatches, arguments, as_batches, one_ahead
+from pyro_structvi.infer.steps.eager import EagerStep
 from tests.models import make_regressor, regression_data
 
 
@@ -182,7 +183,7 @@ def test_the_loader_is_closed_where_the_fit_ends_early(monkeypatch):
             return 5
 
     guide = ps.MeanFieldGuide(model)
-    monkeypatch.setattr(ps.fit.__globals__["Stepper"], "step", lambda *_: 1 / 0)
+    monkeypatch.setattr(EagerStep, "__call__", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ps.fit(model, guide, Loader(), num_steps=5, progress=False)
     assert source.made == [0]

@@ -11,9 +11,10 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.infer import CompileFallbackWarning, compiled_step
-from pyro_structvi.infer.compiled_step import Call
-from pyro_structvi.infer.tracing import Traced
+from pyro_structvi.infer import CompileFallbackWarning
+from pyro_structvi.infer.steps import replayed
+from pyro_structvi.infer.steps.call import Call
+from pyro_structvi.infer.steps.traced import Traced
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import HandWritten, make_classifier, make_regressor, regression_data
 
@@ -61,7 +62,7 @@ def assert_same(make, data, rtol=1e-10, **options):
     torch.testing.assert_close(own_losses, losses, rtol=rtol, atol=0)
     assert own_state.keys() == state.keys()
     torch.testing.assert_close(own_state, state, rtol=1e-6, atol=1e-7)
-    assert all(step.is_ready for step in svi._steps.values())
+    assert all(step.is_ready for step in svi._step.kinds.values())
     return losses
 
 
@@ -193,13 +194,13 @@ def test_other_shapes_arguments_and_modes_are_compiled_apart():
     sizes = [12, 5, 12, 5, 12, 5, 12]
     losses, svi = feed(sizes, compiled=True)
     torch.testing.assert_close(losses, feed(sizes, compiled=False)[0], rtol=1e-10, atol=0)
-    assert len(svi._steps) == 2
+    assert len(svi._step.kinds) == 2
     svi.model.eval()
     svi.step(x, y=y)
-    assert len(svi._steps) == 3
+    assert len(svi._step.kinds) == 3
     next(svi.guide.parameters()).requires_grad_(False)
     svi.step(x, y=y)
-    assert len(svi._steps) == 4
+    assert len(svi._step.kinds) == 4
 
 
 def test_a_frozen_parameter_stays():
@@ -589,18 +590,19 @@ class ReplayedOperations:
         for own, value in zip(self._inputs, inputs, strict=True):
             own.copy_(value)
         if self._record is None:
-            self._record = Traced(lambda _: (self._function(self._inputs),), self._unused)
-            return self._record.outputs[0]
-        return self._record(self._unused)[0]
+            self._record = Traced(lambda _: self._function(self._inputs), self._unused)
+            return self._record.outputs
+        return self._record(self._unused)
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Let steps on the CPU go the way of those on a GPU, with recorded operations for a graph."""
-    step = compiled_step.CompiledStep
-    monkeypatch.setattr(compiled_step, "GRAPH_DEVICE", "cpu")
-    monkeypatch.setattr(compiled_step, "CUDAGraph", ReplayedOperations)
-    monkeypatch.setattr(step, "_warm_up", step._whole_step)
+    monkeypatch.setattr(replayed, "GRAPH_DEVICE", "cpu")
+    monkeypatch.setattr(replayed, "CUDAGraph", ReplayedOperations)
+    monkeypatch.setattr(
+        replayed.ReplayedStep, "_warm_up", lambda step, inputs: step._traced(inputs)
+    )
 
 
 @pytest.mark.parametrize("name", ["mean field", "low rank", "inducing weights", "ensemble"])
@@ -641,7 +643,7 @@ def test_a_captured_step_reads_learning_rates(kind, as_on_a_gpu):
 
     losses, has_tensor = feed(graph=True)
     assert has_tensor
-    compiled_step.GRAPH_DEVICE = "cuda"
+    replayed.GRAPH_DEVICE = "cuda"
     expected, has_tensor = feed(graph=False)
     assert not has_tensor
     torch.testing.assert_close(losses, expected, rtol=RATE_RTOL, atol=0)
@@ -658,7 +660,7 @@ def test_captured_steps_of_several_shapes_share_learning_rates(as_on_a_gpu):
             svi.optimizer.param_groups[0]["lr"] = 0.0
             before = {name: value.clone() for name, value in guide.state_dict().items()}
         svi.step(x[:size], y[:size])
-    assert all(step.is_ready for step in svi._steps.values())
+    assert all(step.is_ready for step in svi._step.kinds.values())
     torch.testing.assert_close(dict(guide.state_dict()), before, rtol=0, atol=0)
 
 
@@ -685,7 +687,7 @@ def test_an_optimizer_that_was_loaded_is_captured_anew(times, as_on_a_gpu):
     own_losses, own_state, svi = train(make_k_tied, data, compiled=True, steps=16, change=change)
     torch.testing.assert_close(own_losses, losses, rtol=RATE_RTOL, atol=0)
     torch.testing.assert_close(own_state, state, rtol=1e-5, atol=1e-6)
-    assert len(svi._steps) == 1
+    assert len(svi._step.kinds) == 1
 
 
 def test_other_options_of_a_captured_optimizer_are_captured_anew(as_on_a_gpu):
@@ -738,7 +740,7 @@ def test_nothing_of_a_step_is_kept():
     del x, y
     gc.collect()
     assert kept() is None
-    (step,) = svi._steps.values()
+    (step,) = svi._step.kinds.values()
     assert all(parameter.grad is None for parameter in guide.parameters())
     assert step._traced.outputs == ()
 

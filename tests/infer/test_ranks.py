@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyro_structvi as ps
 from pyro_structvi.infer import ranks
+from pyro_structvi.infer.steps.loss import Loss
 from tests.infer.two_ranks import assert_close, assert_equal, make_fit, on_two_ranks
 from tests.models import (
     linear_function,
@@ -211,4 +212,4 @@ def test_sites_that_are_not_visited_keep_their_parameters(tmp_path):
 def test_one_process_needs_no_group():
     assert ranks.world() == (0, 1)
     assert ranks.of_all_ranks("value") == ["value"]
-    assert isinstance(ranks.data_parallel(ranks.Loss(*make_fit()[:2], None)), ranks.Loss)
+    assert isinstance(ranks.data_parallel(Loss(*make_fit()[:2], None)), Loss)

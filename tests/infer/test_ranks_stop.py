@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import pyro_structvi as ps
+from pyro_structvi.infer.steps.eager import EagerStep
 from tests.infer.two_ranks import assert_equal, make_fit, on_two_ranks
 from tests.models import local_latent_function
 
@@ -87,15 +88,14 @@ def test_what_is_wrong_on_one_rank_stops_all_with_one_error(tmp_path, kind, erro
 
 def interrupt_one():
     model, guide, data = make_fit()
-    stepper = ps.fit.__globals__["Stepper"]
-    original = stepper.step
+    original = EagerStep.take
 
-    def interrupted(self, number, *batch):
-        if (number, dist.get_rank()) == (2, 1):
+    def interrupted(self, *batch):
+        if (self.loss.elbo.step, dist.get_rank()) == (2, 1):
             raise KeyboardInterrupt
-        return original(self, number, *batch)
+        return original(self, *batch)
 
-    stepper.step = interrupted
+    EagerStep.take = interrupted
     try:
         ps.fit(model, guide, data, num_steps=5, progress=False)
     except (KeyboardInterrupt, RuntimeError) as error:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay, History
+from pyro_structvi.infer.steps.eager import EagerStep
 from tests.models import linear_function, make_classifier, make_regressor, regression_data
 
 
@@ -127,15 +128,14 @@ def test_functions_as_models():
 
 def test_an_interrupt_returns_what_there_is(monkeypatch):
     model, guide, data = make()
-    stepper = ps.fit.__globals__["Stepper"]  # the function has the name of its module
-    original = stepper.step
+    original = EagerStep.take
 
-    def interrupted(self, number, *rest):
-        if number == 5:
+    def interrupted(self, *batch):
+        if self.loss.elbo.step == 5:
             raise KeyboardInterrupt
-        return original(self, number, *rest)
+        return original(self, *batch)
 
-    monkeypatch.setattr(stepper, "step", interrupted)
+    monkeypatch.setattr(EagerStep, "take", interrupted)
     history = ps.fit(model, guide, data, num_steps=100, progress=False)
     assert history.interrupted
     assert len(history.elbo) == 5

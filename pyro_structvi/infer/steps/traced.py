@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_structvi import _torch
 from pyro_structvi.linalg.precision import autocast_off
 
 Outputs = tuple[Tensor | None, ...]
@@ -39,7 +39,7 @@ class Traced:
 
     def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
         def record(*tensors: Tensor) -> Outputs:
-            with _RefusesPython(), _RefusesSizes():
+            with _RefusesPython(), _torch.Watch(_refuse_sizes):
                 self.outputs = function(*tensors)
             return self.outputs
 
@@ -82,17 +82,13 @@ class _RefusesPython(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _RefusesSizes(TorchDispatchMode):
-    """Refuses operations whose result has as many elements as their values say."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        masks = [i for i in args[1] if i is not None] if func is torch.ops.aten.index.Tensor else []
-        by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in masks)
-        if by_mask or (torch.Tag.dynamic_output_shape in func.tags and not masks):
-            raise RuntimeError(f"the size of a result depends on values in `{func}`")
-        return func(*args, **(kwargs or {}))
+def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
+    """Refuse operations whose result has as many elements as their values say."""
+    indexes = operation is torch.ops.aten.index.Tensor
+    masks = [i for i in args[1] if i is not None] if indexes else []
+    by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in masks)
+    if by_mask or (torch.Tag.dynamic_output_shape in operation.tags and not masks):
+        raise RuntimeError(f"the size of a result depends on values in `{operation}`")
 
 
 def _lift_found(graph: fx.GraphModule, folds_host: bool) -> list[Tensor]:
@@ -126,7 +122,7 @@ def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict
         if node.op != "call_function" or not all(need in host for need in needs):
             continue
         operation: Any = node.target
-        if needs and isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable:
+        if needs and _torch.changes_its_arguments(operation):
             raise RuntimeError(f"`{operation}` changes a tensor of the host")
         is_copy = bool(needs) and operation is torch.ops.aten._to_copy.default
         if is_copy or _device_type(node) == "cpu":
@@ -150,10 +146,9 @@ def explain(error: BaseException) -> str:
 
 def _origin_of(error: BaseException) -> str | None:
     libraries = tuple(str(Path(str(library.__file__)).parent) for library in (torch, pyro))
+    own = __file__, str(_torch.__file__)
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [
-        frame for frame in frames if not frame.filename.startswith((*libraries, __file__, "<"))
-    ]
+    outside = [frame for frame in frames if not frame.filename.startswith((*libraries, *own, "<"))]
     if not outside:
         return None
     line = linecache.getline(outside[-1].filename, outside[-1].lineno or 0).strip()

@@ -8,6 +8,9 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
+from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
+from pyro_structvi._torch import keep_from_warning
+
 
 class OneOptimizer:
     """Updates all parameters in one call, with the arguments that a Pyro optimizer gives each.
@@ -33,8 +36,10 @@ class OneOptimizer:
         self._pyro = None
         self.torch: torch.optim.Optimizer | None = None
         if isinstance(optim, torch.optim.Optimizer):
-            self.torch = _silenced(optim)
-        elif optim.optim_objs or optim._state_waiting_to_be_consumed:
+            self.torch = optim
+            keep_from_warning(optim)
+            optim.zero_grad(set_to_none=True)
+        elif has_stepped(optim):
             raise ValueError(
                 "`optim` has the state of single parameters, which one optimizer of all cannot take "
                 "over. Pass a new one."
@@ -42,36 +47,57 @@ class OneOptimizer:
         else:
             self._pyro = optim
         self._clips: list[tuple[nn.Parameter, Callable[[nn.Parameter], None]]] = []
-        self._rates: dict[int, Tensor] = {}
-        self._groups: list[dict[str, Any]] | None = None
+        self._rates = [group["lr"] for group in self._current_groups]  # at the start
+        self._tensor_rates: dict[int, Tensor] = {}
+        self._known_groups: list[dict[str, Any]] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """What is trained, in the order of the optimizer's groups."""
-        groups = [] if self.torch is None else self.torch.param_groups
-        return [parameter for group in groups for parameter in group["params"]]
+        return [parameter for group in self._current_groups for parameter in group["params"]]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self._current_groups[0]["lr"])
+
+    def scale_rates(self, factor: float) -> None:
+        """Set the learning rates to a multiple of those that a torch optimizer had at the start."""
+        for group, rate in zip(self._current_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+
+    @property
+    def _current_groups(self) -> list[dict[str, Any]]:
+        return [] if self.torch is None else self.torch.param_groups
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train further parameters, where a Pyro optimizer says how."""
+        """Train further parameters, where a Pyro optimizer says how.
+
+        Raises:
+            ValueError: If there is no parameter to train.
+        """
         known = set(self.parameters)
         new = [parameter for parameter in parameters if parameter not in known]
-        if self._pyro is None or not new:
-            return
-        groups = _groups(self._pyro, new)
+        if self._pyro is not None and new:
+            self._add(self._pyro, new)
+        if not any(parameter.requires_grad for parameter in self.parameters):
+            raise ValueError("Model and guide must have a parameter to train, but got none.")
+
+    def _add(self, optim: PyroOptim, parameters: list[nn.Parameter]) -> None:
+        groups = _groups(optim, parameters)
         if self.torch is None:
-            make = self._pyro.pt_optim_constructor
-            self.torch = _silenced(make(groups, **_fast_options(make, groups)))
+            make = optim.pt_optim_constructor
+            self.torch = make(groups, **_fast_options(make, groups))
+            keep_from_warning(self.torch)
         else:
             for group in groups:
                 self.torch.add_param_group(group)
-        clips = [(parameter, self._pyro._get_grad_clip(parameter)) for parameter in new]
+        clips = [(parameter, gradient_clip(optim, parameter)) for parameter in parameters]
         self._clips += [(parameter, clip) for parameter, clip in clips if clip is not None]
 
-    def step(self, gradients: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:
-        """Update parameters by their gradients; None leaves one as it is."""
+    def step(self) -> None:
+        """Update parameters by their gradients, and let go of these."""
         assert self.torch is not None
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         for parameter, clip in self._clips:
             if parameter.grad is not None:
                 clip(parameter)
@@ -81,19 +107,18 @@ class OneOptimizer:
     def was_loaded(self) -> bool:
         """Whether groups and states were replaced since the last call, as by ``load_state_dict``."""
         groups = None if self.torch is None else self.torch.param_groups
-        loaded = self._groups is not None and groups is not self._groups
-        self._groups = groups  # kept, so that no other list can take its place in memory
+        loaded = self._known_groups is not None and groups is not self._known_groups
+        self._known_groups = groups  # kept, so that no other list can take its place in memory
         if loaded:
-            self._rates.clear()
+            self._tensor_rates.clear()
         return loaded
 
     @property
     def options(self) -> list[dict[str, Any]]:
         """The options of each group that a captured step cannot read when it runs."""
-        assert self.torch is not None
         return [
             {name: value for name, value in group.items() if name not in ("params", "lr")}
-            for group in self.torch.param_groups
+            for group in self._current_groups
         ]
 
     def use_tensor_rates(self, device: torch.device) -> None:
@@ -107,10 +132,10 @@ class OneOptimizer:
         assert self.torch is not None
         for number, group in enumerate(self.torch.param_groups):
             _check_can_be_captured(self.torch, group)
-            rate = self._rates.get(number)
+            rate = self._tensor_rates.get(number)
             if rate is None:
                 rate = torch.zeros((), dtype=torch.float32, device=device)
-                self._rates[number] = rate
+                self._tensor_rates[number] = rate
             if group["lr"] is not rate:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
@@ -130,7 +155,7 @@ def _groups(optim: PyroOptim, parameters: list[nn.Parameter]) -> list[dict[str, 
     """Return groups of parameters that Pyro's optimizer gives the same arguments."""
     groups: list[dict[str, Any]] = []
     for parameter in parameters:
-        arguments = optim._get_optim_args(parameter)
+        arguments = optimizer_options(optim, parameter)
         for group in groups:
             if {**group, "params": None} == {**arguments, "params": None}:
                 group["params"].append(parameter)
@@ -145,9 +170,3 @@ def _fast_options(constructor: Callable[..., Any], groups: list[dict[str, Any]])
     chosen = {name for group in groups for name in group} & {"fused", "foreach", "differentiable"}
     can = "fused" in inspect.signature(constructor).parameters
     return {"fused": True} if can and not chosen else {}
-
-
-def _silenced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Keep an optimizer that may be captured from warning of the steps before it is."""
-    optimizer._warned_capturable_if_run_uncaptured = True
-    return optimizer

@@ -1,0 +1,112 @@
+"""Stochastic variational inference of which a step is one compiled function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.infer import ELBO
+from pyro.infer.util import torch_item
+from pyro.optim import PyroOptim
+
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.steps.compiled import CompiledStep
+from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+
+
+class CompiledSVI:
+    r"""``SVI`` of which a step runs without Pyro's handlers, and with few kernels.
+
+    The first step with inputs of new shapes is an ordinary one. The second is traced: model, guide,
+    ELBO and gradients become a graph of tensor operations. From then on this graph runs: on the CPU
+    compiled by ``torch.compile``, which takes some seconds; on a GPU, after three steps that warm it
+    up, as a CUDA graph that also holds the optimizer's update. All of these are real steps, and draw
+    the noise that ``SVI`` would draw from the same seed, so the losses are those of ``SVI`` up to
+    rounding.
+
+    What Python decides, it decides once for each combination of shapes, dtypes, other arguments, modules
+    with their parameters, buffers and training modes, and autocast: an ``if`` on a counter is not asked
+    again. Values of parameters and buffers, learning rates and the weight of the KL are read at each
+    step; plates draw new subsamples.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        optim: A Pyro optimizer such as ``pyro.optim.Adam({"lr": 1e-3})``, of which one fused torch
+            optimizer is made; or a torch optimizer, which trains the parameters that it was made of.
+        loss: A :class:`StructuredELBO`; with ``fallback`` any of Pyro's.
+        backend: A backend of ``torch.compile``, or None to run the traced operations one by one.
+            "auto" is "inductor" on the CPU, which needs a C++ compiler, and None on a GPU.
+        fallback: Whether a step that cannot be compiled runs as ``SVI`` runs it, with a
+            :class:`CompileFallbackWarning`, instead of raising.
+
+    Raises:
+        TypeError: If ``optim`` or ``loss`` is of the wrong kind.
+        ValueError: If ``optim`` has the state of single parameters.
+
+    Example:
+        >>> import pyro
+        >>> from torch import nn
+        >>> from pyro_structvi import Classifier, KTiedGuide, bayesianize
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> model = Classifier(bayesianize(net, prior=1.0), num_data=20)
+        >>> optim = pyro.optim.Adam({"lr": 1e-2})
+        >>> svi = CompiledSVI(model, KTiedGuide(model), optim, StructuredELBO(), backend=None)
+        >>> x, y = torch.randn(20, 4), torch.zeros(20, dtype=torch.long)
+        >>> losses = [svi.step(x, y) for _ in range(50)]
+        >>> losses[-1] < losses[0]
+        True
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        optim: PyroOptim | torch.optim.Optimizer,
+        loss: ELBO,
+        *,
+        backend: str | None = "auto",
+        fallback: bool = False,
+    ) -> None:
+        if not isinstance(loss, StructuredELBO) and not (fallback and isinstance(loss, ELBO)):
+            raise TypeError(
+                f"`loss` must be a StructuredELBO, but got {type(loss).__name__}, which is not known to "
+                "leave tensors' values unread. Write `loss=StructuredELBO()`, or use `pyro.infer.SVI`."
+            )
+        self.model, self.guide, self.loss = model, guide, loss
+        self._step = CompiledStep(
+            Loss(model, guide, loss), OneOptimizer(optim), backend=backend, fallback=fallback
+        )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer; None before the first step, where one of Pyro's was given."""
+        return self._step.optimizer.torch
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Take a step of optimization.
+
+        Args:
+            *args: Arguments of model and guide. Tensors may hold other values at each step.
+            **kwargs: Keyword arguments, likewise.
+
+        Returns:
+            The loss before the step.
+
+        Raises:
+            RuntimeError: If the step cannot be compiled; the message names the line at fault.
+                Parameters, buffers and torch's random generators are then those before the step.
+            TypeError: If an argument is neither a tensor nor hashable.
+            ValueError: If there is no parameter to train.
+        """
+        return self._step(*args, **kwargs).loss
+
+    def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
+        """Return an estimate of the loss, without gradients and without a step.
+
+        Args:
+            *args: Arguments of model and guide.
+            **kwargs: Their keyword arguments.
+        """
+        with torch.no_grad():
+            return float(torch_item(self.loss.loss(self.model, self.guide, *args, **kwargs)))

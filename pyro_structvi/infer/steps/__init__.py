@@ -1,0 +1,1 @@
+"""One step of optimization: the protocol, its eager and its compiled engine."""

@@ -1,0 +1,52 @@
+"""The engine that runs model and guide as Python in each step."""
+
+import math
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_structvi.infer.elbo import ELBOTerms
+from pyro_structvi.infer.ranks import data_parallel
+from pyro_structvi.infer.steps.loss import Loss, numbers_of
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.step import Check, Step
+
+
+class EagerStep(Step):
+    """A step as ``SVI`` takes it, but with one optimizer.
+
+    Args:
+        loss: The loss.
+        optimizer: What updates the parameters; one made of Pyro's adopts those that a step meets.
+        check: See :class:`Step`. With it all processes of a group train as one.
+    """
+
+    def __init__(self, loss: Loss, optimizer: OneOptimizer, check: Check | None = None) -> None:
+        super().__init__(loss, optimizer, check)
+        self._forward = loss if check is None else data_parallel(loss)
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+        """Take a step that is not counted; return loss, log likelihood and KL."""
+        with poutine.trace(param_only=True) as capture:
+            numbers, terms = self._differentiate(args, kwargs)
+        met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
+        self.optimizer.adopt(dict.fromkeys(met))
+        read = self._read((args, kwargs), numbers, terms)
+        self.optimizer.step()
+        for parameter in met:
+            parameter.grad = None
+        return read
+
+    def _differentiate(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, ELBOTerms | ValueError]:
+        """Give the parameters their gradients."""
+        if not self.loss.is_structured:
+            loss = self.loss.elbo.loss_and_grads(*self.loss.parts, *args, **kwargs)
+            return torch.tensor([float(loss), math.nan, math.nan]), ELBOTerms({}, {})
+        loss, terms = self._forward(*args, **kwargs)
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+        return numbers_of(loss, terms), terms

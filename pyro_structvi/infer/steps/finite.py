@@ -1,0 +1,87 @@
+"""What training says, on all ranks alike, where numbers are not finite."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_structvi.infer.elbo import ELBOTerms
+from pyro_structvi.infer.ranks import mean_over_ranks, of_all_ranks
+from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.step import Arguments
+
+
+class FiniteCheck:
+    """Stops a step before its update where terms or gradients are not finite on some rank.
+
+    Args:
+        loss: The loss, whose modules have the parameters that are trained.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._elbo, self._parameters = loss.elbo, loss.trained
+
+    def __call__(
+        self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
+    ) -> list[float]:
+        """Return loss, log likelihood and KL as means over the ranks.
+
+        Args:
+            batch: The arguments of the step.
+            numbers: Loss, log likelihood and KL on this rank, ``(3,)``.
+            terms: The terms of the bound, or the error of the distribution that refused a value.
+
+        Raises:
+            FloatingPointError: If a term or a gradient is not finite.
+            ValueError: If a distribution refused a value that is finite.
+        """
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).to(numbers)
+        *means, norm_mean = mean_over_ranks(torch.cat([numbers, norm.unsqueeze(0)])).tolist()
+        if not math.isfinite(sum(means[1:]) + norm_mean):
+            raise self._error(batch, terms)
+        return means
+
+    def _error(self, batch: Arguments, terms: ELBOTerms | ValueError) -> Exception:
+        """Say what is not finite: inputs, terms, gradients, or a refusal."""
+        refusal = terms if isinstance(terms, ValueError) else None
+        reports = of_all_ranks((self._not_finite(batch, terms), refusal and str(refusal)))
+        refusals = [text for _, text in reports if text]
+        for kind in ("data", "log likelihood of the sites", "KL of the sites", "gradient of"):
+            for rank, (found, _) in enumerate(reports):
+                if found[kind] and not (refusals and kind == "gradient of"):
+                    where = f" on rank {rank}" if len(reports) > 1 else ""
+                    error = FloatingPointError(
+                        f"At step {self._elbo.step}, the {kind} {found[kind]} is not finite{where}. The "
+                        "parameters are those before this step. A smaller `lr` or `init_scale`, or an "
+                        "annealed `kl_weight`, may help."
+                    )
+                    error.__cause__ = refusal
+                    return error
+        if refusals:
+            return refusal or ValueError(refusals[0])
+        return FloatingPointError(
+            f"At step {self._elbo.step}, the norm of all gradients overflows. The parameters are "
+            "unchanged."
+        )
+
+    def _not_finite(self, batch: Arguments, terms: ELBOTerms | ValueError) -> dict[str, list[str]]:
+        """Return the names of what is not finite here, by kind."""
+        args, kwargs = batch
+        inputs = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+        parts = terms if isinstance(terms, ELBOTerms) else ELBOTerms({}, {})
+        kinds: dict[str, dict[str, Any]] = {
+            "data": inputs,
+            "log likelihood of the sites": parts.log_likelihood,
+            "KL of the sites": parts.kl,
+            "gradient of": {name: p.grad for name, p in self._parameters.items()},
+        }
+
+        def is_bad(value: Any) -> bool:
+            return isinstance(value, Tensor) and not bool(torch.isfinite(value).all())
+
+        return {
+            kind: [name for name, value in values.items() if is_bad(value)]
+            for kind, values in kinds.items()
+        }

@@ -1,0 +1,168 @@
+"""A step for one kind of call, each time run in the fastest way known so far."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_structvi.infer.elbo import ELBOTerms
+from pyro_structvi.infer.steps.call import Call
+from pyro_structvi.infer.steps.cuda_graph import CUDAGraph
+from pyro_structvi.infer.steps.loss import Loss, numbers_of
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.subsamples import SubsamplePlayer
+from pyro_structvi.infer.steps.traced import Outputs, Traced
+
+GRAPH_DEVICE = "cuda"
+WARM_UP = 3  # steps before a GPU's are captured, as torch advises
+
+
+class ReplayedStep:
+    """Terms of the loss and gradients of the parameters, without the Python that makes them.
+
+    The first call traces them. On the CPU the second compiles what was traced. On a GPU some calls warm
+    up, and the next captures everything as a CUDA graph.
+
+    Args:
+        loss: The loss, of which an eager step has been taken.
+        optimizer: What updates the parameters.
+        draws: How the plates draw their subsamples.
+        backend: A backend of ``torch.compile``, None, or "auto".
+        updates: Whether a CUDA graph is to hold the optimizer's update too.
+
+    Raises:
+        RuntimeError: In a call, if it cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: OneOptimizer,
+        draws: Sequence[Callable[[], Tensor]],
+        backend: str | None,
+        updates: bool,
+    ) -> None:
+        self._loss, self._optimizer = loss, optimizer
+        self._parameters = [p for p in optimizer.parameters if p.requires_grad]
+        self._device = self._parameters[0].device
+        self._captures = self._device.type == GRAPH_DEVICE
+        self._updates = updates and self._captures
+        self._draws = (
+            draws if self._captures else []
+        )  # a graph on a GPU cannot hold the host's draws
+        usual = None if self._captures else "inductor"
+        self._backend = usual if backend == "auto" else backend
+        dtype = torch.promote_types(torch.float32, self._parameters[0].dtype)
+        self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
+        self._traced: Traced | None = None
+        self._graph: CUDAGraph | None = None
+        self._options: list[dict[str, Any]] = []  # of the optimizer, in the graph
+        self._sites: tuple[list[str], list[str]] = [], []
+        self._calls = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing is left to compile."""
+        return self._graph is not None if self._captures else self._calls >= 2
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the last call has updated the parameters, too."""
+        return self._updates and self._graph is not None
+
+    def __call__(self, call: Call) -> Outputs:
+        """Return what the step computes; parameters stay, unless the graph holds the update."""
+        self._kl_weight.fill_(self._loss.elbo.current_kl_weight)
+        subsamples = [draw().to(self._device) for draw in self._draws]
+        with torch.cuda.device_of(self._kl_weight):
+            outputs = self._run(call, [self._kl_weight, *subsamples, *call.tensors])
+        self._calls += 1
+        return outputs
+
+    def unpack(self, outputs: Outputs) -> tuple[Tensor, ELBOTerms]:
+        """Give the parameters their gradients; return loss, log likelihood and KL, and the terms."""
+        if not self.has_updated:
+            self._set_gradients(outputs)
+        numbers, *values = (value for value in outputs if value is not None)
+        values_of = iter(values)
+        likelihood, kl = (dict(zip(names, values_of, strict=False)) for names in self._sites)
+        return numbers, ELBOTerms(likelihood, kl)
+
+    def _run(self, call: Call, inputs: list[Tensor]) -> Outputs:
+        if self._traced is None:
+            return self._trace(call, inputs)
+        if not self._captures:
+            return self._traced(inputs)
+        if self._calls <= WARM_UP:
+            return self._warm_up(inputs)
+        if self._updates:
+            self._optimizer.use_tensor_rates(self._device)
+        if self._graph is None or (self._updates and self._options != self._optimizer.options):
+            self._options = self._optimizer.options
+            self._graph = CUDAGraph(self._update if self._updates else self._traced, inputs)
+        return self._graph(inputs)
+
+    def _trace(self, call: Call, inputs: list[Tensor]) -> Outputs:
+        elsewhere = [value for value in call.tensors if value.device != self._device]
+        if elsewhere:
+            raise RuntimeError(
+                f"The parameters are on {self._device}, but an argument is on {elsewhere[0].device}. "
+                "Move it there before the step."
+            )
+        traced = Traced(lambda *tensors: self._differentiate(call, tensors), inputs)
+        host = traced.random_on("cpu") if self._device.type == "cuda" else []
+        if host:
+            raise RuntimeError(
+                f"{host} draws on the CPU, and a CUDA graph would repeat what it has drawn once. Draw "
+                "on the GPU, or before the step and pass it as an argument."
+            )
+        outputs, traced.outputs = traced.outputs, ()
+        if self._backend is not None:
+            traced.compile(self._backend)
+        self._traced = traced
+        return outputs
+
+    def _differentiate(self, call: Call, tensors: Sequence[Tensor]) -> Outputs:
+        """Return the numbers, the term of each site, and the gradient of each parameter."""
+        kl_weight, *given = tensors
+        subsamples, given = given[: len(self._draws)], given[len(self._draws) :]
+        args, kwargs = call.with_tensors(given)
+        with pyro.validation_enabled(False), SubsamplePlayer(subsamples):
+            terms = self._loss.terms(*args, **kwargs)
+        loss = -terms.weighted(kl_weight)
+        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        self._sites = [*terms.log_likelihood], [*terms.kl]
+        values = (*terms.log_likelihood.values(), *terms.kl.values())
+        return numbers_of(loss, terms), *(value.detach() for value in values), *gradients
+
+    def _set_gradients(self, outputs: Outputs) -> None:
+        for parameter, gradient in zip(
+            self._parameters, outputs[-len(self._parameters) :], strict=True
+        ):
+            parameter.grad = _laid_out_as(gradient, parameter)
+
+    def _update(self, inputs: Sequence[Tensor]) -> Outputs:
+        assert self._traced is not None
+        outputs = self._traced(inputs)
+        self._set_gradients(outputs)
+        self._optimizer.step()
+        return outputs[: -len(self._parameters)]
+
+    def _warm_up(self, inputs: Sequence[Tensor]) -> Outputs:
+        """Run on a separate stream, as a capture will."""
+        assert self._traced is not None
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            outputs = self._traced(inputs)
+        current.wait_stream(side)
+        return outputs
+
+
+def _laid_out_as(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """Return a gradient in its parameter's layout, which fused optimizers take for granted."""
+    if gradient is None or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
