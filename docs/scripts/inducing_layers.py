@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi.families import InducingWeights, LatentSite, SitePosterior
-from pyro_structvi.maps.linear_maps import ConvolutionMap, DenseMap, LinearMap
+from pyro_structvi.maps import ConvolutionMap, DenseMap, LinearMap
 
 Ways = dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]  # outputs, and what takes gradients
 

@@ -16,7 +16,7 @@ from pyro_structvi.distributions.outputs import (
     draw_shared_bias,
 )
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.maps.linear_maps import LinearMap, shape_per_example
+from pyro_structvi.maps import LinearMap, shape_per_example
 
 
 class BernoulliDropout(WeightDistribution):

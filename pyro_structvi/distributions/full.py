@@ -12,7 +12,7 @@ from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import standard_normal
 from pyro_structvi.linalg.triangular import solve_lower
-from pyro_structvi.maps.linear_maps import DenseMap, LinearMap
+from pyro_structvi.maps import LinearMap
 
 
 class FullNormal(GaussianWeight):
@@ -107,7 +107,7 @@ class FullNormal(GaussianWeight):
 
         A bank of filters for each example would cost more.
         """
-        return ("outputs", "weight") if isinstance(linear_map, DenseMap) else ("weight",)
+        return ("outputs", "weight") if linear_map.is_dense else ("weight",)
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None

@@ -14,7 +14,7 @@ from pyro_structvi.distributions.outputs import NormalOutputs
 from pyro_structvi.linalg.fused import square
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.sum_of_logs import sum_of_logs
-from pyro_structvi.maps.linear_maps import LinearMap
+from pyro_structvi.maps import LinearMap
 
 
 class KTiedNormal(IndependentWeight):

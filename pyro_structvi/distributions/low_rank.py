@@ -20,7 +20,7 @@ from pyro_structvi.linalg.fused import square
 from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
 from pyro_structvi.linalg.row_gram import row_gram
 from pyro_structvi.linalg.shapes import shrink, standard_normal
-from pyro_structvi.maps.linear_maps import LinearMap
+from pyro_structvi.maps import LinearMap
 
 
 class LowRankNormal(GaussianWeight):

@@ -11,7 +11,7 @@ from pyro_structvi.distributions.outputs import OutputDistribution
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import standard_normal
-from pyro_structvi.maps.linear_maps import DenseMap, LinearMap
+from pyro_structvi.maps import DenseMap, LinearMap
 
 
 class MatrixNormal(GaussianWeight):

@@ -13,7 +13,7 @@ from pyro_structvi.distributions.outputs import NormalOutputs
 from pyro_structvi.linalg.fused import VarianceAndSums, square
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.shapes import shrink
-from pyro_structvi.maps.linear_maps import LinearMap
+from pyro_structvi.maps import LinearMap
 
 
 class MeanFieldNormal(IndependentWeight):

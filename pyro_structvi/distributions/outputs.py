@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal, Normal
 from pyro_structvi.linalg.fused import draw_normal
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import event_sum, standard_normal
-from pyro_structvi.maps.linear_maps import LinearMap, shape_per_example
+from pyro_structvi.maps import LinearMap, shape_per_example
 
 
 class OutputDistribution(TorchDistribution):

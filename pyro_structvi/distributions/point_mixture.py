@@ -15,7 +15,7 @@ from pyro_structvi.distributions.outputs import (
     meet_channels,
 )
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
-from pyro_structvi.maps.linear_maps import LinearMap
+from pyro_structvi.maps import LinearMap
 
 
 class PointMixture(WeightDistribution):

@@ -11,7 +11,7 @@ from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
 from pyro_structvi.distributions.outputs import NormalOutputs, meet_channels
 from pyro_structvi.distributions.weight_distribution import GaussianWeight
 from pyro_structvi.linalg.triangular import solve_lower
-from pyro_structvi.maps.linear_maps import LinearMap
+from pyro_structvi.maps import LinearMap
 
 
 class RowwiseNormal(GaussianWeight):

@@ -12,7 +12,7 @@ from pyro_structvi._checks import check_same_kind
 from pyro_structvi.distributions.outputs import bias_moments
 from pyro_structvi.distributions.required_members import check_required_members
 from pyro_structvi.linalg.shapes import event_sum, standard_normal
-from pyro_structvi.maps.linear_maps import DenseMap, FactoredDraw, LinearMap
+from pyro_structvi.maps import DenseMap, FactoredDraw, LinearMap
 
 Way = Literal["outputs", "factors", "weight"]
 
@@ -239,9 +239,7 @@ class WeightDistribution(TorchDistribution):
 
     def map_for_batch(self, linear_map: LinearMap) -> LinearMap:
         """Return the map for a batch of weights, for which no input has positions."""
-        if self.batch_shape and isinstance(linear_map, DenseMap):
-            return DenseMap(positions=False)
-        return linear_map
+        return linear_map.without_positions() if self.batch_shape else linear_map
 
     @property
     def _first_parameter(self) -> Tensor:

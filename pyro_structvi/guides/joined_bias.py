@@ -11,8 +11,8 @@ from pyro_structvi.distributions import PointMass, WeightDistribution
 from pyro_structvi.families import Family, LatentSite, MatrixFamily
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import LazyWeight, SiteUse, WeightStandIn
+from pyro_structvi.maps import BiasColumnMap
 from pyro_structvi.maps.calls import Application
-from pyro_structvi.maps.linear_maps import BiasColumnMap
 
 
 def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, LatentSite]) -> str:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pyro_structvi.distributions.weight_distribution import GaussianWeight
 from pyro_structvi.linalg.shapes import standard_normal
-from pyro_structvi.maps.linear_maps import LinearMap, shape_per_example
+from pyro_structvi.maps import LinearMap, shape_per_example
 
 
 def flipout(
@@ -30,7 +30,7 @@ def flipout(
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.maps.linear_maps import DenseMap
+        >>> from pyro_structvi.maps import DenseMap
         >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
         >>> y = flipout(q, DenseMap(), torch.ones(4, 1, 3).expand(4, 2, 3))
         >>> bool((y[:, 0] == y[:, 1]).all()), bool((y[0] == y[1]).all())

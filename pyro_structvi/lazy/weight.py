@@ -10,9 +10,14 @@ from torch import Tensor
 from pyro_structvi._torch import read_metadata, tree_map, without_storage
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.lazy.flipout import flipout
-from pyro_structvi.maps.attention import is_attention, self_attention
-from pyro_structvi.maps.calls import Application, FactorApplication, Lookup, parse_application
-from pyro_structvi.maps.linear_maps import FactoredDraw, LinearMap, shape_per_example
+from pyro_structvi.maps import FactoredDraw, LinearMap, shape_per_example
+from pyro_structvi.maps.calls import (
+    Application,
+    FactorApplication,
+    Lookup,
+    Rewrite,
+    parse_application,
+)
 
 LocalReparam = bool | Literal["exact", "flipout"]
 
@@ -101,10 +106,9 @@ class WeightStandIn(Tensor):
         kwargs = kwargs or {}
         if func in _METADATA:
             return read_metadata(func, args, kwargs)
-        attended = self_attention(args, kwargs) if is_attention(func) else None
-        if attended is not None:
-            return attended
         application = parse_application(func, args, kwargs)
+        if isinstance(application, Rewrite):
+            return application.compute()
         if application is not None and isinstance(application.weight, WeightStandIn):
             weight = application.weight
             weight._check_input(application)

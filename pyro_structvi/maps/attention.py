@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,28 +12,24 @@ from torch import Tensor
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _NOT_SERVED = ("bias_k", "bias_v", "static_k", "static_v")
 
-
-def is_attention(function: Callable[..., Any]) -> bool:
-    """Whether a function is the one that ``nn.MultiheadAttention`` calls."""
-    return function is F.multi_head_attention_forward
+Attended = tuple[Tensor, Tensor | None]
 
 
-def self_attention(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None] | None:
-    """Do what torch's function does, so that its weights meet ``F.linear`` and nothing else.
+def read_self_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
+    """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`.
 
     Torch applies the packed weights to queries, keys and values with the positions first. Here the
-    projections of self-attention are one call, and the examples come first, as local reparameterization
-    takes them.
+    projections of self-attention are two calls of ``F.linear``, and the examples come first, as local
+    reparameterization takes them.
 
     Args:
-        args: Positional arguments of :func:`torch.nn.functional.multi_head_attention_forward`.
+        args: Its positional arguments.
         kwargs: Its keyword arguments.
 
     Returns:
-        What it returns; None for cross-attention, whose packed weight meets several inputs, for weights
-        that are not packed, and where a position is added to the keys.
+        A function that computes what torch's function returns; None for cross-attention, whose packed
+        weight meets several inputs, for weights that are not packed, and where a position is added to
+        the keys.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -41,6 +38,10 @@ def self_attention(
     is_plain = not (given["use_separate_proj_weight"] or given["add_zero_attn"])
     if not (is_self and is_plain) or any(given[name] is not None for name in _NOT_SERVED):
         return None
+    return partial(_attend, given)
+
+
+def _attend(given: Mapping[str, Any]) -> Attended:
     query = given["query"]
     is_batched = query.dim() == 3
     x = query.transpose(0, 1) if is_batched else query.unsqueeze(0)

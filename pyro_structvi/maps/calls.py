@@ -1,7 +1,7 @@
-"""Reading a call as what it does with its weight: a linear map, a look-up of rows, or a function."""
+"""How a call of torch is read: as a linear map, a look-up of rows, a function, or other calls."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from pyro_structvi.maps.linear_maps import ConvolutionMap, DenseMap, LinearMap
+from pyro_structvi.maps.attention import read_self_attention
+from pyro_structvi.maps.convolution import ConvolutionMap
+from pyro_structvi.maps.dense import DenseMap
+from pyro_structvi.maps.linear_map import LinearMap
 
 
 class Application(NamedTuple):
@@ -75,10 +78,34 @@ class FactorApplication(NamedTuple):
     weight: Any
 
 
+class Rewrite(NamedTuple):
+    """A call that is replaced by ``compute()``, whose own calls meet the weights one by one."""
+
+    compute: Callable[[], Any]
+
+
+Reading = Application | Lookup | FactorApplication | Rewrite
+
+
 def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
     if weight.dim() != 2:  # a vector, which torch takes as a single output without a dimension
         return None
     return Application(DenseMap(), input, weight, bias)
+
+
+def _convolution(
+    function: Callable[..., Tensor],
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Application:
+    kernel_shape = tuple(weight.shape[1:])
+    linear_map = ConvolutionMap(function, kernel_shape, stride, padding, dilation, groups)
+    return Application(linear_map, input, weight, bias)
 
 
 def _embedding(
@@ -96,46 +123,33 @@ def _embedding(
     return Lookup(input, weight, padding_idx)
 
 
-def _convolution(function: Callable[..., Tensor]) -> Callable[..., Application]:
-    def parse(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Application:
-        linear_map = ConvolutionMap(
-            function, tuple(weight.shape[1:]), stride, padding, dilation, groups
-        )
-        return Application(linear_map, input, weight, bias)
-
-    return parse
+def _attention(*args: Any, **kwargs: Any) -> Rewrite | None:
+    compute = read_self_attention(*args, **kwargs)
+    return None if compute is None else Rewrite(compute)
 
 
-_PARSERS: dict[
-    Callable[..., Any], Callable[..., Application | Lookup | FactorApplication | None]
-] = {
+# From a call to how it is read; a reader takes the arguments of the call, and may return None.
+_READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
     F.linear: _linear,
+    F.conv1d: partial(_convolution, F.conv1d),
+    F.conv2d: partial(_convolution, F.conv2d),
+    F.conv3d: partial(_convolution, F.conv3d),
     F.embedding: _embedding,
-    F.conv1d: _convolution(F.conv1d),
-    F.conv2d: _convolution(F.conv2d),
-    F.conv3d: _convolution(F.conv3d),
+    F.multi_head_attention_forward: _attention,
 }
 
 
 def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make a function of inputs and a small factor one for which a lazy factor is drawn anew.
 
-    For layers whose weight is a function of a factor: each example then has a weight of its own, at
-    the price of the factor's draws, and the joint law of its outputs is exact. A decorator, for
-    functions of a module. Under any other objective, or if the model uses it twice, a factor is drawn
-    once, as any :class:`LazyWeight`.
+    For layers whose weight is a function of a factor: each example then has a separate weight, at
+    the price of the factor's draws, and the joint distribution of its outputs is exact. A decorator, for
+    functions of a module. A factor that the model uses twice, or under another objective, is drawn once,
+    as any :class:`~pyro_structvi.lazy.weight.LazyWeight`.
 
     Args:
-        function: Called as ``function(x, factor, ...)``. It must take a factor of its own shape,
-            and one with the examples ``x.shape[:1]`` in front.
+        function: Called as ``function(x, factor, ...)``. It must take a factor of the sample site's
+            shape, and one with the examples ``x.shape[:1]`` in front.
 
     Returns:
         The function.
@@ -160,17 +174,17 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return outputs
         return function(x, factor, *args, **kwargs)
 
-    def parse(x: Any, factor: Any, *args: Any, **kwargs: Any) -> FactorApplication:
+    def read(x: Any, factor: Any, *args: Any, **kwargs: Any) -> FactorApplication:
         return FactorApplication(lambda x, factor: function(x, factor, *args, **kwargs), x, factor)
 
-    _PARSERS[overridable] = parse
+    _READERS[overridable] = read
     return overridable
 
 
 def parse_application(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Application | Lookup | FactorApplication | None:
-    """Read a call that applies a weight, positional or by keyword.
+) -> Reading | None:
+    """Read a call that applies a weight, with arguments by position or by keyword.
 
     Args:
         function: The function called.
@@ -178,7 +192,7 @@ def parse_application(
         kwargs: Its keyword arguments.
 
     Returns:
-        The application, or None if the function is none of those known.
+        What the call does with its weight, or None if that is not known.
 
     Example:
         >>> import torch
@@ -187,5 +201,5 @@ def parse_application(
         >>> application.linear_map(x, weight).shape
         torch.Size([5, 2])
     """
-    parser = _PARSERS.get(function)
-    return None if parser is None else parser(*args, **kwargs)
+    read = _READERS.get(function)
+    return None if read is None else read(*args, **kwargs)

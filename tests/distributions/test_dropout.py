@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributions import Laplace, Normal, StudentT, kl_divergence
 
 from pyro_structvi.distributions import BernoulliDropout, MeanFieldNormal
-from pyro_structvi.maps.linear_maps import ConvolutionMap, DenseMap
+from pyro_structvi.maps import ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.lazy_weights import lazy
 from tests.statistics import assert_mean

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import FullNormal, MeanFieldNormal
-from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_full
 from tests.lazy_weights import lazy

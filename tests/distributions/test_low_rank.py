@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import LowRankNormal, MeanFieldNormal
-from pyro_structvi.maps.linear_maps import ConvolutionMap, DenseMap
+from pyro_structvi.maps import ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_low_rank
 from tests.statistics import assert_moments

@@ -10,7 +10,7 @@ from pyro.distributions import Normal
 from torch.distributions import kl_divergence
 
 from pyro_structvi.distributions import KTiedNormal, MatrixNormal, MeanFieldNormal
-from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_matrix_normal, positive
 from tests.lazy_weights import lazy

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributions import Normal, kl_divergence
 
 from pyro_structvi.distributions import MeanFieldNormal, PointMixture
-from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests.distributions.cases import CONVOLUTION, MATRIX, VECTOR
 
 EVENTS = pytest.mark.parametrize("event_shape", [VECTOR, MATRIX, CONVOLUTION], ids=str)

@@ -7,7 +7,7 @@ from pyro.distributions import Normal
 from torch.distributions import kl_divergence
 
 from pyro_structvi.distributions import FullNormal, MatrixNormal, MeanFieldNormal, RowwiseNormal
-from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import cholesky_factor, make_rowwise, positive
 from tests.recorded_sizes import RecordsSizes

@@ -26,7 +26,7 @@ from pyro_structvi.families import (
 )
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.lazy.messenger import DelayDraws
-from pyro_structvi.maps.linear_maps import DenseMap
+from pyro_structvi.maps import DenseMap
 from tests.models import (
     convolution_function,
     local_latent_function,

@@ -11,7 +11,7 @@ from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, M
 from pyro_structvi.distributions.inducing.matheron import MatheronDraw
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.lazy.weight import LazyWeight, SiteUse
-from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 
 OUT, IN = 30, 24
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.distributions.inducing.augmented import AugmentedNormal
-from pyro_structvi.maps.linear_maps import ConvolutionMap
+from pyro_structvi.maps import ConvolutionMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, CONVOLUTION_CASES
 from tests.lazy_weights import (

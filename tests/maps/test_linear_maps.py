@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.maps import linear_maps
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
 from pyro_structvi.maps.calls import parse_application
-from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, CONVOLUTION_CASES
 from tests.distributions.subject import arguments, with_arguments
@@ -226,7 +225,7 @@ DENSE = [((3,), 0), ((5, 3), 1), ((5, 2, 3), 1), ((5, 2, 6, 3), 1)]
 @pytest.fixture(params=[True, False], ids=["scaled inputs", "scaled outputs"])
 def route(request, monkeypatch):
     """Send ``combine`` one way or the other, whatever the sizes are."""
-    monkeypatch.setattr(linear_maps, "_is_smaller_inside", lambda *sizes: request.param)
+    monkeypatch.setattr(LinearMap, "_scales_inputs", lambda *sizes: request.param)
 
 
 def assert_several_are_each(linear_map, x, matrices, batch_dim):
@@ -264,11 +263,11 @@ def test_several_convolutions_are_each(dim, geometry, joined):
 def test_the_smaller_tensors_are_formed():
     """Counted with the weights that scaled inputs need in another order."""
     narrow, wide = torch.zeros(100, 4), torch.zeros(100, 400)
-    assert linear_maps._is_smaller_inside(narrow, torch.zeros(2, 50, 4), torch.zeros(100, 50))
-    assert not linear_maps._is_smaller_inside(wide, torch.zeros(2, 50, 400), torch.zeros(100, 50))
+    assert LinearMap._scales_inputs(narrow, torch.zeros(2, 50, 4), torch.zeros(100, 50))
+    assert not LinearMap._scales_inputs(wide, torch.zeros(2, 50, 400), torch.zeros(100, 50))
     few = torch.zeros(3, 4)
-    assert not linear_maps._is_smaller_inside(few, torch.zeros(2, 50, 4), torch.zeros(3, 50))
-    assert linear_maps._is_smaller_inside(few, torch.zeros(1, 50, 4), torch.zeros(3, 50))
+    assert not LinearMap._scales_inputs(few, torch.zeros(2, 50, 4), torch.zeros(3, 50))
+    assert LinearMap._scales_inputs(few, torch.zeros(1, 50, 4), torch.zeros(3, 50))
 
 
 @pytest.mark.parametrize("positions", [True, False])

@@ -21,7 +21,7 @@ from torchvision.models import resnet50
 import pyro_structvi as ps
 from pyro_structvi.distributions import PrunedNormal
 from pyro_structvi.families import InducingWeights, KTied, MeanField, PrunedMeanField
-from pyro_structvi.maps.linear_maps import ConvolutionMap
+from pyro_structvi.maps import ConvolutionMap
 from pyro_structvi.posterior.pruning import prune_inducing_factors, prune_mean_field
 from tests import dense_oracles as oracle
 from tests.models import make_regressor, regression_data

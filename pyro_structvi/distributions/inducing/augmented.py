@@ -17,7 +17,7 @@ from pyro_structvi.distributions.outputs import bias_moments
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way, WeightDistribution
 from pyro_structvi.linalg.precision import autocast_off
-from pyro_structvi.maps.linear_maps import LinearMap
+from pyro_structvi.maps import LinearMap
 
 if TYPE_CHECKING:
     from pyro_structvi.distributions.inducing.joint import AugmentedMatrixNormal

@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal
 from pyro_structvi.distributions.outputs import OutputDistribution
 from pyro_structvi.linalg.fused import add_scaled_noise
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.maps.linear_maps import BiasColumnMap, DenseMap, LinearMap
+from pyro_structvi.maps import BiasColumnMap, DenseMap, LinearMap
 
 if TYPE_CHECKING:
     from pyro_structvi.distributions.inducing.augmented import AugmentedNormal

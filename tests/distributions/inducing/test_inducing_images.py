@@ -10,7 +10,7 @@ from pyro_structvi.distributions import (
     MeanFieldNormal,
 )
 from pyro_structvi.distributions.inducing import augmented
-from pyro_structvi.maps.linear_maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_joint, make_mean_field, positive
 from tests.distributions.inducing.inducing_laws import LAWS, MIXTURES, ORACLE, make

@@ -1,0 +1,132 @@
+"""The linear map of a convolution."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from pyro_structvi.maps.bias_column import BiasColumnMap
+from pyro_structvi.maps.linear_map import LinearMap
+
+
+@dataclass(frozen=True)
+class ConvolutionMap(LinearMap):
+    """The map of a convolution in one to three dimensions, for any stride, padding and dilation.
+
+    Inputs are ``(batch, c_in, *space)`` or ``(c_in, *space)``.
+
+    Attributes:
+        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``.
+        kernel_shape: ``(c_in / groups, *kernel)``, the trailing dimensions of the weight.
+        stride: As in ``function``.
+        padding: As in ``function``.
+        dilation: As in ``function``.
+        groups: As in ``function``. Each group sees its own channels with its own rows of the matrix.
+
+    Example:
+        >>> linear_map = ConvolutionMap(torch.nn.functional.conv1d, (2, 3), padding=1)
+        >>> linear_map(torch.ones(5, 2, 7), torch.ones(4, 6)).shape
+        torch.Size([5, 4, 7])
+    """
+
+    function: Callable[..., Tensor]
+    kernel_shape: tuple[int, ...]
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+    @property
+    def channel_dim(self) -> int:
+        """The dimension before those of space."""
+        return -len(self.kernel_shape)
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Convolve ``x`` with ``matrix (out, in)`` seen as filters."""
+        return self._convolve(x, matrix.reshape(-1, *self.kernel_shape), bias)
+
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Convolve with the same filters in every group."""
+        return self(
+            x, matrix.repeat(self.groups, 1), None if bias is None else bias.repeat(self.groups)
+        )
+
+    def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Convolve with ``matrix (out, M)`` as filters of one pixel."""
+        pointwise = matrix.reshape(*matrix.shape, *self._ones)
+        # By the strides of a transposed matrix torch would take all for channels-last, and copy.
+        return self.function(hidden, pointwise.contiguous(), bias, groups=self.groups)
+
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Sum the squares of each patch, by a convolution of the squares with ones."""
+        channel = x.dim() + self.channel_dim
+        grouped = x.unflatten(channel, (self.groups, -1))
+        lengths = torch.linalg.vector_norm(grouped, dim=channel + 1)
+        kernel = (1, *self.kernel_shape[1:])
+        norms = replace(self, kernel_shape=kernel).bank(
+            lengths.square(), x.new_ones(1, Size(kernel).numel())
+        )
+        if self.groups == 1:
+            return norms
+        repeated: Tensor = norms.repeat_interleave(out // self.groups, self.channel_dim)
+        return repeated
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Convolve once with the filters of all weights, those of a group together."""
+        count, out = matrices.shape[:2]
+        flat = self(
+            x, self._by_group(matrices, -2), None if biases is None else self._by_group(biases, -1)
+        )
+        channel = flat.dim() + self.channel_dim
+        images: Tensor = flat.unflatten(channel, (self.groups, count, out // self.groups))
+        return images.transpose(channel, channel + 1).flatten(channel + 1, channel + 2)
+
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        onto: Tensor,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve scaled inputs with the filters side by side, unless scaled outputs are smaller."""
+        if not self._scales_inputs(x, matrices, onto):
+            return super().combine(x, coefficients, matrices, onto, biases)
+        batch, channel = coefficients.shape[:-1], x.dim() + self.channel_dim
+        grouped = x.unflatten(channel, (self.groups, 1, -1))
+        spread = coefficients.reshape(*batch, 1, -1, 1, *self._ones)
+        inputs = (spread * grouped).flatten(channel, channel + 2)
+        filters = matrices.transpose(0, 1).reshape(matrices.shape[1], -1, *self.kernel_shape[1:])
+        total = onto + self._convolve(inputs, filters, None)
+        if biases is None:
+            return total
+        return total + (coefficients @ biases).reshape(*batch, -1, *self._ones)
+
+    def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
+        """Return the map with a bias column; padding would add zeros to a channel of ones."""
+        return BiasColumnMap(self), x
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """Return the number of dimensions of channels and space."""
+        return len(self.kernel_shape)
+
+    def has_positions(self, x: Tensor) -> bool:
+        """Return True."""
+        return True
+
+    def _convolve(self, x: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
+        return self.function(
+            x, filters, bias, self.stride, self.padding, self.dilation, self.groups
+        )
+
+    @property
+    def _ones(self) -> list[int]:
+        """A one for each dimension of space, to broadcast over positions."""
+        return [1 for _ in self.kernel_shape[1:]]
+
+    def _by_group(self, stacked: Tensor, channel_dim: int) -> Tensor:
+        """Turn ``(K, out, ...)`` into ``(K * out, ...)`` with the channels of a group together."""
+        grouped: Tensor = stacked.unflatten(channel_dim, (self.groups, -1))
+        return grouped.transpose(0, 1).flatten(0, 2)

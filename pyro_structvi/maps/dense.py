@@ -1,0 +1,111 @@
+"""The linear map of a dense layer."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_structvi.linalg.fused import bank_and_squared_norm
+from pyro_structvi.maps.linear_map import LinearMap
+
+
+@dataclass(frozen=True)
+class DenseMap(LinearMap):
+    """The map of :func:`torch.nn.functional.linear`; the channels are the last dimension.
+
+    Attributes:
+        positions: Whether the dimensions of an input between its first and its last are positions
+            of one example, as in a sequence. Otherwise each of them counts examples too.
+
+    Example:
+        >>> DenseMap()(torch.ones(5, 3), torch.ones(2, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    positions: bool = True
+
+    @property
+    def channel_dim(self) -> int:
+        """The last dimension."""
+        return -1
+
+    @property
+    def is_dense(self) -> bool:
+        """True."""
+        return True
+
+    def without_positions(self) -> "DenseMap":
+        """Return the map that takes each vector of an input for an example."""
+        return DenseMap(positions=False)
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``matrix (*b, out, in)`` to ``x (*batch, in)``, giving ``(*batch, out)``."""
+        if matrix.dim() == 2:
+            return F.linear(x, matrix, bias)
+        image = (matrix @ x.unsqueeze(-1)).squeeze(-1)
+        return image if bias is None else image + bias
+
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply filters ``(M, in)`` as a weight with ``M`` outputs."""
+        return self(x, matrix, bias)
+
+    def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``matrix (out, M)`` to the channels."""
+        return self(hidden, matrix, bias)
+
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Return ``|x|^2`` as one channel."""
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return lengths.square()
+
+    def bank_and_squared_norm(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return both, with one gradient of the size of the input where there is one matrix."""
+        if matrix.dim() > 2:
+            return super().bank_and_squared_norm(x, matrix, bias)
+        hidden, norms = bank_and_squared_norm(x.reshape(-1, x.shape[-1]), matrix)
+        if bias is not None:
+            hidden = hidden + bias
+        lead = x.shape[:-1]
+        return hidden.reshape(*lead, -1), norms.reshape(*lead, 1)
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Apply ``K`` weights as one with ``K * out`` outputs."""
+        flat = self(x, matrices.flatten(-3, -2), None if biases is None else biases.flatten(-2))
+        images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
+        return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
+
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        onto: Tensor,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Add images of scaled inputs in one product, unless scaled outputs are smaller."""
+        if matrices.dim() > 3 or not self._scales_inputs(x, matrices, onto):
+            return super().combine(x, coefficients, matrices, onto, biases)
+        batch, count = coefficients.shape[:-1], coefficients.shape[-1]
+        positions = [1 for _ in range(x.dim() - coefficients.dim())]
+        if biases is not None:
+            onto = onto + (coefficients @ biases).reshape(*batch, *positions, -1)
+        spread = coefficients.reshape(*batch, *positions, count, 1)
+        rows = (spread * x.unsqueeze(-2)).reshape(-1, count * x.shape[-1])
+        matrix = matrices.transpose(0, 1).flatten(1)
+        total = torch.addmm(onto.reshape(len(rows), -1), rows, matrix.mT)
+        return total.reshape(onto.shape)
+
+    def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
+        """Return the map itself, and the input with a column of ones."""
+        return self, torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """Return 1, and the number of positions' dimensions more where there are some."""
+        return max(outputs.dim() - 1, 1) if self.positions else 1
+
+    def has_positions(self, x: Tensor) -> bool:
+        """Return whether there are dimensions between the first and the last, and they are positions."""
+        return self.positions and x.dim() > 2
