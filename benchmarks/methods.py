@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import pyro_structvi as ps
 from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.testing import guides_for, points_for
 
 
 class Method(NamedTuple):
@@ -165,23 +166,8 @@ def make_subnetwork(model: ps.Classifier) -> ps.StructuredGuide:
 
 
 GUIDES: dict[str, MakeGuide] = {
-    "MAP": lambda model: ps.MAPGuide(model),
-    "ensemble of 5": lambda model: ps.EnsembleGuide(model, size=5),
-    "ensemble of 5, in turn": lambda model: ps.EnsembleGuide(model, size=5, vectorize=False),
-    "MC dropout": lambda model: ps.MCDropoutGuide(model),
-    "mean field, drawn": lambda model: ps.MeanFieldGuide(model, local_reparam=False),
-    "mean field": lambda model: ps.MeanFieldGuide(model),
-    "mean field, flipout": lambda model: ps.MeanFieldGuide(model, local_reparam="flipout"),
-    "k-tied, k = 1": lambda model: ps.KTiedGuide(model, rank=1),
-    "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
-    "matrix normal": lambda model: ps.MatrixNormalGuide(model),
-    "rowwise": lambda model: ps.RowwiseGuide(model),
-    "low rank, K = 1": lambda model: ps.AutoLowRankLRT(model, rank=1),
-    "low rank, K = 2": lambda model: ps.AutoLowRankLRT(model, rank=2),
-    "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5),
-    "inducing 64": lambda model: ps.InducingWeightGuide(model),
-    "inducing 64, drawn": lambda model: ps.InducingWeightGuide(model, local_reparam=False),
-    "full covariance": lambda model: ps.FullCovarianceGuide(model),
+    **points_for("benchmarks"),
+    **guides_for("benchmarks"),
     "subnetwork of 200": make_subnetwork,
     "Walsh-Hadamard": lambda model: ps.MeanFieldGuide(model),
     "Walsh-Hadamard, full": lambda model: ps.FullCovarianceGuide(model),

@@ -22,28 +22,15 @@ from pyro_structvi.families import Dropout, PointEstimate
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.metrics import classification_scores, predictive_distance
 from pyro_structvi.plots import plot_regressions
+from pyro_structvi.testing import guides_for, points_for
 
 METHODS: dict[str, Callable[[Any], nn.Module]] = {
-    "MAP": lambda model: ps.MAPGuide(model),
-    "Ensemble-W": lambda model: ps.EnsembleGuide(model, size=5),
+    **points_for("demo"),
     # The first layer keeps all its inputs.
     "MC dropout": lambda model: ps.StructuredGuide(
         model, {"net.0.*": PointEstimate(), "*": Dropout(rate=0.1)}
     ),
-    "mean field, drawn": lambda model: ps.MeanFieldGuide(model, local_reparam=False),
-    "mean field": lambda model: ps.MeanFieldGuide(model),
-    "k-tied, k = 1": lambda model: ps.KTiedGuide(model, rank=1),
-    "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
-    "matrix normal": lambda model: ps.MatrixNormalGuide(model, join_bias=True),
-    "rowwise": lambda model: ps.RowwiseGuide(model, join_bias=True),
-    "low rank, K = 5": lambda model: ps.AutoLowRankLRT(model, rank=5, join_bias=True),
-    "low rank, full diagonal": lambda model: ps.AutoLowRankLRT(
-        model, rank=5, diagonal="full", join_bias=True
-    ),
-    "full covariance": lambda model: ps.FullCovarianceGuide(model),
-    "FFG-U": lambda model: ps.InducingWeightGuide(model, (16, 16)),
-    "FCG-U": lambda model: ps.InducingWeightGuide(model, (16, 16), "full"),
-    "Ensemble-U": lambda model: ps.InducingWeightGuide(model, (16, 16), "ensemble"),
+    **guides_for("demo"),
 }
 
 SUBNETWORK = "subnetwork of 50"  # needs the MAP first
