@@ -5,10 +5,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 INSTALLED_DOCS := .venv/installed-docs
+INSTALLED_MUTATION := .venv/installed-mutation
 PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 SMOKE ?=
 
-.PHONY: help demo test test-all lint docs bench bench-scaling clean
+.PHONY: help demo test test-all mutation lint docs bench bench-scaling clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +22,9 @@ test: $(INSTALLED) ## the fast tests; PYTEST="--slow-sample" adds a sample of th
 
 test-all: ## every test
 	$(MAKE) test PYTEST="--slow"
+
+mutation: $(INSTALLED_MUTATION) ## whether a test sees a change in the code; MUTATION="--mutants 40 --only maps"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run $(MUTATION)
 
 lint: $(INSTALLED) ## style, docstrings and types
 	$(BIN)/ruff check .
@@ -54,4 +58,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(INSTALLED_DOCS): $(INSTALLED)
 	$(PIP_INSTALL) --editable ".[docs]"
+	touch $@
+
+$(INSTALLED_MUTATION): $(INSTALLED)
+	$(PIP_INSTALL) --editable ".[mutation]"
 	touch $@

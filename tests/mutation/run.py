@@ -1,0 +1,180 @@
+"""Mutation testing: change the code in one place and see whether a test fails.
+
+    python -m tests.mutation.run --mutants 120 --seed 0 --only distributions --json out.json
+
+A process that has imported torch and Pyro, and nothing of the package, is forked for each mutant. The
+child imports the package with one module changed, and runs the tests of that module until one fails.
+Every test that killed a mutant is run once more without a change, where it must pass.
+"""
+
+import argparse
+import collections
+import contextlib
+import importlib.machinery
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from dataclasses import asdict
+
+import pyro
+import pyro.poutine
+import pytest
+import scipy.stats
+import torch
+
+from tests.mutation.mutants import operators, sample
+from tests.mutation.targets import ROOT, modules, tests_of
+
+IMPORTED_BEFORE_THE_FORK = (pyro, pyro.poutine, scipy.stats)
+QUIET = ("-x", "-q", "-p", "no:cacheprovider")
+
+
+class MutatedModule(importlib.machinery.SourceFileLoader):
+    """The finder and loader of one module whose text is another one than its file's."""
+
+    def __init__(self, path, source):
+        name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        super().__init__(name, str(ROOT / path))
+        self.source = source
+
+    def find_spec(self, name, path, target=None):
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def get_code(self, fullname):
+        return compile(self.source, self.path, "exec", dont_inherit=True)
+
+
+class FirstFailure:
+    """A plugin of pytest that selects tests by file and name, and keeps the first one that fails."""
+
+    def __init__(self, patterns):
+        self.patterns, self.failed = patterns, None
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if self._selects(item.nodeid)]
+
+    def _selects(self, nodeid):
+        file, _, name = nodeid.partition("::")
+        return any(
+            re.search(pattern, name)
+            for path, pattern in self.patterns.items()
+            if file == path.partition("::")[0] or file.startswith(path + "/")
+        )
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed and self.failed is None:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report):
+        if report.failed and self.failed is None:
+            self.failed = "import"
+
+
+def run_tests(tests, mutant, timeout, answer):
+    """Run tests in this process, and send the exit status and the test that failed."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout + 1))
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    if mutant is not None:
+        sys.meta_path.insert(0, MutatedModule(mutant.module, mutant.source))
+    plugin = FirstFailure(tests)
+    status = pytest.main([*QUIET, *tests], plugins=[plugin])
+    answer.send((int(status), plugin.failed))
+    os._exit(0)
+
+
+def outcome(tests, mutant, timeout):
+    """Return what a forked process found: a word, and the test that failed."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=run_tests, args=(tests, mutant, timeout, there))
+    child.start()
+    there.close()
+    answered = here.poll(5 * timeout)  # as other processes may be running
+    try:
+        status, failed = here.recv() if answered else (None, None)
+    except EOFError:
+        status, failed = 1, "crash"
+    with contextlib.suppress(ProcessLookupError):  # and what a test may have started
+        os.killpg(child.pid, signal.SIGKILL)
+    child.join()
+    if status is None or child.exitcode == -signal.SIGXCPU:
+        return "timeout", None
+    if status == pytest.ExitCode.OK:
+        return "survived", None
+    if failed is None:
+        raise RuntimeError(f"pytest ended with status {status} for {mutant} and {tests}.")
+    return "killed", failed
+
+
+def run(mutants, timeout):
+    """Test the mutants, and return a record of each."""
+    records = []
+    for mutant in mutants:
+        start = time.perf_counter()
+        word, failed = outcome(tests_of(mutant.module), mutant, timeout)
+        seconds = round(time.perf_counter() - start, 1)
+        records.append(asdict(mutant) | {"outcome": word, "test": failed, "seconds": seconds})
+        print(
+            f"{word:9}{seconds:6.1f} s  {mutant.module}:{mutant.line} {mutant.operator}", flush=True
+        )
+        if word == "survived":
+            records[-1]["diff"] = mutant.diff
+            print(mutant.diff, flush=True)
+    return records
+
+
+def check_killers(records, timeout):
+    """Raise an error if a test that killed a mutant fails without one too."""
+    tests = dict.fromkeys(record["test"] for record in records if record["outcome"] == "killed")
+    names = [test for test in tests if test not in {"import", "crash"}]
+    if names:
+        word, failed = outcome(dict.fromkeys(names, ""), None, timeout)
+        if word != "survived":
+            raise RuntimeError(
+                f"Without a mutation: {word}, {failed}. What it killed does not count."
+            )
+
+
+def print_table(records):
+    counts = collections.defaultdict(collections.Counter)
+    for record in records:
+        counts[record["module"]][record["outcome"]] += 1
+        counts["total"][record["outcome"]] += 1
+    words = ("killed", "timeout", "survived")
+    print(f"{'module':58}", *(f"{word:>9}" for word in words))
+    for module, count in sorted(counts.items(), key=lambda entry: entry[0] == "total"):
+        print(f"{module:58}", *(f"{count[word]:9}" for word in words))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mutants", type=int, default=120, help="how many, over all modules")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a regular expression for paths of modules")
+    parser.add_argument("--timeout", type=int, default=120, help="CPU seconds for one mutant")
+    parser.add_argument("--json", help="where to write the records")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    operators()
+    mutants = sample(modules(), options.mutants, options.seed)
+    records = run([m for m in mutants if re.search(options.only, m.module)], options.timeout)
+    check_killers(records, options.timeout)
+    print_table(records)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(records, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
