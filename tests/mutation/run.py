@@ -113,9 +113,9 @@ def outcome(tests, mutant, timeout):
         return "timeout", []
     if status == pytest.ExitCode.OK:
         return "survived", []
-    if not failed:
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED or (mutant is None and not failed):
         raise RuntimeError(f"pytest ended with status {status} for {mutant} and {tests}.")
-    return "killed", failed
+    return "killed", failed or ["import"]  # a file of fixtures that cannot be imported
 
 
 def run(mutants, timeout):
