@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def shape_text(shape: Iterable[Any]) -> str:
-    """Return a shape as ``(3, 2)``, whatever kind of sequence it came in."""
+    """Return a shape as ``(3, 2)``, for any kind of sequence."""
     sizes = [str(size) for size in shape]
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 

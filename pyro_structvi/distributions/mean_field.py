@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from pyro_structvi._checks import check_broadcastable, check_positive, check_shape
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.outputs import NormalOutputs
-from pyro_structvi.linalg.fused import VarianceAndSums, square
+from pyro_structvi.linalg.fused import square, variance_and_sums
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.shapes import shrink
 from pyro_structvi.maps import LinearMap
@@ -161,7 +161,7 @@ class LogScaleNormal(MeanFieldNormal):
         mode = torch.is_grad_enabled()
         log_scale, *kept = self._kept.get(mode, (None,))
         if log_scale is not self.log_scale:
-            kept = VarianceAndSums.apply(self.log_scale, len(self.event_shape))
+            kept = variance_and_sums(self.log_scale, len(self.event_shape))
             self._kept[mode] = self.log_scale, *kept
         variance, total, log_det = kept
         return variance, total, log_det

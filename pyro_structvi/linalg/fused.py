@@ -37,6 +37,12 @@ def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
     return draws
 
 
+def variance_and_sums(log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``exp(2 l)``, its sum over an event, and twice the sum of ``l``."""
+    sums: tuple[Tensor, Tensor, Tensor] = VarianceAndSums.apply(log_scale, event_dim)
+    return sums
+
+
 def bank_and_squared_norm(x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x @ matrix'`` and ``|x|^2`` of each row, ``(rows, M)`` and ``(rows, 1)``."""
     if inside_transform():

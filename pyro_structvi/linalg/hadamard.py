@@ -28,7 +28,7 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
         Their transforms, of the same shape.
 
     Raises:
-        ValueError: If ``D`` is no power of two.
+        ValueError: If ``D`` is not a power of two.
 
     Example:
         >>> walsh_hadamard_transform(torch.tensor([3.0, 1.0, 0.0, 0.0]))

@@ -30,7 +30,7 @@ _FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
 
 
 class PointEstimateWarning(UserWarning):
-    """Some parameters of the net stayed what they were: trained, but without a posterior."""
+    """Some parameters of the net stay point estimates: they are trained, without a posterior."""
 
 
 def bayesianize(
@@ -42,20 +42,20 @@ def bayesianize(
 ) -> Any:
     """Return a copy of a net whose weights are sample sites with priors.
 
-    The net that is given stays as it is. Its weights are remembered, by reference, as the place
-    where a guide's means start. A weight shared by several modules stays one site. Priors are
+    The given net is not changed. Its weights are kept, by reference, as the values at which a guide's
+    means start. A weight shared by several modules becomes one site. Priors are
     buffers: ``.to()``, ``.double()`` and state dicts carry them along.
 
     Args:
         net: Any module, a bare ``nn.Linear`` too.
-        prior: What the weights are like before any data: a standard deviation, one for all or a
+        prior: The prior of the weights: a standard deviation, one for all or a
             tensor with one for each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a
             distribution of single elements; a function ``(name, parameter) -> prior``; or a mapping
             from patterns of parameter names, as in ``net.named_parameters()``, to any of these. The
             first match wins.
         normalization: Whether the parameters of normalization layers get sites too. When None they
             stay point estimates, and a warning says so. Frozen parameters always stay.
-        layers: Layers to take the place of the net's own, for patterns of module names as in
+        layers: Layers that replace the net's layers, for patterns of module names as in
             ``net.named_modules()``: ``{"0": RankOne(), "*": WalshHadamard()}``. The first match wins
             that fits the module. Of a bare layer the name is "".
 
@@ -63,7 +63,7 @@ def bayesianize(
         A ``PyroModule`` that is called as the net is.
 
     Raises:
-        TypeError: If ``net`` is no module, or a prior or a layer is of no known kind.
+        TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
         ValueError: If the net has no weights, a prior does not fit, a pattern of ``layers`` matches no
             module that fits, a layer to be replaced shares its weight with another, or a weight is
             under spectral normalization or made orthogonal by Householder reflections.
@@ -190,7 +190,7 @@ def _parameters_of_layers(net: nn.Module, converted: dict[int, Any]) -> set[int]
 
 
 def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
-    """Refuse weights that are no function of their parameters once these are random."""
+    """Refuse parametrizations that are wrong for random parameters."""
     for name, module in net.named_modules():
         for attribute, parameter in _own_parameters(module):
             if id(parameter) not in sampled:

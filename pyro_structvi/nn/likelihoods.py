@@ -31,7 +31,7 @@ class Classifier(PyroModule):
 
     Raises:
         ValueError: If ``num_data`` is not a whole number of at least 1.
-        TypeError: If ``net`` is no module.
+        TypeError: If ``net`` is not a module.
 
     Example:
         >>> from pyro_structvi import bayesianize
@@ -87,7 +87,7 @@ class Regressor(PyroModule):
 
     Raises:
         ValueError: If ``num_data`` or ``noise_scale`` is not positive.
-        TypeError: If ``net`` is no module.
+        TypeError: If ``net`` is not a module.
 
     Example:
         >>> from pyro_structvi import bayesianize
@@ -163,7 +163,7 @@ def _run_net(net: nn.Module, x: Any) -> tuple[Tensor, int]:
 
 
 def _observe(likelihood: Any, y: Tensor | None, num_data: int) -> None:
-    """Observe a batch, scaled up to the whole data set; unobserved, it is no latent of a guide."""
+    """Observe a batch, scaled up to the whole data set; a guide never takes the site for a latent one."""
     size = likelihood.batch_shape[-1]
     with poutine.scale(scale=num_data / size), pyro.plate("data", size, dim=-1):
         pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})

@@ -47,7 +47,7 @@ def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
             return outputs
 
         try:
-            with pyro.validation_enabled(False):  # of values, which there are none of under vmap
+            with pyro.validation_enabled(False):  # it reads values, which vmap does not allow
                 outputs: Tensor = torch.func.vmap(run, randomness="different")(flat)
         finally:
             cache.update(values)

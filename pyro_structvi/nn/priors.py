@@ -52,13 +52,13 @@ class FanIn:
 
 @dataclass(frozen=True)
 class HierarchicalScale:
-    r"""Independent normals whose standard deviation is a latent site of its own.
+    r"""Independent normals whose standard deviation is a separate latent site.
 
     .. math:: s \sim p(s), \qquad w \mid s \sim N(0, s^2)
 
     A parameter ``weight`` gets the site ``weight_scale`` beside its own, so that each layer learns from
-    the data how large its weights are. The KL of the weight given a draw of the scale is in closed form;
-    that of the scale is if its prior is a log-normal, since a guide's posterior of it is one too.
+    the data how large its weights are. The KL of the weight given a draw of the scale has a closed
+    form; the KL of the scale has one if its prior is a log-normal, as a guide's posterior of it is.
 
     Not for point estimates of both: where the prior of the scale does not vanish at zero, as a
     half-Cauchy does not, their density grows without bound as weights and scale go to zero together.
@@ -70,7 +70,7 @@ class HierarchicalScale:
             :class:`FanIn`.
 
     Raises:
-        TypeError: If ``prior`` is no distribution.
+        TypeError: If ``prior`` is not a distribution.
         ValueError: If it is not over positive numbers.
 
     Example:
@@ -127,11 +127,11 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
 
     Returns:
         A distribution that broadcasts to the parameter's shape, with its dtype and device; or a
-        :class:`HierarchicalScale` of such a one.
+        :class:`HierarchicalScale` with such a distribution.
 
     Raises:
         ValueError: If a standard deviation is not positive or does not fit, or no pattern matches.
-        TypeError: If the prior is none of these.
+        TypeError: If the prior has another type.
 
     Example:
         >>> resolve_prior({"*.bias": 1.0, "*": FanIn()}, "0.weight", torch.zeros(3, 16)).scale
@@ -248,7 +248,7 @@ class ScaledPrior:
         return self._given(getattr(module, self.scale))
 
     def at_median(self, module: PyroModule) -> Any:
-        """Return the prior for a scale about the median of its own prior."""
+        """Return the prior given a scale near the median of the scale's prior."""
         prior = declared_samples(module)[self.scale](module)
         return self._given(prior.sample(torch.Size([999])).median(0).values)
 
@@ -267,7 +267,7 @@ def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Siz
         module: The module.
         attribute: The attribute's name; a parameter of that name is replaced.
         prior: The distribution of single elements, which broadcasts to ``shape``; or a
-            :class:`HierarchicalScale` of such a one.
+            :class:`HierarchicalScale` with such a distribution.
         shape: The shape of a value.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is done with a posterior: draws, predictions, inference data, pruning, warm starts."""
+"""Uses of a posterior: draws, predictions, inference data, element scores, pruning, warm starts."""
 
 from pyro_structvi.posterior import element_scores, pruning, warm_start
 from pyro_structvi.posterior.inference_data import to_inference_data

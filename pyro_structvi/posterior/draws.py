@@ -1,4 +1,4 @@
-"""Running a model once for each joint draw of its posterior, whatever the posterior is given as."""
+"""Joint draws of a posterior, given as a guide or as draws by site, and runs of the model at them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

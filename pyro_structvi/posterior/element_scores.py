@@ -1,4 +1,4 @@
-"""Choosing the elements of a net that get a posterior, by the variance that they would have."""
+"""Scores by which the elements of a net are chosen that get a posterior."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
         left out.
 
     Raises:
-        RuntimeError: If the guide knows no site yet, or its weights have no law by themselves.
+        RuntimeError: If the guide knows no site yet, or its weights have only a joint distribution.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -40,10 +40,10 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
     """
     variances: dict[str, Tensor] = {}
     with torch.no_grad():
-        for site, law in guide._distributions("mean", local=False):
+        for site, posterior in guide._distributions("mean", local=False):
             if site.is_real:
-                drawn_together = isinstance(law, PointMass) and not law.is_known
-                variance = law.variance if drawn_together else guide[site.name]().variance
+                drawn_together = isinstance(posterior, PointMass) and not posterior.is_known
+                variance = posterior.variance if drawn_together else guide[site.name]().variance
                 variances |= site.split(variance.clone())
     return variances
 

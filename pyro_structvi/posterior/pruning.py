@@ -123,8 +123,8 @@ def prune_mean_field(guide: StructuredGuide, amount: float) -> PruningReport:
     posteriors = _posteriors_of(guide, MeanField)
     ratios, totals = [], {}
     for posterior in posteriors:
-        law = posterior()
-        ratio = law.mean.abs() / law.scale
+        normal = posterior()
+        ratio = normal.mean.abs() / normal.scale
         ratios.append(ratio.nan_to_num(nan=-1.0).flatten())  # 0 / 0 where it was pruned before
         totals[posterior.site.name] = ratio.numel()
     ranked = torch.cat(ratios)

@@ -45,11 +45,11 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: int = 2) -> StructuredG
     with torch.no_grad():
         for key, posterior in guide.posteriors.items():
             assert isinstance(posterior, SitePosterior)
-            site, law = posterior.site, posterior()
+            site, q = posterior.site, posterior()
             if isinstance(posterior.family, MeanField) and family.fits(site):
-                rows, columns = tie_scales(law.stddev.flatten(1), rank)
+                rows, columns = tie_scales(q.stddev.flatten(1), rank)
                 parameters = {
-                    "loc": law.mean.clone(),
+                    "loc": q.mean.clone(),
                     "log_row_scale": rows.log(),
                     "log_column_scale": columns.log(),
                 }

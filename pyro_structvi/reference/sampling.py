@@ -30,8 +30,8 @@ class DivergenceWarning(UserWarning):
 class NUTSDraws(dict[str, Tensor]):
     """Draws by site name, each ``(num_chains * num_samples, *shape)``, one chain after another.
 
-    They go as they are into ``pyro.infer.Predictive(model, posterior_samples=draws)``. The R-hat to
-    look at is that of the function values: weights are not identified, since the hidden units of a
+    They go as they are into ``pyro.infer.Predictive(model, posterior_samples=draws)``. Look at the
+    R-hat of the function values: weights are not identified, since the hidden units of a
     net can be permuted, so chains that agree on the function may disagree on every weight.
 
     Args:
@@ -117,7 +117,7 @@ def nuts(
 
     Raises:
         TypeError: If the model is neither a ``Classifier`` nor a ``Regressor``, or ``x`` or ``y``
-            is no tensor.
+            is not a tensor.
         ValueError: If an argument is out of range, ``x`` or ``y`` is not finite, or they are not all
             of the model's data.
         NotImplementedError: If the model has no translation to NumPyro.

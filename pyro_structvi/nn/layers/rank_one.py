@@ -73,7 +73,7 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
 
     The outputs are ``(W0 (s * x)) * r + b``. W0 and b are the parameters ``weight`` and ``bias``, point
     estimates; r and s are the sample sites ``output_scale`` and ``input_scale``, with independent
-    priors N(1, prior_scale^2), and any posterior can stand on them. They are drawn once for each
+    priors N(1, prior_scale^2), and any family can be used for them. They are drawn once for each
     example.
 
     Args:

@@ -146,7 +146,7 @@ class WalshHadamardLinear(WalshHadamardLayer):
     H is the orthonormal Walsh-Hadamard matrix of D rows, with D the next power of two above the
     number of inputs. For more than D outputs such blocks are stacked, and the first rows and columns
     are the weight. S1 and S2 are parameters, point estimates; g is the sample site
-    ``coefficients``, and any posterior can stand on it. It is drawn once for each example.
+    ``coefficients``, and any family can be used for it. It is drawn once for each example.
 
     Args:
         in_features: Number of inputs.
@@ -199,7 +199,7 @@ class WalshHadamardConv(WalshHadamardLayer):
 
     ``in`` is the number of channels times the size of the kernel. One draw serves the batch: its
     filters are formed, and the convolution is torch's. With ``filters_per_example`` each example has
-    filters of its own under ``StructuredELBO``, at the price of transforming its patches.
+    separate filters under ``StructuredELBO``, at the cost of transforming its patches.
 
     Args:
         in_channels: Number of input channels.
