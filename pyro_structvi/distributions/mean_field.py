@@ -161,7 +161,7 @@ class LogScaleNormal(MeanFieldNormal):
         mode = torch.is_grad_enabled()
         log_scale, *kept = self._kept.get(mode, (None,))
         if log_scale is not self.log_scale:
-            kept = variance_and_sums(self.log_scale, len(self.event_shape))
+            kept = [*variance_and_sums(self.log_scale, len(self.event_shape))]
             self._kept[mode] = self.log_scale, *kept
         variance, total, log_det = kept
         return variance, total, log_det

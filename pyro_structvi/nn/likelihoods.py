@@ -163,7 +163,7 @@ def _run_net(net: nn.Module, x: Any) -> tuple[Tensor, int]:
 
 
 def _observe(likelihood: Any, y: Tensor | None, num_data: int) -> None:
-    """Observe a batch, scaled up to the whole data set; a guide never takes the site for a latent one."""
+    """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
     size = likelihood.batch_shape[-1]
     with poutine.scale(scale=num_data / size), pyro.plate("data", size, dim=-1):
         pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})
