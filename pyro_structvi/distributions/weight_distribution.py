@@ -30,14 +30,11 @@ class WeightDistribution(TorchDistribution):
     ``_parameters``, the names of its tensor arguments, each with batch dimensions in front;
     ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``.
 
-    **Optional**: ``loc``, the mean, if it is not an argument; ``has_independent_elements``, True if
-    the covariance is diagonal; ``has_exact_positions``, True if images are exact over the positions
-    of an example; ``takes_bias_column``, True if a joined bias is better kept as a column of the weight
-    than met by an input of one; ``variance_sum``, if cheaper than by ``variance``; ``ways_to_apply``
-    and ``draw_factored``, if a drawn weight may be cheaper than outputs; ``split_noise``, if a part of
-    the noise is independent; ``rows``, if some rows cost less than all; ``factorize``, if factors
-    can be computed ahead; ``log_prob`` and ``entropy``, if there is a density; ``expand``, if tensors
-    are not all in ``_parameters``.
+    **Optional**: ``has_independent_elements``, True if the covariance is diagonal;
+    ``has_exact_positions``, True if images are exact over the positions of an example;
+    ``takes_bias_column``, True if a joined bias is better kept as a column than met by an input of one;
+    ``loc``, ``variance_sum``, ``ways_to_apply``, ``draw_factored``, ``split_noise``, ``rows``,
+    ``factorize``, ``expand``, as their docstrings say; ``log_prob`` and ``entropy``.
 
     **Provided**: ``mean``, ``image``, ``as_matrix``, ``as_weight``, ``map_for_batch``, ``support``.
 
@@ -59,14 +56,17 @@ class WeightDistribution(TorchDistribution):
     has_exact_positions: ClassVar[bool] = False
     takes_bias_column: ClassVar[bool] = False
     _parameters: ClassVar[tuple[str, ...]]
-    _required: ClassVar[dict[str, tuple[str, ...]]] = {
-        "arg_constraints": (),
-        "_parameters": (),
-        "variance": (),
-        "covariance_matrix": (),
-        "rsample": (),
-        "image_under": (),
-    }
+    _required: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(
+        (
+            "arg_constraints",
+            "_parameters",
+            "variance",
+            "covariance_matrix",
+            "rsample",
+            "image_under",
+        ),
+        (),
+    )
     loc: Tensor
 
     def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
@@ -103,11 +103,6 @@ class WeightDistribution(TorchDistribution):
     # ---- required --------------------------------------------------------------------------------
 
     @property
-    def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
-        raise NotImplementedError
-
-    @property
     def covariance_matrix(self) -> Tensor:
         """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
         raise NotImplementedError
@@ -130,9 +125,8 @@ class WeightDistribution(TorchDistribution):
                 independent of ``W`` too.
 
         Returns:
-            A distribution over all outputs of the map. Over the positions of one example the noise of
-            independent elements is independent: each output has its exact distribution, correlations
-            between positions are dropped.
+            A distribution over all outputs of the map. Each output has its exact distribution; over the
+            positions of one example, correlations from independent elements are dropped.
         """
         raise NotImplementedError
 
@@ -163,10 +157,9 @@ class WeightDistribution(TorchDistribution):
             index: Which rows, integers ``(batch, positions)``.
 
         Returns:
-            A distribution over ``W[index]``, ``(batch, positions, dim)``, the last two of which are
-            its event; or None, and the weight is then drawn. Over the positions of one example the
-            noise of independent rows is independent, also where an index repeats: each row has its
-            exact distribution. Noise that rows share is one draw for an example.
+            A distribution over ``W[index]`` with the event ``(positions, dim)``, or None, and the weight
+            is then drawn. Over the positions of one example the noise of independent rows is
+            independent, also where an index repeats. Noise that rows share is one draw for an example.
         """
         return None
 
@@ -243,7 +236,7 @@ class WeightDistribution(TorchDistribution):
 
     @property
     def _first_parameter(self) -> Tensor:
-        """A tensor of this distribution's dtype and device, at hand without any computation."""
+        """A tensor of this distribution's dtype and device."""
         parameter: Tensor = getattr(self, self._parameters[0])
         return parameter
 
@@ -282,10 +275,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
         raise NotImplementedError
 
     def whiten(self, difference: Tensor) -> Tensor:
-        """Return the noise ``A^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``.
-
-        Its last ``len(event_shape)`` dimensions are those of one weight, in any order of the elements.
-        """
+        """Return the noise ``A^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         raise NotImplementedError
 
     @property
@@ -311,8 +301,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     @property
     def noise_shape(self) -> torch.Size:
         """The shape of the noise ``e`` of one weight."""
-        shape: torch.Size = self.event_shape
-        return shape
+        return torch.Size(self.event_shape)
 
     @property
     def variance(self) -> Tensor:
@@ -350,16 +339,14 @@ class GaussianWeight(WeightDistribution, abstract=True):
         """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
             self._validate_sample(value)
-        constant = self.event_shape.numel() * math.log(2 * math.pi)
+        size: int = self.event_shape.numel()
         distance = self.mahalanobis(value - self.loc) + self.log_det_covariance
-        log_density: Tensor = -0.5 * (distance + constant)
-        return log_density
+        return -0.5 * (distance + size * math.log(2 * math.pi))
 
     def entropy(self) -> Tensor:
         """Return the differential entropy ``(*batch_shape,)``, in nats."""
-        constant = self.event_shape.numel() * (1 + math.log(2 * math.pi))
-        nats: Tensor = 0.5 * (self.log_det_covariance + constant)
-        return nats
+        size: int = self.event_shape.numel()
+        return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
