@@ -168,12 +168,8 @@ class WeightDistribution(TorchDistribution):
     ) -> "tuple[WeightDistribution | None, Tensor | None]":
         """Split ``W`` into a part with independent elements, and draws of the remainder.
 
-        Args:
-            sample_shape: Shape of the draws.
-
-        Returns:
-            The distribution of the first part, and draws ``(*sample_shape, *batch_shape,
-            *event_shape)`` of the second; None if that part is absent. Their sum has this distribution.
+        Returns the distribution of the first part and draws ``(*sample_shape, *batch_shape,
+        *event_shape)`` of the second, None if that part is absent; their sum has this distribution.
         """
         if self.has_independent_elements:
             return self, None
@@ -205,10 +201,6 @@ class WeightDistribution(TorchDistribution):
 
         Args:
             x: Inputs ``(*batch, in)``. Leading dimensions broadcast against ``batch_shape``.
-
-        Returns:
-            A distribution over ``(*batch, out)`` with ``mean``, ``variance``,
-            ``covariance_matrix`` and ``rsample``; its event is the last dimension.
 
         Raises:
             ValueError: If the last dimension of ``x``, its dtype or device do not fit the weight.
