@@ -1,7 +1,6 @@
 """What the tests of the contract work with: a distribution and its oracles."""
 
 import copy
-import itertools
 from dataclasses import dataclass
 
 import pyro.distributions as dist
@@ -11,11 +10,10 @@ import torch
 from pyro_structvi.distributions import AugmentedMatrixNormal, WeightDistribution
 from pyro_structvi.distributions.inducing.augmented import AugmentedNormal
 from tests import dense_oracles as dense
-from tests.distributions.cases import CASES, Case
-from tests.statistics import assert_mean
+from tests.distributions.cases import CASES, MATRIX, VECTOR, Case
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
-BATCH_SHAPES = [(), (3,), (2, 3)]
+FILTERS = (4, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,10 @@ class Subject:
             actual.double(), expected, rtol=relative, atol=relative * largest, check_stride=False
         )
 
-    def assert_gradients_close(self, value, q, oracle, exact):
-        """Compare the gradients of two scalars with respect to all arguments."""
-        for actual, expected in zip(gradients(value, q), gradients(oracle, exact), strict=True):
+    def assert_gradients_close(self, value, q, oracle, exact, others=()):
+        """Compare the gradients of two scalars with respect to all arguments, and other leaves."""
+        found, dense_ones = gradients(value, q, others), gradients(oracle, exact, others)
+        for actual, expected in zip(found, dense_ones, strict=True):
             self.assert_close(actual, expected)
 
 
@@ -110,16 +109,17 @@ def arguments(q):
     return list(named_arguments(q).values())
 
 
-def gradients(value, q):
-    """Return the gradient with respect to every argument; every one must enter the value.
+def gradients(value, q, others=()):
+    """Return the gradient with respect to every argument and other leaves; all must enter the value.
 
     Of a triangular argument only the triangle counts: oracles and distributions may or may not look
     at the other entries.
     """
-    found = torch.autograd.grad(value.sum(), arguments(q))
+    names = [*named_arguments(q), *("" for _ in others)]
+    found = torch.autograd.grad(value.sum(), [*arguments(q), *others])
     return [
         gradient.tril() if "scale_tril" in name else gradient
-        for name, gradient in zip(named_arguments(q), found, strict=True)
+        for name, gradient in zip(names, found, strict=True)
     ]
 
 
@@ -128,10 +128,14 @@ def name_of(value):
 
 
 def settings():
-    for case, batch_shape, dtype in itertools.product(CASES, BATCH_SHAPES, [FLOAT64, FLOAT32]):
-        for event_shape in case.event_shapes:
-            name = f"{case.name}, batch {name_of(batch_shape)}, {name_of(event_shape)}, {dtype}"
-            yield pytest.param((case, batch_shape, event_shape, dtype), id=name)
+    """Give one weight of every kind to each structure, a batch of matrices and one of vectors."""
+    for case in CASES:
+        shapes = [((), MATRIX), ((1, 2), MATRIX), ((), FILTERS)]
+        if VECTOR in case.event_shapes:
+            shapes += [((), VECTOR), ((3, 2), VECTOR)]
+        for batch_shape, event_shape in shapes:
+            name = f"{case.name}, batch {name_of(batch_shape)}, {name_of(event_shape)}"
+            yield pytest.param((case, batch_shape, event_shape), id=name)
 
 
 def uniform_prior(shape, event_dim, dtype):
@@ -140,26 +144,28 @@ def uniform_prior(shape, event_dim, dtype):
 
 def image_oracle(subject, exact, x):
     """Return the dense mean and covariance of ``W x``."""
-    x = x.detach().double()
+    x = x.double()
     covariance = dense.image_covariance(x, subject.case.covariance(exact), subject.out)
     return dense.image_mean(x, subject.case.mean(exact), subject.event_dim), covariance
 
 
-def independent_copies(q):
-    """Return 2000 weights that share no argument, so that each draw has gradients of its own."""
-    count = 2000 // q.batch_shape.numel()
-    expanded = q.expand((count, *q.batch_shape))
-    return with_arguments(expanded, lambda value: value.detach().clone())
+def assert_gradients_of_draws_are_exact(subject, found, q, moments, others=()):
+    """Assert that ``E[a'w + w'Qw / 2]`` has the dense gradient for the mean and covariance of a draw.
 
-
-def assert_gradients_of_draws(subject, draws, copies, moments):
-    """Assert that gradients of ``E[a'w + w'Aw / 2]`` by draws are unbiased."""
-    mean, covariance = moments(exact := subject.exact())
-    linear, root = torch.randn(mean.shape[-1]), torch.randn(2 * (mean.shape[-1],))
-    quadratic = root @ root.mT / mean.shape[-1]
-    w = draws.reshape(-1, *mean.shape).double()
-    value = w @ linear + ((w @ quadratic) * w).sum(-1) / 2
-    oracle = dense.expected_quadratic(mean, covariance, linear, quadratic)
-    expected = gradients(oracle, exact)
-    for sampled, gradient in zip(gradients(value, copies), expected, strict=True):
-        assert_mean(sampled, gradient)
+    Args:
+        subject: The subject of the test.
+        found: The mean and the matrix of the draw, with their graph.
+        q: The distribution whose arguments are leaves of it.
+        moments: A function of an exact copy to the dense mean and covariance of all elements, in its
+            entries ``(..., E)`` and ``(..., E, E)``.
+        others: Further leaves that both depend on.
+    """
+    exact = subject.exact()
+    mean, covariance = moments(exact)
+    covariance = torch.block_diag(*covariance.reshape(-1, *covariance.shape[-2:]))
+    linear, quadratic = torch.randn(found.mean.numel()), torch.randn(covariance.shape)
+    value, oracle = (
+        (linear * mean.flatten()).sum() + (quadratic * covariance).sum()
+        for mean, covariance in ((found.mean, found.covariance), (mean, covariance))
+    )
+    subject.assert_gradients_close(value, q, oracle, exact, others)

@@ -1,8 +1,7 @@
-"""The laws that every distribution over a weight obeys; structures are listed in ``cases.py``.
+"""The rules that every distribution over a weight obeys: shapes, moments, batches, dtypes, copies.
 
-Oracles are dense and in float64, from the same numbers. Where a law is about draws, the test is
-statistical, with a fixed seed and a false-alarm rate of 1e-6. Densities and images have files of
-their own.
+Structures are listed in ``cases.py``. Oracles are dense and in float64, from the same arguments. Draws,
+densities and images have separate files.
 """
 
 import copy
@@ -15,15 +14,7 @@ import torch
 from torch.distributions import kl_divergence
 
 from tests.distributions.cases import MATRIX
-from tests.distributions.subject import (
-    arguments,
-    assert_gradients_of_draws,
-    independent_copies,
-    name_of,
-    uniform_prior,
-    with_arguments,
-)
-from tests.statistics import assert_moments
+from tests.distributions.subject import arguments, uniform_prior, with_arguments
 
 
 def test_shapes(subject):
@@ -38,58 +29,32 @@ def test_moments_are_those_of_the_dense_covariance(subject):
     q, exact = subject.q, subject.exact()
     covariance = subject.case.covariance(exact)
     variance = covariance.diagonal(dim1=-2, dim2=-1).reshape(q.variance.shape)
+    trace = variance.flatten(-subject.event_dim).sum(-1)
+    log_det = torch.linalg.slogdet(covariance).logabsdet
     subject.assert_close(q.mean, subject.case.mean(exact))
     subject.assert_close(q.covariance_matrix, covariance)
     subject.assert_close(q.variance, variance)
     subject.assert_close(q.stddev, variance.sqrt())
-    subject.assert_close(q.variance_sum, variance.flatten(-subject.event_dim).sum(-1))
-    subject.assert_close(q.log_det_covariance, torch.linalg.slogdet(covariance).logabsdet)
+    subject.assert_close(q.variance_sum, trace)
+    subject.assert_close(q.log_det_covariance, log_det)
+    for actual, expected in zip(q.trace_and_log_det(), (trace, log_det), strict=True):
+        subject.assert_close(actual, expected)
 
 
-def test_draws_have_the_moments(subject):
-    q, exact = subject.q, subject.exact()
-    draws = q.rsample((20_000,))
-    blocks = subject.case.covariance(exact).reshape(-1, *2 * (q.event_shape.numel(),))
-    assert_moments(draws, subject.case.mean(exact), torch.block_diag(*blocks))
+def test_gradients_of_moments_are_the_dense_ones(subject):
+    q, exact = subject.with_leaves(), subject.exact()
+    covariance, mean = subject.case.covariance(exact), subject.case.mean(exact)
+    linear, weights = torch.randn_like(mean), torch.rand_like(mean)
+    oracle = (linear * mean).sum() + torch.linalg.slogdet(covariance).logabsdet.sum()
+    oracle = oracle + (weights.flatten() * covariance.diagonal(dim1=-2, dim2=-1).flatten()).sum()
+    value = (linear * q.mean).sum() + q.log_det_covariance.sum() + (weights * q.variance).sum()
+    subject.assert_gradients_close(value, q, oracle, exact)
 
 
-def test_independent_noise_and_the_rest_add_up(subject):
-    q, exact, count = subject.q, subject.exact(), 20_000
-    independent, rest = q.split_noise(torch.Size([count]))
-    draws = 0 if rest is None else rest
-    if independent is not None:
-        covariance = independent.covariance_matrix
-        assert torch.equal(covariance, torch.diag_embed(covariance.diagonal(dim1=-2, dim2=-1)))
-        draws = draws + independent.rsample((count,))
-    assert draws.shape == (count, *q.batch_shape, *q.event_shape)
-    blocks = subject.case.covariance(exact).reshape(-1, *2 * (q.event_shape.numel(),))
-    assert_moments(draws, subject.case.mean(exact), torch.block_diag(*blocks))
-
-
-@pytest.mark.parametrize("sample_shape", [(), (5,), (2, 5)], ids=name_of)
-def test_draws_have_the_shape(subject, sample_shape):
-    q = subject.q
-    shape = (*sample_shape, *q.batch_shape, *q.event_shape)
-    assert q.rsample(sample_shape).shape == q.sample(sample_shape).shape == shape
-
-
-def test_draws_pass_gradients_on_and_samples_do_not(plain_subject):
-    q = plain_subject.with_leaves()
-    assert q.rsample().requires_grad
-    assert not q.sample().requires_grad
-
-
-def test_gradients_of_draws_are_unbiased(subject):
-    copies = independent_copies(subject.q)
-    assert_gradients_of_draws(
-        subject,
-        copies.rsample(),
-        copies,
-        lambda exact: (
-            subject.case.mean(exact).flatten(-subject.event_dim),
-            subject.case.covariance(exact),
-        ),
-    )
+def test_independent_elements_are_declared(plain_subject):
+    covariance = plain_subject.case.covariance(plain_subject.q)
+    is_diagonal = torch.equal(covariance, torch.diag_embed(covariance.diagonal()))
+    assert plain_subject.q.has_independent_elements == is_diagonal
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -116,12 +81,12 @@ def test_expand_commutes_with_all_that_is_computed(subject):
     x = subject.randn(7, *(1 for _ in batch), subject.size)
     own_prior = uniform_prior(q.loc.shape, subject.event_dim, subject.dtype)
     kl, image = kl_divergence(q, own_prior), q.image(x)
-    subject.assert_close(expanded.log_prob(value), q.log_prob(value).double())
-    subject.assert_close(expanded.entropy(), q.entropy().double().expand(batch))
-    subject.assert_close(kl_divergence(expanded, prior), kl.double().expand(batch))
+    subject.assert_close(expanded.log_prob(value), q.log_prob(value))
+    subject.assert_close(expanded.entropy(), q.entropy().expand(batch))
+    subject.assert_close(kl_divergence(expanded, prior), kl.expand(batch))
     shape = (7, *batch, subject.out)
-    subject.assert_close(expanded.image(x).mean, image.mean.double().expand(shape))
-    subject.assert_close(expanded.image(x).variance, image.variance.double().expand(shape))
+    subject.assert_close(expanded.image(x).mean, image.mean.expand(shape))
+    subject.assert_close(expanded.image(x).variance, image.variance.expand(shape))
 
 
 def test_expand_enlarges_batch_dimensions_of_size_one(plain_subject):
@@ -131,9 +96,15 @@ def test_expand_enlarges_batch_dimensions_of_size_one(plain_subject):
     plain_subject.assert_close(expanded.variance, q.variance.expand(2, 3, *MATRIX))
 
 
-def test_draws_of_an_expanded_distribution_are_independent(plain_subject):
-    first, second = plain_subject.q.expand((2,)).rsample()
-    assert (first != second).all()
+def test_one_weight_is_seen_as_a_matrix_in_any_sample_shape(subject):
+    """The rows of the matrix are the outputs, and its columns are in the order of the weight."""
+    q = subject.q
+    for sample_shape in ((), (5,), (5, 1)):
+        weight = subject.randn(*sample_shape, *q.batch_shape, *q.event_shape)
+        matrix = q.as_matrix(weight)
+        assert matrix.shape == (*sample_shape, *q.batch_shape, subject.out, subject.size)
+        assert torch.equal(matrix.flatten(-2), weight.flatten(-subject.event_dim))
+        assert torch.equal(q.as_weight(matrix), weight)
 
 
 # ---- as an object --------------------------------------------------------------------------------
@@ -142,8 +113,8 @@ def test_draws_of_an_expanded_distribution_are_independent(plain_subject):
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))], ids=["copy", "pickle"]
 )
-def test_copies_are_equal_and_apart(subject, duplicate):
-    q, twin = subject.q, duplicate(subject.q)
+def test_copies_are_equal_and_apart(plain_subject, duplicate):
+    q, twin = plain_subject.q, duplicate(plain_subject.q)
     value = q.rsample()
     assert (twin.batch_shape, twin.event_shape) == (q.batch_shape, q.event_shape)
     assert torch.equal(twin.log_prob(value), q.log_prob(value))
@@ -153,21 +124,42 @@ def test_copies_are_equal_and_apart(subject, duplicate):
     assert all(map(torch.equal, arguments(q), before))
 
 
-def everything(q, prior, x):
-    """Return all that a distribution computes."""
-    image, value = q.image(x), q.rsample()
+def numbers(q, prior, x, value):
+    """Return all that a distribution computes without a draw."""
+    image = q.image(x)
     return [
         *(q.mean, q.variance, q.stddev, q.covariance_matrix, q.variance_sum, q.entropy()),
-        *(value, q.log_prob(value), kl_divergence(q, prior)),
-        *(image.mean, image.variance, image.covariance_matrix, image.rsample()),
+        *(q.log_det_covariance, q.log_prob(value), kl_divergence(q, prior)),
+        *(image.mean, image.variance, image.covariance_matrix),
     ]
 
 
-def test_everything_keeps_the_dtype(subject):
-    q = subject.q
-    prior = uniform_prior(q.loc.shape, subject.event_dim, subject.dtype)
-    x = subject.randn(7, *(1 for _ in q.batch_shape), subject.size)
-    assert {result.dtype for result in everything(q, prior, x)} == {subject.dtype}
+def everything(q, prior, x):
+    return [*numbers(q, prior, x, q.rsample()), q.image(x).rsample(), *split(q)]
+
+
+def split(q):
+    independent, remainder = q.split_noise(torch.Size([2]))
+    draws = [] if remainder is None else [remainder]
+    return draws if independent is None else [*draws, independent.mean, independent.variance]
+
+
+def test_everything_keeps_the_dtype(single_subject):
+    q = single_subject.q
+    prior = uniform_prior(q.loc.shape, 2, single_subject.dtype)
+    x = single_subject.randn(7, 1, single_subject.size)
+    assert {result.dtype for result in everything(q, prior, x)} == {single_subject.dtype}
+
+
+def test_single_precision_is_close_to_double(single_subject):
+    q, exact = single_subject.q, single_subject.exact()
+    x, value = single_subject.randn(7, 1, single_subject.size), single_subject.randn(5, 2, *MATRIX)
+    single = numbers(q, uniform_prior(q.loc.shape, 2, single_subject.dtype), x, value)
+    prior = uniform_prior(q.loc.shape, 2, torch.float64)
+    for actual, expected in zip(
+        single, numbers(exact, prior, x.double(), value.double()), strict=True
+    ):
+        single_subject.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -180,10 +172,26 @@ def test_everything_stays_on_its_device(plain_subject, device):
     assert {result.device.type for result in results} == {device}
 
 
-def test_a_draw_at_a_sample_site_is_an_ordinary_tensor(subject):
-    value = pyro.sample("weight", subject.q)
+# ---- in Pyro -------------------------------------------------------------------------------------
+
+
+def test_draws_have_the_shape(subject):
+    q = subject.q
+    for sample_shape in ((), (5,), (2, 5)):
+        shape = (*sample_shape, *q.batch_shape, *q.event_shape)
+        assert q.rsample(sample_shape).shape == q.sample(sample_shape).shape == shape
+
+
+def test_draws_pass_gradients_on_and_samples_do_not(plain_subject):
+    q = plain_subject.with_leaves()
+    assert q.rsample().requires_grad
+    assert not q.sample().requires_grad
+
+
+def test_a_draw_at_a_sample_site_is_an_ordinary_tensor(plain_subject):
+    value = pyro.sample("weight", plain_subject.q)
     assert type(value) is torch.Tensor
-    assert value.shape == subject.q.batch_shape + subject.q.event_shape
+    assert value.shape == MATRIX
 
 
 def test_a_plate_expands_it(plain_subject):

@@ -1,4 +1,4 @@
-"""The laws that every distribution over a weight obeys: its image under a linear map."""
+"""The rules that every distribution over a weight obeys: ``image(x)`` is the distribution of ``W x``."""
 
 import pytest
 import torch
@@ -6,60 +6,57 @@ import torch
 from tests import dense_oracles as dense
 from tests.distributions.subject import (
     FLOAT32,
-    FLOAT64,
     arguments,
-    assert_gradients_of_draws,
+    assert_gradients_of_draws_are_exact,
     image_oracle,
-    independent_copies,
-    name_of,
 )
-from tests.statistics import assert_moments
-
-LEADING = {
-    "one x": lambda batch: (),
-    "a batch of x": lambda batch: (7, *(1 for _ in batch)),
-    "an x for each weight": lambda batch: (2, 7, *batch),
-}
+from tests.unit_noise import assert_draws
 
 
-@pytest.fixture(params=LEADING.values(), ids=LEADING.keys())
-def x(subject, request):
-    return subject.randn(*request.param(subject.q.batch_shape), subject.size)
+def leading_shapes(batch):
+    """Give the leading shapes of inputs: one for all weights of a batch, and one for each of them."""
+    return [(), (2, 1, *batch)] if batch else [(3,)]
 
 
-def test_image_has_the_dense_moments(subject, x):
-    mean, covariance = image_oracle(subject, subject.exact(), x)
-    image = subject.q.image(x)
-    assert image.batch_shape + image.event_shape == mean.shape
-    assert image.event_shape == (subject.out,)
-    subject.assert_close(image.mean, mean)
-    subject.assert_close(image.variance, covariance.diagonal(dim1=-2, dim2=-1))
-    subject.assert_close(image.covariance_matrix, covariance)
-
-
-def test_image_has_the_dense_density(subject, x):
+def test_image_has_the_dense_moments_density_and_entropy(subject):
     q, exact = subject.with_leaves(), subject.exact()
-    mean, covariance = image_oracle(subject, exact, x)
-    y = subject.randn(*mean.shape)
-    density = q.image(x).log_prob(y)
-    oracle = dense.log_prob(y.double(), mean, covariance, 1)
-    subject.assert_close(density, oracle)
+    for lead in leading_shapes(q.batch_shape):
+        x = subject.randn(*lead, subject.size)
+        mean, covariance = image_oracle(subject, exact, x)
+        image, y = q.image(x), subject.randn(*mean.shape)
+        assert image.batch_shape + image.event_shape == mean.shape
+        assert image.event_shape == (subject.out,)
+        subject.assert_close(image.mean, mean)
+        subject.assert_close(image.variance, covariance.diagonal(dim1=-2, dim2=-1))
+        subject.assert_close(image.covariance_matrix, covariance)
+        subject.assert_close(image.entropy(), dense.entropy(covariance))
+        density, oracle = image.log_prob(y), dense.log_prob(y, mean, covariance, 1)
+        subject.assert_close(density, oracle)
     subject.assert_gradients_close(density, q, oracle, exact)
 
 
-def test_draws_of_the_image_have_its_moments_and_are_independent_over_the_batch(subject):
-    x = subject.randn(2, *(1 for _ in subject.q.batch_shape), subject.size)
+def test_draws_of_the_image_are_exact_and_independent_over_the_batch(subject):
+    q, batch = subject.with_leaves(), subject.q.batch_shape
+    x = subject.randn(2, *(1 for _ in batch), subject.size).requires_grad_()
     mean, covariance = image_oracle(subject, subject.exact(), x)
-    draws = subject.q.image(x).rsample((20_000,))
-    blocks = covariance.reshape(-1, subject.out, subject.out)
-    assert_moments(draws, mean, torch.block_diag(*blocks))
+    found = assert_draws(lambda: q.image(x).rsample(), mean, covariance)
+    assert_gradients_of_draws_are_exact(
+        subject, found, q, lambda exact: image_oracle(subject, exact, x), [x]
+    )
 
 
-@pytest.mark.parametrize("sample_shape", [(), (5,)], ids=name_of)
-def test_draws_of_the_image_have_the_shape(subject, sample_shape):
+def test_several_draws_of_the_image_are_independent(plain_subject):
+    q, x = plain_subject.q, torch.randn(2, plain_subject.size)
+    mean, covariance = image_oracle(plain_subject, plain_subject.exact(), x)
+    several = covariance.expand(2, *covariance.shape)
+    assert_draws(lambda: q.image(x).rsample((2,)), mean, several)
+
+
+def test_draws_of_the_image_have_the_shape(subject):
     batch = subject.q.batch_shape
     image = subject.q.image(subject.randn(7, *(1 for _ in batch), subject.size))
-    assert image.rsample(sample_shape).shape == (*sample_shape, 7, *batch, subject.out)
+    for sample_shape in ((), (5,), (2, 5)):
+        assert image.rsample(sample_shape).shape == (*sample_shape, 7, *batch, subject.out)
 
 
 def test_an_input_of_zeros_has_finite_gradients(subject):
@@ -74,22 +71,11 @@ def test_an_input_of_zeros_has_finite_gradients(subject):
         assert torch.isfinite(gradient).all()
 
 
-def test_gradients_of_draws_of_the_image_are_unbiased(subject):
-    copies = independent_copies(subject.q)
-    x = subject.randn(subject.size)
-    assert_gradients_of_draws(
-        subject,
-        copies.image(x).rsample(),
-        copies,
-        lambda exact: image_oracle(subject, exact, x),
-    )
-
-
-def test_image_refuses_an_input_of_another_size(subject):
-    size = subject.size
+def test_image_refuses_an_input_of_another_size(plain_subject):
+    size = plain_subject.size
     message = rf"`x` must have shape \(\*batch, in\) with in = {size}, but got \(7, {size + 1}\)"
     with pytest.raises(ValueError, match=message):
-        subject.q.image(subject.randn(7, size + 1))
+        plain_subject.q.image(torch.zeros(7, size + 1))
 
 
 def test_image_refuses_a_single_number(plain_subject):
@@ -97,9 +83,10 @@ def test_image_refuses_a_single_number(plain_subject):
         plain_subject.q.image(torch.tensor(1.0))
 
 
-def test_image_refuses_another_dtype(subject):
-    other = FLOAT32 if subject.dtype == FLOAT64 else FLOAT64
-    name = subject.q._parameters[0]
-    message = rf"`x` must have the dtype of `{name}`, {subject.dtype}, .* {other}.*`x.to\({name}\)`"
+def test_image_refuses_another_dtype(plain_subject):
+    name, x = plain_subject.q._parameters[0], torch.zeros(plain_subject.size, dtype=FLOAT32)
+    message = (
+        rf"`x` must have the dtype of `{name}`, {torch.float64}, .*{FLOAT32}.*`x.to\({name}\)`"
+    )
     with pytest.raises(ValueError, match=message):
-        subject.q.image(subject.randn(subject.size).to(other))
+        plain_subject.q.image(x)
