@@ -1,0 +1,295 @@
+"""What every linear map obeys: each member against patches, written out, and a dense matrix."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pyro_structvi.maps import (
+    BiasColumnMap,
+    ConvolutionMap,
+    DenseMap,
+    LinearMap,
+    shape_per_example,
+)
+from tests import dense_oracles as dense
+
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 2)}
+SPACES = {1: (9,), 2: (7, 6), 3: (5, 6, 4)}
+OUT, CHANNELS, COUNT = 4, 4, 3
+
+# torch says so for kernels of an even length; they are tested because their padding is lopsided.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, check_stride=False)
+
+
+@dataclass
+class Subject:
+    """A map with an input, and the patches ``(*batch, groups, positions, in)`` that it cuts out."""
+
+    linear_map: LinearMap
+    x: torch.Tensor
+    patches: torch.Tensor
+    positions: tuple
+    batch_dim: int
+    is_last: bool = False
+
+    @property
+    def groups(self):
+        return self.patches.shape[-3]
+
+    @property
+    def size(self):
+        return self.patches.shape[-1]
+
+    def randn(self, *shape):
+        return torch.randn(*shape, self.size)
+
+    def outputs(self, matrix, bias=0.0):
+        """Return patches times rows, ``(*batch, channels, positions)`` in the layout of the map."""
+        rows = matrix.unflatten(0, (self.groups, -1))
+        channels = torch.einsum("...gpi,goi->...gop", self.patches, rows).flatten(-3, -2)
+        return self.lay_out(channels + torch.as_tensor(bias).reshape(-1, 1))
+
+    def bank(self, filters, bias):
+        return self.outputs(filters.repeat(self.groups, 1), bias.repeat(self.groups))
+
+    def squared_norm(self, repeats):
+        return self.lay_out(self.patches.square().sum(-1).repeat_interleave(repeats, -2))
+
+    def lay_out(self, channels):
+        if self.is_last:
+            channels = channels.mT
+            return channels.reshape(*channels.shape[:-2], *self.positions, channels.shape[-1])
+        return channels.reshape(*channels.shape[:-1], *self.positions)
+
+    def with_column(self):
+        ones = torch.ones(*self.patches.shape[:-1], 1)
+        patches = torch.cat([self.patches, ones], -1)
+        return replace(self, linear_map=BiasColumnMap(self.linear_map), patches=patches)
+
+
+def dense_subject(shape, positions=True):
+    x, batch_dim = torch.randn(shape), len(shape[:-1]) if not positions else len(shape[:1])
+    batch_dim = 0 if len(shape) == 1 else batch_dim
+    between = tuple(shape[batch_dim:-1])
+    patches = x.reshape(*shape[:batch_dim], 1, -1, shape[-1])
+    return Subject(DenseMap(positions), x, patches, between, batch_dim, is_last=True)
+
+
+def convolution_subject(dim, has_batch=True, **geometry):
+    x, groups = torch.randn(2, CHANNELS, *SPACES[dim]), geometry.get("groups", 1)
+    cut = dense.patches(x, KERNELS[dim], **geometry)
+    linear_map = ConvolutionMap(CONVOLUTIONS[dim], (CHANNELS // groups, *KERNELS[dim]), **geometry)
+    positions, patches = cut.shape[2:-1], cut.flatten(2, -2)
+    if has_batch:
+        return Subject(linear_map, x, patches, positions, 1)
+    return Subject(linear_map, x[0], patches[0], positions, 0)
+
+
+EVERYTHING = {"stride": 2, "padding": 2, "dilation": 2}
+UNEVEN = {"stride": (2, 1, 1), "padding": (0, 2, 1), "dilation": (1, 2, 1)}
+PLAIN = {
+    "one vector": lambda: dense_subject((3,)),
+    "dense": lambda: dense_subject((5, 3)),
+    "sequence": lambda: dense_subject((5, 2, 3)),
+    "grid": lambda: dense_subject((5, 2, 6, 3)),
+    "all examples": lambda: dense_subject((5, 2, 3), positions=False),
+    "1d, valid": lambda: convolution_subject(1, padding="valid"),
+    "1d, groups and all": lambda: convolution_subject(1, groups=2, **EVERYTHING),
+    "1d, no batch": lambda: convolution_subject(1, has_batch=False, groups=2),
+    "2d, stride": lambda: convolution_subject(2, stride=2),
+    "2d, depthwise": lambda: convolution_subject(2, groups=4, padding=1),
+    "2d, same": lambda: convolution_subject(2, padding="same", dilation=2),
+    "2d, no batch": lambda: convolution_subject(2, has_batch=False),
+    **{
+        f"{dim}d, uneven": lambda dim=dim: convolution_subject(
+            dim, **{name: value[:dim] for name, value in UNEVEN.items()}
+        )
+        for dim in (2, 3)
+    },
+    "3d, all": lambda: convolution_subject(3, **EVERYTHING),
+}
+SUBJECTS = {
+    **PLAIN,
+    **{f"{name}, bias column": lambda m=make: m().with_column() for name, make in PLAIN.items()},
+    "sequence, two columns": lambda: PLAIN["sequence"]().with_column().with_column(),
+    "1d, two columns": lambda: PLAIN["1d, groups and all"]().with_column().with_column(),
+}
+
+
+@pytest.fixture(params=SUBJECTS.values(), ids=SUBJECTS)
+def subject(request, fresh_state):
+    return request.param()
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [{}, {"stride": (1, 3), "padding": (2, 0), "dilation": (2, 1)}],
+    ids=["plain", "uneven"],
+)
+def test_patches_are_those_of_unfold(geometry):
+    x = torch.randn(2, CHANNELS, *SPACES[2])
+    cut = dense.patches(x, KERNELS[2], **geometry)[:, 0].flatten(1, 2)
+    assert torch.equal(cut, F.unfold(x, KERNELS[2], **geometry).mT)
+
+
+def test_a_weight_meets_every_patch(subject):
+    matrix, bias = subject.randn(OUT), torch.randn(OUT)
+    close(subject.linear_map(subject.x, matrix), subject.outputs(matrix))
+    close(subject.linear_map(subject.x, matrix, bias), subject.outputs(matrix, bias))
+
+
+def test_bank_and_mix_are_the_map_of_the_product(subject):
+    filters, shift = subject.randn(COUNT), torch.randn(COUNT)
+    mixing, bias = torch.randn(OUT, COUNT), torch.randn(OUT)
+    linear_map, x = subject.linear_map, subject.x
+    close(linear_map.bank(x, filters, shift), subject.bank(filters, shift))
+    hidden = linear_map.bank(x, filters)
+    close(hidden, subject.bank(filters, torch.zeros(COUNT)))
+    close(linear_map.mix(hidden, mixing), subject.outputs(mixing @ filters))
+    close(linear_map.mix(hidden, mixing, bias), subject.outputs(mixing @ filters, bias))
+
+
+def test_squared_norms_are_those_of_the_patches(subject):
+    filters, shift = subject.randn(COUNT), torch.randn(COUNT)
+    expected = subject.squared_norm(OUT // subject.groups)
+    norms = subject.linear_map.squared_norm(subject.x, OUT)
+    close(norms.expand(expected.shape), expected)
+    hidden, norms = subject.linear_map.bank_and_squared_norm(subject.x, filters, shift)
+    close(hidden, subject.bank(filters, shift))
+    close(norms, subject.squared_norm(1))
+    hidden, _ = subject.linear_map.bank_and_squared_norm(subject.x, filters)
+    close(hidden, subject.bank(filters, torch.zeros(COUNT)))
+
+
+@pytest.mark.parametrize("with_biases", [False, True])
+def test_stacked_weights_are_each(subject, with_biases):
+    matrices, biases = subject.randn(COUNT, OUT), torch.randn(COUNT, OUT) * with_biases
+    expected = torch.stack(list(map(subject.outputs, matrices, biases)), subject.batch_dim)
+    given = biases if with_biases else None
+    close(subject.linear_map.stack(subject.x, matrices, given), expected)
+
+
+@pytest.mark.parametrize("with_biases", [False, True])
+@pytest.mark.parametrize("scales_inputs", [False, True])
+def test_combined_weights_are_a_sum(subject, scales_inputs, with_biases, monkeypatch):
+    """Either way, whatever the sizes are."""
+    monkeypatch.setattr(LinearMap, "_scales_inputs", lambda *sizes: scales_inputs)
+    matrices, biases = subject.randn(COUNT, OUT), torch.randn(COUNT, OUT) * with_biases
+    images = torch.stack(list(map(subject.outputs, matrices, biases)))
+    coefficients = torch.randn(*subject.x.shape[: subject.batch_dim], COUNT)
+    onto, given = torch.randn(images.shape[1:]), biases if with_biases else None
+    spread = coefficients.movedim(-1, 0)
+    spread = spread.reshape(*spread.shape, *(1 for _ in range(images.dim() - spread.dim())))
+    actual = subject.linear_map.combine(subject.x, coefficients, matrices, onto, given)
+    close(actual, onto + (spread * images).sum(0))
+
+
+def test_a_joined_bias_is_the_last_column(subject):
+    matrix, bias = subject.randn(OUT), torch.randn(OUT)
+    linear_map, x = subject.linear_map.join_bias(subject.x)
+    joined = torch.cat([matrix, bias.unsqueeze(-1)], -1)
+    close(linear_map(x, joined), subject.outputs(matrix, bias))
+    assert linear_map.has_positions(x) == subject.linear_map.has_positions(subject.x)
+
+
+def test_what_a_map_says_of_its_dimensions(subject):
+    linear_map, x = subject.linear_map, subject.x
+    outputs = linear_map(x, subject.randn(OUT))
+    assert linear_map.groups == subject.groups
+    assert outputs.shape[linear_map.channel_dim] == OUT
+    assert linear_map.event_dim(x) == linear_map.event_dim(outputs) == x.dim() - subject.batch_dim
+    is_convolution = not subject.is_last
+    assert linear_map.has_positions(x) == (is_convolution or len(subject.positions) > 0)
+    assert linear_map.has_bias_column == isinstance(linear_map, BiasColumnMap)
+    assert linear_map.is_dense == isinstance(linear_map, DenseMap)
+    shape = shape_per_example(linear_map, x, OUT)
+    assert torch.Size(shape).numel() == OUT * x.shape[: subject.batch_dim].numel()
+    assert torch.zeros(shape).expand_as(outputs).shape == outputs.shape
+
+
+def test_without_positions_only_a_convolution_has_some(subject):
+    linear_map, matrix = subject.linear_map.without_positions(), subject.randn(OUT)
+    outputs = linear_map(subject.x, matrix)
+    close(outputs, subject.outputs(matrix))
+    assert linear_map.has_positions(subject.x) == (not subject.is_last)
+    assert linear_map.event_dim(outputs) == (1 if subject.is_last else 1 + len(subject.positions))
+    assert linear_map.has_bias_column == subject.linear_map.has_bias_column
+
+
+@pytest.mark.parametrize("join", [False, True], ids=["plain", "bias column"])
+def test_a_dense_map_takes_batches_of_matrices(join):
+    """Their dimensions are in the input too, before its last."""
+    plain, x = DenseMap(positions=False), torch.randn(7, 2, 3)
+    linear_map, size = (BiasColumnMap(plain), 4) if join else (plain, 3)
+    patches = torch.cat([x, torch.ones(7, 2, size - 3)], -1)
+    matrices, biases = torch.randn(2, COUNT, OUT, size), torch.randn(2, COUNT, OUT)
+    each = torch.einsum("nbi,bkoi->nbko", patches, matrices) + biases
+    matrix, bias = matrices[:, 0], biases[:, 0]
+    close(linear_map(x, matrix, bias), each[:, :, 0])
+    close(linear_map.stack(x, matrices, biases), each)
+    hidden, norms = linear_map.bank_and_squared_norm(x, matrix, bias)
+    close(hidden, each[:, :, 0])
+    close(norms, patches.square().sum(-1, keepdim=True))
+    coefficients, onto = torch.randn(7, 2, COUNT), torch.randn(7, 2, OUT)
+    expected = onto + torch.einsum("nbk,nbko->nbo", coefficients, each)
+    close(linear_map.combine(x, coefficients, matrices, onto, biases), expected)
+
+
+SMALLEST = {
+    "dense": (DenseMap(), (2, 2, 2), 2),
+    "convolution": (ConvolutionMap(F.conv1d, (1, 2), padding=1, groups=2), (2, 2, 2), 2),
+}
+
+
+@pytest.mark.parametrize("scales_inputs", [False, True])
+@pytest.mark.parametrize("join", [False, True], ids=["plain", "bias column"])
+@pytest.mark.parametrize(("plain", "shape", "size"), SMALLEST.values(), ids=SMALLEST)
+def test_gradients_are_those_of_finite_differences(
+    plain, shape, size, join, scales_inputs, monkeypatch
+):
+    monkeypatch.setattr(LinearMap, "_scales_inputs", lambda *sizes: scales_inputs)
+    linear_map, size = (BiasColumnMap(plain), size + 1) if join else (plain, size)
+
+    def leaf(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    x, matrices, biases = leaf(*shape), leaf(2, 2, size), leaf(2, 2)
+    with torch.no_grad():
+        outputs = linear_map(x, matrices[0])
+
+    def combine(x, coefficients, matrices, onto, biases):
+        return linear_map.combine(x, coefficients, matrices, onto, biases)
+
+    def mix(x, matrix, mixing, bias):
+        hidden, norms = linear_map.bank_and_squared_norm(x, matrix, bias)
+        return linear_map.mix(hidden, mixing), norms, linear_map.squared_norm(x, 2)
+
+    onto = outputs.clone().requires_grad_()
+    assert torch.autograd.gradcheck(linear_map, (x, matrices[0], biases[0]))
+    assert torch.autograd.gradcheck(linear_map.stack, (x, matrices, biases))
+    assert torch.autograd.gradcheck(combine, (x, leaf(2, 2), matrices, onto, biases))
+    assert torch.autograd.gradcheck(mix, (x, matrices[0], leaf(2, 2), biases[0]))
+
+
+def test_the_smaller_tensors_are_formed():
+    """Counted with the weights that scaled inputs need in another order."""
+    narrow, wide, few = torch.zeros(100, 4), torch.zeros(100, 400), torch.zeros(3, 4)
+    assert LinearMap._scales_inputs(narrow, torch.zeros(2, 50, 4), torch.zeros(100, 50))
+    assert not LinearMap._scales_inputs(wide, torch.zeros(2, 50, 400), torch.zeros(100, 50))
+    assert not LinearMap._scales_inputs(few, torch.zeros(2, 50, 4), torch.zeros(3, 50))
+    assert LinearMap._scales_inputs(few, torch.zeros(1, 50, 4), torch.zeros(3, 50))
+
+
+def test_a_map_without_a_required_member_cannot_be_made():
+    class Incomplete(LinearMap):
+        pass
+
+    with pytest.raises(TypeError, match=r"abstract methods .*channel_dim.*squared_norm"):
+        Incomplete()
