@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_structvi.infer.steps.loss import Loss
-
 
 def world() -> tuple[int, int]:
     """Return this process's rank and how many there are: 0 and 1 where no group was initialized."""
@@ -60,7 +58,7 @@ def noise_of_rank(device: torch.device | None) -> Iterator[None]:
         yield
 
 
-def data_parallel(loss: Loss) -> nn.Module:
+def data_parallel(loss: nn.Module) -> nn.Module:
     """Let backward passes average gradients over the ranks; parameters become those of rank 0.
 
     A model need not visit all its sites in each pass, so parameters without gradients are looked for.

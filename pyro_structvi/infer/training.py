@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from pyro_structvi._checks import check_positive_integer, check_positive_number
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.infer.batches import arguments, as_batches
+from pyro_structvi.infer.batches import Arguments, arguments, as_batches
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.ranks import (
     noise_of_rank,
@@ -27,7 +27,7 @@ from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Arguments, Check, Step, StepTerms
+from pyro_structvi.infer.steps.step import Check, Step, StepTerms
 
 Engine = Callable[[Loss, OneOptimizer, Check], Step]
 

@@ -14,6 +14,7 @@ import pyro_structvi as ps
 from pyro_structvi.infer import CompileFallbackWarning
 from pyro_structvi.infer.steps import replayed
 from pyro_structvi.infer.steps.call import Call
+from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.traced import Traced
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import HandWritten, make_classifier, make_regressor, regression_data
@@ -620,6 +621,25 @@ def test_a_captured_step_reads_buffers_weights_and_subsamples(as_on_a_gpu):
     assert_same(lambda: make_k_tied(image_model), data, steps=12, rtol=RATE_RTOL, **annealed)
     losses = assert_same(subsampled, (), optim=still, steps=30)
     assert len(set(losses)) > 10
+
+
+def test_a_fit_by_captured_steps_updates_after_its_check(as_on_a_gpu, monkeypatch):
+    """The graph then ends with the gradients, and no learning rate is in it."""
+
+    def fit():
+        pyro.set_rng_seed(0)
+        model, guide = make_k_tied()
+        data = regression_data()
+        history = ps.fit(
+            model, guide, data, num_steps=9, lr_schedule=ps.infer.CosineDecay(9), progress=False
+        )
+        return history.elbo, dict(guide.state_dict())
+
+    expected, state = fit()
+    monkeypatch.setitem(ps.fit.__globals__, "EagerStep", CompiledStep)
+    losses, own = fit()
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(own, state, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])

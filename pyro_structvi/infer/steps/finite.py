@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.elbo import ELBOTerms
 from pyro_structvi.infer.ranks import mean_over_ranks, of_all_ranks
 from pyro_structvi.infer.steps.loss import Loss
-from pyro_structvi.infer.steps.step import Arguments
 
 
 class FiniteCheck:

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.elbo import ELBOTerms
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Check = Callable[[Arguments, Tensor, ELBOTerms | ValueError], list[float]]
 
 
