@@ -1,4 +1,4 @@
-"""Which tests exercise which module: files of tests, and a regular expression for names of tests."""
+"""Which tests exercise which module: files of tests, and a regular expression for names in each."""
 
 from pathlib import Path
 
@@ -11,52 +11,38 @@ MUTATED = (
     "pyro_structvi/infer/elbo.py",
 )
 
-CONTRACT = "tests/distributions/test_contract*.py"
-ALL_OTHERS = r"^[^\[]*$"
-# The subjects of the contract that a distribution's module serves; the base serves one of each kind.
-SUBJECTS = {
+# Tests beside the file with the module's name, by folder and by module.
+TESTS = {
+    "distributions/inducing": ("distributions/inducing/test_*",),
+    "maps": ("maps/test_*",),
+    "lazy": ("lazy/test_*",),
+    "infer": ("infer/test_elbo*", "infer/test_vectorized_particles"),
+    "auxiliary": ("distributions/inducing/test_*", "guides/test_inducing_weights"),
+    "calls": ("lazy/test_lazy_weight", "lazy/test_embedding"),
+    "dropout": ("distributions/test_point_mass", "guides/test_points"),
+    "expected_log_prob": ("distributions/test_kl_to_laplace",),
+    "matheron": ("lazy/test_factored_draws",),
+    "point_mass": ("distributions/test_dropout",),
+    "pruned": ("posterior/test_pruning", "lazy/test_embedding"),
+    "rowwise": ("distributions/test_full",),
+}
+
+# The structures with which the tests of the contract see a module, by folder or module.
+CONTRACT = ("distributions/test_kl_to_normals", "distributions/test_contract*")
+BASES = (
+    r"\[(mean field|2-tied|low rank 2|inducing weights, diagonal|matrix normal|full)[],]|^[^[]*$"
+)
+STRUCTURES = {
     "full": r"\[full",
     "k_tied": r"\[\d-tied",
     "low_rank": r"\[low rank",
     "matrix_normal": r"\[matrix normal",
     "mean_field": r"\[mean field",
     "rowwise": r"\[rowwise",
-    "conditional": r"\[given",
-    "inducing": r"\[(inducing weights|given)",
+    "distributions/inducing": r"\[(inducing weights|given)",
+    **dict.fromkeys(("independent", "outputs", "required_members", "weight_distribution"), BASES),
+    **dict.fromkeys(("kl_to_normals", "bias_column", "convolution", "dense", "linear_map"), BASES),
 }
-ONE_OF_EACH = (
-    r"\[(mean field,|2-tied|low rank 2|inducing weights, diagonal,|matrix normal|rowwise|full)|"
-    + ALL_OTHERS
-)
-FOLDERS = {
-    "distributions/inducing": ("tests/distributions/inducing/test_*.py",),
-    "maps": ("tests/maps/test_*.py", "tests/lazy/test_flipout.py"),
-    "lazy": ("tests/lazy/test_*.py", "tests/guides/test_joined_bias.py"),
-    "infer": ("tests/infer/test_elbo*.py", "tests/infer/test_vectorized_particles.py"),
-}
-# Tests that say what a module does, beside the file with its name.
-ELSEWHERE = {
-    "auxiliary": (
-        "tests/distributions/inducing/test_*.py",
-        "tests/guides/test_inducing_weights.py",
-    ),
-    "dropout": ("tests/distributions/test_point_mass.py", "tests/guides/test_points.py"),
-    "expected_log_prob": ("tests/distributions/test_kl_to_laplace.py",),
-    "matheron": ("tests/lazy/test_factored_draws.py",),
-    "point_mass": ("tests/distributions/test_dropout.py",),
-    "pruned": ("tests/posterior/test_pruning.py", "tests/lazy/test_embedding.py"),
-    "rowwise": ("tests/distributions/test_full.py",),
-}
-WITHOUT_CONTRACT = {
-    "auxiliary",
-    "dropout",
-    "expected_log_prob",
-    "point_mass",
-    "point_mixture",
-    "pruned",
-}
-WITHOUT_CONTRACT |= {"scale_mixture"}
-KL = ("tests/distributions/test_kl_to_normals.py",)
 
 
 def modules():
@@ -66,21 +52,19 @@ def modules():
 
 
 def tests_of(module):
-    """Return the files of a module's tests, those with its name first, and the names in each."""
-    folder, stem = str(Path(module).parent).removeprefix("pyro_structvi/"), Path(module).stem
-    patterns = [
-        f"tests/{folder}/test_{stem}.py",
-        *FOLDERS.get(folder, ()),
-        *ELSEWHERE.get(stem, ()),
-    ]
-    if folder.startswith("distributions") and stem not in WITHOUT_CONTRACT:
-        patterns += (CONTRACT, *KL)
-    subjects = SUBJECTS.get(stem, SUBJECTS.get(Path(folder).name, ONE_OF_EACH))
-    found = {}
-    for pattern in patterns:
-        for path in sorted(ROOT.glob(pattern)):
-            name = str(path.relative_to(ROOT))
-            found.setdefault(name, subjects if pattern == CONTRACT else "")
+    """Return the files of a module's tests with the names in each; the file of its name is first."""
+    path = Path(module)
+    folder, stem = str(path.parent).removeprefix("pyro_structvi/"), path.stem
+    own = (f"{folder}/test_{stem}", *TESTS.get(folder, ()), *TESTS.get(stem, ()))
+    found = {file: "" for pattern in own for file in _files(pattern)}
+    structures = STRUCTURES.get(stem, STRUCTURES.get(folder))
+    if structures is not None:
+        files = [file for pattern in CONTRACT for file in _files(pattern)]
+        found |= {file: structures if "contract" in file else "" for file in files}
     if not found:
-        raise LookupError(f"No tests of {module} are known; add them to {__file__}.")
+        raise LookupError(f"No tests of {module} are known; name some in {__file__}.")
     return found
+
+
+def _files(pattern):
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"tests/{pattern}.py"))
