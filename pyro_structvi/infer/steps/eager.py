@@ -29,15 +29,19 @@ class EagerStep(Step):
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return loss, log likelihood and KL."""
-        with poutine.trace(param_only=True) as capture:
+        if self._check is not None:  # the optimizer has all parameters, those of the modules
             numbers, terms = self._differentiate(args, kwargs)
+            read = self._read((args, kwargs), numbers, terms)
+            self.optimizer.step()
+            return read
+        with poutine.trace(param_only=True) as capture:
+            numbers, _ = self._differentiate(args, kwargs)
         met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
         self.optimizer.adopt(dict.fromkeys(met))
-        read = self._read((args, kwargs), numbers, terms)
         self.optimizer.step()
         for parameter in met:
             parameter.grad = None
-        return read
+        return [float(number) for number in numbers]
 
     def _differentiate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
