@@ -1,11 +1,8 @@
-"""Lazy weights of several laws, and a model's surroundings, for their tests."""
+"""Lazy weights of several distributions, for their tests."""
 
 import torch
 import torch.nn.functional as F
 from pyro import poutine
-from pyro.poutine.condition_messenger import ConditionMessenger
-from pyro.poutine.replay_messenger import ReplayMessenger
-from pyro.poutine.substitute_messenger import SubstituteMessenger
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
 from pyro_structvi.lazy.messenger import DelayDraws
@@ -39,18 +36,6 @@ def lazy(distribution=None, name="weight", count=1, local_reparam=True):
 
 def convolution_weight(dim=2, **options):
     return lazy(k_tied_normal((OUT, 2, 3, 2, 2)[: dim + 2]), **options)
-
-
-HANDLERS = {
-    "replay": lambda: ReplayMessenger(trace=poutine.Trace()),
-    "condition": lambda: ConditionMessenger(data={}),
-    "substitute": lambda: SubstituteMessenger(data={}),
-}
-
-
-def inside_model():
-    """Act as code of a model that the values of a guide were handed to."""
-    return HANDLERS["replay"]()
 
 
 def is_ordinary(tensor):

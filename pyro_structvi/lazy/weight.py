@@ -208,6 +208,10 @@ class LazyWeight(WeightStandIn):
         state = "its outputs were drawn" if self._gave_outputs else "not drawn yet"
         return f"LazyWeight(site='{self.use.name}', shape={tuple(self.shape)}, {state})"
 
+    def __format__(self, format_spec: str) -> str:
+        """Show what ``repr`` does, unless a format asks for the number of a single element."""
+        return format(self.draw(), format_spec) if format_spec else repr(self)
+
     def _draw_outputs(self, application: Application) -> Tensor | None:
         """Apply the weight in the first way of its distribution that is allowed here.
 

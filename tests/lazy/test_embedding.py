@@ -1,24 +1,20 @@
-"""Embeddings: rows that are looked up have their law, and no table is drawn."""
+"""Embeddings: rows that are looked up have their distribution, and no table is drawn."""
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from pyro.infer import SVI, Predictive
 from torch import nn
 
-import pyro_structvi as ps
 from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal
 from pyro_structvi.lazy.counting import CountedWeight
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse
+from pyro_structvi.lazy.weight import SiteUse
 from pyro_structvi.maps.calls import parse_application
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, MATRIX, Case, positive
-from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
-from tests.lazy_weights import inside_model, is_ordinary, lazy
+from tests.exact_means import exact_mean
+from tests.lazy_weights import is_ordinary, k_tied_normal, lazy
 from tests.recorded_sizes import RecordsSizes
-from tests.statistics import assert_mean, assert_moments
+from tests.unit_noise import assert_close, assert_draws
 
 NUM, DIM = MATRIX
 SETTINGS = (True, "exact", "flipout")
@@ -34,7 +30,6 @@ PRUNED = Case("pruned", make_pruned, lambda q: dense.mean_field_covariance(q.sca
 NAMES = ("mean field", "1-tied", "2-tied", "3-tied", "rowwise", "low rank")
 SERVED = [*(case for case in CASES if case.name.startswith(NAMES)), PRUNED]
 DRAWN = [case for case in CASES if not case.name.startswith(NAMES)]
-SERVED_GUIDES = ("mean field", "k-tied", "rowwise", "low rank")
 
 served = pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 settings = pytest.mark.parametrize("local_reparam", SETTINGS)
@@ -59,37 +54,39 @@ def rows_covariance(case, q, local_reparam=True, index=INDEX):
     return shared + same_position * (whole - shared)
 
 
-# ---- the law -------------------------------------------------------------------------------------
+# ---- the distribution ----------------------------------------------------------------------------
 
 
 @served
-def test_the_law_of_rows_has_the_dense_moments(case):
-    law = (q := make(case)).rows(INDEX)
-    assert (law.batch_shape, law.event_shape) == ((2,), (3, DIM))
-    torch.testing.assert_close(law.mean, q.loc[INDEX])
-    torch.testing.assert_close(law.covariance_matrix, rows_covariance(case, q))
+def test_the_distribution_of_rows_has_the_dense_moments(case):
+    rows = (q := make(case)).rows(INDEX)
+    assert (rows.batch_shape, rows.event_shape) == ((2,), (3, DIM))
+    torch.testing.assert_close(rows.mean, q.loc[INDEX])
+    torch.testing.assert_close(rows.covariance_matrix, rows_covariance(case, q))
 
 
 @served
 @settings
-def test_draws_have_the_law_of_the_setting(case, local_reparam):
+def test_draws_have_the_distribution_of_the_setting(case, local_reparam):
     """Examples are independent, also where they look up the same row."""
-    weight = lazy(q := make(case), local_reparam=local_reparam)
-    rows = F.embedding(INDEX.repeat(20_000, 1), weight).reshape(20_000, 2, 3, DIM)
-    assert not weight.is_drawn
-    covariance = rows_covariance(case, q, local_reparam)
-    assert_moments(rows, q.loc[INDEX], torch.block_diag(*covariance))
+    q = make(case)
+    assert_draws(
+        lambda: F.embedding(INDEX, lazy(q, local_reparam=local_reparam)),
+        q.loc[INDEX],
+        rows_covariance(case, q, local_reparam),
+    )
 
 
 @served
 @settings
 @pytest.mark.parametrize("positions", [(), (1,)], ids=["batch", "one position"])
 def test_one_position_is_exact_and_independent_of_other_examples(case, local_reparam, positions):
-    index = torch.tensor([1, 1, 3])
-    weight = lazy(q := make(case), local_reparam=local_reparam)
-    rows = F.embedding(index.repeat(20_000).reshape(-1, *positions), weight)
-    covariance = gathered(index.unsqueeze(-1), case.covariance(q))
-    assert_moments(rows.reshape(-1, 3, DIM), q.loc[index], torch.block_diag(*covariance))
+    q, index = make(case), torch.tensor([1, 1, 3])
+    assert_draws(
+        lambda: F.embedding(index.reshape(-1, *positions), lazy(q, local_reparam=local_reparam)),
+        q.loc[index].reshape(3, *positions, DIM),
+        gathered(index.unsqueeze(-1), case.covariance(q)),
+    )
 
 
 @settings
@@ -102,7 +99,7 @@ def test_a_repeated_index_is_one_draw_only_where_exact_laws_are_asked_for(local_
 
 @pytest.mark.parametrize("case", SERVED[:-1], ids=lambda case: case.name)
 @pytest.mark.parametrize("local_reparam", SETTINGS[:2])
-def test_gradients_are_unbiased(case, local_reparam):
+def test_gradients_have_the_mean_of_the_expected_loss(case, local_reparam):
     """For a loss that is quadratic in each example's rows, whose expectation is known."""
     q, index = make(case), INDEX.clamp_max(2)
     leaves = [getattr(q, name).requires_grad_() for name in q._parameters]
@@ -111,16 +108,27 @@ def test_gradients_are_unbiased(case, local_reparam):
     quadratic = root @ root.mT / len(root)
     covariance = rows_covariance(case, q, local_reparam, index)
     oracle = dense.expected_quadratic(mean, covariance, linear, quadratic).sum()
-    expected = torch.autograd.grad(oracle, leaves)
-    sampled = []
-    for _ in range(500):
+
+    def gradients_of(loss):
+        parts = torch.autograd.grad(loss, leaves)
+        lower = [
+            part.tril() if "tril" in name else part for name, part in zip(names, parts, strict=True)
+        ]
+        return torch.cat([part.flatten() for part in lower])
+
+    def gradients_of_a_draw():
         y = F.embedding(index, lazy(q, local_reparam=local_reparam)).flatten(1)
-        loss = (y @ linear + ((y @ quadratic) * y).sum(-1) / 2).sum()
-        sampled.append(torch.autograd.grad(loss, leaves))
-    for name, own, exact in zip(q._parameters, zip(*sampled, strict=True), expected, strict=True):
-        own = torch.stack(own)
-        assert_mean(own.tril() if name == "scale_tril" else own, exact)
-    assert (torch.stack([gradients[0] for gradients in sampled])[:, 3] == 0).all()
+        return gradients_of((y @ linear + ((y @ quadratic) * y).sum(-1) / 2).sum())
+
+    names = q._parameters
+    assert_close(exact_mean(gradients_of_a_draw), gradients_of(oracle))
+
+
+def test_rows_that_are_not_looked_up_have_no_gradient():
+    q = k_tied_normal(MATRIX)
+    F.embedding(INDEX.clamp_max(2), lazy(q)).sum().backward()
+    assert q.loc.grad[:3].ne(0).all()
+    assert q.loc.grad[3].eq(0).all()
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -135,16 +143,24 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-@pytest.mark.parametrize("shape", [(), (5,), (5, 1), (5, 2), (5, 2, 3), (0, 2), (5, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@settings
-def test_rows_are_drawn_whatever_the_call(call, shape, dtype, local_reparam):
-    weight = lazy(local_reparam=local_reparam)
+def assert_rows_are_drawn(call, shape, dtype=torch.int64, **options):
+    weight = lazy(**options)
     rows = call(torch.randint(NUM, shape, dtype=dtype), weight)
     assert is_ordinary(rows)
     assert rows.shape == (*shape, DIM)
     assert not weight.is_drawn
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (5, 1), (5, 2), (5, 2, 3), (0, 2), (5, 0)], ids=str)
+@settings
+def test_rows_are_drawn_whatever_the_shape(shape, local_reparam):
+    assert_rows_are_drawn(F.embedding, shape, local_reparam=local_reparam)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_are_drawn_whatever_the_call(call, dtype):
+    assert_rows_are_drawn(call, (5, 2), dtype)
 
 
 def test_positions_may_be_strided_in_memory():
@@ -252,7 +268,7 @@ def test_no_vector_is_a_table():
     assert parse_application(F.embedding, (INDEX, torch.ones(3)), {}) is None
 
 
-# ---- in models -----------------------------------------------------------------------------------
+# ---- uses, and what is formed --------------------------------------------------------------------
 
 
 def test_uses_are_counted():
@@ -267,10 +283,9 @@ def test_uses_are_counted():
 
 def test_a_second_look_up_in_the_model_is_an_error():
     weight = lazy(name="table")
-    with inside_model():
+    F.embedding(INDEX, weight)
+    with pytest.raises(RuntimeError, match="site 'table' more often in this pass"):
         F.embedding(INDEX, weight)
-        with pytest.raises(RuntimeError, match="site 'table' more often in this pass"):
-            F.embedding(INDEX, weight)
 
 
 @served
@@ -281,82 +296,3 @@ def test_nothing_of_the_tables_size_is_formed(case, local_reparam):
     with RecordsSizes(*known) as recorded:
         F.embedding(torch.randint(1000, (4, 3)), lazy(q, local_reparam=local_reparam))
     assert max(recorded.sizes) <= 4 * 3 * DIM * 3  # the factors of rank 3, or of rows of size 3
-
-
-class Bag(nn.Module):
-    """Logits by the mean over tokens of what they are embedded as."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(self.embed(x).mean(1))
-
-
-def make_bags():
-    """Return a classifier of bags of five tokens, whose class tells which tokens are likely."""
-    y = torch.arange(16) % 2
-    return ps.Classifier(ps.bayesianize(Bag(), prior=1.0), 16), (
-        torch.randint(3, (16, 5)) + 3 * y.unsqueeze(-1),
-        y,
-    )
-
-
-@pytest.mark.parametrize("name", [*GUIDE_NAMES, *POINTS])
-def test_the_bound_rises_under_every_guide(name):
-    model, data = make_bags()
-    guide = (GUIDES | POINTS)[name](model)
-    elbo = ps.fit(model, guide, data, num_steps=60, lr=0.1, progress=False).elbo
-    assert sum(elbo[-10:]) > sum(elbo[:10]) + 10
-
-
-@pytest.mark.parametrize("name", [*GUIDES, *POINTS])
-def test_the_table_is_drawn_in_a_training_step_only_without_a_rule(name, monkeypatch):
-    model, data = make_bags()
-    guide = (GUIDES | POINTS)[name](model)
-    guide.initialize(*data)
-    drawn, draw = [], LazyWeight.draw
-    monkeypatch.setattr(LazyWeight, "draw", lambda w: (drawn.append(w.use.name), draw(w))[1])
-    SVI(model, guide, pyro.optim.Adam({}), ps.StructuredELBO()).step(*data)
-    needless = (*SERVED_GUIDES, "points", "ensemble")
-    expected = [] if name.startswith(needless) else ["net.embed.weight"]
-    assert drawn == expected
-
-
-@pytest.mark.parametrize("local_reparam", [True, "exact"])
-def test_particles_in_one_pass_have_the_bound_of_one_after_another(local_reparam):
-    model, data = make_bags()
-    guide = ps.AutoLowRankLRT(model, init_scale=0.3, local_reparam=local_reparam)
-    losses = []
-    for vectorize in (False, True):
-        elbo = ps.StructuredELBO(num_particles=4, vectorize_particles=vectorize)
-        with torch.no_grad():
-            losses.append(torch.tensor([[elbo.loss(model, guide, *data)] for _ in range(100)]))
-    assert_mean(losses[0] - losses[1], torch.zeros(1))
-
-
-def look_up(x, y=None):
-    table = pyro.sample("table", dist.Normal(torch.zeros(6, 3), 1.0).to_event(2))
-    rows = pyro.deterministic("rows", F.embedding(x, table))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(rows.mean(1), 1.0).to_event(1), obs=y)
-
-
-@pytest.mark.parametrize("name", [name for name in GUIDES if name in SERVED_GUIDES])
-def test_predictions_have_one_table_for_each_draw(name):
-    x = torch.randint(6, (8, 5))
-    guide = GUIDES[name](look_up, init_scale=0.5)
-    guide.initialize(x, torch.zeros(8, 3))
-    draws = Predictive(look_up, guide=guide, num_samples=4, return_sites=["table", "rows"])(x)
-    tables = draws["table"].reshape(4, 6, 3)
-    assert torch.equal(draws["rows"].reshape(4, 8, 5, 3), tables[:, x])
-    assert not torch.equal(tables[0], tables[1])
-
-
-def test_predicted_functions_have_one_table_for_each_draw():
-    model, (x, _) = make_bags()
-    guide = ps.MeanFieldGuide(model, init_scale=0.5)
-    twice = ps.predict(model, guide, torch.cat([x, x.flip(1)]), num_samples=4).functions
-    torch.testing.assert_close(twice[:, :16], twice[:, 16:])
-    assert not torch.equal(twice[0], twice[1])

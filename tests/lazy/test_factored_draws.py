@@ -80,16 +80,22 @@ def test_a_weight_that_was_formed_first_stays_that_weight():
 
 
 @pytest.mark.parametrize(
-    ("linear_map", "shape", "factors"),
+    ("linear_map", "shape", "x_shape", "ways"),
     [
-        (DenseMap(), (3, 4), False),
-        (DenseMap(), (OUT, IN), True),
-        (ConvolutionMap(F.conv2d, (6, 2, 2), groups=3), (OUT, 6, 2, 2), False),
+        (DenseMap(), (3, 4), (5, 4), ("outputs", "weight")),
+        (DenseMap(), (OUT, IN), (5, IN), ("outputs", "factors", "weight")),
+        (DenseMap(), (OUT, IN), (5, 4, IN), ("factors", "weight")),
+        (
+            ConvolutionMap(F.conv2d, (6, 2, 2), groups=3),
+            (OUT, 6, 2, 2),
+            (5, 18, 4, 4),
+            ("weight",),
+        ),
     ],
 )
-def test_small_weights_and_those_of_several_groups_are_formed(linear_map, shape, factors):
+def test_small_weights_and_those_of_several_groups_are_formed(linear_map, shape, x_shape, ways):
     q, _ = make_law(shape)
-    assert q.draws_in_factors(linear_map) == factors
+    assert q.ways_to_apply(linear_map, torch.randn(x_shape)) == ways
 
 
 def test_an_inducing_law_without_factors_of_its_own_has_factored_draws_too():

@@ -1,4 +1,7 @@
-"""Flipout: the law of each example is that of a drawn weight, examples are uncorrelated."""
+"""Flipout: an example's outputs have the distribution of a drawn weight, examples are uncorrelated."""
+
+import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ from pyro_structvi.lazy.flipout import flipout
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_k_tied, make_mean_field
-from tests.lazy_weights import inside_model, lazy
-from tests.statistics import assert_mean, assert_moments
+from tests.exact_means import exact_mean
+from tests.lazy_weights import lazy
+from tests.unit_noise import assert_close, assert_draws, unit_draws
 
 OUT, CHANNELS, KERNEL = 4, 2, (2, 1)
 MAKERS = {"mean field": make_mean_field, "k-tied": make_k_tied(2)}
@@ -33,22 +37,40 @@ def covariance(q):
     return torch.diag(q.variance.flatten())
 
 
-def draw(q, linear_map, x, count):
-    """Return ``count`` draws of the outputs at one position after another, ``(count, batch, O)``."""
-    return torch.stack([flipout(q, linear_map, x) for _ in range(count)]).flatten(2)
+def with_signs(draw, *patterns):
+    """Return a function that makes a draw with given signs of the inputs and of the outputs, 0 or 1.
+
+    Without patterns they are random, and the same at each call. A draw is linear in its normal noise for
+    any signs, which do not change the distribution of one example's outputs.
+    """
+
+    def run():
+        generator, given = torch.Generator().manual_seed(3), iter(patterns)
+        random = torch.randint
+
+        def randint(high, shape, dtype, device):
+            if patterns:
+                return torch.tensor(next(given), dtype=dtype).reshape(shape)
+            return random(high, shape, dtype=dtype, device=device, generator=generator)
+
+        with patch("torch.randint", randint):
+            return draw()
+
+    return run
 
 
-# ---- the law -------------------------------------------------------------------------------------
+# ---- the distribution ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_the_outputs_of_an_example_have_the_joint_law_of_a_drawn_weight(make, geometry):
+def test_the_outputs_of_an_example_have_the_distribution_of_a_drawn_weight(make, geometry):
     groups = geometry.get("groups", 1)
     q, x = make(OUT, CHANNELS, *KERNEL), torch.randn(1, CHANNELS * groups, 3, 3)
     linear_map = ConvolutionMap(F.conv2d, (CHANNELS, *KERNEL), **geometry)
     expected = dense.feature_map_covariance(x, covariance(q), OUT, KERNEL, **geometry)
-    mean = F.conv2d(x, q.loc, **geometry)
-    assert_moments(draw(q, linear_map, x, 10_000)[:, 0], mean, expected[0])
+    assert_draws(
+        with_signs(lambda: flipout(q, linear_map, x)), F.conv2d(x, q.loc, **geometry), expected
+    )
 
 
 @pytest.mark.parametrize("join", [False, True], ids=["plain", "joined bias"])
@@ -57,16 +79,25 @@ def test_so_have_those_of_a_sequence(make, join):
     linear_map = BiasColumnMap(DenseMap()) if join else DenseMap()
     rows = F.pad(x[0], (0, int(join)), value=1.0)
     operator = torch.cat([torch.kron(torch.eye(OUT), row.unsqueeze(0)) for row in rows])
-    mean = operator @ q.loc.flatten()
-    expected = operator @ covariance(q) @ operator.mT
-    assert_moments(draw(q, linear_map, x, 10_000)[:, 0], mean, expected)
+    assert_draws(
+        with_signs(lambda: flipout(q, linear_map, x).flatten(1)),
+        operator @ q.loc.flatten(),
+        operator @ covariance(q) @ operator.mT,
+    )
 
 
-def test_examples_are_uncorrelated(make):
-    q, x = make(OUT, 3), torch.randn(1, 2, 3).expand(2, -1, -1)
-    first, second = (draw(q, DenseMap(), x, 10_000) - F.linear(x, q.loc).flatten(1)).unbind(1)
-    assert_mean(first.unsqueeze(-1) * second.unsqueeze(-2), torch.zeros(2 * OUT, 2 * OUT))
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize("part", ["inputs", "outputs"])
+def test_the_signs_of_either_side_leave_examples_uncorrelated(make, part):
+    """The covariance of two examples is averaged over all signs of one side, given one of the other."""
+    q, x = make(2, 3), torch.randn(1, 3).expand(2, 1, 3)
+    total, largest = torch.zeros(2, 2), 0.0
+    for signs in itertools.product([0, 1], repeat=6 if part == "inputs" else 4):
+        patterns = (signs, [1, 0, 0, 1]) if part == "inputs" else ([1, 1, 0, 0, 1, 0], signs)
+        draws = unit_draws(with_signs(lambda: flipout(q, DenseMap(), x), *patterns))
+        between = draws.covariance[:2, 2:]
+        total, largest = total + between, max(largest, between.abs().max().item())
+    assert largest > 0.05
+    assert_close(total, torch.zeros(2, 2))
 
 
 def test_inputs_and_outputs_have_signs_of_their_own(make):
@@ -80,9 +111,9 @@ def test_inputs_and_outputs_have_signs_of_their_own(make):
     assert len(y.round(decimals=9).unique()) == 4
 
 
-def test_gradients_are_unbiased(make):
+def test_gradients_have_the_mean_of_the_expected_loss(make):
     """For a loss that is quadratic in each example's outputs, whose expectation is known."""
-    q, x = make(OUT, CHANNELS, *KERNEL), torch.randn(3, CHANNELS, 3, 2)
+    q, x = make(OUT, CHANNELS, *KERNEL), torch.randn(2, CHANNELS, 3, 2)
     leaves = [getattr(q, name).requires_grad_() for name in q._parameters]
     linear_map = ConvolutionMap(F.conv2d, (CHANNELS, *KERNEL))
     mean = F.conv2d(x, q.loc).flatten(1)
@@ -91,13 +122,15 @@ def test_gradients_are_unbiased(make):
     spread = dense.feature_map_covariance(x, covariance(q), OUT, KERNEL)
     oracle = dense.expected_quadratic(mean, spread, linear, quadratic).sum()
     expected = torch.autograd.grad(oracle, leaves)
-    sampled = []
-    for _ in range(2000):
+
+    def gradients():
         y = flipout(q, linear_map, x).flatten(1)
         loss = (y @ linear + ((y @ quadratic) * y).sum(-1) / 2).sum()
-        sampled.append(torch.autograd.grad(loss, leaves))
-    for own, exact in zip(zip(*sampled, strict=True), expected, strict=True):
-        assert_mean(torch.stack(own), exact)
+        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, leaves)])
+
+    assert_close(
+        exact_mean(with_signs(gradients)), torch.cat([part.flatten() for part in expected])
+    )
 
 
 # ---- where it is used ----------------------------------------------------------------------------
@@ -146,23 +179,29 @@ def test_a_random_bias_is_drawn_for_each_example():
 
 def test_a_second_use_is_refused():
     weight = lazy(standard_normal(1, 1, 1), local_reparam="flipout")
-    with inside_model():
+    of_ones(weight, F.conv1d, 1, 1)
+    with pytest.raises(RuntimeError, match="more often in this pass"):
         of_ones(weight, F.conv1d, 1, 1)
-        with pytest.raises(RuntimeError, match="more often in this pass"):
-            of_ones(weight, F.conv1d, 1, 1)
 
 
-@pytest.mark.parametrize("guide", [ps.MeanFieldGuide, ps.KTiedGuide])
-def test_the_bound_is_that_of_drawn_weights(guide):
-    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2))
-    model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=4)
-    data = torch.randn(4, 1, 3, 3), torch.tensor([0, 1, 1, 0])
-    losses = []
-    for kind in ("flipout", False):
+MAKE_GUIDE = {
+    "mean field": ps.MeanFieldGuide,
+    "k-tied": ps.KTiedGuide,
+    "k-tied, joined": lambda model, **options: ps.KTiedGuide(model, join_bias=True, **options),
+}
+
+
+@pytest.mark.parametrize("make_guide", MAKE_GUIDE.values(), ids=MAKE_GUIDE.keys())
+def test_the_bound_is_that_of_drawn_weights(make_guide):
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten())
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), num_data=4, noise_scale=0.5)
+    data = torch.randn(2, 1, 3, 3), torch.randn(2, 8)
+
+    def mean_loss(kind):
         torch.manual_seed(1)
-        own = guide(model, init_scale=0.5, local_reparam=kind)
-        own.initialize(*data)
-        with torch.no_grad():
-            own_losses = [[ps.StructuredELBO().loss(model, own, *data)] for _ in range(600)]
-        losses.append(torch.tensor(own_losses))
-    assert_mean(losses[0] - losses[1], torch.zeros(1))
+        guide = make_guide(model, init_scale=0.5, local_reparam=kind)
+        guide.initialize(*data)
+        elbo = ps.StructuredELBO()
+        return exact_mean(with_signs(lambda: elbo.differentiable_loss(model, guide, *data)))
+
+    assert_close(mean_loss("flipout"), mean_loss(False))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.distributions.inducing import AugmentedNormal
+from pyro_structvi.distributions.inducing.augmented import AugmentedNormal
 from pyro_structvi.maps import ConvolutionMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, CONVOLUTION_CASES
@@ -19,13 +19,12 @@ from tests.lazy_weights import (
     OUT,
     bias_normal,
     convolution_weight,
-    inside_model,
     is_ordinary,
     k_tied_normal,
     lazy,
     narrow_normal,
 )
-from tests.statistics import assert_moments
+from tests.unit_noise import assert_draws
 
 # ---- what is known without a draw ----------------------------------------------------------------
 
@@ -103,13 +102,12 @@ def test_a_convolution_gets_outputs(dim, lead, keywords):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_outputs_of_a_linear_layer_have_the_exact_law(case):
-    """The same three examples 20 000 times: independent draws, and of different examples too."""
+def test_outputs_of_a_linear_layer_have_the_exact_distribution(case):
+    """Outputs of different examples are independent."""
     q, x, bias = case.make((), (OUT, IN), torch.float64), torch.randn(3, IN), torch.randn(OUT)
-    outputs = F.linear(x.repeat(20_000, 1), lazy(q), bias).reshape(20_000, 3, OUT)
-    covariance = dense.image_covariance(x, case.covariance(q), OUT)
     mean = dense.image_mean(x, q.loc, 2) + bias
-    assert_moments(outputs, mean, torch.block_diag(*covariance))
+    covariance = dense.image_covariance(x, case.covariance(q), OUT)
+    assert_draws(lambda: F.linear(x, lazy(q), bias), mean, covariance)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +126,14 @@ def test_a_convolution_without_an_image_uses_one_drawn_weight(case, dim, lead):
 
 
 @pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
-def test_outputs_of_a_convolution_have_their_law(case, monkeypatch):
-    """Each position has its exact law, and so has what positions share; the rest is independent."""
-    monkeypatch.setattr(AugmentedNormal, "prefers_drawn_weight", lambda *args: False)
-    q, x = case.make((), KERNEL, torch.float64), torch.randn(1, 2, 4, 3)
-    outputs = F.conv2d(x.repeat(20_000, 1, 1, 1), lazy(q))
+def test_outputs_of_a_convolution_have_their_distribution(case, monkeypatch):
+    """Each position is exact, and so is what positions share; the rest is independent."""
+    monkeypatch.setattr(AugmentedNormal, "ways_to_apply", lambda *args: ("outputs", "weight"))
+    q, x = case.make((), KERNEL, torch.float64), torch.randn(2, 2, 4, 3)
     covariance, shared = case.covariance(q), case.shared_covariance(q)
     mean, _ = dense.convolution_moments(x, q.loc, covariance)
-    drawn = dense.drawn_feature_map_covariance(x, covariance, shared, OUT, KERNEL[2:])[0]
-    assert_moments(outputs, mean[0], drawn)
+    drawn = dense.drawn_feature_map_covariance(x, covariance, shared, OUT, KERNEL[2:])
+    assert_draws(lambda: F.conv2d(x, lazy(q)), mean, drawn)
 
 
 # ---- one draw, kept ------------------------------------------------------------------------------
@@ -191,10 +188,21 @@ def test_draws_agree_within_one_call():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("show", [repr, str, lambda w: f"{w}", lambda w: f"{w.sum():.3f}"])
-def test_it_prints_as_its_draw(show):
+def test_printing_shows_its_state_and_draws_nothing():
     weight = lazy()
-    assert show(weight) == show(weight.draw())
+    assert repr(weight) == str(weight) == f"{weight}"
+    assert not weight.is_drawn
+    assert repr(weight) == "LazyWeight(site='weight', shape=(4, 3), not drawn yet)"
+    F.linear(torch.ones(IN), weight)
+    assert repr(weight) == "LazyWeight(site='weight', shape=(4, 3), its outputs were drawn)"
+    assert not weight.is_drawn
+    drawn = lazy(weight.distribution)
+    assert repr(drawn.draw()) == repr(drawn) == str(drawn) == f"{drawn}"
+
+
+def test_a_format_of_one_number_shows_the_draw():
+    weight = lazy(MeanFieldNormal(torch.tensor(1.0), torch.tensor(0.5)))
+    assert f"{weight:.3f}" == f"{weight.draw().item():.3f}"
 
 
 def test_writing_into_it_changes_the_draw():
@@ -209,11 +217,10 @@ def test_new_weights_have_new_draws():
     assert (lazy(q) != lazy(q).draw()).all()
 
 
-def test_draws_have_the_law_of_the_distribution():
+def test_draws_have_the_distribution_of_the_weight():
     q = k_tied_normal()
-    draws = torch.stack([lazy(q).detach() for _ in range(4000)])
     covariance = dense.k_tied_covariance(q.row_scale, q.column_scale)
-    assert_moments(draws, q.loc, covariance)
+    assert_draws(lambda: lazy(q).draw().flatten(), q.loc.flatten(), covariance)
 
 
 def test_it_has_the_value_of_its_draw_where_torch_function_is_switched_off():
@@ -310,27 +317,18 @@ def test_a_vector_in_the_place_of_a_matrix_is_drawn(size):
 
 
 class DenseOnly(MeanFieldNormal):
-    """A structure without an image under convolutions."""
+    """A structure whose outputs are not drawn under convolutions."""
 
-    def image_under(self, linear_map, x, bias=None):
-        if isinstance(linear_map, ConvolutionMap):
-            return None
-        return super().image_under(linear_map, x, bias)
+    def ways_to_apply(self, linear_map, x):
+        return ("weight",) if isinstance(linear_map, ConvolutionMap) else ("outputs", "weight")
 
 
-def dense_only_weight():
-    return lazy(DenseOnly(torch.randn(KERNEL), torch.tensor(0.5)))
-
-
-def test_a_structure_without_an_image_is_drawn():
-    weight, x = dense_only_weight(), torch.randn(5, 2, 4, 4)
-    assert torch.equal(F.conv2d(x, weight), F.conv2d(x, weight.draw()))
-
-
-def test_a_structure_without_an_image_is_drawn_with_its_bias_inside_a_model():
-    weight, bias, x = dense_only_weight(), lazy(bias_normal(), "bias"), torch.randn(5, 2, 4, 4)
-    with inside_model():
-        outputs = F.conv2d(x, weight, bias)
+def test_a_structure_without_an_image_is_drawn_with_its_bias():
+    q, x = DenseOnly(torch.randn(KERNEL), torch.tensor(0.5)), torch.randn(5, 2, 4, 4)
+    weight, bias = lazy(q), lazy(bias_normal(), "bias")
+    outputs = F.conv2d(x, weight, bias)
+    assert weight.is_drawn
+    assert bias.is_drawn
     assert torch.equal(outputs, F.conv2d(x, weight.draw(), bias.draw()))
 
 

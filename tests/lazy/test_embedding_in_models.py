@@ -1,0 +1,92 @@
+"""Embeddings in models: training steps, particles, predictions."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import Predictive
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.lazy.weight import LazyWeight
+from tests.guide_cases import GUIDES, POINTS
+from tests.particle_noise import terms_in_a_loop, terms_together
+from tests.unit_noise import assert_close
+
+SERVED_GUIDES = ("mean field", "k-tied", "rowwise", "low rank")
+
+
+class Bag(nn.Module):
+    """Logits by the mean over tokens of what they are embedded as."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.embed(x).mean(1))
+
+
+def make_bags():
+    """Return a classifier of bags of five tokens, whose class tells which tokens are likely."""
+    y = torch.arange(16) % 2
+    return ps.Classifier(ps.bayesianize(Bag(), prior=1.0), 16), (
+        torch.randint(3, (16, 5)) + 3 * y.unsqueeze(-1),
+        y,
+    )
+
+
+@pytest.mark.parametrize("name", [*GUIDES, *POINTS])
+def test_a_training_step_draws_the_table_only_without_a_rule(name, monkeypatch):
+    """And its gradient reaches every parameter."""
+    model, data = make_bags()
+    guide = (GUIDES | POINTS)[name](model)
+    guide.initialize(*data)
+    drawn, draw = [], LazyWeight.draw
+    monkeypatch.setattr(LazyWeight, "draw", lambda w: (drawn.append(w.use.name), draw(w))[1])
+    (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
+    needless = (*SERVED_GUIDES, "points", "ensemble")
+    expected = [] if name.startswith(needless) else ["net.embed.weight"]
+    assert drawn == expected
+    for key, parameter in guide.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), key
+        assert parameter.grad.ne(0).any(), key
+
+
+@pytest.mark.parametrize("local_reparam", [True, "exact", "flipout"])
+def test_particles_in_one_pass_have_the_terms_of_a_loop(local_reparam):
+    model, data = make_bags()
+    guide = ps.AutoLowRankLRT(model, init_scale=0.3, local_reparam=local_reparam)
+    guide.initialize(*data)
+    elbo = ps.StructuredELBO(num_particles=4, vectorize_particles=True)
+    together, apart = (
+        terms(elbo, model, guide, *data).elbo for terms in (terms_together, terms_in_a_loop)
+    )
+    assert_close(together, apart)
+
+
+def look_up(x, y=None):
+    table = pyro.sample("table", dist.Normal(torch.zeros(6, 3), 1.0).to_event(2))
+    rows = pyro.deterministic("rows", F.embedding(x, table))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(rows.mean(1), 1.0).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("name", [name for name in GUIDES if name in SERVED_GUIDES])
+def test_predictions_have_one_table_for_each_draw(name):
+    x = torch.randint(6, (8, 5))
+    guide = GUIDES[name](look_up, init_scale=0.5)
+    guide.initialize(x, torch.zeros(8, 3))
+    draws = Predictive(look_up, guide=guide, num_samples=4, return_sites=["table", "rows"])(x)
+    tables = draws["table"].reshape(4, 6, 3)
+    assert torch.equal(draws["rows"].reshape(4, 8, 5, 3), tables[:, x])
+    assert not torch.equal(tables[0], tables[1])
+
+
+def test_predicted_functions_have_one_table_for_each_draw():
+    model, (x, _) = make_bags()
+    guide = ps.MeanFieldGuide(model, init_scale=0.5)
+    twice = ps.predict(model, guide, torch.cat([x, x.flip(1)]), num_samples=4).functions
+    torch.testing.assert_close(twice[:, :16], twice[:, 16:])
+    assert not torch.equal(twice[0], twice[1])

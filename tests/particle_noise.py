@@ -1,0 +1,70 @@
+"""Particles in one pass and in a loop with the same noise, so that both give the same numbers."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from pyro_structvi.infer import elbo as elbo_module
+
+
+def terms_together(elbo, model, guide, *args):
+    """Return the terms of all particles in one pass, each with the noise of its number."""
+    vmap = torch.func.vmap
+    with _noise_of_particles() as noise:
+
+        def numbered(function, **options):
+            return vmap(lambda number: noise.run(function, number), **options)
+
+        with patch("torch.func.vmap", numbered):
+            return elbo.terms(model, guide, *args)
+
+
+def terms_in_a_loop(elbo, model, guide, *args):
+    """Return the terms of the particles one after another, each with the noise of its number."""
+    with _noise_of_particles() as noise:
+
+        def loop(run, count, *_):
+            return elbo_module._average([noise.run(run, number) for number in range(count)])
+
+        with patch.object(elbo_module, "_run_together", loop):
+            return elbo.terms(model, guide, *args)
+
+
+class _Noise:
+    """Noise in place of torch's: for each draw of a pass one table with a row for each particle."""
+
+    _rows = 64
+
+    def run(self, function, number):
+        self._number, self._random = number, np.random.default_rng(0)
+        return function(number)
+
+    def randn(self, *shape, dtype=None, device=None):
+        return self._row(self._random.standard_normal, shape, dtype)
+
+    def rand(self, *shape, dtype=None, device=None):
+        return self._row(self._random.random, shape, dtype)
+
+    def randint(self, high, shape, device=None):
+        return self._row(lambda size: self._random.integers(high, size=size), shape, torch.int64)
+
+    def _row(self, draw, shape, dtype):
+        own = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        table = torch.as_tensor(draw((self._rows, *own))).to(dtype or torch.get_default_dtype())
+        return table.index_select(0, torch.as_tensor(self._number).reshape(1)).squeeze(0)
+
+
+@contextmanager
+def _noise_of_particles():
+    noise, before = _Noise(), torch.get_rng_state()
+    with (
+        patch("torch.randn", noise.randn),
+        patch("torch.randn_like", lambda like: noise.randn(like.shape, dtype=like.dtype)),
+        patch("torch.rand", noise.rand),
+        patch("torch.randint", noise.randint),
+    ):
+        yield noise
+    if not torch.equal(before, torch.get_rng_state()):
+        raise AssertionError("a particle takes noise of another kind")
