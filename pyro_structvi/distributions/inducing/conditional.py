@@ -1,11 +1,15 @@
 """A weight given its inducing weights."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from pyro_structvi.distributions.inducing.prior import InducingPrior
-from pyro_structvi.distributions.inducing.weight import AugmentedNormal, check_inducing
+from pyro_structvi.distributions.inducing.augmented import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.linalg.kronecker import KroneckerLogDet, KroneckerQuadratic
+
+if TYPE_CHECKING:
+    from pyro_structvi.distributions.inducing.joint import AugmentedMatrixNormal
 
 
 class ConditionalNormal(AugmentedNormal):
@@ -42,7 +46,7 @@ class ConditionalNormal(AugmentedNormal):
 
     def __init__(
         self,
-        joint: InducingPrior,
+        joint: "AugmentedMatrixNormal",
         whitened: Tensor,
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
@@ -54,17 +58,20 @@ class ConditionalNormal(AugmentedNormal):
     @property
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        out, size = self.joint.matrix_shape
-        prior = self.joint.column_scale.log().expand(*self.batch_shape, 1, size).sum((-2, -1))
-        rows, columns = self.joint.rows.complement, self.joint.columns.complement
-        log_det: Tensor = KroneckerLogDet.apply(rows.double(), columns.double())
-        total: Tensor = 2 * out * (prior + size * self.conditional_scale.log())
-        return total + log_det.to(total.dtype)
+        log_scale = self.conditional_scale.log() * self._size
+        prior = log_scale + self._scales.log().expand(*self.batch_shape, 1, self._size).sum((
+            -2,
+            -1,
+        ))
+        complements = (side.complement.double() for side in (self.joint.rows, self.joint.columns))
+        log_det: Tensor = KroneckerLogDet.apply(*complements)
+        total: Tensor = 2 * self.event_shape[0] * prior + log_det.to(prior.dtype)
+        return total
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
         """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         v, seen = self._seen(difference)
-        rows, columns = self.joint.rows.complement, self.joint.columns.complement
-        quadratic: Tensor = KroneckerQuadratic.apply(seen, rows.double(), columns.double())
+        complements = (side.complement.double() for side in (self.joint.rows, self.joint.columns))
+        quadratic: Tensor = KroneckerQuadratic.apply(seen, *complements)
         total = v.square().sum((-2, -1)) + quadratic.to(v.dtype)
         return total / self.conditional_scale.square()

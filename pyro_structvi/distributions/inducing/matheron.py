@@ -1,59 +1,20 @@
 """Matheron's rule: a weight, or a layer's outputs, without the weight being formed."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_structvi.distributions.outputs import OutputDistribution, meet_channels
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.distributions.outputs import OutputDistribution
 from pyro_structvi.linalg.fused import add_scaled_noise
-from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
-from pyro_structvi.linalg.shapes import standard_normal
-from pyro_structvi.maps import DenseMap, LinearMap
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.maps import BiasColumnMap, DenseMap, LinearMap
 
-
-@dataclass(frozen=True)
-class MatheronBases:
-    r"""What Matheron's rule needs to know of a weight.
-
-    .. math:: W = B_r^\top \tilde U C + \lambda \sigma N, \qquad C = \sigma B_c
-
-    Attributes:
-        rows: :math:`B_r`, ``(*batch, M_out, out)``.
-        remainder: :math:`H_r`, ``(*batch, M_out, M_out)``.
-        columns: :math:`C`, ``(*batch, M_in, in)``.
-        prior_scale: :math:`\sigma`, ``(*batch, 1, 1)``, or ``(*batch, 1, in)`` by column.
-        conditional_scale: :math:`\lambda`, ``(*batch,)``.
-    """
-
-    rows: Tensor
-    remainder: Tensor
-    columns: Tensor
-    prior_scale: Tensor
-    conditional_scale: Tensor
-
-    @property
-    def has_one_scale(self) -> bool:
-        """Whether all columns have one prior."""
-        return self.prior_scale.shape[-1] == 1
-
-    def project(self, inducing: Tensor) -> Tensor:
-        """Return the conditional mean, as a matrix, for whitened inducing weights."""
-        with autocast_off(inducing):
-            projected: Tensor = self.rows.mT @ inducing @ self.columns
-        return projected
-
-    def squared_norm(self, linear_map: LinearMap, x: Tensor, squared: Tensor) -> Tensor:
-        """Return the squared length of an input times the prior's scale, from its own squared length."""
-        prior = self.prior_scale.square()
-        if self.has_one_scale:
-            return squared * prior[..., 0]
-        if linear_map.has_bias_column:
-            return (squared - 1) * prior[..., 0, :1] + prior[..., 0, -1:]
-        return linear_map.bank(x.square(), prior)
+if TYPE_CHECKING:
+    from pyro_structvi.distributions.inducing.augmented import AugmentedNormal
+    from pyro_structvi.distributions.inducing.joint import AugmentedMatrixNormal
 
 
 @dataclass(frozen=True)
@@ -61,38 +22,36 @@ class MatheronDraw:
     """A draw of a weight as a low-rank part and noise that takes no gradient.
 
     Attributes:
-        bases: The bases of the weight.
+        law: The law of the weight.
         inducing: The whitened inducing weights of the low-rank part, ``(*sample, M_out, M_in)``.
         noise: Standard normal, ``(*sample, out, in)``.
-        event_shape: The weight's own shape.
     """
 
-    bases: MatheronBases
+    law: "AugmentedNormal"
     inducing: Tensor
     noise: Tensor
-    event_shape: torch.Size
 
     def weight(self) -> Tensor:
         """Return the weight."""
-        coefficient = self.bases.conditional_scale[..., None, None] * self.bases.prior_scale
-        weight = add_scaled_noise(self.bases.project(self.inducing), coefficient, self.noise)
-        return weight.reshape(*weight.shape[:-2], *self.event_shape)
+        law = self.law
+        coefficient = law.conditional_scale[..., None, None] * law._scales
+        weight = add_scaled_noise(law._project(self.inducing), coefficient, self.noise)
+        return law.as_weight(weight)
 
     def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``linear_map(x, W) + bias``: two products of the weight's size in place of three."""
-        bases, noise = self.bases, self.noise
-        hidden = linear_map.bank(x, bases.columns)
-        low_rank = linear_map.mix(linear_map.mix(hidden, self.inducing), bases.rows.mT, bias)
-        coefficient = bases.conditional_scale
-        if bases.has_one_scale:
-            coefficient = coefficient * bases.prior_scale[..., 0, 0]
-        else:
-            noise = noise * bases.prior_scale
+        law = self.law
+        rows, columns = law._bases
+        hidden = linear_map.bank(x, columns * law._scales)
+        low_rank = linear_map.mix(linear_map.mix(hidden, self.inducing), rows.mT, bias)
+        coefficient, noise = law.conditional_scale * law.joint.scale, self.noise
+        if law.joint.bias_scale is not None:
+            noise = noise * (law._scales / law.joint.scale)
         return torch.addcmul(low_rank, coefficient, linear_map(x, noise))
 
 
-class MatheronOutputs(OutputDistribution):
-    r"""Outputs of a weight with inducing weights; a draw never forms the weight.
+class AugmentedImage(OutputDistribution):
+    r"""The law of the outputs of a weight with inducing weights; a draw never forms the weight.
 
     With :math:`h = B_c (\sigma x)`, an output is
 
@@ -103,77 +62,100 @@ class MatheronOutputs(OutputDistribution):
 
     with standard normal e of size ``out`` and g of size ``M_out``: :math:`B_r e - H_r g` is standard
     normal again. For each example it costs ``in M_in + M_in M_out + 2 out M_out`` multiplications.
-
-    Args:
-        bases: The bases of the weight.
-        inducing: The distribution of the whitened inducing weights.
-        linear_map: A dense map, or a convolution without groups.
-        x: Its input.
-        bias_loc: The mean of a bias ``(out,)``, or None.
-        bias_variance: Its variances ``(out,)``, or None.
-        is_normal: Whether the weight is normal; the outputs of a mixture have no density.
     """
 
     def __init__(
         self,
-        bases: MatheronBases,
-        inducing: WeightDistribution,
+        weight: "AugmentedNormal",
         linear_map: LinearMap,
         x: Tensor,
         bias_loc: Tensor | None,
         bias_variance: Tensor | None,
-        is_normal: bool = True,
     ) -> None:
-        self._bases, self._inducing, self._map = bases, inducing, linear_map
+        joint = weight.joint
+        self._of, self._map = weight, linear_map
         self._bias_loc, self._bias_variance = bias_loc, bias_variance
-        self._is_normal = is_normal
-        self._hidden, squared = linear_map.bank_and_squared_norm(x, bases.columns)
-        self._squared = bases.squared_norm(linear_map, x, squared)
-        self._set_shapes(
-            self._with_channels(self._hidden, bases.rows.shape[-1]),
-            linear_map.event_dim(self._hidden),
-        )
+        basis = joint.columns.basis * weight._scales
+        self._hidden, squared = linear_map.bank_and_squared_norm(x, basis)
+        self._squared = _scaled(squared, joint, linear_map, x)
+        shape = list(self._hidden.shape)
+        shape[linear_map.channel_dim] = weight.event_shape[0]
+        self._set_shapes(torch.Size(shape), linear_map.event_dim(self._hidden))
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
         """The mean of each output, ``(*batch_shape, *event_shape)``."""
-        inner = self._map.mix(self._hidden, self._inducing.mean)
-        return self._map.mix(inner, self._bases.rows.mT, self._bias_loc)
+        inner = self._map.mix(self._hidden, self._of.inducing.mean)
+        return self._map.mix(inner, self._rows.mT, self._bias_loc)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        at_positions = self._covariance_at_positions().diagonal(dim1=-2, dim2=-1)
+        if self._map.channel_dim == -1:
+            return at_positions.reshape(self._extended_shape())
+        return at_positions.mT.reshape(self._extended_shape())
+
+    @property
+    def _dense(self) -> MultivariateNormal:
+        if self._of._is_mixture:
+            raise NotImplementedError(
+                "Outputs of a mixture of normals have draws and moments only."
+            )
+        return super()._dense
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs; for small sizes."""
+        if len(self.event_shape) == 1:
+            return self._covariance_at_positions()
+        hidden = self._to_positions(self._hidden)
+        spread = torch.einsum(
+            "ai,...pb,abcd,ck,...qd->...piqk",
+            self._rows, hidden, self._of._covariance, self._rows, hidden,
+        )  # fmt: skip
+        apart = self._noise_at_positions()
+        positions = torch.eye(hidden.shape[-2], dtype=hidden.dtype, device=hidden.device)
+        covariance: Tensor = spread + torch.einsum("...pik,pq->...piqk", apart, positions)
+        if self._map.channel_dim != -1:
+            covariance = covariance.transpose(-4, -3).transpose(-2, -1)
+        return covariance.flatten(-4, -3).flatten(-2)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
-        sample, rows = torch.Size(sample_shape), self._bases.rows
+        sample = torch.Size(sample_shape)
         hidden, squared = self._repeat(self._hidden, sample), self._repeat(self._squared, sample)
-        mix, scale = self._map.mix, self._bases.conditional_scale.unsqueeze(-1)
+        mix, joint = self._map.mix, self._of.joint
         overlap = hidden.square().sum(self._map.channel_dim, keepdim=True)
         least = 8 * torch.finfo(squared.dtype).eps * squared  # rounding leaves no less
         length = floored_sqrt(squared)
         known = length - floored_sqrt(torch.maximum(squared - overlap, least))
-        noise = standard_normal(self._with_channels(hidden, rows.shape[-1]), hidden)
+        noise = self._standard_noise(hidden)
         inner = self._apply_inducing(hidden)
-        seen = mix(noise, rows) - mix(torch.randn_like(inner), self._bases.remainder)
-        inner = torch.addcmul(inner, scale * known, seen, value=-1)
-        outputs = mix(inner, rows.mT, self._bias_loc)
-        outputs = add_scaled_noise(outputs, scale * length, noise)
+        seen = mix(noise, self._rows) - mix(torch.randn_like(inner), joint.rows.remainder)
+        inner = torch.addcmul(inner, self._scale * known, seen, value=-1)
+        outputs = mix(inner, self._rows.mT, self._bias_loc)
+        outputs = add_scaled_noise(outputs, self._scale * length, noise)
         if self._bias_variance is not None:
-            spread = meet_channels(self._map, floored_sqrt(self._bias_variance))
+            spread = floored_sqrt(self._bias_variance)
+            spread = spread.reshape(-1, *(1 for _ in range(-self._map.channel_dim - 1)))
             outputs = add_scaled_noise(outputs, spread, torch.randn_like(outputs))
         draws: Tensor = outputs.reshape(self._extended_shape(sample))
         return draws
 
-    def _with_channels(self, hidden: Tensor, channels: int) -> torch.Size:
-        """Return the shape of ``hidden`` with another number of channels."""
+    def _standard_noise(self, hidden: Tensor) -> Tensor:
         shape = list(hidden.shape)
-        shape[self._map.channel_dim] = channels
-        return torch.Size(shape)
+        shape[self._map.channel_dim] = self._rows.shape[-1]
+        return torch.randn(shape, dtype=hidden.dtype, device=hidden.device)
 
     def _apply_inducing(self, hidden: Tensor) -> Tensor:
         """Draw the inducing weights times ``hidden``, one draw for all positions of an example."""
-        event_dim, channel = len(self.event_shape), self._map.channel_dim
+        inducing, event_dim = self._of.inducing, len(self.event_shape)
         if event_dim == 1:
-            drawn: Tensor = self._inducing.image_under(DenseMap(False), hidden).rsample()
+            drawn: Tensor = inducing.image_under(DenseMap(positions=False), hidden).rsample()
             return drawn
-        draws = self._inducing.rsample(hidden.shape[: hidden.dim() - event_dim])
+        draws = inducing.rsample(hidden.shape[: hidden.dim() - event_dim])
+        channel = self._map.channel_dim
         if channel == -1:
             return (hidden.flatten(-event_dim, -2) @ draws.mT).reshape(*hidden.shape[:-1], -1)
         columns = draws @ hidden.flatten(channel + 1)
@@ -188,43 +170,24 @@ class MatheronOutputs(OutputDistribution):
         event_dim = len(self.event_shape)
         return repeated if event_dim == 1 else repeated.reshape(-1, *tensor.shape[-event_dim:])
 
-    # ---- dense moments ---------------------------------------------------------------------------
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
-        channels_last = self._covariance_at_positions().diagonal(dim1=-2, dim2=-1)
-        variance = channels_last if self._map.channel_dim == -1 else channels_last.mT
-        return variance.reshape(self._extended_shape())
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs; for small sizes."""
-        if len(self.event_shape) == 1:
-            return self._covariance_at_positions()
-        hidden = self._to_positions(self._hidden)
-        gain = torch.einsum("ai,...pb->...piab", self._bases.rows, hidden)
-        positions = torch.eye(hidden.shape[-2], dtype=hidden.dtype, device=hidden.device)
-        noise = torch.einsum("...pik,pq->...piqk", self._noise_at_positions(), positions)
-        if self._map.channel_dim != -1:
-            gain = gain.transpose(-4, -3)
-            noise = noise.transpose(-4, -3).transpose(-2, -1)
-        gain = gain.flatten(-2).flatten(-3, -2)
-        return gain @ self._inducing.covariance_matrix @ gain.mT + noise.flatten(-2).flatten(-3, -2)
+    # ---- moments at positions --------------------------------------------------------------------
 
     def _covariance_at_positions(self) -> Tensor:
         """Return the covariance of the channels, ``(*batch_shape, positions, out, out)``."""
-        hidden, rows = self._to_positions(self._hidden), self._bases.rows
-        seen: Tensor = self._inducing.image_under(DenseMap(False), hidden).covariance_matrix
-        return rows.mT @ seen @ rows + self._noise_at_positions()
+        hidden = self._to_positions(self._hidden)
+        inner = torch.einsum("...b,...abcd,...d->...ac", hidden, self._of._covariance, hidden)
+        return self._rows.mT @ inner @ self._rows + self._noise_at_positions()
 
     def _noise_at_positions(self) -> Tensor:
         """Return the part of that covariance which positions do not share."""
         squared, hidden = self._to_positions(self._squared), self._to_positions(self._hidden)
-        overlap, rows = hidden.square().sum(-1, keepdim=True), self._bases.rows
-        identity = torch.eye(rows.shape[-1], dtype=hidden.dtype, device=hidden.device)
-        noise = squared.unsqueeze(-1) * identity - overlap.unsqueeze(-1) * (rows.mT @ rows)
-        noise = self._bases.conditional_scale[..., None, None].square() * noise
+        overlap = hidden.square().sum(-1, keepdim=True)
+        size = self._rows.shape[-1]
+        identity = torch.eye(size, dtype=hidden.dtype, device=hidden.device)
+        noise = squared.unsqueeze(-1) * identity - overlap.unsqueeze(-1) * (
+            self._rows.mT @ self._rows
+        )
+        noise = self._scale.unsqueeze(-1).square() * noise
         if self._bias_variance is None:
             return noise
         return noise + torch.diag_embed(self._bias_variance)
@@ -238,7 +201,22 @@ class MatheronOutputs(OutputDistribution):
         return tensor.flatten(self._map.channel_dim + 1).mT
 
     @property
-    def _dense(self) -> MultivariateNormal:
-        if self._is_normal:
-            return super()._dense
-        raise NotImplementedError("Outputs of a mixture of normals have draws and moments only.")
+    def _rows(self) -> Tensor:
+        return self._of.joint.rows.basis
+
+    @property
+    def _scale(self) -> Tensor:
+        """The scale of the conditional noise, broadcastable to the channels."""
+        return self._of.conditional_scale.unsqueeze(-1)
+
+
+def _scaled(
+    squared: Tensor, joint: "AugmentedMatrixNormal", linear_map: LinearMap, x: Tensor
+) -> Tensor:
+    """Return the squared length of an input times the prior's scale, from its own squared length."""
+    prior = joint.scale.square().unsqueeze(-1)
+    if joint.bias_scale is None:
+        return squared * prior
+    if isinstance(linear_map, BiasColumnMap):
+        return (squared - 1) * prior + joint.bias_scale.square()
+    return linear_map.bank(x.square(), joint.column_scale.square().unsqueeze(-2))

@@ -1,0 +1,311 @@
+"""StructuredELBO and Pyro's ELBOs: their terms, exact means and gradients, and where the optimum is."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
+from scipy import integrate
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import InducingNormal, PointMixture
+from pyro_structvi.infer import SampledKLWarning
+from tests import dense_oracles as dense
+from tests.exact_means import exact_mean
+from tests.guide_cases import GUIDES
+from tests.models import (
+    hierarchical_function,
+    linear_function,
+    prior_only,
+)
+from tests.statistics import assert_mean
+from tests.unit_noise import assert_close, draw_with_noise
+
+ELBOS = [ps.StructuredELBO, TraceMeanField_ELBO, Trace_ELBO]
+ENSEMBLE = "inducing weights, ensemble"
+
+
+def losses(elbo, model, guide, *args, count):
+    with torch.no_grad():
+        return torch.tensor([[elbo.loss(model, guide, *args)] for _ in range(count)])
+
+
+def mean_loss(elbo, model, guide, *args):
+    """Return the exact mean of a loss that is quadratic in its noise."""
+    with torch.no_grad():
+        return exact_mean(lambda: torch.as_tensor(elbo.differentiable_loss(model, guide, *args)))
+
+
+def mean_gradient(elbo, model, guide, *args):
+    parameters = list(guide.parameters())
+
+    def gradient():
+        loss = elbo.differentiable_loss(model, guide, *args)
+        return flat(torch.autograd.grad(loss, parameters))
+
+    return exact_mean(gradient)
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("guide_name", GUIDES)
+@pytest.mark.parametrize("elbo_class", [ps.StructuredELBO, TraceMeanField_ELBO])
+def test_without_data_the_loss_is_the_same_for_every_seed(guide_name, elbo_class):
+    guide = GUIDES[guide_name](prior_only, init_scale=0.7)
+    guide.initialize()
+    elbo, values = elbo_class(), []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        values.append(elbo.loss(prior_only, guide))
+    assert max(values) - min(values) < 1e-12 * abs(values[0])
+    exact = expected_kl(guide["weight"](), torch.tensor(2.0), elbo_class)
+    terms = ps.StructuredELBO().terms(prior_only, guide)
+    torch.testing.assert_close(terms.kl["weight"], exact)
+    assert terms.log_likelihood == {}
+    assert values[0] == pytest.approx(-terms.elbo.item())
+
+
+def expected_kl(q, prior_scale, elbo_class=ps.StructuredELBO):
+    """Return the KL from N(0, prior_scale^2), as an objective counts it.
+
+    With inducing weights it is the one over them too, where the objective asks for a closed form. Their
+    own part is zero for an ensemble, whose members are points.
+    """
+    ensemble = isinstance(q, InducingNormal) and isinstance(q.inducing, PointMixture)
+    if not isinstance(q, InducingNormal) or (elbo_class is Trace_ELBO and not ensemble):
+        return dense_kl(q, prior_scale)
+    scale = q.conditional_scale
+    noise = q.event_shape.numel() * (scale.square() / 2 - scale.log() - 0.5)
+    return noise if ensemble else noise + dense_kl(q.inducing, torch.tensor(1.0))
+
+
+def dense_kl(q, prior_scale):
+    moments = q.mean, q.covariance_matrix
+    return dense.kl_to_independent_normals(*moments, torch.zeros(()), prior_scale, event_dim=2)
+
+
+def expected_linear_loss(guide, x, y, elbo_class=ps.StructuredELBO):
+    """The bound of a linear model with known noise 0.5, in closed form."""
+    q = guide["weight"]()
+    mean = x @ q.mean.T
+    variance = dense.image_covariance(x, q.covariance_matrix, 2).diagonal(dim1=-2, dim2=-1)
+    likelihood = dist.Normal(mean, 0.5).log_prob(y).sum() - (variance / 0.5**2).sum() / 2
+    return expected_kl(q, torch.ones(()), elbo_class) - likelihood
+
+
+@pytest.mark.parametrize("local_reparam", [True, False])
+@pytest.mark.parametrize("guide_name", [name for name in GUIDES if name != ENSEMBLE])
+@pytest.mark.parametrize("elbo_class", ELBOS)
+def test_every_elbo_has_the_closed_forms_mean(elbo_class, guide_name, local_reparam):
+    x, y = torch.randn(3, 3), torch.randn(3, 2)
+    options = {"init_scale": 0.3, "local_reparam": local_reparam}
+    guide = GUIDES[guide_name](linear_function, **options)
+    guide.initialize(x, y)
+    mean = mean_loss(elbo_class(), linear_function, guide, x, y)
+    expected = expected_linear_loss(guide, x, y, elbo_class).detach()
+    torch.testing.assert_close(mean, expected, **tolerance(elbo_class, guide_name))
+
+
+def tolerance(elbo_class, guide_name):
+    """Return 1e-10, or 1e-5 for the density of a weight with inducing weights, which loses digits.
+
+    Its rows are almost a function of the inducing weights at the start.
+    """
+    is_loose = elbo_class is Trace_ELBO and guide_name.startswith("inducing")
+    return {"rtol": 1e-5 if is_loose else 1e-10, "atol": 1e-4 if is_loose else 1e-9}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elbo_class", ELBOS)
+def test_so_it_has_for_an_ensemble(elbo_class):
+    """Sampled, since the member is random; a false alarm has probability 1e-6."""
+    x, y = torch.randn(7, 3), torch.randn(7, 2)
+    guide = GUIDES[ENSEMBLE](linear_function, init_scale=0.3)
+    guide.initialize(x, y)
+    draws = losses(elbo_class(), linear_function, guide, x, y, count=2000)
+    assert_mean(draws, expected_linear_loss(guide, x, y, elbo_class).unsqueeze(0))
+
+
+@pytest.mark.parametrize("guide_name", ["k-tied", "low rank", "inducing weights"])
+@pytest.mark.parametrize("elbo_class", ELBOS)
+def test_every_elbo_has_the_closed_forms_mean_gradient(elbo_class, guide_name):
+    x, y = torch.randn(3, 3), torch.randn(3, 2)
+    guide = GUIDES[guide_name](linear_function, init_scale=0.3)
+    guide.initialize(x, y)
+    exact = expected_linear_loss(guide, x, y, elbo_class)
+    expected = flat(torch.autograd.grad(exact, list(guide.parameters())))
+    mean = mean_gradient(elbo_class(), linear_function, guide, x, y)
+    torch.testing.assert_close(mean, expected, **tolerance(elbo_class, guide_name))
+
+
+JOINED = [name for name in GUIDES if name.endswith("joined") and "not" not in name]
+
+
+@pytest.mark.parametrize("make_layer", [nn.Linear, lambda i, o: nn.Conv1d(i, o, 1)])
+@pytest.mark.parametrize("guide_name", [*JOINED, "inducing weights"])
+def test_a_joined_bias_has_the_same_bound_under_every_elbo(guide_name, make_layer):
+    """On drawn weights, since outputs at positions drop correlations, to which this loss is blind."""
+    net = nn.Sequential(make_layer(3, 2), nn.Flatten())
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), num_data=6, noise_scale=0.5)
+    x, y = torch.randn(2, 3), torch.randn(2, 2)
+    data = (x, y) if make_layer is nn.Linear else (x.unsqueeze(-1), y)
+    guide = GUIDES[guide_name](model, init_scale=0.3)
+    guide.initialize(*data)
+    ours, pyros, sampled = (mean_loss(elbo(), model, guide, *data) for elbo in ELBOS)
+    torch.testing.assert_close(sampled, pyros, **tolerance(Trace_ELBO, guide_name))
+    if guide_name == "inducing weights":  # whose closed form counts the inducing weights too
+        assert ours > pyros
+    else:
+        assert_close(ours, pyros)
+
+
+class RecordsTraces(ps.StructuredELBO):
+    """The objective, with the traces of its last pass at hand."""
+
+    def _get_trace(self, *args):
+        self.model_trace, self.guide_trace = super()._get_trace(*args)
+        return self.model_trace, self.guide_trace
+
+
+def test_terms_of_other_latent_sites_are_those_of_their_draws():
+    """At its draws each term is a number that can be computed by hand."""
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    guide = ps.KTiedGuide(hierarchical_function, init_scale=0.3, local_reparam=False)
+    elbo = RecordsTraces()
+    with pytest.warns(SampledKLWarning):
+        terms = elbo.terms(hierarchical_function, guide, x, y)
+    nodes = elbo.guide_trace.nodes
+    scale, weight, noise = (nodes[name]["value"] for name in ("scale", "weight", "noise"))
+    kl = {
+        "scale": nodes["scale"]["fn"].log_prob(scale) - dist.HalfNormal(1.0).log_prob(scale),
+        "weight": dense_kl(guide["weight"](), scale),
+        "noise": normal_kl(guide["noise"], -1.0, 0.5),
+    }
+    torch.testing.assert_close(terms.kl, kl)
+    likelihood = dist.Normal(x @ weight.mT, noise).log_prob(y).sum()
+    torch.testing.assert_close(terms.log_likelihood["obs"], likelihood)
+
+
+def normal_kl(posterior, loc, scale):
+    q = torch.distributions.Normal(posterior.loc, posterior.log_scale.exp())
+    return torch.distributions.kl_divergence(q, torch.distributions.Normal(loc, scale)).sum()
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_a_constrained_sites_kl_is_that_of_quadrature():
+    """The sampled KL, averaged by Gauss and Hermite's rule over its one number of noise."""
+
+    def model():
+        pyro.sample("scale", dist.HalfNormal(torch.tensor(2.0)))
+
+    guide = ps.MeanFieldGuide(model, init_scale=0.4)
+    guide.initialize()
+    posterior = torch.distributions.LogNormal(guide["scale"].loc.item(), 0.4)
+    prior = torch.distributions.HalfNormal(2.0)
+
+    def integrand(value):
+        point = torch.tensor(value)
+        log_q = posterior.log_prob(point)
+        return float(log_q.exp() * (log_q - prior.log_prob(point)))
+
+    exact, _ = integrate.quad(integrand, 1e-9, 60, limit=400, epsabs=1e-12)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(30)
+    elbo = ps.StructuredELBO()
+    at_nodes = [
+        draw_with_noise(lambda: elbo.terms(model, guide).kl["scale"], torch.tensor([node]))[0]
+        for node in nodes
+    ]
+    mean = sum(kl.item() * weight for kl, weight in zip(at_nodes, weights, strict=True))
+    assert mean / weights.sum() == pytest.approx(exact, abs=1e-9)
+
+
+# ---- at the exact posterior ----------------------------------------------------------------------
+
+
+def conjugate_regression(x):
+    """Return a linear model with noise 0.2, data, the posterior's mean and covariance, the evidence."""
+    y = x @ torch.tensor([[0.5], [-1.0], [2.0]]) + 0.2 * torch.randn(len(x), 1)
+    net = ps.bayesianize(nn.Linear(3, 1, bias=False))
+    model = ps.Regressor(net, num_data=len(x), noise_scale=0.2)
+    precision = x.T @ x / 0.2**2 + torch.eye(3)
+    mean = torch.linalg.solve(precision, x.T @ y / 0.2**2).T
+    marginal = x @ x.T + 0.2**2 * torch.eye(len(x))
+    evidence = torch.distributions.MultivariateNormal(torch.zeros(len(x)), marginal)
+    return model, (x, y), mean, precision.inverse(), evidence.log_prob(y.squeeze(-1))
+
+
+def orthogonal_inputs():
+    """Return inputs under which the posterior factorizes, so that mean field can be exact."""
+    return torch.linalg.qr(torch.randn(8, 3)).Q * torch.tensor([1.0, 2.0, 3.0])
+
+
+def set_mean_field(posterior, mean, covariance):
+    posterior.loc.copy_(mean)
+    posterior.log_scale.copy_(covariance.diagonal().log() / 2)
+
+
+def set_k_tied(posterior, mean, covariance):
+    posterior.loc.copy_(mean)
+    posterior.log_row_scale.zero_()
+    posterior.log_column_scale.copy_(covariance.diagonal().log().unsqueeze(-1) / 2)
+
+
+def set_full(posterior, mean, covariance):
+    tril = torch.linalg.cholesky(covariance)
+    posterior.loc.copy_(mean)
+    posterior.log_diagonal.copy_(tril.diagonal().log())
+    multiples = tril / tril.diagonal().unsqueeze(-1)
+    posterior.lower.copy_(multiples[tuple(torch.tril_indices(3, 3, -1))])
+
+
+EXACT = {
+    "mean field": (ps.MeanFieldGuide, orthogonal_inputs, set_mean_field),
+    "k-tied": (lambda model, **o: ps.KTiedGuide(model, rank=1, **o), orthogonal_inputs, set_k_tied),
+    "full covariance": (ps.FullCovarianceGuide, lambda: torch.randn(8, 3), set_full),
+}
+
+
+@pytest.mark.parametrize("local_reparam", [True, False])
+@pytest.mark.parametrize(("make_guide", "inputs", "set_posterior"), EXACT.values(), ids=EXACT)
+def test_the_exact_posterior_is_the_optimum(make_guide, inputs, set_posterior, local_reparam):
+    """There the bound is the log evidence, and its gradient is zero; beside it neither."""
+    model, data, mean, covariance, evidence = conjugate_regression(inputs())
+    guide = make_guide(model, local_reparam=local_reparam)
+    guide.initialize(*data)
+    with torch.no_grad():
+        set_posterior(guide["net.weight"], mean, covariance)
+    elbo = ps.StructuredELBO()
+    assert_close(mean_loss(elbo, model, guide, *data), -evidence)
+    gradient = mean_gradient(elbo, model, guide, *data)
+    assert_close(gradient, torch.zeros_like(gradient))
+    with torch.no_grad():
+        guide["net.weight"].loc.add_(0.1)
+    assert mean_loss(elbo, model, guide, *data) > -evidence + 0.01
+    assert mean_gradient(elbo, model, guide, *data).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_training_finds_the_exact_posterior():
+    model, data, mean, covariance, evidence = conjugate_regression(orthogonal_inputs())
+    for guide in (ps.MeanFieldGuide(model), ps.KTiedGuide(model, rank=1)):
+        schedule = ps.infer.CosineDecay(3000)
+        ps.fit(model, guide, data, num_steps=3000, lr=0.02, lr_schedule=schedule, progress=False)
+        posterior, scale = guide["net.weight"](), covariance.diagonal().sqrt()
+        assert ((posterior.mean - mean).abs() < 0.1 * scale).all()
+        torch.testing.assert_close(posterior.stddev.squeeze(0), scale, rtol=5e-2, atol=0)
+        bound = -mean_loss(ps.StructuredELBO(), model, guide, *data)
+        assert float(bound) == pytest.approx(float(evidence), abs=0.02)
+
+
+def test_at_the_exact_posterior_the_loss_has_no_variance():
+    """log p(y, w) - log q(w) is the log evidence for every w: Trace_ELBO on drawn weights shows it."""
+    model, data, mean, covariance, evidence = conjugate_regression(torch.randn(8, 3))
+    guide = ps.FullCovarianceGuide(model, local_reparam=False)
+    with torch.no_grad():
+        set_full(guide["net.weight"], mean, covariance)
+    draws = losses(Trace_ELBO(), model, guide, *data, count=20)
+    torch.testing.assert_close(draws, -evidence.expand_as(draws), rtol=1e-9, atol=0)
