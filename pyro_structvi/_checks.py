@@ -79,6 +79,12 @@ def check_positive_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_boolean(name: str, value: Any) -> None:
+    """Raise a ``TypeError`` unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, but got {value!r}.")
+
+
 def check_fraction(name: str, value: Any) -> float:
     """Return ``value`` as a float, or raise unless it is a number of at least 0 and below 1."""
     valid = isinstance(value, Real) and not isinstance(value, bool)

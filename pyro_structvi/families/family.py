@@ -11,6 +11,8 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_structvi._checks import check_boolean
+
 if TYPE_CHECKING:
     from pyro_structvi.families.coupling import Coupling
 
@@ -180,8 +182,7 @@ class MatrixFamily(Family):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not isinstance(self.join_bias, bool):
-            raise TypeError(f"`join_bias` must be True or False, but got {self.join_bias!r}.")
+        check_boolean("join_bias", self.join_bias)
 
 
 class SitePosterior(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_positive_integer, check_positive_number
+from pyro_structvi._checks import check_boolean, check_positive_integer, check_positive_number
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, WeightDistribution
 from pyro_structvi.distributions.inducing.joint import InducingSide
 from pyro_structvi.families.capped import capped, uncapped
@@ -83,6 +83,7 @@ class InducingWeights(MatrixFamily):
                 "`posterior` must be a Family for the inducing weights, such as `MeanField()`, but got "
                 f"{self.posterior!r}."
             )
+        check_boolean("shared", self.shared)
         if self.shared and isinstance(self.posterior, (MeanField, Members)):
             raise ValueError(
                 "`shared` is for a posterior with correlations, such as MatrixGaussian(), but got "

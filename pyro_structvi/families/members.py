@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._checks import check_boolean, check_positive_integer
 from pyro_structvi.distributions import PointMass, PointMixture
 from pyro_structvi.families.coupling import SameMember
 from pyro_structvi.families.family import Family, LatentSite, SitePosterior
@@ -44,8 +44,7 @@ class Members(Family):
     def __post_init__(self) -> None:
         """Check the size."""
         check_positive_integer("size", self.size)
-        if not isinstance(self.vectorize, bool):
-            raise TypeError(f"`vectorize` must be True or False, but got {self.vectorize!r}.")
+        check_boolean("vectorize", self.vectorize)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is continuous."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_shape
+from pyro_structvi._checks import check_boolean, check_shape
 from pyro_structvi.distributions import (
     Auxiliary,
     PointMass,
@@ -68,6 +68,7 @@ class Subnetwork(Family):
                 "`posterior` must be a Family for the chosen elements, such as `FullCovariance()`, but "
                 f"got {self.posterior!r}."
             )
+        check_boolean("train_rest", self.train_rest)
         for name, mask in (self.chosen or {}).items():
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 raise TypeError(
@@ -87,9 +88,8 @@ class Subnetwork(Family):
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``, where the chosen elements have the standard deviation ``scale``."""
         if self.chosen is None:
-            mask = torch.ones_like(loc, dtype=torch.bool)
-        else:
-            mask = self.chosen.get(site.name, torch.zeros_like(loc, dtype=torch.bool))
+            return {"rest": loc.clone(), "index": torch.arange(loc.numel(), device=loc.device)}
+        mask = self.chosen.get(site.name, torch.zeros(loc.shape, dtype=torch.bool))
         check_shape(f"chosen['{site.name}']", mask, loc.shape, "that of the site")
         return {"rest": loc.clone(), "index": mask.flatten().nonzero().squeeze(-1).to(loc.device)}
 
