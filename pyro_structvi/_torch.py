@@ -135,6 +135,14 @@ def changes_its_arguments(operation: Any) -> bool:
     return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
 
 
+def is_copy(operation: Any) -> bool:
+    """Whether an operation of torch's dispatcher is what ``Tensor.to`` records.
+
+    Without it a constant of the host would be copied to a GPU in each replay of a graph.
+    """
+    return bool(operation is torch.ops.aten._to_copy.default)
+
+
 def keep_from_warning(optimizer: torch.optim.Optimizer) -> None:
     """Keep an optimizer that can be captured from warning of each step taken without a capture.
 

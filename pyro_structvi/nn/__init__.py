@@ -9,12 +9,12 @@ from pyro_structvi.nn.layers.rank_one import (
     RankOneLinear,
 )
 from pyro_structvi.nn.layers.walsh_hadamard import (
-    WalshHadamard,
     WalshHadamardConv1d,
     WalshHadamardConv2d,
     WalshHadamardConv3d,
     WalshHadamardLinear,
 )
+from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
 from pyro_structvi.nn.likelihoods import Classifier, Regressor
 from pyro_structvi.nn.priors import FanIn, HierarchicalScale
 

@@ -22,7 +22,8 @@ from pyro_structvi._torch import (
     unlisted_weights,
 )
 from pyro_structvi.nn.layers.rank_one import RankOne, RankOneLayer
-from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamard, WalshHadamardLayer
+from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
+from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
 
 _NORMALIZATION = (BatchOrInstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)

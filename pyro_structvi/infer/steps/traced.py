@@ -124,8 +124,7 @@ def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict
         operation: Any = node.target
         if needs and _torch.changes_its_arguments(operation):
             raise RuntimeError(f"`{operation}` changes a tensor of the host")
-        is_copy = bool(needs) and operation is torch.ops.aten._to_copy.default
-        if is_copy or _device_type(node) == "cpu":
+        if (needs and _torch.is_copy(operation)) or _device_type(node) == "cpu":
             args, kwargs = fx.map_arg((node.args, node.kwargs), host.__getitem__)
             host[node] = operation(*args, **kwargs)
     return host
