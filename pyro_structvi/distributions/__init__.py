@@ -3,9 +3,11 @@
 from pyro_structvi.distributions.auxiliary import Auxiliary
 from pyro_structvi.distributions.dropout import BernoulliDropout
 from pyro_structvi.distributions.full import FullNormal
-from pyro_structvi.distributions.inducing.conditional import ConditionalNormal
-from pyro_structvi.distributions.inducing.joint import AugmentedMatrixNormal
-from pyro_structvi.distributions.inducing.normal import InducingNormal
+from pyro_structvi.distributions.inducing import (
+    AugmentedMatrixNormal,
+    ConditionalNormal,
+    InducingNormal,
+)
 from pyro_structvi.distributions.k_tied import KTiedNormal
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior
 from pyro_structvi.distributions.low_rank import LowRankNormal

@@ -10,6 +10,7 @@ from torch.distributions import constraints
 from pyro_structvi._checks import check_broadcastable, check_positive, check_shape
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.outputs import NormalOutputs
+from pyro_structvi.linalg.formed_once import formed_once
 from pyro_structvi.linalg.fused import square, variance_and_sums
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.shapes import shrink
@@ -155,19 +156,6 @@ class LogScaleNormal(MeanFieldNormal):
         loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
         return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
 
-    @property
+    @formed_once
     def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is formed once; apart without gradients, since what has none is of no use for them."""
-        mode = torch.is_grad_enabled()
-        log_scale, *kept = self._kept.get(mode, (None,))
-        if log_scale is not self.log_scale:
-            kept = [*variance_and_sums(self.log_scale, len(self.event_shape))]
-            self._kept[mode] = self.log_scale, *kept
-        variance, total, log_det = kept
-        return variance, total, log_det
-
-    def _set_shapes(
-        self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
-    ) -> None:
-        super()._set_shapes(batch_shape, event_shape, validate_args)
-        self._kept: dict[bool, tuple[Tensor, ...]] = {}
+        return variance_and_sums(self.log_scale, len(self.event_shape))

@@ -65,6 +65,11 @@ class PointMixture(WeightDistribution):
         self._set_shapes(members.shape[: split - 1], members.shape[split:], validate_args)
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether there are several weights."""
+        return self.members.shape[self._member_dim] > 1
+
+    @property
     def loc(self) -> Tensor:  # type: ignore[override]
         """The mean, ``(*batch_shape, *event_shape)``."""
         return self.members.mean(self._member_dim)

@@ -91,9 +91,9 @@ class WeightDistribution(TorchDistribution):
         self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
     ) -> None:
         super().__init__(batch_shape, event_shape, validate_args=False)
-        if validate_args is None:
-            validate_args = Distribution._validate_args
-        self._validate_args: bool = validate_args
+        default: bool = Distribution._validate_args
+        self._validate_args = default if validate_args is None else validate_args
+        self._with_grad = torch.is_grad_enabled()  # for what is formed once
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:

@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import check_boolean, check_positive_integer, check_positive_number
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, WeightDistribution
-from pyro_structvi.distributions.inducing.joint import InducingSide
+from pyro_structvi.distributions.inducing import InducingSide
 from pyro_structvi.families.capped import capped, uncapped
 from pyro_structvi.families.coupling import Coupling, SameMember, SharedInducing
 from pyro_structvi.families.family import Family, LatentSite, MatrixFamily, SitePosterior

@@ -11,6 +11,11 @@ def standard_normal(shape: Any, like: Tensor) -> Tensor:
     return torch.randn(shape, dtype=like.dtype, device=like.device)
 
 
+def identity_like(matrix: Tensor) -> Tensor:
+    """Return the identity of the size, dtype and device of a square matrix ``(*batch, n, n)``."""
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
 def event_sum(tensor: Tensor, event_dim: int) -> Tensor:
     """Sum over the last dimensions; a scalar event has none, and torch would then sum all."""
     return tensor.sum(tuple(range(-event_dim, 0))) if event_dim else tensor

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.distributions.inducing.augmented import AugmentedNormal
+from pyro_structvi.distributions.inducing import AugmentedNormal
 from pyro_structvi.maps import ConvolutionMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, CONVOLUTION_CASES

@@ -1,15 +1,11 @@
 """A weight given its inducing weights."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from pyro_structvi.distributions.inducing.augmented import AugmentedNormal, check_inducing
+from pyro_structvi.distributions.inducing.prior import InducingPrior
+from pyro_structvi.distributions.inducing.weight import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.linalg.kronecker import KroneckerLogDet, KroneckerQuadratic
-
-if TYPE_CHECKING:
-    from pyro_structvi.distributions.inducing.joint import AugmentedMatrixNormal
 
 
 class ConditionalNormal(AugmentedNormal):
@@ -46,7 +42,7 @@ class ConditionalNormal(AugmentedNormal):
 
     def __init__(
         self,
-        joint: "AugmentedMatrixNormal",
+        joint: InducingPrior,
         whitened: Tensor,
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
@@ -58,20 +54,17 @@ class ConditionalNormal(AugmentedNormal):
     @property
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        log_scale = self.conditional_scale.log() * self._size
-        prior = log_scale + self._scales.log().expand(*self.batch_shape, 1, self._size).sum((
-            -2,
-            -1,
-        ))
-        complements = (side.complement.double() for side in (self.joint.rows, self.joint.columns))
-        log_det: Tensor = KroneckerLogDet.apply(*complements)
-        total: Tensor = 2 * self.event_shape[0] * prior + log_det.to(prior.dtype)
-        return total
+        out, size = self.joint.matrix_shape
+        prior = self.joint.column_scale.log().expand(*self.batch_shape, 1, size).sum((-2, -1))
+        rows, columns = self.joint.rows.complement, self.joint.columns.complement
+        log_det: Tensor = KroneckerLogDet.apply(rows.double(), columns.double())
+        total: Tensor = 2 * out * (prior + size * self.conditional_scale.log())
+        return total + log_det.to(total.dtype)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
         """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         v, seen = self._seen(difference)
-        complements = (side.complement.double() for side in (self.joint.rows, self.joint.columns))
-        quadratic: Tensor = KroneckerQuadratic.apply(seen, *complements)
+        rows, columns = self.joint.rows.complement, self.joint.columns.complement
+        quadratic: Tensor = KroneckerQuadratic.apply(seen, rows.double(), columns.double())
         total = v.square().sum((-2, -1)) + quadratic.to(v.dtype)
         return total / self.conditional_scale.square()

@@ -348,7 +348,7 @@ def test_arguments_of_another_dtype_are_refused(name):
 def test_scales_may_be_numbers():
     arguments = make_joint((), MATRIX, FLOAT32).arguments | {"scale": 1, "bias_scale": 0.5}
     joint = AugmentedMatrixNormal(**arguments)
-    assert joint.column_scale.tolist() == [1.0, 1.0, 0.5]
+    assert joint.column_scale.tolist() == [[1.0, 1.0, 0.5]]
     assert joint.column_scale.dtype == FLOAT32
 
 

@@ -9,7 +9,7 @@ from pyro_structvi.distributions import (
     InducingNormal,
     MeanFieldNormal,
 )
-from pyro_structvi.distributions.inducing import augmented
+from pyro_structvi.distributions.inducing import weight
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_joint, make_mean_field, positive
@@ -148,10 +148,10 @@ def test_draws_for_examples_have_the_law_of_one(law, join):
 
 
 @pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])
-def test_a_convolution_with_groups_has_no_image_and_uses_one_drawn_weight(join):
+def test_a_convolution_with_groups_gets_one_drawn_weight(join):
     linear_map = join(ConvolutionMap(F.conv1d, (2, 2), groups=3))
     x = torch.randn(5, 6, 4)
-    assert make_layer(make_mean_field).image_under(linear_map, x) is None
+    assert make_layer(make_mean_field).ways_to_apply(linear_map, x) == ("weight",)
     weight = lazy(make(make_mean_field, (OUT, 2, 2)))
     outputs = F.conv1d(x, weight, groups=3)
     assert weight.is_drawn
@@ -172,27 +172,33 @@ def test_a_draw_of_outputs_forms_nothing_of_the_weights_size(join):
 
 
 @pytest.mark.parametrize(
-    ("shape", "image_size", "prefers"),
-    [((8, 4, 3, 3), 6, True), ((8, 2000), None, False), ((500, 300, 3, 3), 3, False)],
-    ids=["few inputs", "dense", "many inputs"],
+    ("shape", "image_size", "ways"),
+    [
+        ((8, 4, 3, 3), 6, ("weight",)),
+        ((6, 2000), None, ("outputs", "weight")),
+        ((80, 2000), None, ("outputs", "factors", "weight")),
+        ((500, 300, 3, 3), 3, ("outputs", "factors", "weight")),
+        ((80, 20, 3, 3), 3, ("factors", "weight")),
+    ],
+    ids=["few inputs", "thin", "dense", "many inputs", "some inputs"],
 )
-def test_a_weight_is_drawn_where_noise_at_every_position_costs_more(shape, image_size, prefers):
+def test_outputs_are_drawn_unless_noise_at_every_position_costs_more(shape, image_size, ways):
     q = make(make_mean_field, shape)
     if image_size is None:
         linear_map, x = DenseMap(), torch.randn(5, shape[1])
     else:
         linear_map = ConvolutionMap(F.conv2d, shape[1:])
         x = torch.randn(5, shape[1], image_size, image_size)
-    assert q.prefers_drawn_weight(linear_map, x) is prefers
+    assert q.ways_to_apply(linear_map, x) == ways
 
 
 def test_whether_a_weight_is_drawn_is_seen_in_the_layer(monkeypatch):
     x = torch.randn(5, 2, 4)
     for cost, drawn in ((1e9, True), (-1e9, False)):
-        monkeypatch.setattr(augmented, "NOISE_COST", cost)
-        weight = lazy(make(make_mean_field, (OUT, 2, 2)))
-        F.conv1d(x, weight)
-        assert weight.is_drawn is drawn
+        monkeypatch.setattr(weight, "NOISE_COST", cost)
+        lazy_weight = lazy(make(make_mean_field, (OUT, 2, 2)))
+        F.conv1d(x, lazy_weight)
+        assert lazy_weight.is_drawn is drawn
 
 
 # ---- drawn weights -------------------------------------------------------------------------------
