@@ -7,7 +7,7 @@ def assert_moments(samples, mean, covariance, false_alarm=1e-6):
     """Assert that draws of a normal vector have the stated mean and covariance.
 
     Every entry of the mean and of the covariance is a z-test with the variance it has under the
-    stated law,
+    stated distribution,
 
         Var(sample mean_i) = S_ii / n,   Var(sample covariance_ij) = (S_ii S_jj + S_ij^2) / (n - 1).
 
@@ -19,7 +19,7 @@ def assert_moments(samples, mean, covariance, false_alarm=1e-6):
         samples: Independent draws ``(n, *shape)``.
         mean: ``(*shape)``.
         covariance: ``(D, D)`` over the flattened shape.
-        false_alarm: Probability of failing although the law is right.
+        false_alarm: Probability of failing although the distribution is right.
     """
     samples, mean = (
         samples.detach().double().reshape(len(samples), -1),
@@ -47,7 +47,7 @@ def assert_moments(samples, mean, covariance, false_alarm=1e-6):
 
 
 def assert_mean(samples, expected, false_alarm=1e-6):
-    """Assert that draws of any law with a few moments have the stated mean.
+    """Assert that draws of any distribution with a few moments have the stated mean.
 
     Student's test for each entry. The bound is that of a z-test, widened by the first terms of the
     Cornish-Fisher expansion, for the degrees of freedom and for the skewness as estimated from the

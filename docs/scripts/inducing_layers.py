@@ -94,10 +94,7 @@ def make_ways(layer: Layer, posterior: SitePosterior, x: Tensor) -> Ways:
 
 
 def taken(layer: Layer, posterior: SitePosterior, x: Tensor) -> str:
-    q = posterior()
-    if not q.prefers_drawn_weight(layer.linear_map, x):
-        return "outputs"
-    return "factors" if q.draws_in_factors(layer.linear_map) else "weight"
+    return posterior().ways_to_apply(layer.linear_map, x)[0]
 
 
 def measure(ways: Ways, rounds: int) -> dict[str, float]:
