@@ -62,7 +62,7 @@ def declared_name(module: PyroModule, attribute: str) -> str:
 
 
 def site_name(module: PyroModule, attribute: str) -> str:
-    """Return the name of an attribute's site in a run of the model; that of its owner if it is tied."""
+    """Return the name of an attribute's site in a run of the model, the owner's site if it is tied."""
     return str(module._pyro_get_fullname(attribute))
 
 

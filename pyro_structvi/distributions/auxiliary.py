@@ -1,4 +1,4 @@
-"""A variable that a guide has and the model has not."""
+"""Auxiliary guide variable, absent from the model."""
 
 from typing import Any, ClassVar
 
@@ -21,8 +21,8 @@ class Auxiliary(TorchDistribution):
     Without a prior the variable is a part of W itself, whose own site has all of ``log p(W)``.
 
     Args:
-        posterior: The law of the variable in the guide.
-        prior: Its law in the joint prior, or None.
+        posterior: The distribution of the variable in the guide.
+        prior: Its distribution in the joint prior, or None.
     """
 
     has_rsample = True

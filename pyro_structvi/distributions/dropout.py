@@ -138,7 +138,7 @@ class BernoulliDropout(WeightDistribution):
 
 
 class _DropoutOutputs(OutputDistribution):
-    """The outputs of a map whose input channels are dropped, for each example apart."""
+    """The outputs of a map whose input channels are dropped, separately for each example."""
 
     def __init__(
         self,

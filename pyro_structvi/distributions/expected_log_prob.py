@@ -13,8 +13,8 @@ _FAR = 40.0  # standard deviations, at which a normal's density is zero in doubl
 def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
     r"""Return :math:`E[-\log p(w)]` of each element of a normal, for normal and Laplace priors.
 
-    For a normal prior that is true of any law with these moments. For a Laplace prior it rests on the
-    mean distance from its center m, with :math:`d = \mu - m`,
+    For a normal prior that holds for any distribution with these moments. For a Laplace prior it uses
+    the mean distance from its center m, with :math:`d = \mu - m`,
 
     .. math:: E|w - m| = \sigma \sqrt{2 / \pi}\, e^{-d^2 / 2 \sigma^2}
         + d\, \mathrm{erf}\left( \frac{d}{\sigma \sqrt 2} \right)
@@ -22,7 +22,7 @@ def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
     Args:
         mean: Of each element, ``(*batch, *event)``.
         variance: Likewise; zero for an element that is known.
-        prior: The prior, of the same shape, or one with an ``expected_neg_log_prob`` of its own.
+        prior: The prior, of the same shape, or one that defines ``expected_neg_log_prob``.
 
     Returns:
         Nats, of the shape of the mean, with finite gradients where the variance is zero too.

@@ -1,4 +1,4 @@
-"""What normals with independent elements share, whatever their standard deviations are made of."""
+"""Base class of normals with independent elements."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ class IndependentWeight(GaussianWeight, abstract=True):
     """Independent normals with the standard deviations ``stddev``.
 
     **Required**: ``arg_constraints``; ``_parameters``; ``stddev``, of the weight's shape;
-    ``image_around``. **Optional**: whatever is cheaper than by ``stddev``.
+    ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
     """
 
     has_independent_elements = True

@@ -98,13 +98,13 @@ def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
 
 
 def normal_cross_entropy(q: Any, p: Any, variance_sum: Tensor | None = None) -> Tensor:
-    """Return ``E[-log p(w)]`` of any law with moments, for independent normals p.
+    """Return ``E[-log p(w)]`` of any distribution with moments, for independent normals p.
 
     Where the prior has one scale in memory, nothing of the weight's size is kept for the gradient but
     the mean.
 
     Args:
-        q: The law, with ``mean``, ``variance`` and ``variance_sum``.
+        q: The distribution, with ``mean``, ``variance`` and ``variance_sum``.
         p: Independent normals.
         variance_sum: That of ``q``, where it is known already.
 
@@ -145,7 +145,7 @@ def kl_from_moments(q: GaussianWeight, p: Any) -> Tensor:
 
 @register_kl(WeightDistribution, Independent)
 def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
-    """Unwrap ``Independent``; whatever is inside then finds its own rule, or none."""
+    """Unwrap ``Independent``, whose base distribution then finds its own rule or none."""
     return kl_divergence(q, p.base_dist)
 
 

@@ -30,7 +30,7 @@ class LowRankNormal(GaussianWeight):
 
     Its image under ``x`` is again one of these, with factors :math:`V_k x` and the diagonal
     :math:`\sum_j \sigma_{ij}^2 x_j^2`: for every example one number for each factor and one for each
-    output, and no weight. Over the positions of an example the low-rank part keeps its joint law.
+    output, and no weight. The low-rank part is exact over the positions of an example.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
@@ -152,7 +152,7 @@ class LowRankNormal(GaussianWeight):
     def _capacitance_tril(self, whitened_gram: Tensor) -> Tensor:
         r"""Return the Cholesky factor of :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`.
 
-        If that is not positive definite, for want of precision or by a NaN, the factor is NaN, and so
+        If that is not positive definite, because of rounding or a NaN, the factor is NaN, and so
         is the loss: an error would make a device wait at every step.
         """
         identity = torch.eye(self.rank, dtype=whitened_gram.dtype, device=whitened_gram.device)

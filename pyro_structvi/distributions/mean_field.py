@@ -105,7 +105,7 @@ class LogScaleNormal(MeanFieldNormal):
             setting when None.
 
     Raises:
-        ValueError: If ``log_scale`` has not the shape of ``loc``.
+        ValueError: If the shapes of ``log_scale`` and ``loc`` differ.
 
     Example:
         >>> q = LogScaleNormal(torch.zeros(2, 3), torch.zeros(2, 3))

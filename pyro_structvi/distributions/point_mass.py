@@ -15,8 +15,8 @@ from pyro_structvi.linalg.shapes import event_sum
 class PointMass(Delta):
     r"""A known value. Its divergence from a prior p is :math:`E[-\log p(w)]`, in nats.
 
-    That is the KL but for the entropy of a point, minus infinity and the same for every value; so that
-    a guide of points has the loss of a maximum a posteriori estimate. ``log_prob`` is zero at the value.
+    That is the KL without the entropy of a point, which is minus infinity for every value. So a guide
+    of points has the loss of a maximum a posteriori estimate. ``log_prob`` is zero at the value.
 
     Args:
         value: The value, ``(*batch, *event)``.
@@ -49,7 +49,7 @@ class PointMass(Delta):
         return value
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Return the value as a tensor of its own."""
+        """Return a copy of the value."""
         draw: Tensor = super().rsample(torch.Size(sample_shape))
         return draw.clone()
 
@@ -73,7 +73,7 @@ class PointMass(Delta):
 
     @property
     def is_known(self) -> bool:
-        """Whether the value is no draw."""
+        """Whether the value is known, not drawn."""
         return self._variance is None
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":

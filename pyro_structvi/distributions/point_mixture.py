@@ -1,4 +1,4 @@
-"""A weight that is one of a few known ones: the law of an ensemble."""
+"""A mixture of point masses: the posterior of an ensemble."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""Independent normals of which some are no longer random."""
+"""Independent normals, some of which are pruned to zero."""
 
 from typing import Any, ClassVar
 

@@ -21,7 +21,7 @@ class RowwiseNormal(GaussianWeight):
 
     with a lower triangular ``L_i (in, in)`` for each row i. Its image under ``x`` has independent
     outputs with the variances :math:`|L_i^\top x|^2`, which are exact. Under a convolution, with or
-    without groups, each output has its exact law.
+    without groups, each output has its exact distribution.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.

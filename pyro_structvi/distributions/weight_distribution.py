@@ -281,7 +281,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
         """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
 
         Args:
-            mean: The mean, ``linear_map(x, loc)`` with that of the bias.
+            mean: The mean, ``linear_map(x, loc)`` plus the mean of the bias.
             linear_map: A dense map or a convolution.
             x: Its input.
             bias_variance: Variances ``(out,)`` of an independent bias, or None where it is known.

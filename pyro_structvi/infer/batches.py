@@ -74,7 +74,7 @@ def as_batches(
             each pass another one, padded to equal sizes by examples that come twice.
 
     Raises:
-        TypeError: If the data are nothing of these.
+        TypeError: If the data have another type.
         ValueError: If lengths differ, the data hold NaN, or ``batch_size`` is out of place.
     """
     if batch_size is not None:

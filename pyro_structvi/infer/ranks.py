@@ -34,14 +34,14 @@ def mean_over_ranks(numbers: Tensor) -> Tensor:
 
 
 def shared_seed() -> int:
-    """Draw a seed from torch's generator: that of rank 0 on all ranks."""
+    """Draw a seed from torch's generator of rank 0, the same on all ranks."""
     seed: int = of_all_ranks(int(torch.randint(2**62, ())))[0]
     return seed
 
 
 @contextmanager
 def noise_of_rank(device: torch.device | None) -> Iterator[None]:
-    """Give each of several ranks noise of its own in this block; put generators back after it."""
+    """Give each of several ranks different noise in this block; restore generators after it."""
     rank, size = world()
     if size == 1:
         yield

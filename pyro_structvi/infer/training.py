@@ -86,7 +86,7 @@ def fit(
 
     Where torch's default process group is initialized, as in a script under ``torchrun``, all its
     processes train one guide by ``DistributedDataParallel``, each with its share of the data and noise
-    of its own; the noise follows from rank 0's seed. See "More than one device" in the documentation.
+    that differs; the noise follows from rank 0's seed. See "More than one device" in the documentation.
 
     Tensors are kept on a GPU if they take at most a quarter of its free memory. Otherwise, and for data
     in other forms, a thread loads the next batch, pins it and copies it to the GPU during a step.
@@ -115,7 +115,7 @@ def fit(
         The history.
 
     Raises:
-        TypeError: If the guide is no module, or was sharded.
+        TypeError: If the guide is not a module, or was sharded.
         ValueError: If an argument is out of range, lengths differ, the data hold NaN, or processes
             have different numbers of batches.
         FloatingPointError: If the loss or a gradient is not finite, on all processes if on one; the

@@ -16,8 +16,8 @@ def flipout(
     .. math:: y_n = M x_n + r_n \circ \Delta (s_n \circ x_n), \qquad \Delta = W - M
 
     with one draw of :math:`\Delta` and, for each example, signs r of the output channels and s of the
-    input channels. The outputs of an example, at all positions, have the law of a drawn weight; those
-    of different examples are uncorrelated given their inputs.
+    input channels. The outputs of an example, at all positions, have the distribution that a drawn
+    weight gives; those of different examples are uncorrelated given their inputs.
 
     Args:
         q: A distribution with ``has_independent_elements``.

@@ -50,7 +50,7 @@ class SiteUse:
 
 
 class WeightStandIn(Tensor):
-    """A tensor without storage that knows its shape, dtype and device, and gives way to a value."""
+    """A tensor without storage that has shape, dtype and device; a value replaces it when it is used."""
 
     use: SiteUse
 
@@ -306,7 +306,7 @@ class LazyWeight(WeightStandIn):
 
 
 def as_drawn(value: Any) -> Any:
-    """Return the ordinary tensor that a stand-in gives way to; anything else as it is."""
+    """Return the ordinary tensor for a stand-in; any other value unchanged."""
     return value.draw() if isinstance(value, WeightStandIn) else value
 
 

@@ -60,7 +60,7 @@ class OrthonormalRows(torch.autograd.Function):
     """``L^-1 [Z, D]`` for ``L L' = Z Z' + D^2``: the LQ decomposition of ``[Z, D]``, by Cholesky.
 
     Factored in double precision, with the smallest jitter that works, which counts to ``D^2``. The
-    gradient is that of the decomposition, in the arguments' precision.
+    gradient is computed from the decomposition, in the arguments' precision.
     """
 
     @staticmethod

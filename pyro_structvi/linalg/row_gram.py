@@ -21,7 +21,7 @@ class RowGram(torch.autograd.Function):
     """``V'V`` of K factors ``(*batch, K, out, *rest)``, rows of the weight added in double precision.
 
     Its gradient is one product of size K x K x D. Left to autograd it would be several passes over
-    tensors of the size of V, in another layout than that of V.
+    tensors of the size of V, in another memory layout than V.
     """
 
     generate_vmap_rule = True

@@ -35,7 +35,7 @@ class LinearMap(ABC):
 
     @property
     def groups(self) -> int:
-        """How many parts the channels fall into; each part meets the rows of its own outputs only."""
+        """The number of groups of channels; inputs of one group reach outputs of that group only."""
         return 1
 
     @property

@@ -1,4 +1,4 @@
-"""The arguments of a call, their tensors apart from what they stand in."""
+"""The arguments of a call, with tensors separated from the structure that holds them."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from pyro_structvi._torch import put_together, take_apart
 
 
 class Call:
-    """The arguments of one call, their tensors apart from what they stand in.
+    """The arguments of one call, with tensors separated from the structure that holds them.
 
     Attributes:
         tensors: The tensors among the arguments.

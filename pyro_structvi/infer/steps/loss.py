@@ -21,7 +21,7 @@ class Loss(nn.Module):
         elbo: The objective.
 
     Attributes:
-        parts: Model and guide with their handlers; in a tuple, so that they are no submodules.
+        parts: Model and guide with their handlers; in a tuple, so that they are not submodules.
     """
 
     def __init__(self, model: Callable[..., Any], guide: Callable[..., Any], elbo: ELBO) -> None:
@@ -34,7 +34,7 @@ class Loss(nn.Module):
 
     @property
     def is_structured(self) -> bool:
-        """Whether the objective takes its bound apart, and so can be compiled."""
+        """Whether the objective gives the terms of its bound, so that it can be compiled."""
         return isinstance(self.elbo, StructuredELBO)
 
     @property

@@ -34,4 +34,4 @@ class SubsamplePlayer(Messenger):
         if random_subsample(message) is not None:
             if inside_transform():
                 raise RuntimeError("particles in one pass share a plate's subsample in a graph")
-            message["value"] = next(self._values, None)  # None is drawn as ever
+            message["value"] = next(self._values, None)  # None: the plate draws itself

@@ -135,7 +135,7 @@ def _device_type(node: fx.Node) -> str:
 
 
 def explain(error: BaseException) -> str:
-    """Say what stands in the way of tracing, and the line outside torch and Pyro where it does."""
+    """Say what prevents tracing, and the line outside of torch and Pyro that does."""
     message = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if "_local_scalar_dense" in message:
         message = "Python reads a tensor's value"
