@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.maps import ConvolutionMap, DenseMap
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, positive
 from tests.distributions.subject import (
     FLOAT64,
@@ -56,13 +57,17 @@ class Layer:
             return self.weight_shape
         return OUT, torch.Size(self.weight_shape[1:]).numel() + 1
 
-    def application(self, x):
-        """Return the linear map and its input."""
+    def application(self, x, q):
+        """Return the linear map and its input, as a weight takes them."""
         if self.is_dense:
             linear_map = DenseMap(positions=self.positions)
         else:
             linear_map = ConvolutionMap(self.function, self.weight_shape[1:], **self.options)
-        return linear_map.join_bias(x) if self.bias == "joined" else (linear_map, x)
+        if self.bias == "joined":
+            return (
+                (BiasColumnMap(linear_map), x) if q.takes_bias_column else linear_map.join_bias(x)
+            )
+        return linear_map, x
 
     def apply(self, x, weight, bias=None):
         """Apply torch's layer to one weight, with a column for the bias where that is joined."""
@@ -155,13 +160,20 @@ def layer_channels(layer, outputs):
     return index % OUT if layer.is_dense else index // event[1:].numel()
 
 
+def assert_dense_density(subject, image, mean, covariance):
+    y, event_dim = torch.randn(mean.shape), len(image.event_shape)
+    oracle = dense.log_prob(y, mean, covariance, event_dim)
+    subject.assert_close(image.log_prob(y), oracle)
+    subject.assert_close(image.entropy(), dense.entropy(covariance))
+
+
 @pytest.mark.parametrize(("layer", "case"), list(served()))
 def test_outputs_have_the_dense_moments_draws_and_gradients(layer, case):
     subject = Subject(case, case.make((), layer.event_shape, FLOAT64))
     x = torch.randn(layer.x_shape).requires_grad_()
     bias, leaves, *moments = make_bias(layer)
     q = subject.with_leaves()
-    linear_map, joined = layer.application(x)
+    linear_map, joined = layer.application(x, q)
     assert "outputs" in q.ways_to_apply(linear_map, joined) or "inducing" in case.name
     image = q.image_under(linear_map, joined, bias)
     mean, covariance = outputs_oracle(layer, case, subject.exact(), x, *moments)
@@ -171,8 +183,9 @@ def test_outputs_have_the_dense_moments_draws_and_gradients(layer, case):
     subject.assert_close(image.mean, mean)
     subject.assert_close(image.variance, diagonal.reshape(mean.shape))
     subject.assert_close(image.covariance_matrix, covariance)
+    assert_dense_density(subject, image, mean, covariance)
     found = assert_draws(
-        lambda: q.image_under(*layer.application(x), bias).rsample(), mean, covariance
+        lambda: q.image_under(*layer.application(x, q), bias).rsample(), mean, covariance
     )
     assert_gradients_of_draws_are_exact(
         subject, found, q, lambda e: outputs_oracle(layer, case, e, x, *moments), [x, *leaves]

@@ -1,0 +1,93 @@
+"""Which way a structure offers a linear map its weight: as outputs, in factors, or drawn and formed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pyro_structvi.distributions import BernoulliDropout, ConditionalNormal, PointMixture
+from pyro_structvi.maps import ConvolutionMap, DenseMap
+from tests.distributions.cases import CASES, MATRIX, make_joint
+from tests.unit_noise import draw_with_noise
+
+BOTH, DRAWN = ("outputs", "weight"), ("weight",)
+EXAMPLES, SEQUENCE, IMAGES = torch.zeros(5, 3), torch.zeros(5, 2, 3), torch.zeros(5, 6, 4)
+
+
+def convolution(groups=1):
+    return ConvolutionMap(F.conv1d, (6 // groups, 2), groups=groups)
+
+
+MAPS = {
+    "dense": (DenseMap(), EXAMPLES),
+    "positions": (DenseMap(), SEQUENCE),
+    "convolution": (convolution(), IMAGES),
+    "groups": (convolution(2), IMAGES),
+}
+
+
+def expected_ways(case, kind):
+    is_refused = kind in {"convolution", "groups"} and not case.has_convolution_image
+    is_refused = is_refused or (kind == "groups" and not case.serves_groups)
+    return DRAWN if is_refused else BOTH
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "inducing" not in case.name], ids=lambda case: case.name
+)
+def test_outputs_come_first_wherever_they_can_be_drawn(case, kind, joined):
+    q, (linear_map, x) = case.make((), MATRIX, torch.float64), MAPS[kind]
+    linear_map, x = linear_map.join_bias(x) if joined else (linear_map, x)
+    assert q.ways_to_apply(linear_map, x) == expected_ways(case, kind)
+
+
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize(
+    "q", [BernoulliDropout(torch.ones(MATRIX), 0.5), PointMixture(torch.ones(2, *MATRIX))]
+)
+def test_known_weights_give_outputs_under_every_map(q, kind):
+    assert q.ways_to_apply(*MAPS[kind]) == BOTH
+
+
+# Multiplications of an example's outputs, with M = (3, 2) inducing weights: `thin` = 2 in + 6 + 3 out
+# in factors, that with 403 out for drawn outputs, and out x in for a drawn weight.
+SIZES = {
+    "small": ((4, 3), BOTH, DRAWN),
+    "factors pay": ((64, 64), ("outputs", "factors", "weight"), ("factors", "weight")),
+    "wide": ((8, 1024), ("outputs", "factors", "weight"), ("outputs", "factors", "weight")),
+}
+
+
+@pytest.mark.parametrize(("shape", "alone", "over_positions"), SIZES.values(), ids=SIZES)
+def test_inducing_weights_count_multiplications(shape, alone, over_positions):
+    q = conditional(shape)
+    x = torch.zeros(1, 2, shape[1])
+    assert q.ways_to_apply(DenseMap(), x[0]) == alone
+    assert q.ways_to_apply(DenseMap(positions=False), x) == alone
+    assert q.ways_to_apply(DenseMap(), x) == over_positions
+
+
+def conditional(shape):
+    joint = make_joint((), shape, torch.float64)
+    return ConditionalNormal(joint, torch.randn(3, 2), 0.5)
+
+
+def test_inducing_weights_of_groups_are_drawn_and_formed():
+    assert conditional((4, 12)).ways_to_apply(convolution(2), IMAGES) == DRAWN
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_factored_draw_forms_the_weight_that_it_applies(case):
+    q, x, bias = case.make((), MATRIX, torch.float64), torch.randn(5, 3), torch.randn(4)
+    if "inducing" not in case.name:
+        with pytest.raises(NotImplementedError):
+            q.draw_factored()
+        return
+    noise = torch.randn(draw_with_noise(q.rsample, None)[1])
+    weight = draw_with_noise(q.rsample, noise)[0]
+    for draw, expected in (
+        (lambda: q.draw_factored().weight(), weight),
+        (lambda: q.draw_factored().apply(DenseMap(), x, bias), F.linear(x, weight, bias)),
+    ):
+        torch.testing.assert_close(draw_with_noise(draw, noise)[0], expected)
