@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
-from tests.distributions.cases import CASES, positive
+from tests.distributions.cases import CASES, make_full, positive
 from tests.distributions.subject import (
     FLOAT64,
     Subject,
@@ -190,3 +190,10 @@ def test_outputs_have_the_dense_moments_draws_and_gradients(layer, case):
     assert_gradients_of_draws_are_exact(
         subject, found, q, lambda e: outputs_oracle(layer, case, e, x, *moments), [x, *leaves]
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_correlated_bias_is_refused(case):
+    q, bias = case.make((), (OUT, 3), FLOAT64), make_full((), (OUT,), FLOAT64)
+    with pytest.raises(ValueError, match="`bias` must be a tensor or have independent elements"):
+        q.image_under(DenseMap(), torch.randn(5, 3), bias)

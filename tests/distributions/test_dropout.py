@@ -205,11 +205,9 @@ def test_a_vector_has_no_channels():
         make((3,))
 
 
-def test_there_is_no_density_and_no_batch():
+def test_there_is_no_batch():
     with pytest.raises(NotImplementedError, match="no batches"):
         make((4, 3)).expand((2,))
-    with pytest.raises(NotImplementedError, match="no density"):
-        _ = make((4, 3)).log_det_covariance
 
 
 def test_dense_moments_agree_with_the_package_of_oracles():

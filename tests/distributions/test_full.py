@@ -4,20 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_structvi.distributions import FullNormal, MeanFieldNormal
-from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.distributions import FullNormal
+from pyro_structvi.maps import DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_full
 from tests.lazy_weights import lazy
 from tests.recorded_sizes import RecordsSizes
-from tests.statistics import assert_moments
+from tests.unit_noise import assert_draws
 
 OUT, IN = 4, 3
-FILTERS = (4, 3, 2, 2)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, check_stride=False)
 
 
 # ---- positions -----------------------------------------------------------------------------------
@@ -28,69 +23,12 @@ def operator(x):
     return torch.cat([torch.kron(torch.eye(OUT), row.unsqueeze(0)) for row in x.reshape(-1, IN)])
 
 
-def example_moments(x, q):
-    """Return mean and covariance of the outputs of one example ``(*positions, in)``, flattened."""
-    applied = operator(x)
-    return applied @ q.loc.flatten(), applied @ dense.full_covariance(q.scale_tril) @ applied.mT
-
-
-POSITIONS = {"sequence": (2,), "grid": (1, 2)}
-
-
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS.keys())
-def test_positions_of_an_example_have_their_exact_joint_law(positions):
-    q, x = make_full((), (OUT, IN), torch.float64), torch.randn(5, *positions, IN)
-    mean, covariance = map(
-        torch.stack, zip(*(example_moments(example, q) for example in x), strict=True)
-    )
-    image = q.image_under(DenseMap(), x)
-    assert (image.batch_shape, image.event_shape) == ((5,), (*positions, OUT))
-    y = torch.randn(5, *positions, OUT)
-    close(image.mean.flatten(1), mean)
-    close(image.variance.flatten(1), covariance.diagonal(dim1=-2, dim2=-1))
-    close(image.variance_sum, covariance.diagonal(dim1=-2, dim2=-1).sum(-1))
-    close(image.covariance_matrix, covariance)
-    close(image.log_prob(y), dense.log_prob(y.flatten(1), mean, covariance, 1))
-
-
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS.keys())
+@pytest.mark.parametrize("positions", [(2,), (1, 2)], ids=["sequence", "grid"])
 def test_a_layer_with_positions_draws_one_weight_for_each_example(positions):
-    """Two examples 20 000 times, each pair independent of the others, and its examples too."""
     q, x = make_full((), (OUT, IN), torch.float64), torch.randn(2, *positions, IN)
-    outputs = F.linear(x.repeat(20_000, *(1 for _ in positions), 1), lazy(q))
-    means, covariances = zip(*(example_moments(example, q) for example in x), strict=True)
-    draws = outputs.reshape(20_000, 2, -1)
-    assert_moments(draws, torch.stack(means), torch.block_diag(*covariances))
-
-
-def test_a_random_bias_is_one_for_all_positions():
-    q, x = make_full((), (OUT, IN), torch.float64), torch.randn(2, 2, IN)
-    bias = MeanFieldNormal(torch.randn(OUT), torch.rand(OUT) + 0.1)
-    image = q.image_under(DenseMap(), x, bias)
-    shared = torch.kron(torch.ones(2, 2), torch.diag(bias.variance))
-    expected = [example_moments(example, q)[1] + shared for example in x]
-    close(image.covariance_matrix, torch.stack(expected))
-    close(image.variance.flatten(1), image.covariance_matrix.diagonal(dim1=-2, dim2=-1))
-    assert_moments(image.rsample((20_000,)), image.mean, torch.block_diag(*image.covariance_matrix))
-
-
-@pytest.mark.parametrize("lead", [(), (2,), (2, 2)], ids=["one x", "batch", "positions"])
-def test_a_joined_bias_is_the_column_that_meets_a_one(lead):
-    """The law is that of a layer without bias whose inputs have a further entry, 1."""
-    q, x = make_full((), (OUT, IN + 1), torch.float64), torch.randn(*lead, IN)
-    joined = q.image_under(*DenseMap().join_bias(x))
-    plain = q.image_under(DenseMap(), F.pad(x, (0, 1), value=1.0))
-    assert (joined.batch_shape, joined.event_shape) == (plain.batch_shape, plain.event_shape)
-    close(joined.mean, plain.mean)
-    close(joined.covariance_matrix, plain.covariance_matrix)
-    blocks = plain.covariance_matrix.reshape(-1, *2 * (plain.event_shape.numel(),))
-    assert_moments(joined.rsample((20_000,)), plain.mean, torch.block_diag(*blocks))
-
-
-@pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])
-def test_a_convolution_has_no_image(join):
-    q = make_full((), FILTERS, torch.float64)
-    assert q.image_under(join(ConvolutionMap(F.conv2d, (3, 2, 2))), torch.randn(5, 3, 4, 4)) is None
+    applied = torch.stack([operator(example) for example in x])
+    covariance = applied @ dense.full_covariance(q.scale_tril) @ applied.mT
+    assert_draws(lambda: F.linear(x, lazy(q)), F.linear(x, q.loc), covariance)
 
 
 @pytest.mark.parametrize("shape", [(1, IN), (1, 2, IN)], ids=["one position", "two"])
@@ -100,14 +38,6 @@ def test_inputs_of_zeros_have_draws_and_moments_and_no_density(shape):
     assert torch.isnan(image.entropy()).all()
     assert image.rsample().eq(0).all()
     assert image.variance.eq(0).all()
-
-
-def test_an_image_expands():
-    q, x = make_full((), (OUT, IN), torch.float64), torch.randn(5, IN)
-    image = q.image(x)
-    expanded = image.expand((2, 5))
-    close(expanded.covariance_matrix, image.covariance_matrix.expand(2, 5, OUT, OUT))
-    close(expanded.variance, image.variance.expand(2, 5, OUT))
 
 
 # ---- costs ---------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def never(self):
 @pytest.fixture
 def without_full_size(monkeypatch):
     """Make it an error to ask for a quantity of the size of the weight."""
-    for name in ("stddev", "variance", "_mean_field", "covariance_matrix"):
+    for name in ("stddev", "variance", "covariance_matrix"):
         monkeypatch.setattr(KTiedNormal, name, property(never))
 
 

@@ -1,21 +1,18 @@
 """What MatrixNormal has beyond the contract: its relatives, positions, groups, the triangles, costs."""
 
-import jax
-import numpy as np
-import numpyro
 import pytest
 import torch
 import torch.nn.functional as F
 from pyro.distributions import Normal
+from scipy import stats
 from torch.distributions import kl_divergence
 
 from pyro_structvi.distributions import KTiedNormal, MatrixNormal, MeanFieldNormal
-from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.maps import DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_matrix_normal, positive
 from tests.lazy_weights import lazy
 from tests.recorded_sizes import RecordsSizes
-from tests.statistics import assert_moments
 
 OUT, IN = 4, 3
 CONVOLUTION = (OUT, IN, 2, 2)
@@ -49,15 +46,12 @@ def test_with_diagonal_factors_it_is_one_tied(shape):
     close(image.covariance_matrix, tied_image.covariance_matrix)
 
 
-@pytest.mark.parametrize("batch_shape", [(), (2,)])
-def test_its_density_is_that_of_numpyro(batch_shape):
-    q = make_matrix_normal(batch_shape, (OUT, IN), torch.float64)
-    value = torch.randn(5, *batch_shape, OUT, IN)
-    with jax.enable_x64(True):
-        theirs = numpyro.distributions.MatrixNormal(
-            *(getattr(q, name).numpy() for name in q._parameters)
-        )
-        density = np.array(theirs.log_prob(value.numpy()))
+def test_its_density_is_that_of_scipy():
+    q, value = make(), torch.randn(5, OUT, IN)
+    rows, columns = (
+        dense.full_covariance(f).numpy() for f in (q.scale_tril_row, q.scale_tril_column)
+    )
+    density = stats.matrix_normal.logpdf(value.numpy(), q.loc.numpy(), rows, columns)
     close(q.log_prob(value), torch.from_numpy(density))
 
 
@@ -75,80 +69,6 @@ def test_the_covariance_of_an_image_is_a_multiple_of_that_of_the_rows():
     rows, columns = map(dense.full_covariance, (q.scale_tril_row, q.scale_tril_column))
     size = torch.stack([row @ columns @ row for row in x])
     close(q.image(x).covariance_matrix, size[:, None, None] * rows)
-
-
-POSITIONS = {"sequence": (2,), "grid": (2, 1)}
-
-
-@pytest.mark.parametrize("random_bias", [False, True])
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS.keys())
-def test_positions_of_an_example_are_independent_and_each_has_its_exact_law(positions, random_bias):
-    q, x = make(), torch.randn(5, *positions, IN)
-    bias = MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=x.dtype))
-    image = q.image_under(DenseMap(), x, bias if random_bias else bias.mean)
-    rows = x.reshape(5, -1, IN)
-    mean = (dense.image_mean(rows, q.loc, 2) + bias.mean).flatten(1)
-    blocks = dense.image_covariance(rows, dense_covariance(q), OUT)
-    blocks = blocks + random_bias * torch.diag(bias.variance)
-    covariance = torch.stack([torch.block_diag(*example) for example in blocks])
-    y = torch.randn(5, *positions, OUT)
-    assert (image.batch_shape, image.event_shape) == ((5,), (*positions, OUT))
-    close(image.mean.flatten(1), mean)
-    close(image.variance.flatten(1), covariance.diagonal(dim1=-2, dim2=-1))
-    close(image.covariance_matrix, covariance)
-    close(image.log_det_covariance, torch.linalg.slogdet(covariance).logabsdet)
-    close(image.log_prob(y), dense.log_prob(y.flatten(1), mean, covariance, 1))
-    assert_moments(image.rsample((20_000,)), image.mean, torch.block_diag(*covariance))
-
-
-def dense_covariance(q):
-    return dense.matrix_normal_covariance(q.scale_tril_row, q.scale_tril_column)
-
-
-@pytest.mark.parametrize("random_bias", [False, True])
-@pytest.mark.parametrize("join", [False, True], ids=["plain", "joined"])
-def test_an_image_under_a_convolution_has_its_density_and_draws(join, random_bias):
-    """With channels first; the oracle joins a bias by a further entry 1 of every patch."""
-    size, x = 2 * IN + join, torch.randn(2, IN, 3)
-    q = make(OUT, size)
-    linear_map = ConvolutionMap(F.conv1d, (IN, 2), padding=1)
-    bias = MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=x.dtype))
-    image = q.image_under(BiasColumnMap(linear_map) if join else linear_map, x, bias)
-    cut = F.pad(dense.patches(x, (2,), padding=1)[:, 0], (0, int(join)), value=1.0)
-    positions = cut.shape[1]
-    mean = dense.image_mean(cut, q.loc, 2) + bias.mean
-    blocks = dense.image_covariance(cut, dense_covariance(q), OUT) + torch.diag(bias.variance)
-    covariance = torch.zeros(2, OUT, positions, OUT, positions)
-    for position in range(positions):
-        covariance[:, :, position, :, position] = blocks[:, position]
-    covariance = covariance.reshape(2, OUT * positions, -1)
-    y = torch.randn(2, OUT, positions)
-    assert (image.batch_shape, image.event_shape) == ((2,), (OUT, positions))
-    close(image.mean, mean.mT)
-    close(image.covariance_matrix, covariance)
-    close(image.variance.flatten(1), covariance.diagonal(dim1=-2, dim2=-1))
-    close(image.log_prob(y), dense.log_prob(y.flatten(1), mean.mT.flatten(1), covariance, 1))
-    assert_moments(image.rsample((20_000,)), image.mean, torch.block_diag(*covariance))
-
-
-@pytest.mark.parametrize("random_bias", [False, True])
-def test_an_image_expands(random_bias):
-    q, x, y = make(), torch.randn(5, 2, IN), torch.randn(5, 2, OUT)
-    bias = MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=x.dtype)) if random_bias else None
-    image = q.image_under(DenseMap(), x, bias)
-    expanded = image.expand((3, 5))
-    assert (expanded.batch_shape, expanded.event_shape) == ((3, 5), (2, OUT))
-    close(expanded.covariance_matrix, image.covariance_matrix.expand(3, 5, -1, -1))
-    close(expanded.variance, image.variance.expand(3, 5, 2, OUT))
-    close(expanded.log_prob(y), image.log_prob(y).expand(3, 5))
-    assert expanded.rsample((6,)).shape == (6, 3, 5, 2, OUT)
-
-
-@pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])
-def test_a_convolution_with_groups_has_no_image(join):
-    q = make(OUT, 2 * 2 * 2)
-    linear_map = join(ConvolutionMap(F.conv2d, (2, 2, 2), groups=2))
-    assert q.image_under(linear_map, torch.randn(5, 4, 3, 3)) is None
 
 
 def test_a_convolution_with_groups_uses_one_drawn_weight():

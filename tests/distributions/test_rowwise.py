@@ -73,18 +73,6 @@ def test_a_vector_is_mean_field():
 
 
 @pytest.mark.parametrize("random_bias", [False, True])
-def test_positions_of_an_example_are_independent_and_each_has_its_exact_law(random_bias):
-    q, x = make(), torch.randn(5, 2, IN)
-    bias = MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=x.dtype))
-    image = q.image_under(DenseMap(), x, bias if random_bias else bias.mean)
-    blocks = dense.image_covariance(x, dense.rowwise_covariance(q.scale_tril), OUT)
-    blocks = blocks + random_bias * torch.diag(bias.variance)
-    assert (image.batch_shape, image.event_shape) == ((5,), (2, OUT))
-    close(image.mean, dense.image_mean(x, q.loc, 2) + bias.mean)
-    close(image.covariance_matrix, torch.stack([torch.block_diag(*pair) for pair in blocks]))
-
-
-@pytest.mark.parametrize("random_bias", [False, True])
 @pytest.mark.parametrize("join", [False, True], ids=["plain", "joined"])
 def test_a_group_of_a_convolution_has_the_law_of_a_convolution_of_its_own(join, random_bias):
     """The oracle joins a bias by a further entry 1 of every patch."""
