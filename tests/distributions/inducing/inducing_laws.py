@@ -1,4 +1,9 @@
-"""Weights with inducing weights of every law, for their tests."""
+"""Weights with inducing weights of every distribution, for their tests."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
 
 from pyro_structvi.distributions import InducingNormal, PointMixture
 from tests.distributions.cases import (
@@ -52,3 +57,20 @@ def make(law, event_shape=MATRIX, batch_shape=(), conditional_scale=None, **opti
     if conditional_scale is None:
         conditional_scale = positive(*batch_shape, dtype=FLOAT64)
     return InducingNormal.from_inducing(joint, inducing, conditional_scale)
+
+
+def member_of(q, number):
+    """Return a weight of which inducing weights, or those of these, are one point of a mixture only."""
+    inducing = q.inducing
+    if isinstance(inducing, PointMixture):
+        inducing = PointMixture(inducing.members[..., number : number + 1, :, :], event_dim=2)
+    else:
+        inducing = member_of(inducing, number)
+    return InducingNormal.from_inducing(q.joint, inducing, q.conditional_scale)
+
+
+@contextmanager
+def choosing(number):
+    """Let every draw from a mixture be the same member, so that draws are linear in their noise."""
+    with patch("torch.randint", lambda high, shape, **options: torch.full(shape, number)):
+        yield

@@ -35,19 +35,20 @@ from tests.distributions.inducing.inducing_laws import (
     NORMAL,
     ORACLE,
     WITH_KL,
+    choosing,
     make,
+    member_of,
     nested,
     point_mixture,
 )
 from tests.distributions.subject import FLOAT64, gradients, with_arguments
-from tests.statistics import assert_mean, assert_moments
+from tests.unit_noise import assert_draws
 
 SIZE = 12  # of a matrix
 
 EVERY_LAW = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 EVERY_LAW_WITH_KL = pytest.mark.parametrize("law", WITH_KL.values(), ids=WITH_KL)
 EVERY_MIXTURE = pytest.mark.parametrize("law", MIXTURES.values(), ids=MIXTURES)
-BATCHES = pytest.mark.parametrize("batch_shape", [(), (2,)], ids=str)
 
 
 def close(actual, expected):
@@ -94,8 +95,9 @@ def test_where_the_inducing_weights_are_as_in_the_prior_so_is_the_weight():
     close(kl_divergence(q, own_prior(q)), torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0])
-@pytest.mark.parametrize("inducing_shape", [(3, 2), MATRIX, (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("scale", "inducing_shape"), [(1.0, (3, 2)), (0.3, MATRIX), (2.0, (1, 1))], ids=str
+)
 @EVERY_LAW_WITH_KL
 def test_what_the_bound_loses_where_the_weight_tells_the_inducing_weights(
     law, inducing_shape, scale
@@ -146,8 +148,15 @@ def test_points_have_no_divergence_of_their_own(count):
 FORMS = [(), (4, 1, 1, 1), (1, 3, 1, 1), (3, 1, 1), (1, 1, 2, 2), (2,), (4, 1, 2, 1), CONVOLUTION]
 
 
-@pytest.mark.parametrize("loc_form", FORMS, ids=str)
-@pytest.mark.parametrize("scale_form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("loc_form", "scale_form"),
+    [
+        *((form, FORMS[-1 - number]) for number, form in enumerate(FORMS)),
+        ((), ()),
+        ((3, 1, 1),) * 2,
+    ],
+    ids=str,
+)
 def test_every_form_of_the_prior_of_filters_has_the_dense_kl(loc_form, scale_form):
     q = make(make_full, CONVOLUTION, bias_scale=True)
     loc, scale = torch.randn(loc_form), torch.rand(scale_form) + 0.5
@@ -156,8 +165,9 @@ def test_every_form_of_the_prior_of_filters_has_the_dense_kl(loc_form, scale_for
 
 
 @pytest.mark.parametrize("bias_scale", [False, True], ids=["one scale", "a bias"])
-@pytest.mark.parametrize("weight_form", [(), (1, 2), (4, 2)], ids=str)
-@pytest.mark.parametrize("bias_form", [(), (4,)], ids=str)
+@pytest.mark.parametrize(
+    ("weight_form", "bias_form"), [((), ()), ((1, 2), ()), ((4, 2), (4,))], ids=str
+)
 @EVERY_LAW_WITH_KL
 def test_a_joined_prior_has_the_dense_kl_and_gradients(law, weight_form, bias_form, bias_scale):
     q = with_arguments(make(law, bias_scale=bias_scale), torch.clone)
@@ -176,47 +186,52 @@ def test_a_joined_prior_has_the_dense_kl_and_gradients(law, weight_form, bias_fo
 
 
 @EVERY_LAW
-@pytest.mark.parametrize("event_shape", [MATRIX, CONVOLUTION], ids=str)
-def test_moments_for_every_law_of_inducing_weights(law, event_shape):
-    q = make(law, event_shape, bias_scale=True)
+@pytest.mark.parametrize(
+    ("event_shape", "batch_shape"), [(MATRIX, (2,)), (CONVOLUTION, ())], ids=str
+)
+def test_moments_for_every_law_of_inducing_weights(law, event_shape, batch_shape):
+    q = make(law, event_shape, batch_shape, bias_scale=True)
+    variance = ORACLE.covariance(q).diagonal(dim1=-2, dim2=-1)
     close(q.mean, ORACLE.mean(q))
     close(q.covariance_matrix, ORACLE.covariance(q))
-    close(q.variance.flatten(), ORACLE.covariance(q).diagonal())
+    close(q.variance, variance.reshape(q.mean.shape))
 
 
-@BATCHES
-@EVERY_LAW
-def test_draws_for_every_law_of_inducing_weights(law, batch_shape):
-    """A mixture is tested by the means of its elements and of their products."""
-    q = make(law, batch_shape=batch_shape)
-    draws, mean = q.rsample((20_000,)), ORACLE.mean(q)
-    covariance = torch.block_diag(*ORACLE.covariance(q).reshape(-1, SIZE, SIZE))
-    if law not in MIXTURES.values():
-        assert_moments(draws, mean, covariance)
-        return
-    centred = (draws - mean).flatten(1)
-    assert_mean(centred, torch.zeros(len(covariance)))
-    assert_mean(centred.unsqueeze(-1) * centred.unsqueeze(-2), covariance)
-
-
-@BATCHES
 @pytest.mark.parametrize("law", NORMAL.values(), ids=NORMAL)
-def test_the_density_for_every_normal_law_of_inducing_weights(law, batch_shape):
-    q, value = make(law, batch_shape=batch_shape), torch.randn(5, *batch_shape, *MATRIX)
+def test_draws_for_every_normal_law_of_inducing_weights(law):
+    q = make(law, batch_shape=(2,))
+    assert_draws(q.rsample, ORACLE.mean(q), ORACLE.covariance(q))
+
+
+def test_several_draws_are_independent():
+    q = make(make_mean_field, bias_scale=True)
+    assert_draws(lambda: q.rsample((2,)), ORACLE.mean(q), ORACLE.covariance(q).expand(2, -1, -1))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@EVERY_MIXTURE
+def test_draws_of_a_mixture_are_those_of_its_members(law, number):
+    q = make(law, batch_shape=(2,))
+    member = member_of(q, number)
+    with choosing(number):
+        assert_draws(q.rsample, ORACLE.mean(member), ORACLE.covariance(member))
+
+
+@pytest.mark.parametrize("law", NORMAL.values(), ids=NORMAL)
+def test_the_density_for_every_normal_law_of_inducing_weights(law):
+    q, value = make(law, batch_shape=(2,)), torch.randn(5, 2, *MATRIX)
     expected = MultivariateNormal(ORACLE.mean(q).flatten(-2), ORACLE.covariance(q))
     close(q.log_prob(value), expected.log_prob(value.flatten(-2)))
     close(q.entropy(), expected.entropy())
 
 
-@BATCHES
-def test_the_density_of_a_mixture_is_the_mean_of_densities(batch_shape):
-    q = make(point_mixture(3), batch_shape=batch_shape)
-    value = torch.randn(5, *batch_shape, *MATRIX)
+def test_the_density_of_a_mixture_is_the_mean_of_densities():
+    q, value = make(point_mixture(3), batch_shape=(2,)), torch.randn(5, 2, *MATRIX)
     gain, noise = dense.conditional_moments(joint_covariance(q.joint), SIZE)
     means = q.inducing.members.flatten(-2) @ gain.mT
     covariance = q.conditional_scale.square()[..., None, None] * noise
     members = MultivariateNormal(means, covariance.unsqueeze(-3))
-    mixture = MixtureSameFamily(Categorical(torch.ones(*batch_shape, 3)), members)
+    mixture = MixtureSameFamily(Categorical(torch.ones(2, 3)), members)
     close(q.log_prob(value), mixture.log_prob(value.flatten(-2)))
 
 

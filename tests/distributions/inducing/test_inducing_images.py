@@ -13,13 +13,22 @@ from pyro_structvi.distributions.inducing import weight
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_joint, make_mean_field, positive
-from tests.distributions.inducing.inducing_laws import LAWS, MIXTURES, ORACLE, make
+from tests.distributions.inducing.inducing_laws import (
+    LAWS,
+    MIXTURES,
+    NORMAL,
+    ORACLE,
+    choosing,
+    make,
+    member_of,
+)
 from tests.distributions.subject import FLOAT32, FLOAT64, arguments, with_arguments
 from tests.lazy_weights import lazy
 from tests.recorded_sizes import RecordsSizes
-from tests.statistics import assert_mean, assert_moments
+from tests.unit_noise import assert_draws
 
 OUT, IN = 3, 4
+EVERY_MIXTURE = pytest.mark.parametrize("law", MIXTURES.values(), ids=MIXTURES)
 EVERY_LAW = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 JOINED = pytest.mark.parametrize("join", [False, True], ids=["plain", "joined"])
 
@@ -82,19 +91,6 @@ LAYERS = {"sequence": lambda: Dense(2), "grid": lambda: Dense(2, 1), "convolutio
 EVERY_LAYER = pytest.mark.parametrize("make_layer_of", LAYERS.values(), ids=LAYERS)
 
 
-@JOINED
-@EVERY_LAYER
-@EVERY_LAW
-def test_positions_share_the_inducing_weights_and_nothing_else(law, make_layer_of, join):
-    q, layer = make_layer(law, join), make_layer_of()
-    mean, covariance = layer.law(q, join)
-    image = layer.image(q, join)
-    assert image.batch_shape == (2,)
-    close(image.mean.flatten(1), mean)
-    close(image.variance.flatten(1), covariance.diagonal(dim1=-2, dim2=-1))
-    close(image.covariance_matrix, covariance)
-
-
 def test_the_shared_part_is_not_nothing():
     """The oracle tells positions that share from positions that do not."""
     layer, q = Convolution(), make_layer(make_mean_field)
@@ -103,44 +99,63 @@ def test_the_shared_part_is_not_nothing():
     assert between.abs().max() > 0.05 * covariance.diagonal(dim1=-2, dim2=-1).min()
 
 
-@pytest.mark.parametrize("random_bias", [False, True])
-@pytest.mark.parametrize("make_layer_of", [LAYERS["sequence"], Convolution])
-@EVERY_LAW
-def test_draws_at_positions_have_their_law(law, make_layer_of, random_bias):
-    """A mixture is tested by the means of its outputs and of their products."""
-    q, layer = make_layer(law), make_layer_of()
-    bias = MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=FLOAT64)) if random_bias else None
-    image = layer.image(q, False, bias)
-    draws = image.rsample((10_000,)).flatten(2)
-    mean, covariance = layer.law(q, False)
-    if random_bias:
-        positions = torch.ones(2, layer.patches.shape[1], 1)
-        mean = mean + layer.order(positions * bias.mean).flatten(1)
-        covariance = covariance + torch.diag_embed(
-            layer.order(positions * bias.variance).flatten(1)
-        )
+def with_bias(layer, mean, covariance, bias):
+    """Add the moments of a bias whose noise is independent over positions."""
+    positions = torch.ones(2, layer.patches.shape[1], 1)
+    spread, shift = (
+        layer.order(positions * part).flatten(1) for part in (bias.variance, bias.mean)
+    )
+    return mean + shift, covariance + torch.diag_embed(spread)
+
+
+def assert_moments(image, mean, covariance):
+    assert image.batch_shape == (2,)
+    close(image.mean.flatten(1), mean)
+    close(image.variance.flatten(1), covariance.diagonal(dim1=-2, dim2=-1))
     close(image.covariance_matrix, covariance)
-    covariance = torch.block_diag(*covariance)
-    if law not in MIXTURES.values():
-        assert_moments(draws, mean, covariance)
-        return
-    centred = (draws - mean).flatten(1)
-    assert_mean(centred, torch.zeros(len(covariance)))
-    assert_mean(centred.unsqueeze(-1) * centred.unsqueeze(-2), covariance)
+
+
+@JOINED
+@EVERY_LAYER
+@pytest.mark.parametrize("law", NORMAL.values(), ids=NORMAL)
+def test_positions_share_the_inducing_weights_and_nothing_else(law, make_layer_of, join):
+    """Moments, and draws of the whole batch; with a random bias where none is joined."""
+    q, layer = make_layer(law, join), make_layer_of()
+    bias = None if join else MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=FLOAT64))
+    image = layer.image(q, join, bias)
+    mean, covariance = layer.law(q, join)
+    if bias is not None:
+        mean, covariance = with_bias(layer, mean, covariance, bias)
+    assert_moments(image, mean, covariance)
+    assert_draws(lambda: image.rsample().flatten(1), mean, covariance)
+
+
+@JOINED
+@EVERY_LAYER
+def test_several_draws_are_independent(make_layer_of, join):
+    q, layer = make_layer(make_mean_field, join), make_layer_of()
+    image, (mean, covariance) = layer.image(q, join), layer.law(q, join)
+    assert_draws(lambda: image.rsample((2,)).flatten(2), mean, covariance.expand(2, -1, -1, -1))
+
+
+@JOINED
+@EVERY_LAYER
+@EVERY_MIXTURE
+def test_outputs_of_a_mixture_are_those_of_its_members(law, make_layer_of, join):
+    q, layer = make_layer(law, join), make_layer_of()
+    image = layer.image(q, join)
+    assert_moments(image, *layer.law(q, join))
+    mean, covariance = layer.law(member_of(q, 1), join)
+    with choosing(1):
+        assert_draws(lambda: image.rsample().flatten(1), mean, covariance)
 
 
 @JOINED
 @EVERY_LAW
-def test_draws_for_examples_have_the_law_of_one(law, join):
-    """The same example many times over, as a batch; also for an input without a batch."""
+def test_an_input_without_a_batch_is_one_example(law, join):
     q, layer = make_layer(law, join), Convolution()
-    mean, covariance = (moment[1] for moment in layer.law(q, join))
-    layer.x = layer.x[1:].expand(20_000, -1, -1)
-    draws = layer.image(q, join).rsample().flatten(1)
-    assert_mean(draws, mean)
-    centred = draws - mean
-    assert_mean(centred.unsqueeze(-1) * centred.unsqueeze(-2), covariance)
-    layer.x = layer.x[0]
+    _, covariance = (moment[1] for moment in layer.law(q, join))
+    layer.x = layer.x[1]
     image = layer.image(q, join)
     assert (image.batch_shape, image.rsample().shape) == ((), (OUT, 4))
     assert image.rsample((5,)).shape == (5, OUT, 4)

@@ -1,0 +1,52 @@
+"""What an object forms is formed once, in the gradient mode the object was made in."""
+
+import pytest
+import torch
+
+from pyro_structvi.distributions import LogScaleNormal
+from pyro_structvi.linalg.formed_once import formed_once
+
+MODES = pytest.mark.parametrize(
+    ("made", "read"),
+    [(torch.enable_grad, torch.no_grad), (torch.no_grad, torch.enable_grad)],
+    ids=["made with gradients", "made without"],
+)
+
+
+class Squares:
+    def __init__(self, value):
+        self.value, self.count = value, 0
+        self._with_grad = torch.is_grad_enabled()
+
+    @formed_once
+    def squares(self):
+        """The squares."""
+        self.count += 1
+        return self.value.square()
+
+
+@MODES
+def test_a_value_is_formed_once_in_the_mode_of_its_object(made, read):
+    value = torch.ones(2, requires_grad=True)
+    with made():
+        owner = Squares(value)
+    assert owner.count == 0
+    with read():
+        first = owner.squares
+    assert owner.squares is first
+    assert owner.count == 1
+    assert first.requires_grad is owner._with_grad
+    assert Squares(value).squares is not first
+    assert Squares.squares.__doc__ == "The squares."
+
+
+@MODES
+def test_variances_by_logarithms_have_the_mode_of_their_distribution(made, read):
+    log_scale = torch.zeros(2, 3, requires_grad=True)
+    with made():
+        q = LogScaleNormal(torch.zeros(2, 3), log_scale)
+    with read():
+        variance = q.variance
+    assert variance.requires_grad is (made is torch.enable_grad)
+    assert q.variance is variance
+    assert q.expand((4,)).variance.shape == (4, 2, 3)
