@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pyro_structvi._checks import check_fraction
 from pyro_structvi.distributions import BernoulliDropout, PointMass
-from pyro_structvi.families.family import Family, LatentSite
+from pyro_structvi.families.family import Family
+from pyro_structvi.families.site import LatentSite
 from pyro_structvi.families.transformed import bijection_onto
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from pyro_structvi.distributions import FullNormal
 from pyro_structvi.families.cholesky_factor import cholesky_factor, initial_factor
-from pyro_structvi.families.family import LatentSite
 from pyro_structvi.families.memory_limit import MemoryLimitedFamily
+from pyro_structvi.families.site import LatentSite
 
 
 @dataclass(frozen=True)

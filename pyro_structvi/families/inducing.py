@@ -1,7 +1,7 @@
 """Inducing weights, the FFG-U and FCG-U of Ritter et al. (2021)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,10 +13,10 @@ from pyro_structvi._checks import check_boolean, check_positive_integer, check_p
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, WeightDistribution
 from pyro_structvi.distributions.inducing import InducingSide
 from pyro_structvi.families.capped import capped, uncapped
-from pyro_structvi.families.coupling import Coupling, SameMember, SharedInducing
-from pyro_structvi.families.family import Family, LatentSite, MatrixFamily, SitePosterior
+from pyro_structvi.families.family import Family, MatrixFamily
 from pyro_structvi.families.mean_field import MeanField
 from pyro_structvi.families.members import Members
+from pyro_structvi.families.site import LatentSite
 
 DIAGONAL = 1e-3
 
@@ -86,7 +86,7 @@ class InducingWeights(MatrixFamily):
         check_boolean("shared", self.shared)
         if self.shared and isinstance(self.posterior, (MeanField, Members)):
             raise ValueError(
-                "`shared` is for a posterior with correlations, such as MatrixGaussian(), but got "
+                "`shared` is for a posterior with correlations, such as MatrixNormal(), but got "
                 f"{self.posterior}. Leave `shared` out: independent inducing weights have nothing to "
                 "share, and the members of an ensemble are whole nets anyway."
             )
@@ -105,7 +105,7 @@ class InducingWeights(MatrixFamily):
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at the best approximation of ``loc`` that the inducing weights can express."""
-        prior_scale = self._prior_scales(site)
+        prior_scale = self.prior_scales(site)
         matrix = loc.flatten(1) / prior_scale[0]
         matrix[:, -1] *= prior_scale[0] / prior_scale[-1]
         smaller = all(size < most for size, most in zip(matrix.shape, self.shape, strict=True))
@@ -126,7 +126,7 @@ class InducingWeights(MatrixFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> InducingNormal:
-        """Return the law of the weight."""
+        """Return the distribution of the weight."""
         joint = AugmentedMatrixNormal(
             parameters["row_factor"],
             parameters["column_factor"],
@@ -149,27 +149,12 @@ class InducingWeights(MatrixFamily):
             if not isinstance(inducing, WeightDistribution):
                 raise TypeError(
                     f"Inducing weights need a posterior over weights, but got {self.posterior}. Use "
-                    "`MeanField()`, `MatrixGaussian()`, `FullCovariance()` or `Members(5)`."
+                    "`MeanField()`, `MatrixNormal()`, `FullCovariance()` or `Members(5)`."
                 )
         scale = capped(parameters["log_conditional_scale"], self.max_conditional_scale)
         return InducingNormal.from_inducing(joint, inducing, scale, validate_args=False)
 
-    def couple(self, posteriors: Mapping[str, SitePosterior], scale: float) -> Coupling | None:
-        """Return the posterior that the sites share, or the choice of an ensemble's member."""
-        if isinstance(self.posterior, Members):
-            return SameMember()
-        if not self.shared:
-            return None
-        starts = {name: posterior.release("inducing_loc") for name, posterior in posteriors.items()}
-        priors = [self._prior_scales(post.site)[0] for post in posteriors.values()]
-        logs = [math.log(scale / prior) for prior in priors]
-        return SharedInducing(self.posterior, starts, math.exp(sum(logs) / len(logs)))
-
-    def members(self, posterior: SitePosterior) -> Tensor:
-        """Return the inducing weights ``(K, M_out, M_in)`` of an ensemble's members."""
-        return posterior.value("inducing_members")
-
-    def _prior_scales(self, site: LatentSite) -> list[float]:
+    def prior_scales(self, site: LatentSite) -> list[float]:
         """Return the prior's standard deviation, or those of weight and bias if they differ."""
         own = [site.prior_scale] + ([] if site.bias is None else [site.bias.prior_scale])
         scales = [value if self.prior_scale is None else self.prior_scale for value in own]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.distributions import KTiedNormal
-from pyro_structvi.families.family import LatentSite, MatrixFamily
+from pyro_structvi.families.family import MatrixFamily
+from pyro_structvi.families.site import LatentSite
 
 
 @dataclass(frozen=True)

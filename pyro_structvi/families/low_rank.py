@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pyro_structvi._checks import check_positive_integer, check_positive_number
 from pyro_structvi.distributions import LowRankNormal
-from pyro_structvi.families.family import LatentSite, MatrixFamily
+from pyro_structvi.families.family import MatrixFamily
+from pyro_structvi.families.site import LatentSite
 
 Diagonal = Literal["constant", "isotropic", "full"]
 

@@ -6,13 +6,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pyro_structvi.distributions import MatrixNormal
+from pyro_structvi import distributions
 from pyro_structvi.families.cholesky_factor import cholesky_factor, initial_factor
-from pyro_structvi.families.family import LatentSite, MatrixFamily
+from pyro_structvi.families.family import MatrixFamily
+from pyro_structvi.families.site import LatentSite
 
 
 @dataclass(frozen=True)
-class MatrixGaussian(MatrixFamily):
+class MatrixNormal(MatrixFamily):
     """Normals with one covariance over the outputs of a layer and one over its inputs.
 
     Parameters are ``loc`` and the Cholesky factors of both covariances: ``row_log_diagonal (out,)``
@@ -28,7 +29,7 @@ class MatrixGaussian(MatrixFamily):
         >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.guides import StructuredGuide
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
-        >>> guide = StructuredGuide(model, {"*.weight": MatrixGaussian(join_bias=True)})
+        >>> guide = StructuredGuide(model, {"*.weight": MatrixNormal(join_bias=True)})
         >>> sum(parameter.numel() for parameter in guide.parameters())
         36
 
@@ -51,10 +52,10 @@ class MatrixGaussian(MatrixFamily):
             parameters |= {f"{side}_log_diagonal": log_diagonal, f"{side}_lower": lower}
         return parameters
 
-    def distribution(self, site: LatentSite, **parameters: Tensor) -> MatrixNormal:
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> distributions.MatrixNormal:
         """Return the matrix normal with the factors that the parameters hold."""
         row, column = (
             cholesky_factor(parameters[f"{side}_log_diagonal"], parameters[f"{side}_lower"])
             for side in ("row", "column")
         )
-        return MatrixNormal(parameters["loc"], row, column, validate_args=False)
+        return distributions.MatrixNormal(parameters["loc"], row, column, validate_args=False)

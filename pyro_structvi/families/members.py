@@ -1,6 +1,5 @@
 """A few weights, each trained as a point: the posterior of an ensemble."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -9,8 +8,8 @@ from torch import Tensor
 
 from pyro_structvi._checks import check_boolean, check_positive_integer
 from pyro_structvi.distributions import PointMass, PointMixture
-from pyro_structvi.families.coupling import SameMember
-from pyro_structvi.families.family import Family, LatentSite, SitePosterior
+from pyro_structvi.families.family import Family
+from pyro_structvi.families.site import LatentSite
 from pyro_structvi.families.transformed import bijection_onto
 
 
@@ -64,16 +63,6 @@ class Members(Family):
         """Return the mixture."""
         return _MembersOf(site, bijection_onto(site.support)(parameters["members"]))
 
-    def couple(self, posteriors: Mapping[str, SitePosterior], scale: float) -> SameMember:
-        """Return the choice of one member for all sites."""
-        return SameMember()
-
-    def members(self, posterior: SitePosterior) -> Tensor:
-        """Return the members ``(K, *shape)`` of a site."""
-        law = posterior()
-        assert isinstance(law, PointMixture)
-        return law.members
-
 
 class _MembersOf(PointMixture):
     """The members of a site, which take its plates along."""
@@ -83,5 +72,5 @@ class _MembersOf(PointMixture):
         self._event_dim = site.event_dim
 
     def given(self, value: Tensor) -> PointMass:
-        """Return the law where it is known which member it is: that member."""
+        """Return the distribution where it is known which member it is: that member."""
         return PointMass(value, self._event_dim)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from pyro_structvi._checks import check_positive_number
-from pyro_structvi.families.family import LatentSite, MatrixFamily
+from pyro_structvi.families.family import MatrixFamily
+from pyro_structvi.families.site import LatentSite
 
 
 @dataclass(frozen=True)

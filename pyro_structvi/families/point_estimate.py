@@ -6,7 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from pyro_structvi.distributions import PointMass
-from pyro_structvi.families.family import Family, LatentSite
+from pyro_structvi.families.family import Family
+from pyro_structvi.families.site import LatentSite
 from pyro_structvi.families.transformed import bijection_onto
 
 

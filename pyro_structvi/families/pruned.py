@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pyro_structvi.distributions import PrunedNormal
-from pyro_structvi.families.family import LatentSite
 from pyro_structvi.families.mean_field import MeanField
+from pyro_structvi.families.site import LatentSite
 
 
 @dataclass(frozen=True)

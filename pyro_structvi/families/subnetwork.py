@@ -1,25 +1,17 @@
 """A posterior over some of the elements of a net, and points for the others."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import pyro
 import torch
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_structvi._checks import check_boolean, check_shape
-from pyro_structvi.distributions import (
-    Auxiliary,
-    PointMass,
-    PointMixture,
-    WeightDistribution,
-)
-from pyro_structvi.families.coupling import Coupling
-from pyro_structvi.families.family import Family, LatentSite, SitePosterior
+from pyro_structvi.distributions import PointMass
+from pyro_structvi.families.family import Family
 from pyro_structvi.families.full_covariance import FullCovariance
-from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.families.site import LatentSite
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +89,6 @@ class Subnetwork(Family):
         """Return the values, into which the chosen ones are to be put."""
         return PartlyChosen(parameters["rest"], site.event_dim, parameters["index"])
 
-    def couple(self, posteriors: Mapping[str, SitePosterior], scale: float) -> "JointSubnetwork":
-        """Return the posterior of all chosen elements."""
-        return JointSubnetwork(self.posterior, posteriors, scale)
-
 
 @dataclass(frozen=True)
 class ChosenPart:
@@ -119,7 +107,7 @@ class PartlyChosen(PointMass):
         self._index = index
 
     def given(self, part: ChosenPart) -> PointMass:
-        """Return the law of the site where the chosen elements are drawn elsewhere."""
+        """Return the distribution of the site where the chosen elements are drawn elsewhere."""
         value, mean = (self._put(self.v, chosen) for chosen in (part.value, part.mean))
         variance = self._put(torch.zeros_like(self.v), part.variance)
         return PointMass(value, self.event_dim, mean, variance)
@@ -127,81 +115,3 @@ class PartlyChosen(PointMass):
     def _put(self, values: Tensor, chosen: Tensor) -> Tensor:
         flat: Tensor = values.flatten().scatter(0, self._index, chosen)
         return flat.reshape(values.shape)
-
-
-class JointSubnetwork(Coupling):
-    """The posterior of the chosen elements of several sites, one after another in a vector.
-
-    Args:
-        family: Its family.
-        posteriors: The sites.
-        scale: The standard deviation that each element starts with.
-    """
-
-    def __init__(
-        self, family: Family, posteriors: Mapping[str, SitePosterior], scale: float
-    ) -> None:
-        super().__init__()
-        starts = {
-            name: post.value("rest").flatten()[post.value("index")]
-            for name, post in posteriors.items()
-        }
-        self.sizes = {name: len(start) for name, start in starts.items()}
-        loc = torch.cat(list(starts.values()))
-        if not len(loc):
-            raise ValueError(
-                f"`chosen` must choose at least one element of the sites {list(starts)}, but all its "
-                "masks there are false."
-            )
-        self.site_name = f"subnetwork of {next(iter(starts))}"
-        site = LatentSite(self.site_name, loc.shape, 1, constraints.real)
-        if not family.fits(site):
-            raise TypeError(
-                f"{family} needs {family.needs}, but the chosen elements are one vector. Use "
-                "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
-            )
-        self.posterior = SitePosterior(family, site, family.init(site, loc, scale))
-        law = self.posterior()
-        if not isinstance(law, WeightDistribution) or isinstance(law, PointMixture):
-            raise TypeError(
-                f"The chosen elements need a posterior with a density, but got {family}. Use "
-                "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
-            )
-
-    def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
-        """Whether sites that are found late may join: those of which nothing is chosen."""
-        return not any(len(post.value("index")) for post in posteriors.values())
-
-    def check_visited(self, sites: Collection[str]) -> None:
-        """Raise a ``ValueError`` if something is chosen of a site that the model does not visit."""
-        missing = [name for name, size in self.sizes.items() if size and name not in sites]
-        if missing:
-            raise ValueError(
-                f"Elements of {missing} were chosen, but the model does not visit these sites, and "
-                "nothing would bound their posterior. Leave them out of `chosen`."
-            )
-
-    def sample(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
-        """Draw at an auxiliary sample site, which counts the entropy; the sites count their priors."""
-        q = self.posterior()
-        coupled = tuple(name for name, size in self.sizes.items() if size)
-        infer = SiteRole(coupled=coupled, is_auxiliary=True).as_infer()
-        value = pyro.sample(self.site_name, Auxiliary(q), infer=infer)
-        return self._split(value, q)
-
-    def draw(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
-        """Draw all chosen elements."""
-        q = self.posterior()
-        return self._split(q.rsample(), q)
-
-    def mean(self, posteriors: Mapping[str, SitePosterior]) -> dict[str, Any]:
-        """Return the parts of the mean."""
-        q = self.posterior()
-        return self._split(q.mean, q)
-
-    def _split(self, value: Tensor, q: Any) -> dict[str, Any]:
-        parts = (vector.split(list(self.sizes.values())) for vector in (value, q.mean, q.variance))
-        return {
-            name: ChosenPart(*part)
-            for name, part in zip(self.sizes, zip(*parts, strict=True), strict=True)
-        }

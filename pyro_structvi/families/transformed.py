@@ -10,7 +10,8 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.families.family import Family, LatentSite
+from pyro_structvi.families.family import Family
+from pyro_structvi.families.site import LatentSite
 
 
 @dataclass(frozen=True)

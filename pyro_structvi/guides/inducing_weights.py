@@ -8,7 +8,7 @@ from pyro_structvi.families import (
     Family,
     FullCovariance,
     InducingWeights,
-    MatrixGaussian,
+    MatrixNormal,
     MeanField,
     Members,
 )
@@ -104,7 +104,7 @@ def _inducing_family(
     size = 5 if ensemble_size is None else check_positive_integer("ensemble_size", ensemble_size)
     families: dict[str, Family] = {
         "diagonal": MeanField(max_scale),
-        "matrix": MatrixGaussian(),
+        "matrix": MatrixNormal(),
         "full": FullCovariance(),
         "ensemble": Members(size),
     }

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pyro_structvi.guides.structured import StructuredGuide, shapes_only
+from pyro_structvi.guides.starts import shapes_only
+from pyro_structvi.guides.structured import StructuredGuide
 
 
 @dataclass(frozen=True)

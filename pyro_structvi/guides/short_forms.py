@@ -7,7 +7,7 @@ from pyro_structvi.families import (
     FullCovariance,
     KTied,
     LowRank,
-    MatrixGaussian,
+    MatrixNormal,
     MeanField,
     Rowwise,
 )
@@ -105,7 +105,7 @@ class MatrixNormalGuide(StructuredGuide):
         join_bias: bool = False,
         **options: Unpack[GuideOptions],
     ) -> None:
-        super().__init__(model, {"*": MatrixGaussian(join_bias=join_bias)}, **options)
+        super().__init__(model, {"*": MatrixNormal(join_bias=join_bias)}, **options)
 
 
 class RowwiseGuide(StructuredGuide):

@@ -2,47 +2,24 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.infer.autoguide.initialization import init_to_median
 from torch import Tensor, nn
 
 from pyro_structvi._checks import check_positive_number
-from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import plates_around
-from pyro_structvi.families import (
-    Family,
-    LatentSite,
-    MeanField,
-    Members,
-    SitePosterior,
-    TransformedMeanField,
-)
-from pyro_structvi.families.coupling import Coupling, one_member
-from pyro_structvi.guides.joined_bias import join_values, joins_with, sample_joined
+from pyro_structvi.families import Family, LatentSite, Members, SitePosterior
+from pyro_structvi.guides.choosing import check_patterns, choose_families
+from pyro_structvi.guides.couple import couple
+from pyro_structvi.guides.coupling import Coupling
+from pyro_structvi.guides.joined_bias import join_values, joins_with
+from pyro_structvi.guides.joint_posterior import JointPosterior
 from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
-from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.guides.starts import InitLocFn, separate_randomness, start_of
 from pyro_structvi.lazy.weight import LocalReparam, SiteUse
-
-_SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
-
-InitLocFn = Callable[[dict[str, Any]], Tensor | None]
-
-
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Let guides that are made in this block have parameters without values, on torch's meta device."""
-    token = _SHAPES_ONLY.set(True)
-    try:
-        yield
-    finally:
-        _SHAPES_ONLY.reset(token)
 
 
 class GuideOptions(TypedDict, total=False):
@@ -124,11 +101,11 @@ class StructuredGuide(nn.Module):
         self.local_reparam = local_reparam
         self.posteriors = nn.ModuleDict()
         self.couplings = nn.ModuleDict()
-        self._coupled: dict[str, list[str]] = {}  # the sites of each
         self._uses: dict[str, SiteUse] = {}
         self._weight_of: dict[str, str] = {}  # of each joined bias
         self._initialized = False
-        self._adopt(find_declared_sites(model))
+        with separate_randomness():
+            self._adopt(find_declared_sites(model))
 
     @property
     def model(self) -> Callable[..., Any] | None:
@@ -171,14 +148,15 @@ class StructuredGuide(nn.Module):
                 "This guide was unpickled without its model. Make a new guide from the model and "
                 "call `new.load_state_dict(old.state_dict())`."
             )
-        found = find_sites_by_running(self.model, args, kwargs)
-        self._check_patterns(found)
-        self._adopt(found)
+        with separate_randomness():
+            found = find_sites_by_running(self.model, args, kwargs)
+            check_patterns(found, self.families)
+            self._adopt(found)
         # The order of execution, which Pyro's mean-field ELBO expects of a guide. A declared site
         # that the model does not visit keeps its parameters and is not sampled.
         self._uses = {name: found[name].use for name in found}
-        for key in self.couplings:
-            self._coupling(key).check_visited(self._uses)
+        for coupling in self._couplings():
+            coupling.check_visited(self._uses)
         self._initialized = True
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -197,31 +175,40 @@ class StructuredGuide(nn.Module):
         Raises:
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
-        predicting = poutine.get_mask() is False
-        if not self._initialized and not predicting:
+        return self.begin_pass(*args, **kwargs).sample()
+
+    def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
+        """Show the parameters to Pyro, and return the distributions of the sites at them.
+
+        An objective that passes over guide and model several times in one step does so once.
+
+        Args:
+            *args: The model's arguments, for a guide that was not called before.
+            **kwargs: The model's keyword arguments.
+
+        Raises:
+            RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
+            NotImplementedError: If sites that are drawn together are inside vectorized plates.
+        """
+        if not self._initialized and poutine.get_mask() is not False:
             self.initialize(*args, **kwargs)
         if self.couplings and plates_around():
             raise NotImplementedError(
-                f"The sites {[*self._coupled.values()]} are drawn together, once for all particles, and "
-                "so not inside the plates of `vectorize_particles=True` or `parallel=True`. Leave these "
-                "out, or take `StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
+                f"The sites {[list(each.sites) for each in self._couplings()]} are drawn together, "
+                "once for all particles, and so not inside the plates of `vectorize_particles=True` or "
+                "`parallel=True`. Leave these out, or take "
+                "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
             )
         declare_parameters(self.named_parameters(type(self).__name__))
-        values: dict[str, Tensor] = {}
-        plates: dict[str, Any] = {}
-        for site, distribution in self._distributions("sample", local=not predicting):
-            if site.bias is not None:
-                values |= sample_joined(site, distribution, self._uses)
-                continue
-            with ExitStack() as stack:
-                for plate in site.plates:
-                    if plate.name not in plates:
-                        plates[plate.name] = pyro.plate(plate.name, plate.size, dim=plate.dim)
-                    stack.enter_context(plates[plate.name])
-                values[site.name] = pyro.sample(
-                    site.name, distribution, infer=SiteRole(self._uses[site.name]).as_infer()
-                )
-        return values
+        return self.joint_posterior()
+
+    def joint_posterior(self) -> JointPosterior:
+        """Return the distributions of the sites at the current parameters.
+
+        Raises:
+            RuntimeError: If no site is known yet.
+        """
+        return JointPosterior([*self._site_posteriors()], [*self._couplings()], self._uses)
 
     @property
     def ensemble(self) -> Members | None:
@@ -233,13 +220,6 @@ class StructuredGuide(nn.Module):
     def all_posteriors(self) -> Iterator[SitePosterior]:
         """Return what holds the parameters: one for each site, and for what sites draw together."""
         return (module for module in self.modules() if isinstance(module, SitePosterior))
-
-    def factorize(self) -> None:
-        """Factor what draws need, for an objective that maps over calls and factors once for all."""
-        for posterior in self.all_posteriors():
-            if posterior.family.keeps_factors:
-                law: Any = posterior()
-                law.factorize()
 
     def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, as ordinary tensors; needs no data.
@@ -254,22 +234,11 @@ class StructuredGuide(nn.Module):
         Raises:
             RuntimeError: If no site is known yet.
         """
-        values: dict[str, Tensor] = {}
-        with one_member(number):
-            for site, distribution in self._distributions("draw", local):
-                values |= site.split(distribution.rsample())
-        return values
+        return self.joint_posterior().draw(local, number)
 
-    @torch.no_grad()
     def median(self) -> dict[str, Tensor]:
         """Return the posterior median of each site that is not local; for normals, the mean."""
-        medians: dict[str, Tensor] = {}
-        for site, distribution in self._distributions("mean", local=False):
-            value = getattr(distribution, "base_dist", distribution).mean
-            for transform in getattr(distribution, "transforms", ()):
-                value = transform(value)
-            medians |= site.split(value.clone())
-        return medians
+        return self.joint_posterior().median()
 
     def __getitem__(self, name: str) -> SitePosterior:
         """Return the posterior of a site, which holds its parameters; a joined bias has its weight's."""
@@ -279,20 +248,6 @@ class StructuredGuide(nn.Module):
         posterior = self.posteriors[_key(name)]
         assert isinstance(posterior, SitePosterior)
         return posterior
-
-    def _distributions(
-        self, how: Literal["sample", "draw", "mean"], local: bool
-    ) -> Iterator[tuple[LatentSite, Any]]:
-        """Yield each site and its law; what sites draw together is sampled, drawn or averaged first."""
-        posteriors = {posterior.site.name: posterior for posterior in self._site_posteriors()}
-        given: dict[str, Tensor] = {}
-        for key, coupling in self.couplings.items():
-            posteriors_of = {name: self[name] for name in self._coupled[key]}
-            given |= getattr(coupling, how)(posteriors_of)
-        for name, posterior in posteriors.items():
-            if local or not posterior.site.is_local:
-                law = posterior()
-                yield posterior.site, law.given(given[name]) if name in given else law
 
     def _site_posteriors(self) -> Iterator[SitePosterior]:
         if not self._uses:
@@ -305,40 +260,35 @@ class StructuredGuide(nn.Module):
     def _own_posteriors(self) -> Iterator[SitePosterior]:
         return (self[name] for name in self._uses if name not in self._weight_of)
 
+    def _couplings(self) -> Iterator[Coupling]:
+        return (coupling for coupling in self.couplings.values() if isinstance(coupling, Coupling))
+
     # ---- setting up ------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _adopt(self, found: dict[str, FoundSite]) -> None:
         """Make posteriors for the sites that have none, all of them or none on an error."""
         self._check_joined(found)
         sites = {name: item.site for name, item in found.items()}
-        chosen = {
-            name: self._choose_family(site) for name, site in sites.items() if name not in self
-        }
-        weight_of = {
+        new = {name: site for name, site in sites.items() if name not in self}
+        chosen = choose_families(new, self.families)
+        weight_of = self._weight_of | {
             bias: name
             for name, family in chosen.items()
             if (bias := joins_with(sites[name], family, sites)) in chosen
             and bias not in self.families  # named outright, it has a family of its own
         }
-        unserved = [name for name, family in chosen.items() if family is None]
-        if unserved:
-            raise ValueError(
-                f"No family was given for the weights {unserved}. The patterns are "
-                f"{list(self.families)}, the model's sites {list(found)}. Add a pattern, for "
-                f"instance {{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
-            )
-        for bias, weight in (self._weight_of | weight_of).items():
+        for bias, weight in weight_of.items():
             if weight in sites:
                 sites[weight] = sites[weight].join_bias(sites.pop(bias))
-        with torch.no_grad():
-            made = {
-                name: self._make_posterior(sites[name], family, found)
-                for name, family in chosen.items()
-                if family is not None and name in sites
-            }
+        made = {
+            name: self._make_posterior(sites[name], family, found)
+            for name, family in chosen.items()
+            if name in sites
+        }
         for name, posterior in made.items():
             self.posteriors[_key(name)] = posterior
-        self._weight_of |= weight_of
+        self._weight_of = weight_of
         for name, site in sites.items():
             self[name].site = site  # a run knows more of it than the declaration
         for name, item in found.items():
@@ -346,32 +296,33 @@ class StructuredGuide(nn.Module):
             self._uses[name] = item.use
         self._couple()
 
-    def _couple(self) -> None:
-        """Make what the sites of a family draw together, once."""
-        for number, family in enumerate(dict.fromkeys(self.families.values())):
-            own = {post.site.name: post for post in self._own_posteriors() if post.family == family}
-            key = str(number)
-            late = {
-                name: post for name, post in own.items() if name not in self._coupled.get(key, own)
-            }
-            if late and not self._coupling(key).takes(late):
-                raise ValueError(
-                    f"The sites {self._coupled[key]} are drawn together, and {[*late]} were found only "
-                    "now. Make the guide from a function, so that it finds all sites in one run, or "
-                    "give these a family of their own."
-                )
-            if own and key not in self.couplings:
-                with torch.no_grad():
-                    coupling = family.couple(own, self.init_scale)
-                if coupling is not None:
-                    self.couplings[key] = coupling
-            if key in self.couplings:
-                self._coupled[key] = list(own)
+    def _make_posterior(
+        self, site: LatentSite, family: Family, found: dict[str, FoundSite]
+    ) -> SitePosterior:
+        locs = [start_of(found[name], self.init_loc_fn) for name in site.names]
+        loc = locs[0] if site.bias is None else join_values(*locs)
+        return SitePosterior(family, site, family.init(site, loc, self.init_scale))
 
-    def _coupling(self, key: str) -> Coupling:
-        coupling = self.couplings[key]
-        assert isinstance(coupling, Coupling)
-        return coupling
+    def _couple(self) -> None:
+        """Make what the sites of a family draw together, once; its key is the first of the sites."""
+        groups: dict[Family, dict[str, SitePosterior]] = {}
+        for posterior in self._own_posteriors():
+            groups.setdefault(posterior.family, {})[posterior.site.name] = posterior
+        for family, own in groups.items():
+            known = next((each for each in self._couplings() if own.keys() & set(each.sites)), None)
+            if known is None:
+                made = couple(family, own, self.init_scale)
+                if made is not None:
+                    self.couplings[_key(next(iter(own)))] = made
+                continue
+            late = {name: own[name] for name in own if name not in known.sites}
+            if late and not known.takes(late):
+                raise ValueError(
+                    f"The sites {[*known.sites]} are drawn together, and {[*late]} were found only "
+                    "now. Make the guide from a function, so that it finds all sites in one run, or "
+                    "give these a separate family."
+                )
+            known.sites += tuple(late)
 
     def _check_joined(self, found: dict[str, FoundSite]) -> None:
         for bias, weight in self._weight_of.items():
@@ -384,70 +335,6 @@ class StructuredGuide(nn.Module):
     def __contains__(self, name: str) -> bool:
         """Whether a site has a posterior."""
         return _key(self._weight_of.get(name, name)) in self.posteriors
-
-    def _choose_family(self, site: LatentSite) -> Family | None:
-        if site.support.is_discrete:
-            raise ValueError(
-                f"The latent site '{site.name}' is discrete. If it is an observation, pass its "
-                "value to the model; otherwise enumerate it and hide it from the guide with "
-                f"`poutine.block(model, hide=['{site.name}'])`."
-            )
-        for pattern, family in self.families.items():
-            if not matches(site.name, pattern):
-                continue
-            if family.fits(site):
-                return family
-            if pattern == site.name:
-                raise ValueError(
-                    f"{family} needs {family.needs}, but the site '{site.name}' has shape "
-                    f"{tuple(site.shape)} and support {site.support}. Give it another family, such "
-                    "as `MeanField()`, or leave it out to get the default."
-                )
-        if not site.is_real:
-            return TransformedMeanField()
-        return MeanField() if site.plates or len(site.shape) < 2 else None
-
-    def _make_posterior(
-        self, site: LatentSite, family: Family, found: dict[str, FoundSite]
-    ) -> SitePosterior:
-        locs = [self._start(found[name]) for name in site.names]
-        loc = locs[0] if site.bias is None else join_values(*locs)
-        return SitePosterior(family, site, family.init(site, loc, self.init_scale))
-
-    def _start(self, found: FoundSite) -> Tensor:
-        """Return where the posterior of a site of the model is centred at first."""
-        site, message = found.site, {"name": found.site.name, "fn": found.prior}
-        if _SHAPES_ONLY.get():
-            dtype = None if found.initial is None else found.initial.dtype
-            return torch.empty(site.shape, dtype=dtype, device="meta")
-        like = found.prior.sample()
-        loc = None if self.init_loc_fn is None else self.init_loc_fn(message)
-        if loc is not None:
-            pass
-        elif found.initial is not None and site.is_real:
-            loc = found.initial.to(like)
-        elif site.is_real and not site.plates and len(site.shape) >= 2:
-            loc = torch.randn_like(like) * (2 / like[0].numel()) ** 0.5
-        else:
-            loc = init_to_median(message)
-        if loc.shape != site.shape:
-            raise ValueError(
-                f"`init_loc_fn` must return a value of shape {tuple(site.shape)} for the site "
-                f"'{site.name}', but got {tuple(loc.shape)}."
-            )
-        return loc.detach()
-
-    def _check_patterns(self, found: dict[str, FoundSite]) -> None:
-        if not found:
-            raise ValueError(
-                "The model has no latent site for a guide to serve. Make the net Bayesian first, "
-                "with `bayesianize(net, prior=1.0)`."
-            )
-        for pattern in self.families:
-            if not any(matches(name, pattern) for name in found):
-                raise ValueError(
-                    f"The pattern '{pattern}' matches none of the model's sites {list(found)}."
-                )
 
     # ---- copies -------------------------------------------------------------------------------------
 

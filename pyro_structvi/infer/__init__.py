@@ -1,9 +1,10 @@
 """The objective and its optimization."""
 
 from pyro_structvi.infer.compiled_svi import CompiledSVI
-from pyro_structvi.infer.elbo import ELBOTerms, SampledKLWarning, StructuredELBO
+from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
 from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
+from pyro_structvi.infer.terms import ELBOTerms
 from pyro_structvi.infer.training import History, fit
 
 __all__ = [

@@ -19,6 +19,7 @@ class SiteRole:
     Attributes:
         use: How the model uses the weight that is sampled here, so that its draw may be delayed.
         joins: The model's sites whose values are parts of this one: a weight and its bias.
+        is_part: Whether the value is a part of such a joint site's.
         coupled: The model's sites whose scale and mask this auxiliary site takes.
         is_auxiliary: Whether the guide has this site and the model does not.
         is_observation: Whether the site is an observation, with or without a value.
@@ -31,6 +32,7 @@ class SiteRole:
 
     use: SiteUse | None = None
     joins: tuple[str, ...] = ()
+    is_part: bool = False
     coupled: tuple[str, ...] = ()
     is_auxiliary: bool = False
     is_observation: bool = False

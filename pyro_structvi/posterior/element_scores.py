@@ -40,7 +40,7 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
     """
     variances: dict[str, Tensor] = {}
     with torch.no_grad():
-        for site, posterior in guide._distributions("mean", local=False):
+        for site, posterior in guide.joint_posterior().given("mean"):
             if site.is_real:
                 drawn_together = isinstance(posterior, PointMass) and not posterior.is_known
                 variance = posterior.variance if drawn_together else guide[site.name]().variance

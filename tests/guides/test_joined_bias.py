@@ -14,8 +14,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, LowRank, MeanField
-from pyro_structvi.guides.joined_bias import LazyPart
 from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.part import LazyPart
 from tests import dense_oracles as dense
 from tests.models import make_regressor, regression_data
 from tests.statistics import assert_mean, assert_moments

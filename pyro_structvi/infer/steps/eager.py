@@ -7,11 +7,11 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_structvi.infer.elbo import ELBOTerms
 from pyro_structvi.infer.ranks import data_parallel
 from pyro_structvi.infer.steps.loss import Loss, numbers_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step
+from pyro_structvi.infer.terms import ELBOTerms
 
 
 class EagerStep(Step):

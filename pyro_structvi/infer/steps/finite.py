@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pyro_structvi.infer.batches import Arguments
-from pyro_structvi.infer.elbo import ELBOTerms
 from pyro_structvi.infer.ranks import mean_over_ranks, of_all_ranks
 from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.terms import ELBOTerms
 
 
 class FiniteCheck:

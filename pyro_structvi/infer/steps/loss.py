@@ -9,7 +9,8 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
-from pyro_structvi.infer.elbo import ELBOTerms, StructuredELBO
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.terms import ELBOTerms
 
 
 class Loss(nn.Module):

@@ -7,13 +7,13 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_structvi.infer.elbo import ELBOTerms
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.cuda_graph import CUDAGraph
 from pyro_structvi.infer.steps.loss import Loss, numbers_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.subsamples import SubsamplePlayer
 from pyro_structvi.infer.steps.traced import Outputs, Traced
+from pyro_structvi.infer.terms import ELBOTerms
 
 GRAPH_DEVICE = "cuda"
 WARM_UP = 3  # steps before a GPU's are captured, as torch advises

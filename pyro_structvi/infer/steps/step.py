@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from pyro_structvi.infer.batches import Arguments
-from pyro_structvi.infer.elbo import ELBOTerms
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.terms import ELBOTerms
 
 Check = Callable[[Arguments, Tensor, ELBOTerms | ValueError], list[float]]
 

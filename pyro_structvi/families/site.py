@@ -1,0 +1,90 @@
+"""What a family may know of a latent site."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+
+@dataclass(frozen=True)
+class Plate:
+    """A vectorized plate around a site: its name, size and dimension."""
+
+    name: str
+    size: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class JoinedBias:
+    """The bias that is a weight's last column.
+
+    Attributes:
+        name: The bias's site in the model.
+        weight_shape: The weight's own shape there, ``(out, *rest)``.
+        prior_scale: As for :class:`LatentSite`.
+    """
+
+    name: str
+    weight_shape: torch.Size
+    prior_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class LatentSite:
+    """What a family may know of a latent site. It holds no data and no distribution.
+
+    A weight that is joined with its bias is one site here, ``(out, in + 1)``, and two in the model.
+
+    Attributes:
+        name: The site's name in the model.
+        shape: Shape of a value, batch dimensions of plates in front.
+        event_dim: How many trailing dimensions are one event. Dimensions in no plate count as event,
+            whether or not the model wrote ``to_event``.
+        support: Where values lie.
+        plates: The vectorized plates around it; none for a single value.
+        is_local: Whether one of the plates holds observations too: the site then belongs to the
+            examples it was trained on, and is left to the model when predicting others.
+        bias: The bias joined to this weight, if one is.
+        prior_scale: The standard deviation of the prior, root mean square over elements; None where
+            there is none or it is infinite.
+    """
+
+    name: str
+    shape: torch.Size
+    event_dim: int
+    support: Any
+    plates: tuple[Plate, ...] = ()
+    is_local: bool = False
+    bias: JoinedBias | None = None
+    prior_scale: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sites of the model that a value of this one is for."""
+        return (self.name,) if self.bias is None else (self.name, self.bias.name)
+
+    def join_bias(self, bias: "LatentSite") -> "LatentSite":
+        """Return the site of this weight with a bias ``(out,)`` as its last column."""
+        shape = torch.Size([self.shape[0], self.shape[1:].numel() + 1])
+        joined = JoinedBias(bias.name, self.shape, bias.prior_scale)
+        return replace(self, shape=shape, event_dim=2, bias=joined)
+
+    def split(self, value: Tensor) -> dict[str, Tensor]:
+        """Return the values of the model's sites, by name."""
+        if self.bias is None:
+            return {self.name: value}
+        weight, bias = value.split([value.shape[-1] - 1, 1], -1)
+        # Torch would return the gradient of rows that lie apart transposed, and turn it, slowly.
+        weight = weight.contiguous().view(*value.shape[:-2], *self.bias.weight_shape)
+        return {self.name: weight, self.bias.name: bias.squeeze(-1)}
+
+    @property
+    def is_real(self) -> bool:
+        """Whether every real value is allowed."""
+        support = self.support
+        while isinstance(support, constraints.independent):
+            support = support.base_constraint
+        return support is constraints.real or isinstance(support, type(constraints.real))

@@ -1,0 +1,67 @@
+"""Which family serves which site, by the patterns that a guide was given."""
+
+from collections.abc import Collection, Mapping
+
+from pyro_structvi._patterns import matches
+from pyro_structvi.families import Family, LatentSite, MeanField, TransformedMeanField
+
+
+def choose_families(
+    sites: Mapping[str, LatentSite], families: Mapping[str, Family]
+) -> dict[str, Family]:
+    """Return the family of each site: of the first pattern whose family can serve it, or a default.
+
+    Args:
+        sites: The sites by name.
+        families: The family for each pattern.
+
+    Raises:
+        ValueError: If a weight has no family, if a family cannot serve a site that is named outright,
+            or if a site is discrete.
+    """
+    chosen = {name: _choose_family(site, families) for name, site in sites.items()}
+    unserved = [name for name, family in chosen.items() if family is None]
+    if unserved:
+        raise ValueError(
+            f"No family was given for the weights {unserved}. The patterns are {list(families)}, the "
+            f"model's sites {list(sites)}. Add a pattern, for instance "
+            f"{{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
+        )
+    return {name: family for name, family in chosen.items() if family is not None}
+
+
+def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family | None:
+    if site.support.is_discrete:
+        raise ValueError(
+            f"The latent site '{site.name}' is discrete. If it is an observation, pass its "
+            "value to the model; otherwise enumerate it and hide it from the guide with "
+            f"`poutine.block(model, hide=['{site.name}'])`."
+        )
+    for pattern, family in families.items():
+        if not matches(site.name, pattern):
+            continue
+        if family.fits(site):
+            return family
+        if pattern == site.name:
+            raise ValueError(
+                f"{family} needs {family.needs}, but the site '{site.name}' has shape "
+                f"{tuple(site.shape)} and support {site.support}. Give it another family, such "
+                "as `MeanField()`, or leave it out to get the default."
+            )
+    if not site.is_real:
+        return TransformedMeanField()
+    return MeanField() if site.plates or len(site.shape) < 2 else None
+
+
+def check_patterns(sites: Collection[str], families: Mapping[str, Family]) -> None:
+    """Raise a ``ValueError`` if there are no sites, or a pattern matches none of them."""
+    if not sites:
+        raise ValueError(
+            "The model has no latent site for a guide to serve. Make the net Bayesian first, "
+            "with `bayesianize(net, prior=1.0)`."
+        )
+    for pattern in families:
+        if not any(matches(name, pattern) for name in sites):
+            raise ValueError(
+                f"The pattern '{pattern}' matches none of the model's sites {list(sites)}."
+            )

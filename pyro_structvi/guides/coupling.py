@@ -1,0 +1,90 @@
+"""What several sites of a guide draw together."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import pyro
+from torch import Tensor, nn
+
+from pyro_structvi.distributions import Auxiliary
+from pyro_structvi.families import SitePosterior
+from pyro_structvi.lazy.site_role import SiteRole
+
+
+class Coupling(nn.Module):
+    """What several sites of a guide draw together, once for each pass of the model.
+
+    ``sample``, ``draw`` and ``mean`` return, by site, what the site's distribution is then taken
+    ``given``, such as the whitened inducing weights ``(M_out, M_in)`` or a member's value. Their
+    arguments are the distributions at the current parameters by site, one of the guide's own included,
+    and the number of the pass, by which members of an ensemble take turns; None for any.
+
+    Args:
+        sites: The names of the sites.
+    """
+
+    def __init__(self, sites: Iterable[str]) -> None:
+        super().__init__()
+        self.sites = tuple(sites)
+
+    def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
+        """Whether sites that are found late may join."""
+        return False
+
+    def check_visited(self, sites: Collection[str]) -> None:
+        """Raise a ``ValueError`` if a model that visits only these sites leaves the bound unbounded."""
+
+    def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Draw as a part of a guide, with a sample site where there is a KL to count."""
+        return self.draw(at, number)
+
+    def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Draw as ordinary tensors."""
+        raise NotImplementedError
+
+    def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return the means."""
+        raise NotImplementedError
+
+
+class SharedPosterior(Coupling):
+    """One posterior over something of several sites, at an auxiliary sample site.
+
+    Args:
+        sites: The names of the sites.
+        posterior: The posterior that they share.
+    """
+
+    def __init__(self, sites: Iterable[str], posterior: SitePosterior) -> None:
+        super().__init__(sites)
+        self.posterior = posterior
+
+    @property
+    def coupled(self) -> tuple[str, ...]:
+        """The sites whose scale and mask in the model the shared KL takes."""
+        return self.sites
+
+    def auxiliary(self, q: Any) -> Auxiliary:
+        """Return the shared distribution as the guide samples it, with its prior."""
+        return Auxiliary(q)
+
+    def split(self, value: Tensor, q: Any) -> dict[str, Any]:
+        """Return the part of each site."""
+        raise NotImplementedError
+
+    def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Draw at an auxiliary sample site."""
+        name, infer = self.posterior.site.name, SiteRole(coupled=self.coupled, is_auxiliary=True)
+        return self.split(
+            pyro.sample(name, self.auxiliary(at[name]), infer=infer.as_infer()), at[name]
+        )
+
+    def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Draw, and return the parts."""
+        q = at[self.posterior.site.name]
+        return self.split(q.rsample(), q)
+
+    def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return the parts of the mean."""
+        q = at[self.posterior.site.name]
+        return self.split(q.mean, q)

@@ -1,0 +1,110 @@
+"""All sites of a guide together, at one state of its parameters: their distributions and joint draws."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_structvi.distributions import WeightDistribution
+from pyro_structvi.families import LatentSite, SitePosterior
+from pyro_structvi.guides.coupling import Coupling, SharedPosterior
+from pyro_structvi.guides.joined_bias import sample_joined
+from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.lazy.weight import SiteUse
+
+
+class JointPosterior:
+    """The distributions of a guide's sites at its parameters as they stand, and what is drawn from them.
+
+    Each distribution is made once, so that whatever it factors is shared by all draws. An objective
+    takes one for a step, and a new one after the parameters have changed.
+
+    Args:
+        posteriors: The posteriors of the sites, in the order in which they are sampled.
+        couplings: What sites draw together.
+        uses: How the model uses each of its sites.
+    """
+
+    def __init__(
+        self,
+        posteriors: Sequence[SitePosterior],
+        couplings: Sequence[Coupling],
+        uses: Mapping[str, SiteUse],
+    ) -> None:
+        self._posteriors, self._couplings, self._uses = posteriors, couplings, uses
+        shared = [each.posterior for each in couplings if isinstance(each, SharedPosterior)]
+        self._at = {each.site.name: each() for each in (*posteriors, *shared)}
+
+    def factorize(self) -> None:
+        """Factor what draws need, before an objective maps over draws."""
+        for distribution in self._at.values():
+            if isinstance(distribution, WeightDistribution):
+                distribution.factorize()
+
+    def as_guide(self, number: Tensor | int | None) -> Callable[..., dict[str, Tensor]]:
+        """Return a guide that samples from these distributions, whatever the model's arguments.
+
+        Args:
+            number: Which of several passes it is: the members of an ensemble take turns. None for any.
+        """
+        return lambda *args, **kwargs: self.sample(number)
+
+    def sample(self, number: Tensor | int | None = None) -> dict[str, Tensor]:
+        """Sample every site, as a guide does; local ones are left to the model under ``Predictive``."""
+        values: dict[str, Tensor] = {}
+        plates: dict[str, Any] = {}
+        for site, distribution in self.given("sample", poutine.get_mask() is not False, number):
+            if site.bias is not None:
+                values |= sample_joined(site, distribution, self._uses)
+                continue
+            with ExitStack() as stack:
+                for plate in site.plates:
+                    if plate.name not in plates:
+                        plates[plate.name] = pyro.plate(plate.name, plate.size, dim=plate.dim)
+                    stack.enter_context(plates[plate.name])
+                infer = SiteRole(self._uses[site.name]).as_infer()
+                values[site.name] = pyro.sample(site.name, distribution, infer=infer)
+        return values
+
+    def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
+        """Draw all sites once, as ordinary tensors; see :meth:`StructuredGuide.draw`."""
+        values: dict[str, Tensor] = {}
+        for site, distribution in self.given("draw", local, number):
+            values |= site.split(distribution.rsample())
+        return values
+
+    @torch.no_grad()
+    def median(self) -> dict[str, Tensor]:
+        """Return the median of each site that is not local; for normals, the mean."""
+        medians: dict[str, Tensor] = {}
+        for site, distribution in self.given("mean"):
+            value = getattr(distribution, "base_dist", distribution).mean
+            for transform in getattr(distribution, "transforms", ()):
+                value = transform(value)
+            medians |= site.split(value.clone())
+        return medians
+
+    def given(
+        self,
+        how: Literal["sample", "draw", "mean"],
+        local: bool = False,
+        number: Tensor | int | None = None,
+    ) -> Iterator[tuple[LatentSite, Any]]:
+        """Yield each site and its distribution given what sites draw together.
+
+        Args:
+            how: Whether that is sampled as a part of a guide, drawn, or averaged.
+            local: Whether to yield the sites that belong to single examples too.
+            number: As for :meth:`as_guide`.
+        """
+        parts: dict[str, Any] = {}
+        for coupling in self._couplings:
+            parts |= getattr(coupling, how)(self._at, number)
+        for site in (posterior.site for posterior in self._posteriors):
+            if local or not site.is_local:
+                q = self._at[site.name]
+                yield site, q.given(parts[site.name]) if site.name in parts else q

@@ -1,0 +1,79 @@
+"""Where the posterior of a site starts, without a trace in the global state of random numbers."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_structvi._medians import example_of, median
+from pyro_structvi.guides.sites import FoundSite
+
+InitLocFn = Callable[[dict[str, Any]], Tensor | None]
+
+_SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Let guides that are made in this block have parameters without values, on torch's meta device."""
+    token = _SHAPES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY.reset(token)
+
+
+@contextmanager
+def separate_randomness() -> Iterator[None]:
+    """Draw from random numbers that the global seed determines, and put the global state back after.
+
+    They differ from those that are drawn without this block next, so that a start has nothing in common
+    with data that is made after it.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        seed = int(torch.randint(2**62, ()))
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        yield
+
+
+def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
+    """Return where the posterior of a site of the model is centred at first.
+
+    Args:
+        found: The site.
+        init_loc_fn: As for :class:`~pyro_structvi.guides.StructuredGuide`.
+
+    Raises:
+        ValueError: If ``init_loc_fn`` returns a value of another shape.
+    """
+    site = found.site
+    if _SHAPES_ONLY.get():
+        dtype = None if found.initial is None else found.initial.dtype
+        return torch.empty(site.shape, dtype=dtype, device="meta")
+    loc = None if init_loc_fn is None else init_loc_fn({"name": site.name, "fn": found.prior})
+    if loc is None:
+        loc = _default_start(found)
+    if loc.shape != site.shape:
+        raise ValueError(
+            f"`init_loc_fn` must return a value of shape {tuple(site.shape)} for the site "
+            f"'{site.name}', but got {tuple(loc.shape)}."
+        )
+    return loc.detach()
+
+
+def _default_start(found: FoundSite) -> Tensor:
+    """Return the value in the original net, or else a He draw for a weight, the prior's median."""
+    site, like = found.site, example_of(found.prior)
+    if found.initial is not None and site.is_real:
+        return found.initial.to(like)
+    if site.is_real and not site.plates and len(site.shape) >= 2:
+        deviation = math.sqrt(2 / site.shape[1:].numel())
+        return deviation * like.new_empty(site.shape).normal_()
+    return median(found.prior)

@@ -1,0 +1,185 @@
+"""The terms of the evidence lower bound, by the role of each site in the traces of model and guide."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.distributions import Delta
+from pyro.distributions.util import scale_and_mask
+from pyro.infer.util import is_validation_enabled
+from pyro.util import check_site_shape
+from torch import Tensor
+from torch.distributions import kl_divergence
+
+from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass
+from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.lazy.weight import LazyWeight
+from pyro_structvi.linalg.precision import autocast_off
+
+
+@dataclass(frozen=True)
+class ELBOTerms:
+    """The parts of one estimate of the evidence lower bound, in nats.
+
+    Attributes:
+        log_likelihood: Estimated expectation of the log density of each observed site, scaled to
+            the whole data set.
+        kl: The KL divergence of each latent site's posterior from its prior.
+        sampled: The latent sites whose KL was estimated from one draw, for want of a closed form.
+    """
+
+    log_likelihood: dict[str, Tensor]
+    kl: dict[str, Tensor]
+    sampled: tuple[str, ...] = ()
+
+    @property
+    def elbo(self) -> Tensor:
+        """The bound itself, with the KL at its full weight."""
+        return self.weighted(1.0)
+
+    def weighted(self, kl_weight: float | Tensor) -> Tensor:
+        """Return the sum of log likelihoods minus ``kl_weight`` times the sum of KLs."""
+        likelihood = (
+            torch.stack(list(self.log_likelihood.values())).sum() if self.log_likelihood else 0
+        )
+        kl = torch.stack(list(self.kl.values())).sum() if self.kl else 0
+        bound = likelihood - kl_weight * kl
+        return bound if isinstance(bound, Tensor) else torch.tensor(float(bound))
+
+
+Term = tuple[Tensor, bool]  # nats, and whether they are a closed form
+
+
+def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> ELBOTerms:
+    """Return the terms of one pass, each by the role of its site.
+
+    Args:
+        model_trace: The trace of the model, replayed against that of the guide.
+        guide_trace: The trace of the guide.
+        max_plate_nesting: As for Pyro's objectives, for the check of shapes.
+
+    Raises:
+        ValueError: If a latent site of the model is missing in the guide, or if scales or masks differ
+            between sites with one posterior.
+    """
+    model, guide = dict(_samples(model_trace)), dict(_samples(guide_trace))
+    model_trace.compute_log_prob(site_filter=_enters_likelihood)
+    likelihood: dict[str, Tensor] = {}
+    kl: dict[str, Term] = {}
+    for name, site in model.items():
+        if site["is_observed"]:
+            if _enters_likelihood(name, site):
+                likelihood[name] = _observed_term(site, max_plate_nesting)
+        elif name not in guide:
+            raise ValueError(
+                f"The model's latent site '{name}' is missing in the guide. Call "
+                "`guide.initialize(...)` with the model's arguments so that it is found, or "
+                "add it to your guide."
+            )
+        elif not SiteRole.of(guide[name]).is_part:
+            kl[name] = _latent_term(guide[name], site)
+    for name, site in guide.items():
+        role = SiteRole.of(site)
+        if role.joins:
+            if any(part in model for part in role.joins):  # else this pass skips the layer
+                kl[name] = _joined_term(site, role.joins, model)
+        elif name not in model and not role.is_part:
+            kl[name] = _auxiliary_term(
+                site, [part for part in role.coupled if part in model], model
+            )
+    sampled = tuple(name for name, (_, is_closed) in kl.items() if not is_closed)
+    return ELBOTerms(likelihood, {name: nats for name, (nats, _) in kl.items()}, sampled)
+
+
+def _samples(trace: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, site) for name, site in trace.nodes.items() if site["type"] == "sample")
+
+
+def _observed_term(site: Any, max_plate_nesting: float) -> Tensor:
+    """Return the log density of an observation, already computed in its trace."""
+    if is_validation_enabled():
+        check_site_shape(site, max_plate_nesting)
+    log_prob: Tensor = site["log_prob_sum"]
+    return log_prob
+
+
+def _latent_term(site: Any, in_model: Any) -> Term:
+    """Return the KL of a site's posterior from its prior, under the model's scale and mask."""
+    posterior, prior, value = site["fn"], in_model["fn"], site["value"]
+    try:
+        if _is_delta(posterior):  # Pyro's KL of a Delta forgets its log_density, the Jacobian
+            raise NotImplementedError
+        with autocast_off(value):
+            return _weighed(kl_divergence(posterior, prior), in_model), True
+    except NotImplementedError:
+        if isinstance(value, LazyWeight):
+            value = value.draw_for_density()
+        nats = _weighed(posterior.log_prob(value), in_model)
+        return nats - _weighed(prior.log_prob(value), in_model), False
+
+
+def _joined_term(site: Any, parts: Sequence[str], model: dict[str, Any]) -> Term:
+    """Return the KL of a weight and its bias together from the priors of the model's two sites."""
+    weight, bias = parts
+    if any(part not in model or model[part]["is_observed"] for part in parts):
+        raise ValueError(
+            f"The guide has one posterior for the weight '{weight}' and its bias '{bias}', but the "
+            "model does not sample both. Make the guide from the model as it is trained, or give the "
+            "weight a family with `join_bias=False`."
+        )
+    prior = JoinedPrior(*(model[part]["fn"] for part in parts))
+    return _latent_term(site, {**_handlers_of(parts, model), "fn": prior})
+
+
+def _auxiliary_term(site: Any, coupled: Sequence[str], model: dict[str, Any]) -> Term:
+    """Return the KL of a site that only the guide has, or its log density where that is all there is."""
+    q, handled = site["fn"], _handlers_of(coupled, model) if coupled else site
+    is_closed = isinstance(q, Auxiliary)
+    return _weighed(q.kl() if is_closed else q.log_prob(site["value"]), handled), is_closed
+
+
+def _weighed(nats: Tensor, handled: Any) -> Tensor:
+    total: Tensor = scale_and_mask(nats, handled["scale"], handled["mask"]).sum()
+    return total
+
+
+def _enters_likelihood(name: str, site: Any) -> bool:
+    """Whether a site is an observation with a density, not the record of a deterministic value."""
+    return bool(site["is_observed"]) and not site["infer"].get("_deterministic")
+
+
+def _is_delta(distribution: Any) -> bool:
+    while isinstance(distribution, torch.distributions.Independent):
+        distribution = distribution.base_dist
+    return isinstance(distribution, Delta) and not isinstance(distribution, PointMass)
+
+
+def _handlers_of(names: Sequence[str], model: dict[str, Any]) -> dict[str, Any]:
+    """Return the scale and the mask that sites with one posterior have in the model."""
+    first, *others = (model[name] for name in names)
+    for attribute, default in (("scale", 1.0), ("mask", True)):
+        ours = default if first[attribute] is None else first[attribute]
+        for name, site in zip(names[1:], others, strict=True):
+            other = default if site[attribute] is None else site[attribute]
+            if ours is not other and not torch.equal(torch.as_tensor(ours), torch.as_tensor(other)):
+                raise ValueError(
+                    f"The sites '{names[0]}' and '{name}' have one posterior, and so must have one "
+                    f"{attribute} in the model, but got {ours} and {other}. Put both under the same "
+                    "handler, or give them posteriors of their own (`join_bias=False` for a bias)."
+                )
+    return {"scale": first["scale"], "mask": first["mask"]}
+
+
+def average(passes: list[ELBOTerms]) -> ELBOTerms:
+    """Average the terms of several passes."""
+    if len(passes) == 1:
+        return passes[0]
+
+    def mean(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
+
+    likelihoods, kls = (
+        [getattr(each, name) for each in passes] for name in ("log_likelihood", "kl")
+    )
+    return ELBOTerms(mean(likelihoods), mean(kls), passes[0].sampled)
