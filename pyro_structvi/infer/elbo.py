@@ -126,9 +126,7 @@ class StructuredELBO(ELBO):
             return self._warned_of(average([run_number(number) for number in range(count)]))
         joint.factorize()
         try:
-            terms = _run_together(
-                run_number, torch.arange(count, device=next(guide.parameters()).device)
-            )
+            terms = _run_together(run_number, count, next(guide.parameters()).device)
         except RuntimeError as error:
             run(guide)  # what is wrong in any case, the model says itself
             option = "vectorize_particles" if self.vectorize_particles else "vectorize"
