@@ -81,13 +81,11 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
             kl[name] = _latent_term(guide[name], site)
     for name, site in guide.items():
         role = SiteRole.of(site)
-        if role.joins:
-            if any(part in model for part in role.joins):  # else this pass skips the layer
-                kl[name] = _joined_term(site, role.joins, model)
+        if any(part in model for part in role.joins):
+            kl[name] = _joined_term(site, role.joins, model)
         elif name not in model and not role.is_part:
-            kl[name] = _auxiliary_term(
-                site, [part for part in role.coupled if part in model], model
-            )
+            coupled = [part for part in role.coupled if part in model]
+            kl[name] = _auxiliary_term(site, coupled, model)
     sampled = tuple(name for name, (_, is_closed) in kl.items() if not is_closed)
     return ELBOTerms(likelihood, {name: nats for name, (nats, _) in kl.items()}, sampled)
 
