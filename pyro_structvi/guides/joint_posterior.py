@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import pyro
 import pyro.poutine as poutine
-import torch
 from torch import Tensor
 
 from pyro_structvi.distributions import WeightDistribution
@@ -77,7 +76,6 @@ class JointPosterior:
             values |= site.split(distribution.rsample())
         return values
 
-    @torch.no_grad()
     def median(self) -> dict[str, Tensor]:
         """Return the median of each site that is not local; for normals, the mean."""
         medians: dict[str, Tensor] = {}

@@ -236,6 +236,7 @@ class StructuredGuide(nn.Module):
         """
         return self.joint_posterior().draw(local, number)
 
+    @torch.no_grad()
     def median(self) -> dict[str, Tensor]:
         """Return the posterior median of each site that is not local; for normals, the mean."""
         return self.joint_posterior().median()
