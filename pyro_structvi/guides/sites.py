@@ -12,8 +12,8 @@ from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
-from torch.distributions import Independent
 
+from pyro_structvi._medians import unwrapped
 from pyro_structvi._pyro import outside_plates
 from pyro_structvi.families import LatentSite, Plate
 from pyro_structvi.lazy.counting import CountedWeight
@@ -138,10 +138,9 @@ class _SiteRecorder(Messenger):
 
 def _scale_of(prior: Any) -> float | None:
     """Return the standard deviation of a prior, root mean square over its elements."""
-    while isinstance(prior, Independent):
-        prior = prior.base_dist
     try:
-        scales = shrink(prior.stddev, prior.stddev.dim())
+        deviation = unwrapped(prior).stddev
+        scales = shrink(deviation, deviation.dim())
     except (NotImplementedError, AttributeError):
         return None
     if scales.is_meta:

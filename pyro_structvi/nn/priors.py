@@ -12,6 +12,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
+from pyro_structvi._medians import median, unwrapped
 from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import declared_samples
 
@@ -94,7 +95,7 @@ class HierarchicalScale:
                 "`prior` must be a distribution over positive numbers, such as "
                 f"`dist.HalfCauchy(1.0)`, but got {self.prior!r}."
             )
-        support = _unwrap(self.prior).support
+        support = unwrapped(self.prior).support
         lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
         if support.is_discrete or not bool((lower >= 0).all()):
             raise ValueError(
@@ -169,7 +170,7 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
 
 
 def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
-    prior = _unwrap(prior)
+    prior = unwrapped(prior)
     try:
         is_pyros = isinstance(prior, TorchDistributionMixin)
         kind = type(prior) if is_pyros else getattr(dist, type(prior).__name__)
@@ -188,12 +189,6 @@ def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
             f"prior for {name}: {key}", element, parameter.shape, f"that of '{name}'"
         )
     return rebuilt
-
-
-def _unwrap(prior: Any) -> Any:
-    while isinstance(prior, torch.distributions.Independent):
-        prior = prior.base_dist
-    return prior
 
 
 def _argument_names(prior: Any) -> list[str]:
@@ -250,7 +245,7 @@ class ScaledPrior:
     def at_median(self, module: PyroModule) -> Any:
         """Return the prior given a scale near the median of the scale's prior."""
         prior = declared_samples(module)[self.scale](module)
-        return self._given(prior.sample(torch.Size([999])).median(0).values)
+        return self._given(median(prior))
 
     def _given(self, scale: Tensor) -> Any:
         plates = scale.shape[: scale.dim() - len(self.scale_shape)]
