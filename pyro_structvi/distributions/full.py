@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
-from pyro_structvi.distributions.outputs import OutputDistribution
+from pyro_structvi.distributions.outputs import GaussianOutputs
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import standard_normal
@@ -111,7 +111,7 @@ class FullNormal(GaussianWeight):
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> OutputDistribution:
+    ) -> GaussianOutputs:
         """Return the distribution of the outputs of a dense map.
 
         One weight serves all positions of an example, and so does a random bias: their joint
@@ -125,7 +125,7 @@ class FullNormal(GaussianWeight):
         return _FullOutputs(self, x, mean, linear_map.event_dim(mean), bias_variance)
 
 
-class _FullOutputs(OutputDistribution):
+class _FullOutputs(GaussianOutputs):
     """Outputs under a full covariance. A draw of them is one weight for each example."""
 
     def __init__(

@@ -14,7 +14,7 @@ from pyro_structvi._checks import (
     shape_text,
 )
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
-from pyro_structvi.distributions.outputs import OutputDistribution, meet_channels
+from pyro_structvi.distributions.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.linalg.fused import square
 from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
@@ -217,7 +217,7 @@ class LowRankNormal(GaussianWeight):
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> OutputDistribution:
+    ) -> GaussianOutputs:
         """Return the distribution of the outputs: low rank plus diagonal."""
         with autocast_off(x):
             wide = x.to(self.loc.dtype)
@@ -246,7 +246,7 @@ class LowRankNormal(GaussianWeight):
         return variance + meet_channels(linear_map, shrink(bias_variance, 1))
 
 
-class _LowRankOutputs(OutputDistribution):
+class _LowRankOutputs(GaussianOutputs):
     """Outputs of a low-rank weight; the images of its directions are formed only for moments."""
 
     def __init__(

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
-from pyro_structvi.distributions.outputs import OutputDistribution
+from pyro_structvi.distributions.outputs import GaussianOutputs
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import standard_normal
@@ -136,7 +136,7 @@ class MatrixNormal(GaussianWeight):
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> OutputDistribution:
+    ) -> GaussianOutputs:
         """Return the distribution of the outputs, normals that are correlated over channels.
 
         Over the positions of one example the noise is independent: the outputs at a position have
@@ -148,7 +148,7 @@ class MatrixNormal(GaussianWeight):
         return _MatrixOutputs(mean, norms, linear_map, self.scale_tril_row, bias_variance)
 
 
-class _MatrixOutputs(OutputDistribution):
+class _MatrixOutputs(GaussianOutputs):
     """Normals over channels, ``N(loc, norm^2 A + diag(bias_variance))``, one for each position."""
 
     def __init__(

@@ -16,8 +16,7 @@ from pyro_structvi.maps import LinearMap, shape_per_example
 class OutputDistribution(TorchDistribution):
     """The distribution of the outputs of a linear map, independent over the examples of a batch.
 
-    A subclass defines ``variance``, ``covariance_matrix`` and ``rsample``; ``log_prob`` and ``entropy``
-    are those of the normal with that dense covariance, NaN where it is singular, unless it defines them.
+    A subclass defines ``variance``, ``covariance_matrix`` and ``rsample``.
 
     Args:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -58,6 +57,10 @@ class OutputDistribution(TorchDistribution):
         """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         raise NotImplementedError
 
+
+class GaussianOutputs(OutputDistribution):
+    """Outputs with a normal distribution; the density is NaN where the covariance is singular."""
+
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
         flat = value.flatten(value.dim() - len(self.event_shape))
@@ -77,7 +80,7 @@ class OutputDistribution(TorchDistribution):
         return MultivariateNormal(loc, scale_tril=factor, validate_args=False)
 
 
-class NormalOutputs(OutputDistribution):
+class NormalOutputs(GaussianOutputs):
     """Independent normals over the outputs of a map.
 
     Args:

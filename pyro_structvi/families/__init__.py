@@ -1,7 +1,7 @@
 """Families: the variational parameters of one site, one family per file."""
 
-from pyro_structvi.families.capped import capped, capped_log, uncapped
-from pyro_structvi.families.cholesky_factor import cholesky_factor, initial_factor
+from pyro_structvi.families.bounds import capped, capped_log, uncapped
+from pyro_structvi.families.cholesky_parameters import cholesky_factor, initial_factor
 from pyro_structvi.families.dropout import Dropout
 from pyro_structvi.families.family import Family, MatrixFamily
 from pyro_structvi.families.full_covariance import FullCovariance

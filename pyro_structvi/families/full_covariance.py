@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from pyro_structvi.distributions import FullNormal
-from pyro_structvi.families.cholesky_factor import cholesky_factor, initial_factor
+from pyro_structvi.families.cholesky_parameters import cholesky_factor, initial_factor
 from pyro_structvi.families.memory_limit import MemoryLimitedFamily
 from pyro_structvi.families.site import LatentSite
 

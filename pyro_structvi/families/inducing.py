@@ -12,7 +12,7 @@ from torch.distributions import constraints
 from pyro_structvi._checks import check_boolean, check_positive_integer, check_positive_number
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, WeightDistribution
 from pyro_structvi.distributions.inducing import InducingSide
-from pyro_structvi.families.capped import capped, uncapped
+from pyro_structvi.families.bounds import capped, uncapped
 from pyro_structvi.families.family import Family, MatrixFamily
 from pyro_structvi.families.mean_field import MeanField
 from pyro_structvi.families.members import Members

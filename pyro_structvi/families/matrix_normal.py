@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from pyro_structvi import distributions
-from pyro_structvi.families.cholesky_factor import cholesky_factor, initial_factor
+from pyro_structvi.families.cholesky_parameters import cholesky_factor, initial_factor
 from pyro_structvi.families.family import MatrixFamily
 from pyro_structvi.families.site import LatentSite
 

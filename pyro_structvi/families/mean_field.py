@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_structvi._checks import check_positive_number
 from pyro_structvi.distributions import LogScaleNormal
-from pyro_structvi.families.capped import capped_log, uncapped
+from pyro_structvi.families.bounds import capped_log, uncapped
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
 

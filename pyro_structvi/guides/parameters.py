@@ -4,9 +4,10 @@ import weakref
 from collections.abc import Iterable
 
 import pyro
-from pyro.poutine.runtime import _PYRO_PARAM_STORE, am_i_wrapped, effectful
+from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, nn
-from torch.distributions import constraints
+
+from pyro_structvi._pyro import mirror_parameter
 
 
 def declare_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -25,17 +26,8 @@ def declare_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> 
             continue
         parameter.__dict__["unconstrained"] = weakref.ref(parameter)
         if mirror:
-            _mirror(key, parameter)
+            mirror_parameter(key, parameter)
         _declare(parameter, name=key)
-
-
-def _mirror(key: str, parameter: nn.Parameter) -> None:
-    stale = _PYRO_PARAM_STORE._params.get(key)
-    if stale is not None and stale is not parameter:  # let go of a former guide's
-        _PYRO_PARAM_STORE._param_to_name.pop(stale, None)
-    _PYRO_PARAM_STORE._params[key] = parameter
-    _PYRO_PARAM_STORE._constraints[key] = constraints.real
-    _PYRO_PARAM_STORE._param_to_name[parameter] = key
 
 
 def _identity(parameter: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._medians import unwrapped
-from pyro_structvi._pyro import outside_plates
+from pyro_structvi._pyro import declared_name, declared_samples, outside_plates
+from pyro_structvi.distributions.medians import unwrapped
 from pyro_structvi.families import LatentSite, Plate
 from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
@@ -52,14 +52,14 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if not isinstance(module, PyroModule):
             continue
-        for attribute, prior in module._pyro_samples.items():
+        for attribute, prior in declared_samples(module).items():
             if getattr(prior, "is_tied", False):  # another module's site
                 continue
             if not hasattr(prior, "sample"):
                 prior = getattr(prior, "at_median", prior)(module)
             if isinstance(prior, Tensor):  # a deterministic function of other sites
                 continue
-            name = f"{module._pyro_name}.{attribute}" if module._pyro_name else attribute
+            name = declared_name(module, attribute)
             initial = module.__dict__.get("initial_values", {}).get(attribute)
             shape = torch.Size(prior.shape())
             site = LatentSite(name, shape, len(shape), prior.support, prior_scale=_scale_of(prior))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._medians import example_of, median
+from pyro_structvi.distributions.medians import example_of, median
 from pyro_structvi.guides.sites import FoundSite
 
 InitLocFn = Callable[[dict[str, Any]], Tensor | None]

@@ -12,9 +12,9 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
-from pyro_structvi._medians import median, unwrapped
 from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import declared_samples
+from pyro_structvi.distributions.medians import median, unwrapped
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from pyro_structvi.distributions.inducing.augmented import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.inducing.prior import InducingPrior
-from pyro_structvi.distributions.inducing.weight import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.linalg.kronecker import KroneckerLogDet, KroneckerQuadratic
 

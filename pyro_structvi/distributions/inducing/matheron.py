@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_structvi.distributions.outputs import OutputDistribution, meet_channels
+from pyro_structvi.distributions.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linalg.fused import add_scaled_noise
 from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
@@ -112,7 +112,7 @@ class MatheronDraw:
         return torch.addcmul(low_rank, coefficient, linear_map(x, noise))
 
 
-class MatheronOutputs(OutputDistribution):
+class MatheronOutputs(GaussianOutputs):
     r"""Outputs of a weight with inducing weights; a draw never forms the weight.
 
     With :math:`h = B_c (\sigma x)`, an output is

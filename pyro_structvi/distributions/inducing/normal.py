@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_structvi.distributions.inducing.augmented import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.inducing.conditional import ConditionalNormal
 from pyro_structvi.distributions.inducing.prior import InducingPrior, kronecker
-from pyro_structvi.distributions.inducing.weight import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.weight_distribution import WeightDistribution

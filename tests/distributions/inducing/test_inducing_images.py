@@ -9,7 +9,7 @@ from pyro_structvi.distributions import (
     InducingNormal,
     MeanFieldNormal,
 )
-from pyro_structvi.distributions.inducing import weight
+from pyro_structvi.distributions.inducing import augmented
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_joint, make_mean_field, positive
@@ -210,7 +210,7 @@ def test_outputs_are_drawn_unless_noise_at_every_position_costs_more(shape, imag
 def test_whether_a_weight_is_drawn_is_seen_in_the_layer(monkeypatch):
     x = torch.randn(5, 2, 4)
     for cost, drawn in ((1e9, True), (-1e9, False)):
-        monkeypatch.setattr(weight, "NOISE_COST", cost)
+        monkeypatch.setattr(augmented, "NOISE_COST", cost)
         lazy_weight = lazy(make(make_mean_field, (OUT, 2, 2)))
         F.conv1d(x, lazy_weight)
         assert lazy_weight.is_drawn is drawn

@@ -1,0 +1,134 @@
+"""The structure of the package: what may import what, private parts, lengths and names of files."""
+
+import ast
+import importlib
+import inspect
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "pyro_structvi"
+FILES = sorted(PACKAGE.rglob("*.py"))
+OPTIONAL = {"reference", "metrics", "plots"}
+
+# Each part may import those before it; `nn` only what stands before `lazy`.
+ORDER = [
+    *("_checks", "_patterns", "_torch", "_pyro"),
+    *("linalg", "maps", "distributions", "nn", "lazy", "families", "guides"),
+    *("infer", "posterior", "reference", "metrics", "plots", "testing"),
+]
+
+PRIVATE = re.compile(
+    r"_PYRO_STACK|_PYRO_PARAM_STORE|\b_pyro_\w+|_functorch|\btorch\._\w+|_make_wrapper_subclass"
+    r"|(?<!self)\._(parameters|buffers|modules|forward_hooks|forward_pre_hooks|flat_weights\w*)\b"
+    r"|from (pyro|torch)\b.* import _\w+|\.(_pytree|_python_dispatch)\b|aten\._\w+"
+)
+# Names by which Pyro's handlers call a messenger are no reach into Pyro.
+HANDLER = re.compile(r"def _pyro_(post_)?(sample|param)\b|super\(\)\._pyro_\w+")
+
+
+def name_of(file):
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
+
+
+def part_of(module):
+    return module.split(".")[1] if "." in module else ""
+
+
+@cache
+def imports():
+    """Return the modules that each module imports, anywhere in it, those for types included."""
+    modules = {name_of(file) for file in FILES}
+    found = defaultdict(set)
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+            elif isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            else:
+                continue
+            found[name_of(file)] |= {name for name in names if name in modules} - {name_of(file)}
+    return found
+
+
+def ids(file):
+    return str(file.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize(
+    "module", sorted(name_of(file) for file in FILES if part_of(name_of(file)))
+)
+def test_imports_run_in_one_direction(module):
+    own = ORDER.index(part_of(module))
+    for other in imports()[module]:
+        if part_of(other) and part_of(other) != part_of(module):
+            assert ORDER.index(part_of(other)) < own, f"{module} imports {other}"
+
+
+def test_no_circles():
+    # A package's own list of names is no file that anything in the package needs.
+    graph = {
+        module: {
+            other for other in others if not (PACKAGE.parent / other.replace(".", "/")).is_dir()
+        }
+        for module, others in imports().items()
+    }
+
+    def reached(start):
+        seen, todo = set(), [start]
+        while todo:
+            new = graph.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        return seen
+
+    assert [module for module in graph if module in reached(module)] == []
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.name not in {"_pyro.py", "_torch.py"}], ids=ids
+)
+def test_private_parts_of_pyro_and_torch_are_in_two_files(file):
+    lines = [HANDLER.sub("", line.split("#")[0]) for line in file.read_text().splitlines()]
+    assert [line.strip() for line in lines if PRIVATE.search(line)] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_files_are_short_enough_to_be_read(file):
+    assert len(file.read_text().splitlines()) <= 350
+
+
+def test_no_module_is_shadowed_by_a_function_of_its_name():
+    packages = [name_of(file) for file in FILES if file.name == "__init__.py"]
+    shadowed = []
+    for package in packages:
+        if package.split(".")[-1] in OPTIONAL:
+            continue
+        names = vars(importlib.import_module(package))
+        for file in (PACKAGE.parent / package.replace(".", "/")).glob("*.py"):
+            value = names.get(file.stem)
+            if value is not None and not inspect.ismodule(value):
+                shadowed.append(f"{package}.{file.stem}")
+    assert shadowed == []
+
+
+def test_files_of_one_name_are_of_one_structure():
+    """A name may recur for what a structure is in each part: its distribution, its family, its guide."""
+    places = defaultdict(list)
+    for file in FILES:
+        if file.name != "__init__.py":
+            places[file.stem].append(part_of(name_of(file)))
+    structures = {"distributions", "families", "guides", "nn", "testing"}
+    recurring = {stem: parts for stem, parts in places.items() if len(parts) > 1}
+    assert {stem: parts for stem, parts in recurring.items() if not structures >= set(parts)} == {}
+
+
+def test_few_modules_lie_at_the_root():
+    loose = [file.name for file in PACKAGE.glob("*.py") if file.name != "__init__.py"]
+    assert len(loose) <= 6
