@@ -54,12 +54,13 @@ def unit_draws(draw: Callable[[], Tensor]) -> UnitDraws:
     Args:
         draw: Makes one draw. It must take the same amount of noise at each call.
     """
-    mean, size = draw_with_noise(draw, None)
-    units = [draw_with_noise(draw, unit)[0] for unit in torch.eye(size, dtype=torch.float64)]
+    with _replaced_noise() as source:
+        mean, size = source.run(draw, None), source.taken
+        units = [source.run(draw, unit) for unit in torch.eye(size, dtype=torch.float64)]
+        noise = torch.linspace(-1.5, 2.0, size, dtype=torch.float64)
+        together = (source.run(draw, noise) - mean).flatten()
     columns = [(one - mean).flatten() for one in units]
     matrix = torch.stack(columns, -1) if columns else mean.new_zeros(mean.numel(), 0)
-    noise = torch.linspace(-1.5, 2.0, size, dtype=torch.float64)
-    together = (draw_with_noise(draw, noise)[0] - mean).flatten()
     torch.testing.assert_close(
         together, matrix @ noise.to(matrix), rtol=1e-9, atol=1e-9, msg="the draw is not linear"
     )
@@ -99,18 +100,19 @@ def draw_with_noise(draw: Callable[[], Tensor], noise: Tensor | None) -> tuple[T
         draw: Makes one draw.
         noise: All numbers that it takes, in their order ``(size,)``.
     """
-    with _replaced_noise(noise) as source:
-        value = draw()
-    if noise is not None and source.taken != len(noise):
-        raise AssertionError(f"the draw took {source.taken} numbers of noise, not {len(noise)}")
-    return value, source.taken
+    with _replaced_noise() as source:
+        return source.run(draw, noise), source.taken
 
 
 class _Source:
     """Numbers in place of those that torch would draw."""
 
-    def __init__(self, noise: Tensor | None) -> None:
+    def run(self, draw: Callable[[], Tensor], noise: Tensor | None) -> Tensor:
         self.noise, self.taken = noise, 0
+        value = draw()
+        if noise is not None and self.taken != len(noise):
+            raise AssertionError(f"the draw took {self.taken} numbers of noise, not {len(noise)}")
+        return value
 
     def fill(self, tensor: Tensor) -> Tensor:
         start, self.taken = self.taken, self.taken + tensor.numel()
@@ -132,9 +134,9 @@ class _Source:
 
 
 @contextmanager
-def _replaced_noise(noise):
+def _replaced_noise():
     """Replace torch's normal noise, and fail where torch's generator is moved all the same."""
-    source = _Source(noise)
+    source = _Source()
     before = torch.get_rng_state()
     with (
         patch("torch.randn", source.randn),

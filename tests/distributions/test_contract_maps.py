@@ -187,9 +187,10 @@ def test_outputs_have_the_dense_moments_draws_and_gradients(layer, case):
     found = assert_draws(
         lambda: q.image_under(*layer.application(x, q), bias).rsample(), mean, covariance
     )
-    assert_gradients_of_draws_are_exact(
-        subject, found, q, lambda e: outputs_oracle(layer, case, e, x, *moments), [x, *leaves]
-    )
+    if layer.bias in {"random", "joined"}:  # the others take parts of the same ways
+        assert_gradients_of_draws_are_exact(
+            subject, found, q, lambda e: outputs_oracle(layer, case, e, x, *moments), [x, *leaves]
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
