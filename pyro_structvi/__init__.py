@@ -3,21 +3,8 @@
 from importlib import import_module
 from types import ModuleType
 
-from pyro_structvi.guides import (
-    AutoLowRankLRT,
-    EnsembleGuide,
-    FullCovarianceGuide,
-    InducingWeightGuide,
-    KTiedGuide,
-    MAPGuide,
-    MatrixNormalGuide,
-    MCDropoutGuide,
-    MeanFieldGuide,
-    RowwiseGuide,
-    StructuredGuide,
-    SubnetworkGuide,
-    estimate_memory,
-)
+from pyro_structvi import guides
+from pyro_structvi.guides import *  # noqa: F403  (its names are listed there)
 from pyro_structvi.infer import CompiledSVI, LinearAnnealing, StructuredELBO, fit
 from pyro_structvi.nn import (
     Classifier,
@@ -49,20 +36,6 @@ __all__ = [
     "Regressor",
     "WalshHadamard",
     "bayesianize",
-    # guides
-    "AutoLowRankLRT",
-    "EnsembleGuide",
-    "FullCovarianceGuide",
-    "InducingWeightGuide",
-    "KTiedGuide",
-    "MAPGuide",
-    "MCDropoutGuide",
-    "MatrixNormalGuide",
-    "MeanFieldGuide",
-    "RowwiseGuide",
-    "StructuredGuide",
-    "SubnetworkGuide",
-    "estimate_memory",
     # fitting
     "CompiledSVI",
     "LinearAnnealing",
@@ -75,6 +48,8 @@ __all__ = [
     "to_inference_data",
     "warm_start",
 ]
+
+__all__ += guides.__all__
 
 # These need optional packages, so they are imported when they are first asked for.
 _OPTIONAL = ("metrics", "plots", "reference")

@@ -25,14 +25,24 @@ def capped(log_value: Tensor, most: float | None) -> Tensor:
 
 
 def capped_log(log_value: Tensor, most: float | None) -> Tensor:
-    """Return the logarithm of :func:`capped`."""
+    """Return the logarithm of :func:`capped`, accurate far below the bound.
+
+    Args:
+        log_value: As for :func:`capped`.
+        most: The bound, or None.
+    """
     if most is None:
         return log_value
     return math.log(most) + F.logsigmoid(log_value - math.log(most))
 
 
 def uncapped(value: float, most: float | None) -> float:
-    """Return what :func:`capped` turns into a value, or into half the bound if that is less."""
+    """Return what :func:`capped` turns into a value, or into half the bound if that is less.
+
+    Args:
+        value: The value to start at, positive.
+        most: The bound, or None.
+    """
     if most is None:
         return math.log(value)
     value = min(value, most / 2)

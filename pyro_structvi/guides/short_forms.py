@@ -14,6 +14,15 @@ from pyro_structvi.families import (
 from pyro_structvi.families.low_rank import Diagonal
 from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 
+__all__ = [
+    "AutoLowRankLRT",
+    "FullCovarianceGuide",
+    "KTiedGuide",
+    "MatrixNormalGuide",
+    "MeanFieldGuide",
+    "RowwiseGuide",
+]
+
 
 class MeanFieldGuide(StructuredGuide):
     """Mean field at every site: independent normals, drawn by local reparameterization.

@@ -63,8 +63,9 @@ class StructuredGuide(nn.Module):
             outright, or if a site is discrete.
 
     Example:
+        >>> import pyro
         >>> from pyro_structvi import Classifier, StructuredELBO, bayesianize
-        >>> from pyro_structvi.families import KTied
+        >>> from pyro_structvi.families import KTied, MeanField
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> model = Classifier(bayesianize(net, prior=1.0), num_data=20)
         >>> guide = StructuredGuide(model, {"net.0.weight": MeanField(), "*": KTied(rank=2)})
@@ -160,10 +161,17 @@ class StructuredGuide(nn.Module):
         self._initialized = True
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Sample every site, as a guide does, and return the values by site.
+        """Sample every site, as a guide does.
 
         Under ``Predictive`` local sites, which belong to the examples they were trained on, are left
         to the model.
+
+        Args:
+            *args: The model's arguments.
+            **kwargs: The model's keyword arguments.
+
+        Returns:
+            The sampled values by site; weights may not have been drawn yet.
 
         Raises:
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
@@ -173,15 +181,7 @@ class StructuredGuide(nn.Module):
     def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
         """Show the parameters to Pyro, and return the distributions of the sites at them.
 
-        An objective that passes over guide and model several times in one step does so once.
-
-        Args:
-            *args: The model's arguments, for a guide that was not called before.
-            **kwargs: The model's keyword arguments.
-
-        Raises:
-            RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
-            NotImplementedError: If sites that are drawn together are inside vectorized plates.
+        An objective does so once for all passes of a step. The arguments are the model's.
         """
         if not self._initialized and poutine.get_mask() is not False:
             self.initialize(*args, **kwargs)
@@ -196,7 +196,7 @@ class StructuredGuide(nn.Module):
         return self.joint_posterior()
 
     def joint_posterior(self) -> JointPosterior:
-        """Return the distributions of the sites at the current parameters, if any site is known."""
+        """Return the distributions of the sites at the current parameters."""
         return JointPosterior([*self._site_posteriors()], [*self._couplings()], self._uses)
 
     @property
@@ -251,7 +251,7 @@ class StructuredGuide(nn.Module):
         return (self[name] for name in self._uses if name not in self._weight_of)
 
     def _couplings(self) -> Iterator[Coupling]:
-        return (each for each in self.couplings.values() if isinstance(each, Coupling))
+        return (coupling for coupling in self.couplings.values() if isinstance(coupling, Coupling))
 
     # ---- setting up ------------------------------------------------------------------------------
 
