@@ -161,17 +161,10 @@ class StructuredGuide(nn.Module):
         self._initialized = True
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Sample every site, as a guide does.
+        """Sample every site, as a guide does, and return the values by site.
 
         Under ``Predictive`` local sites, which belong to the examples they were trained on, are left
         to the model.
-
-        Args:
-            *args: The model's arguments.
-            **kwargs: The model's keyword arguments.
-
-        Returns:
-            The sampled values by site; weights may not have been drawn yet.
 
         Raises:
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
@@ -196,7 +189,7 @@ class StructuredGuide(nn.Module):
         return self.joint_posterior()
 
     def joint_posterior(self) -> JointPosterior:
-        """Return the distributions of the sites at the current parameters."""
+        """Return the distributions of the sites at the current parameters, if any site is known."""
         return JointPosterior([*self._site_posteriors()], [*self._couplings()], self._uses)
 
     @property
@@ -251,7 +244,7 @@ class StructuredGuide(nn.Module):
         return (self[name] for name in self._uses if name not in self._weight_of)
 
     def _couplings(self) -> Iterator[Coupling]:
-        return (coupling for coupling in self.couplings.values() if isinstance(coupling, Coupling))
+        return (each for each in self.couplings.values() if isinstance(each, Coupling))
 
     # ---- setting up ------------------------------------------------------------------------------
 
