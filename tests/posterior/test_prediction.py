@@ -18,7 +18,7 @@ from tests.models import (
     make_regressor,
     regression_data,
 )
-from tests.statistics import assert_mean
+from tests.unit_noise import assert_draws
 
 
 def wide_guide(model):
@@ -79,15 +79,17 @@ def test_streaming_keeps_no_draw(monkeypatch):
 
 
 def test_the_predictive_of_a_linear_model_is_the_closed_form():
+    """A draw is a function of all inputs: outputs at different inputs have the weight's correlation."""
     guide = ps.MeanFieldGuide(linear_function, init_scale=0.5)
     x = torch.randn(4, 3)
     guide.initialize(x, torch.zeros(4, 2))
-    prediction = ps.predict(linear_function, guide, x, num_samples=4000)
     q = guide["weight"]()
-    assert_mean(prediction.functions, x @ q.mean.T)
-    exact = x.square() @ q.variance.T
-    ratio = prediction.function_variance / exact
-    assert ((ratio - 1).abs() < 5 * (2 / 4000) ** 0.5).all()
+    operator = torch.cat([torch.kron(torch.eye(2), row.unsqueeze(0)) for row in x])
+    assert_draws(
+        lambda: ps.predict(linear_function, guide, x, num_samples=1).functions.flatten(),
+        operator @ q.mean.detach().flatten(),
+        operator @ q.variance.detach().flatten().diag() @ operator.mT,
+    )
 
 
 def test_each_draw_is_one_function():
@@ -116,10 +118,11 @@ def test_local_latents_are_drawn_from_the_model():
     x, y = torch.randn(6, 3), torch.randn(6)
     guide = ps.MeanFieldGuide(local_latent_function, init_scale=1e-6)
     ps.fit(local_latent_function, guide, (x, y), num_steps=3, progress=False)
-    new = torch.zeros(11, 3)
-    prediction = ps.predict(local_latent_function, guide, new, num_samples=3000)
-    ratio = prediction.function_variance / 0.5**2
-    assert ((ratio - 1).abs() < 5.5 * (2 / 3000) ** 0.5).all()
+    assert_draws(
+        lambda: ps.predict(local_latent_function, guide, torch.zeros(5, 3), 1).functions[0],
+        torch.zeros(5),
+        0.5**2 * torch.eye(5),
+    )
 
 
 def test_pyros_own_guides():

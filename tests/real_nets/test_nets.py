@@ -1,4 +1,8 @@
-"""Every guide on every net: it learns, its draws are functions, and each of its weights is random."""
+"""Guides on nets: a step is the net's, its gradient reaches all, draws are functions, sites are random.
+
+Each net meets the guides that take different ways through it, each guide a net with convolutions, a
+transformer and a recurrent net; all pairs are slow tests.
+"""
 
 from fnmatch import fnmatchcase
 
@@ -10,8 +14,9 @@ from torchvision import models
 
 import pyro_structvi as ps
 from pyro_structvi.lazy.messenger import DelayDraws
-from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS, SLOW
+from tests.guide_cases import GUIDES, POINTS, SLOW
 from tests.real_nets.nets import CASES, NUM_DATA, images
+from tests.unit_noise import draw_with_noise
 
 CASE_NAMES = [case.name for case in CASES]
 
@@ -50,9 +55,51 @@ def assert_draws_are_functions(model, guide, inputs, draws_differ=True):
     assert (changes[1:] > 10 * tolerance).any() == draws_differ
 
 
-@pytest.mark.parametrize("guide_name", [*GUIDE_NAMES, *POINTS])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_guide_learns_and_its_draws_are_functions(case, guide_name):
+ALL_PAIRS = [(name, guide) for name in CASE_NAMES for guide in [*GUIDES, *POINTS]]
+ON_EVERY_NET = ("k-tied, joined", "inducing weights")
+WITH_EVERY_GUIDE = ("LeNet", "transformer encoder", "LSTM cell")
+DIFFERENT_PAIRS = [
+    (name, guide) for name, guide in ALL_PAIRS if guide in ON_EVERY_NET or name in WITH_EVERY_GUIDE
+]
+
+
+@pytest.mark.parametrize(("name", "guide_name"), DIFFERENT_PAIRS)
+def test_a_step_reaches_every_parameter_and_draws_are_functions(name, guide_name):
+    case = case_of(name)
+    model, data = case.make()
+    guide = make_guide(guide_name, case, model)
+    guide.initialize(*data)
+    (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
+    for key, parameter in guide.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), key
+        assert parameter.grad.ne(0).any() or not parameter.numel(), key
+    assert_draws_are_functions(model, guide, data[:-1], draws_differ=guide_name != "points")
+
+
+GAUSSIAN = [name for name in GUIDES if name != "inducing weights, ensemble"]
+
+
+@pytest.mark.parametrize(
+    ("name", "guide_name"), [pair for pair in DIFFERENT_PAIRS if pair[1] in GAUSSIAN]
+)
+def test_without_noise_a_step_is_that_of_the_net_at_the_means(name, guide_name):
+    """Whatever way a layer takes: outputs, factors, a joined bias, a draw."""
+    model, data = case_of(name).make()
+    guide = GUIDES[guide_name](model, init_scale=0.3)
+    guide.initialize(*data)
+    model.eval()
+    with torch.no_grad():
+        terms, _ = draw_with_noise(lambda: ps.StructuredELBO().terms(model, guide, *data), None)
+        at_means = poutine.trace(poutine.condition(model, guide.median())).get_trace(*data)
+    at_means.compute_log_prob()
+    expected = at_means.nodes["obs"]["log_prob_sum"]
+    torch.testing.assert_close(terms.log_likelihood["obs"], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "guide_name"), ALL_PAIRS)
+def test_a_guide_learns_and_its_draws_are_functions(name, guide_name):
+    case = case_of(name)
     model, data = case.make()
     guide = make_guide(guide_name, case, model)
     assert_learns(model, guide, data, num_steps=num_steps_of(guide_name), lr=0.03)

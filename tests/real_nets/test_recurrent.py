@@ -74,11 +74,18 @@ def assert_is_one_function(layer, make_guide, x):
         torch.testing.assert_close(ours, torchs)
 
 
-@pytest.mark.parametrize("guide_name", GUIDES | POINTS)
-@pytest.mark.parametrize("make_layer", LAYERS.values(), ids=LAYERS)
-def test_outputs_in_training_are_those_of_one_draw(make_layer, guide_name):
+PAIRS = [
+    (layer, guide)
+    for layer in LAYERS
+    for guide in GUIDES | POINTS
+    if layer in ("LSTM", "dense cell") or guide in ("low rank", "inducing weights", "dropout")
+]
+
+
+@pytest.mark.parametrize(("layer_name", "guide_name"), PAIRS)
+def test_outputs_in_training_are_those_of_one_draw(layer_name, guide_name):
     make_guide = (GUIDES | POINTS)[guide_name]
-    assert_is_one_function(make_layer(), make_guide, torch.randn(4, 5, 2))
+    assert_is_one_function(LAYERS[layer_name](), make_guide, torch.randn(4, 5, 2))
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])

@@ -18,7 +18,7 @@ from scipy.stats import norm
 from torch import nn
 
 from pyro_structvi import Classifier, FanIn, Regressor, bayesianize
-from pyro_structvi.reference import DivergenceWarning, NUTSDraws, nuts, to_numpyro
+from pyro_structvi.reference import DivergenceWarning, NUTSDraws, nuts, sampling, to_numpyro
 
 NUM_DATA, NUM_CHAINS, NUM_SAMPLES = 12, 2, 20
 TINY = {"num_warmup": 15, "num_samples": NUM_SAMPLES, "num_chains": NUM_CHAINS, "progress": False}
@@ -40,8 +40,52 @@ def model():
     return make_model().float()
 
 
+class GivenChains(MCMC):
+    """A sampler whose draws are given, so that what is made of them can be tested without compiling."""
+
+    chains, diverging = None, np.zeros((NUM_CHAINS, NUM_SAMPLES), bool)
+
+    def run(self, *args):
+        pass
+
+    def get_samples(self, group_by_chain):
+        assert group_by_chain
+        return self.chains
+
+    def get_extra_fields(self):
+        return {"diverging": self.diverging}
+
+
 @pytest.fixture(scope="module")
-def draws(model):
+def chains():
+    random = np.random.default_rng(0)
+    shapes = {
+        "net.0.weight": (4, 3),
+        "net.0.bias": (4,),
+        "net.2.weight": (1, 4),
+        "net.2.bias": (1,),
+        "noise_scale": (),
+    }
+    return {
+        name: np.abs(random.standard_normal((NUM_CHAINS, NUM_SAMPLES, *shape)))
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture
+def given_chains(chains, monkeypatch):
+    monkeypatch.setattr(GivenChains, "chains", chains)
+    monkeypatch.setattr(sampling, "MCMC", GivenChains)
+
+
+@pytest.fixture
+def draws(model, given_chains):
+    x, y = make_data()
+    return nuts(model, x.float(), y.float(), **TINY)
+
+
+@pytest.fixture(scope="module")
+def sampled(model):
     x, y = make_data()
     return nuts(model, x.float(), y.float(), **TINY)
 
@@ -96,6 +140,20 @@ def test_r_hats_are_those_of_function_values_and_of_weights(model, draws):
     assert draws.weight_r_hat == pytest.approx(max(weight_r_hats), rel=1e-3)
 
 
+def test_draws_are_those_of_the_chains(chains, draws):
+    for name, value in draws.grouped().items():
+        np.testing.assert_array_equal(value, chains[name].astype(np.float32))
+
+
+def test_given_divergences_are_counted_and_warned_of(model, given_chains, monkeypatch):
+    diverging = np.zeros((NUM_CHAINS, NUM_SAMPLES), bool)
+    diverging[1, 3:6] = True
+    monkeypatch.setattr(GivenChains, "diverging", diverging)
+    x, y = make_data()
+    with pytest.warns(DivergenceWarning, match=r"3 of 40 transitions .* above 0\.8, .* to 0\.95"):
+        assert nuts(model, x.float(), y.float(), **TINY).divergences == 3
+
+
 def test_draws_go_into_predictive(model, draws):
     predicted = Predictive(model, posterior_samples=draws)(torch.zeros(5, 3).float())
     assert predicted["obs"].shape == (NUM_CHAINS * NUM_SAMPLES, 5, 1)
@@ -122,21 +180,21 @@ def test_values_that_do_not_move_are_left_out_of_r_hat():
 
 
 @pytest.mark.slow
-def test_a_seed_gives_the_same_draws(model, draws):
+def test_a_seed_gives_the_same_draws(model, sampled):
     x, y = (value.float() for value in make_data())
     again = nuts(model, x, y, **TINY)
-    assert all(torch.equal(again[name], value) for name, value in draws.items())
+    assert all(torch.equal(again[name], value) for name, value in sampled.items())
 
 
 @pytest.mark.slow
-def test_another_seed_gives_other_draws_and_a_bar_is_shown(model, draws, monkeypatch, capfd):
+def test_another_seed_gives_other_draws_and_a_bar_is_shown(model, sampled, monkeypatch, capfd):
     # NumPyro shows no bar where it finds these.
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     x, y = (value.float() for value in make_data())
     other = nuts(model, x, y, **(TINY | {"progress": True}), seed=1)
     assert "sample" in capfd.readouterr().err
-    assert not any(torch.equal(other[name], value) for name, value in draws.items())
+    assert not any(torch.equal(other[name], value) for name, value in sampled.items())
 
 
 @pytest.mark.slow
