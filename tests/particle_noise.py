@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from pyro_structvi.infer import elbo as elbo_module
+from pyro_structvi.infer.terms import average
 
 
 def terms_together(elbo, model, guide, *args):
@@ -26,7 +27,7 @@ def terms_in_a_loop(elbo, model, guide, *args):
     with _noise_of_particles() as noise:
 
         def loop(run, count, *_):
-            return elbo_module._average([noise.run(run, number) for number in range(count)])
+            return average([noise.run(run, number) for number in range(count)])
 
         with patch.object(elbo_module, "_run_together", loop):
             return elbo.terms(model, guide, *args)
