@@ -3,8 +3,17 @@
 from importlib import import_module
 from types import ModuleType
 
-from pyro_structvi import guides
-from pyro_structvi.guides import *  # noqa: F403  (its names are listed there)
+from pyro_structvi.guides import (
+    EnsembleGuide,
+    InducingWeightGuide,
+    MAPGuide,
+    MCDropoutGuide,
+    StructuredGuide,
+    SubnetworkGuide,
+    estimate_memory,
+)
+from pyro_structvi.guides import short_forms as _short_forms
+from pyro_structvi.guides.short_forms import *  # noqa: F403  (its `__all__`: one line for a new guide)
 from pyro_structvi.infer import CompiledSVI, LinearAnnealing, StructuredELBO, fit
 from pyro_structvi.nn import (
     Classifier,
@@ -36,6 +45,15 @@ __all__ = [
     "Regressor",
     "WalshHadamard",
     "bayesianize",
+    # guides
+    *_short_forms.__all__,
+    "EnsembleGuide",
+    "InducingWeightGuide",
+    "MAPGuide",
+    "MCDropoutGuide",
+    "StructuredGuide",
+    "SubnetworkGuide",
+    "estimate_memory",
     # fitting
     "CompiledSVI",
     "LinearAnnealing",
@@ -48,8 +66,6 @@ __all__ = [
     "to_inference_data",
     "warm_start",
 ]
-
-__all__ += guides.__all__
 
 # These need optional packages, so they are imported when they are first asked for.
 _OPTIONAL = ("metrics", "plots", "reference")

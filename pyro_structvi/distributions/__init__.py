@@ -18,7 +18,7 @@ from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.pruned import PrunedNormal
 from pyro_structvi.distributions.rowwise import RowwiseNormal
 from pyro_structvi.distributions.scale_mixture import ScaleMixtureNormal
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 
 __all__ = [
     "AugmentedMatrixNormal",
@@ -26,6 +26,7 @@ __all__ = [
     "BernoulliDropout",
     "ConditionalNormal",
     "FullNormal",
+    "GaussianWeight",
     "InducingNormal",
     "JoinedPrior",
     "KTiedNormal",
