@@ -53,15 +53,6 @@ def reshape_without_view(tensor: Tensor, shape: torch.Size) -> Tensor:
     return reshaped
 
 
-def read_metadata(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function that reads a tensor's shape, dtype or device, past ``__torch_function__``.
-
-    Without it the question for a shape would be answered by asking for the shape, without end.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return function(*args, **kwargs)
-
-
 # The common base of batch and instance normalization in all dimensions, lazy and synchronized ones too.
 # Public classes would have to be listed one by one, and a new one would get a prior by mistake.
 BatchOrInstanceNorm = _NormBase

@@ -10,9 +10,7 @@ from torch.distributions import constraints
 from pyro_structvi._checks import check_positive, check_shape
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
-from pyro_structvi.distributions.outputs import NormalOutputs
-from pyro_structvi.linalg.fused import square
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.distributions.outputs import NormalOutputs, square
 from pyro_structvi.linalg.sum_of_logs import sum_of_logs
 from pyro_structvi.maps import LinearMap
 
@@ -116,11 +114,9 @@ class KTiedNormal(IndependentWeight):
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
         """Return the distribution of the outputs: independent normals."""
-        with autocast_off(x):
-            squares = square(x.to(self.loc.dtype))
-            hidden = linear_map.bank(squares, _pairwise_products(self.column_scale))
-            mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
-            variance = linear_map.mix(hidden, mixing, bias_variance)
+        hidden = linear_map.bank(square(x), _pairwise_products(self.column_scale))
+        mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
+        variance = linear_map.mix(hidden, mixing, bias_variance)
         return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:

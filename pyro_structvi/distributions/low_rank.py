@@ -14,10 +14,9 @@ from pyro_structvi._checks import (
     shape_text,
 )
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
-from pyro_structvi.distributions.outputs import GaussianOutputs, meet_channels
+from pyro_structvi.distributions.outputs import GaussianOutputs, meet_channels, square
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
-from pyro_structvi.linalg.fused import square
-from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
+from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.row_gram import row_gram
 from pyro_structvi.linalg.shapes import shrink, standard_normal
 from pyro_structvi.maps import LinearMap
@@ -219,13 +218,10 @@ class LowRankNormal(GaussianWeight):
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> GaussianOutputs:
         """Return the distribution of the outputs: low rank plus diagonal."""
-        with autocast_off(x):
-            wide = x.to(self.loc.dtype)
-            if self.is_isotropic:
-                variance = self._isotropic_image_variance(linear_map, wide, bias_variance)
-            else:
-                matrix = self.as_matrix(self.scale.square())
-                variance = linear_map(square(wide), matrix, bias_variance)
+        if self.is_isotropic:
+            variance = self._isotropic_image_variance(linear_map, x, bias_variance)
+        else:
+            variance = linear_map(square(x), self.as_matrix(self.scale.square()), bias_variance)
         return _LowRankOutputs(self, linear_map, x, mean, variance)
 
     def rows(self, index: Tensor) -> "LowRankNormal":

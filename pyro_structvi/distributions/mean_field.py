@@ -9,10 +9,9 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import check_broadcastable, check_positive, check_shape
 from pyro_structvi.distributions.independent import IndependentWeight
-from pyro_structvi.distributions.outputs import NormalOutputs
+from pyro_structvi.distributions.outputs import NormalOutputs, square
 from pyro_structvi.linalg.formed_once import formed_once
-from pyro_structvi.linalg.fused import square, variance_and_sums
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.fused import variance_and_sums
 from pyro_structvi.linalg.shapes import shrink
 from pyro_structvi.maps import LinearMap
 
@@ -79,9 +78,7 @@ class MeanFieldNormal(IndependentWeight):
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
         """Return the distribution of the outputs: independent normals."""
-        with autocast_off(x):
-            squares = square(x.to(self.loc.dtype))
-            variance = linear_map(squares, self.as_matrix(self.variance), bias_variance)
+        variance = linear_map(square(x), self.as_matrix(self.variance), bias_variance)
         return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> "MeanFieldNormal":

@@ -1,13 +1,14 @@
 """Distributions of the outputs of a linear map whose weight is random."""
 
+import math
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from pyro_structvi.linalg.fused import draw_normal
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import event_sum, standard_normal
 from pyro_structvi.maps import LinearMap, shape_per_example
@@ -111,7 +112,7 @@ class NormalOutputs(GaussianOutputs):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         shape = self._extended_shape(torch.Size(sample_shape))
-        noise = standard_normal(shape, self.loc)
+        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
         return draw_normal(self.loc.expand(shape), self._variance.expand(shape), noise)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -125,6 +126,27 @@ class NormalOutputs(GaussianOutputs):
     @property
     def _normal(self) -> Normal:
         return Normal(self.loc, self.scale, validate_args=False)
+
+
+def square(x: Tensor) -> Tensor:
+    """Return ``x^2``, with a gradient of one pass."""
+    squares: Tensor = Square.apply(x)
+    return squares
+
+
+def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
+    """Return ``mean + sqrt(variance) * noise``, the variance with a floor as in ``floored_sqrt``."""
+    is_narrow = torch.finfo(variance.dtype).bits < 32
+    if is_narrow or not mean.dtype == variance.dtype == noise.dtype:
+        return mean + floored_sqrt(variance) * noise
+    draws: Tensor = DrawNormal.apply(mean, variance, noise)[0]
+    return draws
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def bias_moments(bias: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -175,3 +197,78 @@ def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) ->
     """Draw the noise of a bias once for each example, shaped to meet the outputs at all positions."""
     shape = shape_per_example(linear_map, x, len(bias_variance))
     return meet_channels(linear_map, floored_sqrt(bias_variance)) * standard_normal(shape, x)
+
+
+class Square(torch.autograd.Function):
+    """``x^2``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """Return the squares."""
+        squares: Tensor = x.square()
+        return squares
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keep the input."""
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return ``2 x g``."""
+        (x,) = ctx.saved_tensors
+        return torch.addcmul(x.new_zeros(()), x, gradient, value=2)
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> Tensor:
+        """Return ``2 x dx``."""
+        (x,) = ctx.saved_tensors
+        tangent: Tensor = 2 * x * change
+        return tangent
+
+
+class DrawNormal(torch.autograd.Function):
+    """``mean + sqrt(variance) * noise``; noise takes no gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(mean: Tensor, variance: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the draws, and noise over deviation, which is zero where the floor is."""
+        least = torch.finfo(variance.dtype).tiny
+        scale = variance.clamp_min(least).sqrt_()
+        draws = torch.addcmul(mean, noise, scale)
+        return draws, noise / F.threshold(scale, 1.01 * least**0.5, math.inf, inplace=True)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]
+    ) -> None:
+        """Keep the variance and the ratio."""
+        ctx.save_for_backward(inputs[1], output[1])
+        ctx.save_for_forward(inputs[1], output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None]:
+        """Hand the gradient on to the mean, and half of it times the ratio to the variance."""
+        variance, ratio = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None
+        if torch.is_grad_enabled():  # to be differentiated again
+            scale = floored_sqrt(variance)
+            ratio = (ratio * scale).detach() / scale
+        return gradient, torch.addcmul(ratio.new_zeros(()), gradient, ratio, value=0.5), None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None
+    ) -> tuple[Tensor, None]:
+        """Return the change of the mean, and half of the variance's times the ratio."""
+        _variance, ratio = ctx.saved_tensors
+        tangent = torch.zeros_like(ratio) if of_mean is None else of_mean
+        return (tangent if of_variance is None else tangent + 0.5 * ratio * of_variance), None

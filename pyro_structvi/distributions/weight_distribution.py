@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_structvi._checks import check_same_kind
-from pyro_structvi.distributions.outputs import bias_moments
+from pyro_structvi.distributions.outputs import autocasts, bias_moments
 from pyro_structvi.distributions.required_members import check_required_members
+from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.shapes import event_sum, standard_normal
 from pyro_structvi.maps import DenseMap, FactoredDraw, LinearMap
 
@@ -280,11 +281,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     ) -> TorchDistribution:
         """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
 
-        Args:
-            mean: The mean, ``linear_map(x, loc)`` plus the mean of the bias.
-            linear_map: A dense map or a convolution.
-            x: Its input.
-            bias_variance: Variances ``(out,)`` of an independent bias, or None where it is known.
+        The mean is that of map and bias together; ``bias_variance (out,)`` is None for a known bias.
         """
         raise NotImplementedError
 
@@ -343,8 +340,11 @@ class GaussianWeight(WeightDistribution, abstract=True):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
     ) -> TorchDistribution:
-        """Return the distribution of ``linear_map(x, W) + bias``, independent over examples."""
+        """Do as the base class, with variances in the precision of the parameters."""
         linear_map = self.map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
-        return self.image_around(mean, linear_map, x, bias_variance)
+        if not autocasts(x):
+            return self.image_around(mean, linear_map, x, bias_variance)
+        with autocast_off(x):
+            return self.image_around(mean, linear_map, x.to(self.loc.dtype), bias_variance)

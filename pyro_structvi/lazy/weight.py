@@ -7,7 +7,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import read_metadata, tree_map, without_storage
+from pyro_structvi._torch import tree_map, without_storage
+from pyro_structvi.distributions.outputs import autocasts
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.lazy.flipout import flipout
 from pyro_structvi.maps import FactoredDraw, LinearMap, shape_per_example
@@ -82,7 +83,7 @@ class WeightStandIn(Tensor):
         attributes = ("device",) if isinstance(application, Lookup) else ("device", "dtype")
         for attribute in attributes:
             expected, got = getattr(self, attribute), getattr(x, attribute)
-            if expected != got and not (attribute == "dtype" and _autocasts(x)):
+            if expected != got and not (attribute == "dtype" and autocasts(x)):
                 target = repr(expected) if attribute == "dtype" else repr(str(expected))
                 raise ValueError(
                     f"The input that meets the weight at site '{self.use.name}' must have "
@@ -105,7 +106,7 @@ class WeightStandIn(Tensor):
         """
         kwargs = kwargs or {}
         if func in _METADATA:
-            return read_metadata(func, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         application = parse_application(func, args, kwargs)
         if isinstance(application, Rewrite):
             return application.compute()
@@ -310,14 +311,9 @@ def as_drawn(value: Any) -> Any:
     return value.draw() if isinstance(value, WeightStandIn) else value
 
 
-def _autocasts(x: Tensor) -> bool:
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
 def _in_layer_dtype(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return outputs in the dtype that a layer's have; noise and biases may be in a wider one."""
-    if not _autocasts(x):
+    if not autocasts(x):
         return outputs.to(dtype)
     if outputs.dtype == torch.float32:
         return outputs.to(torch.get_autocast_dtype(x.device.type))

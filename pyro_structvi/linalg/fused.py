@@ -3,15 +3,12 @@
 Where one has no rules for the transforms of torch.func, its function takes torch's own steps there.
 """
 
-import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_structvi._torch import inside_transform
-from pyro_structvi.linalg.precision import floored_sqrt
 
 
 def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Tensor:
@@ -20,21 +17,6 @@ def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Ten
         return torch.addcmul(outputs, coefficient, noise)
     total: Tensor = AddScaledNoise.apply(outputs, coefficient, noise)
     return total
-
-
-def square(x: Tensor) -> Tensor:
-    """Return ``x^2``, with a gradient of one pass."""
-    squares: Tensor = Square.apply(x)
-    return squares
-
-
-def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-    """Return ``mean + sqrt(variance) * noise``, the variance with a floor as in ``floored_sqrt``."""
-    is_narrow = torch.finfo(variance.dtype).bits < 32
-    if is_narrow or inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
-        return mean + floored_sqrt(variance) * noise
-    draws: Tensor = DrawNormal.apply(mean, variance, noise)
-    return draws
 
 
 def variance_and_sums(log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,70 +51,6 @@ class AddScaledNoise(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return gradient, None, None
         return gradient, _sum_of_products(gradient, noise, ctx.shape), None
-
-
-class Square(torch.autograd.Function):
-    """``x^2``."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        """Return the squares."""
-        squares: Tensor = x.square()
-        return squares
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keep the input."""
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return ``2 x g``."""
-        (x,) = ctx.saved_tensors
-        return torch.addcmul(x.new_zeros(()), x, gradient, value=2)
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> Tensor:
-        """Return ``2 x dx``."""
-        (x,) = ctx.saved_tensors
-        tangent: Tensor = 2 * x * change
-        return tangent
-
-
-class DrawNormal(torch.autograd.Function):
-    """``mean + sqrt(variance) * noise``; noise takes no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-        """Return the draws, and keep noise over deviation, which is zero where the floor is."""
-        least = torch.finfo(variance.dtype).tiny
-        scale = variance.clamp_min(least).sqrt_()
-        draws = torch.addcmul(mean, noise, scale)
-        ratio = noise / F.threshold(scale, 1.01 * least**0.5, math.inf, inplace=True)
-        ctx.save_for_backward(variance, ratio)
-        ctx.save_for_forward(variance, ratio)
-        return draws
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Hand the gradient on to the mean, and half of it times the ratio to the variance."""
-        variance, ratio = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
-            return gradient, None, None
-        if torch.is_grad_enabled():  # to be differentiated again
-            scale = floored_sqrt(variance)
-            ratio = (ratio * scale).detach() / scale
-        return gradient, torch.addcmul(ratio.new_zeros(()), gradient, ratio, value=0.5), None
-
-    @staticmethod
-    def jvp(ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None) -> Tensor:
-        """Return the change of the mean, and half of the variance's times the ratio."""
-        _variance, ratio = ctx.saved_tensors
-        tangent = torch.zeros_like(ratio) if of_mean is None else of_mean
-        return tangent if of_variance is None else tangent + 0.5 * ratio * of_variance
 
 
 class BankAndSquaredNorm(torch.autograd.Function):
