@@ -54,7 +54,7 @@ class BernoulliDropout(WeightDistribution):
     """
 
     arg_constraints: ClassVar = {"loc": constraints.real}
-    _parameters = ("loc",)
+    argument_names = ("loc",)
     has_exact_positions = True
 
     def __init__(self, loc: Tensor, rate: float, validate_args: bool | None = None) -> None:

@@ -53,7 +53,7 @@ class FullNormal(GaussianWeight):
         "loc": constraints.real,
         "scale_tril": constraints.lower_cholesky,
     }
-    _parameters = ("loc", "scale_tril")
+    argument_names = ("loc", "scale_tril")
     has_exact_positions = True
     scale_tril: Tensor
 

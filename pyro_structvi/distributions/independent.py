@@ -11,14 +11,14 @@ from pyro_structvi.distributions.weight_distribution import GaussianWeight
 class IndependentWeight(GaussianWeight, abstract=True):
     """Independent normals with the standard deviations ``stddev``.
 
-    **Required**: ``arg_constraints``; ``_parameters``; ``stddev``, of the weight's shape;
+    **Required**: ``arg_constraints``; ``argument_names``; ``stddev``, of the weight's shape;
     ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
     """
 
     has_independent_elements = True
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         "arg_constraints": (),
-        "_parameters": (),
+        "argument_names": (),
         "stddev": (),
         "image_around": ("image_under",),
     }

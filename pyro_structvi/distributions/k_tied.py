@@ -53,7 +53,7 @@ class KTiedNormal(IndependentWeight):
         "row_scale": constraints.positive,
         "column_scale": constraints.positive,
     }
-    _parameters = ("loc", "row_scale", "column_scale")
+    argument_names = ("loc", "row_scale", "column_scale")
     row_scale: Tensor
     column_scale: Tensor
 

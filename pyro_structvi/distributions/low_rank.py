@@ -61,7 +61,7 @@ class LowRankNormal(GaussianWeight):
         "factors": constraints.real,
         "scale": constraints.positive,
     }
-    _parameters = ("loc", "factors", "scale")
+    argument_names = ("loc", "factors", "scale")
     factors: Tensor
     scale: Tensor
 

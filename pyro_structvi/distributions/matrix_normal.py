@@ -57,7 +57,7 @@ class MatrixNormal(GaussianWeight):
         "scale_tril_row": constraints.lower_cholesky,
         "scale_tril_column": constraints.lower_cholesky,
     }
-    _parameters = ("loc", "scale_tril_row", "scale_tril_column")
+    argument_names = ("loc", "scale_tril_row", "scale_tril_column")
     scale_tril_row: Tensor
     scale_tril_column: Tensor
 

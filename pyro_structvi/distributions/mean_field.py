@@ -43,7 +43,7 @@ class MeanFieldNormal(IndependentWeight):
     """
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
-    _parameters = ("loc", "scale")
+    argument_names = ("loc", "scale")
     scale: Tensor
 
     def __init__(
@@ -112,7 +112,7 @@ class LogScaleNormal(MeanFieldNormal):
     """
 
     arg_constraints: ClassVar = {"loc": constraints.real, "log_scale": constraints.real}
-    _parameters = ("loc", "log_scale")
+    argument_names = ("loc", "log_scale")
     log_scale: Tensor
 
     def __init__(

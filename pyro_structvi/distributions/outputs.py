@@ -88,10 +88,19 @@ class NormalOutputs(GaussianOutputs):
         linear_map: The map.
         mean: Means, of the shape of its outputs.
         variance: Variances, of the same shape.
+        bias_variance: Variances ``(out,)`` that are still to be added to these, or None.
     """
 
-    def __init__(self, linear_map: LinearMap, mean: Tensor, variance: Tensor) -> None:
+    def __init__(
+        self,
+        linear_map: LinearMap,
+        mean: Tensor,
+        variance: Tensor,
+        bias_variance: Tensor | None = None,
+    ) -> None:
         super().__init__(mean, linear_map.event_dim(mean))
+        if bias_variance is not None:
+            variance = variance + meet_channels(linear_map, bias_variance)
         self._variance = variance
 
     @property

@@ -46,7 +46,7 @@ class PointMixture(WeightDistribution):
     """
 
     arg_constraints: ClassVar = {"members": constraints.real}
-    _parameters = ("members",)
+    argument_names = ("members",)
     has_exact_positions = True
     members: Tensor
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
-from pyro_structvi.distributions.outputs import NormalOutputs, meet_channels
+from pyro_structvi.distributions.outputs import NormalOutputs
 from pyro_structvi.distributions.weight_distribution import GaussianWeight
 from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps import LinearMap
@@ -49,7 +49,7 @@ class RowwiseNormal(GaussianWeight):
     """
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale_tril": constraints.lower_cholesky}
-    _parameters = ("loc", "scale_tril")
+    argument_names = ("loc", "scale_tril")
     scale_tril: Tensor
 
     def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
@@ -105,9 +105,7 @@ class RowwiseNormal(GaussianWeight):
         variance = torch.linalg.vector_norm(
             whitened, dim=channel_dim, dtype=self.loc.dtype
         ).square()
-        if bias_variance is not None:
-            variance = variance + meet_channels(linear_map, bias_variance)
-        return NormalOutputs(linear_map, mean, variance)
+        return NormalOutputs(linear_map, mean, variance, bias_variance)
 
     def rows(self, index: Tensor) -> "RowwiseNormal":
         """Return the distribution of rows ``W[index]``: a full covariance within each."""

@@ -28,7 +28,7 @@ class WeightDistribution(TorchDistribution):
     A subclass that is a normal distribution derives from :class:`GaussianWeight`, which asks for less.
 
     **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``;
-    ``_parameters``, the names of its tensor arguments, each with batch dimensions in front;
+    ``argument_names``, the names of its tensor arguments, each with batch dimensions in front;
     ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``.
 
     **Optional**: ``has_independent_elements``, True if the covariance is diagonal;
@@ -56,11 +56,11 @@ class WeightDistribution(TorchDistribution):
     has_independent_elements: ClassVar[bool] = False
     has_exact_positions: ClassVar[bool] = False
     takes_bias_column: ClassVar[bool] = False
-    _parameters: ClassVar[tuple[str, ...]]
+    argument_names: ClassVar[tuple[str, ...]]
     _required: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(
         (
             "arg_constraints",
-            "_parameters",
+            "argument_names",
             "variance",
             "covariance_matrix",
             "rsample",
@@ -183,7 +183,7 @@ class WeightDistribution(TorchDistribution):
         """Return this distribution with a larger batch shape, sharing memory."""
         batch_shape = torch.Size(batch_shape)
         new: Self = self._get_checked_instance(type(self), _instance)
-        for name in self._parameters:
+        for name in self.argument_names:
             value = getattr(self, name)
             own = value.shape[len(self.batch_shape) :]
             setattr(new, name, value.expand(batch_shape + own))
@@ -211,7 +211,7 @@ class WeightDistribution(TorchDistribution):
             raise ValueError(
                 f"`x` must have shape (*batch, in) with in = {size}, but got {tuple(x.shape)}."
             )
-        check_same_kind("x", x, self._parameters[0], self._first_parameter)
+        check_same_kind("x", x, self.argument_names[0], self._first_parameter)
         return self.image_under(DenseMap(positions=False), x)
 
     def as_matrix(self, weight: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class WeightDistribution(TorchDistribution):
     @property
     def _first_parameter(self) -> Tensor:
         """A tensor of this distribution's dtype and device."""
-        parameter: Tensor = getattr(self, self._parameters[0])
+        parameter: Tensor = getattr(self, self.argument_names[0])
         return parameter
 
     def _event_sum(self, tensor: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     r"""A weight :math:`W = \mu + A e` with standard normal noise :math:`e`.
 
     **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``;
-    ``_parameters``, ``"loc"`` first; ``scale_noise``, that is :math:`A e`; ``whiten``, that is
+    ``argument_names``, ``"loc"`` first; ``scale_noise``, that is :math:`A e`; ``whiten``, that is
     :math:`A^{-1} d` (or ``mahalanobis`` in its place, if A is not square); ``log_det_covariance``;
     ``image_around``, the distribution of the outputs of a linear map around their mean.
 
@@ -254,7 +254,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         "arg_constraints": (),
-        "_parameters": (),
+        "argument_names": (),
         "scale_noise": ("rsample", "covariance_matrix"),
         "whiten": ("mahalanobis",),
         "log_det_covariance": (),

@@ -70,7 +70,7 @@ class Subject:
 
 def named_arguments(q):
     """Return the tensors that a distribution was made of, by name."""
-    named = {name: getattr(q, name) for name in q._parameters}
+    named = {name: getattr(q, name) for name in q.argument_names}
     if isinstance(q, AugmentedNormal):
         inner = named_arguments(q.inducing)
         named |= q.joint.arguments | {f"inducing_{name}": value for name, value in inner.items()}
@@ -93,7 +93,7 @@ def rebuilt(q, named):
         )
         new._validate_args = q._validate_args
         return new
-    for name in q._parameters:
+    for name in q.argument_names:
         setattr(new, name, named[name])
     return new
 

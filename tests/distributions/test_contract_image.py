@@ -84,7 +84,7 @@ def test_image_refuses_a_single_number(plain_subject):
 
 
 def test_image_refuses_another_dtype(plain_subject):
-    name, x = plain_subject.q._parameters[0], torch.zeros(plain_subject.size, dtype=FLOAT32)
+    name, x = plain_subject.q.argument_names[0], torch.zeros(plain_subject.size, dtype=FLOAT32)
     message = (
         rf"`x` must have the dtype of `{name}`, {torch.float64}, .*{FLOAT32}.*`x.to\({name}\)`"
     )

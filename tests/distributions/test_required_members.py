@@ -13,7 +13,7 @@ from tests import dense_oracles as dense
 from tests.distributions.cases import make_mean_field
 from tests.unit_noise import assert_draws
 
-ARGUMENTS = {"arg_constraints": {}, "_parameters": ("loc",)}
+ARGUMENTS = {"arg_constraints": {}, "argument_names": ("loc",)}
 
 
 def member(*_):
@@ -22,12 +22,12 @@ def member(*_):
 
 REQUIRED = {
     WeightDistribution: (
-        "arg_constraints _parameters variance covariance_matrix rsample image_under"
+        "arg_constraints argument_names variance covariance_matrix rsample image_under"
     ),
     GaussianWeight: (
-        "arg_constraints _parameters scale_noise whiten log_det_covariance image_around"
+        "arg_constraints argument_names scale_noise whiten log_det_covariance image_around"
     ),
-    IndependentWeight: "arg_constraints _parameters stddev image_around",
+    IndependentWeight: "arg_constraints argument_names stddev image_around",
 }
 MEMBERS = [(base, name) for base, names in REQUIRED.items() for name in names.split()]
 
@@ -92,7 +92,7 @@ class Shifted(GaussianWeight):
     """Elements ``scale * (e_d + e_0)`` with one further number ``e_0`` that all of them share."""
 
     arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
-    _parameters = ("loc", "scale")
+    argument_names = ("loc", "scale")
 
     def __init__(self, loc, scale):
         super().__init__({"loc": loc, "scale": scale}, 2, None)

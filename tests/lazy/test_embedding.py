@@ -102,7 +102,7 @@ def test_a_repeated_index_is_one_draw_only_where_exact_laws_are_asked_for(local_
 def test_gradients_have_the_mean_of_the_expected_loss(case, local_reparam):
     """For a loss that is quadratic in each example's rows, whose expectation is known."""
     q, index = make(case), INDEX.clamp_max(2)
-    leaves = [getattr(q, name).requires_grad_() for name in q._parameters]
+    leaves = [getattr(q, name).requires_grad_() for name in q.argument_names]
     mean = q.loc[index].flatten(1)
     linear, root = torch.randn(mean.shape[-1]), torch.randn(2 * mean.shape[-1:])
     quadratic = root @ root.mT / len(root)
@@ -120,7 +120,7 @@ def test_gradients_have_the_mean_of_the_expected_loss(case, local_reparam):
         y = F.embedding(index, lazy(q, local_reparam=local_reparam)).flatten(1)
         return gradients_of((y @ linear + ((y @ quadratic) * y).sum(-1) / 2).sum())
 
-    names = q._parameters
+    names = q.argument_names
     assert_close(exact_mean(gradients_of_a_draw), gradients_of(oracle))
 
 
@@ -173,14 +173,14 @@ def test_positions_may_be_strided_in_memory():
 @pytest.mark.parametrize("padding_idx", [2, 2 - NUM])
 def test_a_row_of_padding_is_drawn_and_has_no_gradient(case, padding_idx):
     q, draws = make(case), []
-    for name in q._parameters:
+    for name in q.argument_names:
         setattr(q, name, getattr(q, name).detach().requires_grad_())
     for padding in (None, padding_idx):
         torch.manual_seed(0)
         draws.append(F.embedding(INDEX, lazy(q), padding))
     assert torch.equal(*draws)
     is_padding = (INDEX == 2).unsqueeze(-1)
-    parameters = [getattr(q, name) for name in q._parameters]
+    parameters = [getattr(q, name) for name in q.argument_names]
     gradients = torch.autograd.grad((draws[1] * is_padding).sum(), parameters, retain_graph=True)
     assert all((gradient == 0).all() for gradient in gradients)
     others = [(rows * ~is_padding).sum() for rows in draws]
@@ -292,7 +292,7 @@ def test_a_second_look_up_in_the_model_is_an_error():
 @settings
 def test_nothing_of_the_tables_size_is_formed(case, local_reparam):
     q = case.make((), (1000, DIM), torch.float64)
-    known = [getattr(q, name) for name in q._parameters]
+    known = [getattr(q, name) for name in q.argument_names]
     with RecordsSizes(*known) as recorded:
         F.embedding(torch.randint(1000, (4, 3)), lazy(q, local_reparam=local_reparam))
     assert max(recorded.sizes) <= 4 * 3 * DIM * 3  # the factors of rank 3, or of rows of size 3

@@ -114,7 +114,7 @@ def test_inputs_and_outputs_have_signs_of_their_own(make):
 def test_gradients_have_the_mean_of_the_expected_loss(make):
     """For a loss that is quadratic in each example's outputs, whose expectation is known."""
     q, x = make(OUT, CHANNELS, *KERNEL), torch.randn(2, CHANNELS, 3, 2)
-    leaves = [getattr(q, name).requires_grad_() for name in q._parameters]
+    leaves = [getattr(q, name).requires_grad_() for name in q.argument_names]
     linear_map = ConvolutionMap(F.conv2d, (CHANNELS, *KERNEL))
     mean = F.conv2d(x, q.loc).flatten(1)
     linear, root = torch.randn(mean.shape[-1]), torch.randn(2 * mean.shape[-1:])

@@ -47,7 +47,7 @@ class AugmentedNormal(GaussianWeight, abstract=True):
     """
 
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
-    _parameters = ("conditional_scale",)
+    argument_names = ("conditional_scale",)
     takes_bias_column = True
     conditional_scale: Tensor
 
