@@ -105,18 +105,18 @@ def test_every_elbo_has_the_closed_forms_mean(elbo_class, guide_name, local_repa
     options = {"init_scale": 0.3, "local_reparam": local_reparam}
     guide = GUIDES[guide_name](linear_function, **options)
     guide.initialize(x, y)
+    condition_well(guide)
     mean = mean_loss(elbo_class(), linear_function, guide, x, y)
     expected = expected_linear_loss(guide, x, y, elbo_class).detach()
-    torch.testing.assert_close(mean, expected, **tolerance(elbo_class, guide_name))
+    assert_close(mean, expected)
 
 
-def tolerance(elbo_class, guide_name):
-    """Return 1e-10, or 1e-5 for the density of a weight with inducing weights, which loses digits.
-
-    Its rows are almost a function of the inducing weights at the start.
-    """
-    is_loose = elbo_class is Trace_ELBO and guide_name.startswith("inducing")
-    return {"rtol": 1e-5 if is_loose else 1e-10, "atol": 1e-4 if is_loose else 1e-9}
+def condition_well(guide):
+    """Move inducing weights' diagonals away from 0.001, where the density of a weight loses digits."""
+    with torch.no_grad():
+        for name, parameter in guide.named_parameters():
+            if name.endswith(("row_diagonal", "column_diagonal")):
+                parameter.fill_(-0.7)
 
 
 @pytest.mark.slow
@@ -136,10 +136,11 @@ def test_every_elbo_has_the_closed_forms_mean_gradient(elbo_class, guide_name):
     x, y = torch.randn(3, 3), torch.randn(3, 2)
     guide = GUIDES[guide_name](linear_function, init_scale=0.3)
     guide.initialize(x, y)
+    condition_well(guide)
     exact = expected_linear_loss(guide, x, y, elbo_class)
     expected = flat(torch.autograd.grad(exact, list(guide.parameters())))
     mean = mean_gradient(elbo_class(), linear_function, guide, x, y)
-    torch.testing.assert_close(mean, expected, **tolerance(elbo_class, guide_name))
+    assert_close(mean, expected)
 
 
 JOINED = [name for name in GUIDES if name.endswith("joined") and "not" not in name]
@@ -155,8 +156,9 @@ def test_a_joined_bias_has_the_same_bound_under_every_elbo(guide_name, make_laye
     data = (x, y) if make_layer is nn.Linear else (x.unsqueeze(-1), y)
     guide = GUIDES[guide_name](model, init_scale=0.3)
     guide.initialize(*data)
+    condition_well(guide)
     ours, pyros, sampled = (mean_loss(elbo(), model, guide, *data) for elbo in ELBOS)
-    torch.testing.assert_close(sampled, pyros, **tolerance(Trace_ELBO, guide_name))
+    assert_close(sampled, pyros)
     if guide_name == "inducing weights":  # whose closed form counts the inducing weights too
         assert ours > pyros
     else:
