@@ -147,3 +147,11 @@ def test_other_priors_have_no_closed_form():
     student = torch.distributions.StudentT(3.0, torch.zeros(2), 1.0)
     with pytest.raises(NotImplementedError):
         kl_divergence(q, JoinedPrior(Normal(torch.zeros(2, 3), 1.0), student))
+
+
+def test_a_prior_with_two_scales_is_not_taken_for_one_with_one():
+    """With as many scales as a weight of two elements has, the trace does not replace the variances."""
+    q = MeanFieldNormal(torch.tensor([0.3, -0.2]), torch.tensor([0.5, 1.5]))
+    loc, scale = torch.zeros(2), torch.tensor([0.7, 2.0])
+    expected = kl_divergence(Normal(q.loc, q.scale), Normal(loc, scale)).sum()
+    torch.testing.assert_close(kl_divergence(q, Independent(Normal(loc, scale), 1)), expected)
