@@ -34,7 +34,20 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 ANNOUNCED = re.compile(r"(?P<name>\w+(?:Error|Warning)): (?P<message>.+)")
-SLOW = {"docs/reference_posteriors.md", "pyro_structvi.reference.nuts"}
+# Pages that train for some seconds; a sample of them runs in CI.
+SLOW = {
+    "docs/reference_posteriors.md",
+    "docs/priors_and_models.md",
+    "docs/real_nets.md",
+    *(
+        f"docs/guides/{name}.md"
+        for name in (
+            *("subnetwork", "inducing_weights", "matrix_normal", "full_covariance"),
+            *("rowwise", "points", "walsh_hadamard"),
+        )
+    ),
+    "pyro_structvi.reference.sampling",
+}
 
 
 @pytest.fixture(autouse=True)

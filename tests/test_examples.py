@@ -25,6 +25,7 @@ SCRIPTS = {
         *("--output", "{folder}/scaling.json", "--figure", "{folder}/scaling.svg"),
     ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
+    "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
     "docs/scripts/kernel_costs.py": ["--rounds", "1", "--size", "64"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],

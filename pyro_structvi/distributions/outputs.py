@@ -259,14 +259,15 @@ class DrawNormal(torch.autograd.Function):
         """Keep the variance and the ratio."""
         ctx.save_for_backward(inputs[1], output[1])
         ctx.save_for_forward(inputs[1], output[1])
-        ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor | None, _: None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         """Hand the gradient on to the mean, and half of it times the ratio to the variance."""
         variance, ratio = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
+        if gradient is None or not ctx.needs_input_grad[1]:
             return gradient, None, None
         if torch.is_grad_enabled():  # to be differentiated again
             scale = floored_sqrt(variance)
@@ -276,8 +277,9 @@ class DrawNormal(torch.autograd.Function):
     @staticmethod
     def jvp(
         ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor]:
         """Return the change of the mean, and half of the variance's times the ratio."""
         _variance, ratio = ctx.saved_tensors
-        tangent = torch.zeros_like(ratio) if of_mean is None else of_mean
-        return (tangent if of_variance is None else tangent + 0.5 * ratio * of_variance), None
+        zeros = torch.zeros_like(ratio)
+        tangent = zeros if of_mean is None else of_mean
+        return (tangent if of_variance is None else tangent + 0.5 * ratio * of_variance), zeros

@@ -1,6 +1,6 @@
 """Weights that take their bias along, as one more column of one joint posterior."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 
 import pyro
@@ -85,3 +85,18 @@ def joint_name(site: LatentSite) -> str:
 def join_values(weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``(out, in + 1)``, the weight as a matrix with the bias as its last column."""
     return torch.cat([weight.flatten(1), bias.unsqueeze(-1)], -1)
+
+
+def check_joined(found: Container[str], weight_of: Mapping[str, str]) -> None:
+    """Raise a ``ValueError`` if a model samples only one of a weight and the bias joined to it.
+
+    Args:
+        found: The names of the sites that the model samples.
+        weight_of: The weight of each joined bias.
+    """
+    for bias, weight in weight_of.items():
+        if (bias in found) != (weight in found):
+            raise ValueError(
+                f"The weight '{weight}' is joined with its bias '{bias}', but the model samples "
+                f"only one of them. Give it a family with `join_bias=False`."
+            )

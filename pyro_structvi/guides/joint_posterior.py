@@ -1,6 +1,6 @@
 """All sites of a guide together, at one state of its parameters: their distributions and joint draws."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -43,14 +43,6 @@ class JointPosterior:
         for distribution in self._at.values():
             if isinstance(distribution, WeightDistribution):
                 distribution.factorize()
-
-    def as_guide(self, number: Tensor | int | None) -> Callable[..., dict[str, Tensor]]:
-        """Return a guide that samples from these distributions, whatever the model's arguments.
-
-        Args:
-            number: Which of several passes it is: the members of an ensemble take turns. None for any.
-        """
-        return lambda *args, **kwargs: self.sample(number)
 
     def sample(self, number: Tensor | int | None = None) -> dict[str, Tensor]:
         """Sample every site, as a guide does; local ones are left to the model under ``Predictive``."""
@@ -97,7 +89,7 @@ class JointPosterior:
         Args:
             how: Whether that is sampled as a part of a guide, drawn, or averaged.
             local: Whether to yield the sites that belong to single examples too.
-            number: As for :meth:`as_guide`.
+            number: Which of several passes it is: members of an ensemble take turns. None for any.
         """
         parts: dict[str, Any] = {}
         for coupling in self._couplings:

@@ -14,7 +14,7 @@ from pyro_structvi.families import Family, LatentSite, Members, SitePosterior
 from pyro_structvi.guides.choosing import check_patterns, choose_families
 from pyro_structvi.guides.couple import couple
 from pyro_structvi.guides.coupling import Coupling
-from pyro_structvi.guides.joined_bias import join_values, joins_with
+from pyro_structvi.guides.joined_bias import check_joined, join_values, joins_with
 from pyro_structvi.guides.joint_posterior import JointPosterior
 from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
@@ -54,8 +54,8 @@ class StructuredGuide(nn.Module):
             draw, N(0, 2 / in), a vector or scalar at the prior's median.
         local_reparam: True to draw, under ``StructuredELBO``, the outputs of linear layers and
             convolutions wherever there is a rule for it; "exact" to do so only where that leaves the
-            joint law of an example exact (one position for each example); "flipout" for the same,
-            and flipout for independent elements elsewhere; False to draw weights always, as every
+            joint distribution of an example exact (one position for each example); "flipout" for the
+            same, and flipout for independent elements elsewhere; False to draw weights always, as every
             other objective of Pyro gets them.
 
     Raises:
@@ -105,6 +105,7 @@ class StructuredGuide(nn.Module):
         self._uses: dict[str, SiteUse] = {}
         self._weight_of: dict[str, str] = {}  # of each joined bias
         self._initialized = False
+        self._pass: tuple[JointPosterior, Tensor | int | None] | None = None
         with separate_randomness():
             self._adopt(find_declared_sites(model))
 
@@ -146,15 +147,15 @@ class StructuredGuide(nn.Module):
         """
         if self.model is None:
             raise RuntimeError(
-                "This guide was unpickled without its model. Make a new guide from the model and "
-                "call `new.load_state_dict(old.state_dict())`."
+                "This guide was unpickled without its model. Make a new one from the model and call "
+                "`new.load_state_dict(old.state_dict())`."
             )
         with separate_randomness():
             found = find_sites_by_running(self.model, args, kwargs)
             check_patterns(found, self.families)
             self._adopt(found)
-        # The order of execution, which Pyro's mean-field ELBO expects of a guide. A declared site
-        # that the model does not visit keeps its parameters and is not sampled.
+        # In the order of execution, as Pyro's mean-field ELBO expects. A site that the model does not
+        # visit keeps its parameters.
         self._uses = {name: found[name].use for name in found}
         for coupling in self._couplings():
             coupling.check_visited(self._uses)
@@ -169,7 +170,28 @@ class StructuredGuide(nn.Module):
         Raises:
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
+        if self._pass is not None:
+            joint, number = self._pass
+            return joint.sample(number)
         return self.begin_pass(*args, **kwargs).sample()
+
+    def in_pass(
+        self, joint: JointPosterior, number: Tensor | int | None
+    ) -> Callable[..., dict[str, Tensor]]:
+        """Return this guide, to be called with the distributions from :meth:`begin_pass`.
+
+        The ``number`` of the pass says which member of an ensemble is taken; None for any.
+        """
+
+        def guide(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            self._pass = joint, number
+            try:
+                values: dict[str, Tensor] = self(*args, **kwargs)
+            finally:
+                self._pass = None
+            return values
+
+        return guide
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
         """Show the parameters to Pyro, and return the distributions of the sites at them.
@@ -190,7 +212,12 @@ class StructuredGuide(nn.Module):
 
     def joint_posterior(self) -> JointPosterior:
         """Return the distributions of the sites at the current parameters, if any site is known."""
-        return JointPosterior([*self._site_posteriors()], [*self._couplings()], self._uses)
+        if not self._uses:
+            raise RuntimeError(
+                "The guide knows no latent site yet, since its model declares none before it runs. "
+                "Train it, or call `guide.initialize(...)` with the model's arguments, first."
+            )
+        return JointPosterior([*self._own_posteriors()], [*self._couplings()], self._uses)
 
     @property
     def ensemble(self) -> Members | None:
@@ -212,9 +239,6 @@ class StructuredGuide(nn.Module):
 
         Returns:
             One joint draw of the posterior: with it the model is one consistent function.
-
-        Raises:
-            RuntimeError: If no site is known yet.
         """
         return self.joint_posterior().draw(local, number)
 
@@ -232,14 +256,6 @@ class StructuredGuide(nn.Module):
         assert isinstance(posterior, SitePosterior)
         return posterior
 
-    def _site_posteriors(self) -> Iterator[SitePosterior]:
-        if not self._uses:
-            raise RuntimeError(
-                "The guide knows no latent site yet, since its model declares none before it runs. "
-                "Train it, or call `guide.initialize(...)` with the model's arguments, first."
-            )
-        yield from self._own_posteriors()
-
     def _own_posteriors(self) -> Iterator[SitePosterior]:
         return (self[name] for name in self._uses if name not in self._weight_of)
 
@@ -251,7 +267,7 @@ class StructuredGuide(nn.Module):
     @torch.no_grad()
     def _adopt(self, found: dict[str, FoundSite]) -> None:
         """Make posteriors for the sites that have none, all of them or none on an error."""
-        self._check_joined(found)
+        check_joined(found, self._weight_of)
         sites = {name: item.site for name, item in found.items()}
         new = {name: site for name, site in sites.items() if name not in self}
         chosen = choose_families(new, self.families)
@@ -306,14 +322,6 @@ class StructuredGuide(nn.Module):
                     "give these a separate family."
                 )
             known.sites += tuple(late)
-
-    def _check_joined(self, found: dict[str, FoundSite]) -> None:
-        for bias, weight in self._weight_of.items():
-            if (bias in found) != (weight in found):
-                raise ValueError(
-                    f"The weight '{weight}' is joined with its bias '{bias}', but the model samples "
-                    f"only one of them. Give it a family with `join_bias=False`."
-                )
 
     def __contains__(self, name: str) -> bool:
         """Whether a site has a posterior."""

@@ -118,7 +118,7 @@ class StructuredELBO(ELBO):
         joint, ensemble = guide.begin_pass(*args, **kwargs), guide.ensemble
 
         def run_number(number: Tensor | int) -> ELBOTerms:
-            return run(joint.as_guide(None if ensemble is None else number))
+            return run(guide.in_pass(joint, None if ensemble is None else number))
 
         count = self.num_particles * (1 if ensemble is None else ensemble.size)
         in_turn = not (self.vectorize_particles or (ensemble is not None and ensemble.vectorize))

@@ -142,7 +142,7 @@ def _posteriors_of(
     guide: StructuredGuide, kind: type[InducingWeights] | type[MeanField]
 ) -> list[SitePosterior]:
     """Return the posteriors of weights and vectors that are of one kind of family."""
-    every = list(guide._site_posteriors())
+    every = list(guide._own_posteriors())
     found = [
         posterior
         for posterior in every
@@ -179,7 +179,7 @@ def _count_pruned(posterior: SitePosterior) -> int:
 def _report(guide: StructuredGuide, totals: dict[str, int]) -> PruningReport:
     left = {name: total - _count_pruned(guide[name]) for name, total in totals.items()}
     num_parameters = sum(parameter.numel() for parameter in guide.parameters())
-    for posterior in guide._site_posteriors():
+    for posterior in guide._own_posteriors():
         each = 2 if isinstance(posterior.family, PrunedMeanField) else 1
         num_parameters -= each * _count_pruned(posterior)
     return PruningReport(totals, left, num_parameters)

@@ -40,6 +40,7 @@ def gap_of_the_bound(guide):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["diagonal", "full, shared", "ensemble"])
 def test_objectives_agree_but_for_the_marginal_density(kind):
     """Trace_ELBO has the density of the weight alone where there is one, and so a higher bound."""
@@ -139,6 +140,7 @@ def joint_moments(guide):
     return gain @ stacked.mean.flatten(), covariance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [SHAPE, (6, 7)], ids=["equal", "of the layers' own sizes"])
 @pytest.mark.parametrize("kind", ["matrix, shared", "full, shared", "nested, shared"])
 def test_layers_are_correlated_as_their_shared_inducing_weights_say(kind, shape):

@@ -150,6 +150,7 @@ def test_the_objective_at_the_posterior_is_the_evidence_on_average(model, regres
     assert error < 0.5
 
 
+@pytest.mark.slow
 def test_training_by_draws_arrives_near_the_exact_posterior(model, regression):
     """1500 steps: means within 0.2 standard deviations, covariances within 15 % of the largest.
 

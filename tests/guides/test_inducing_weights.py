@@ -20,6 +20,7 @@ def assert_trains(model, guide, data, elbo=ps.StructuredELBO, steps=80):
     assert all(torch.isfinite(parameter).all() for parameter in guide.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("join_bias", [True, False], ids=["joined", "not joined"])
 @EVERY_KIND
 def test_every_kind_trains(options, join_bias):
@@ -40,6 +41,7 @@ def convolution_net():
     return ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["diagonal", "full, shared", "ensemble"])
 def test_convolutions_train(kind):
     model, data = convolution_net(), (torch.randn(12, 1, 6, 6), torch.randint(3, (12,)))
@@ -177,7 +179,8 @@ def test_members_start_apart():
     guide = make_guide(**KINDS["ensemble"])
     members = guide["net.0.weight"].inducing_members
     assert members.shape == (3, *SHAPE)
-    assert (members[0] - members[1]).abs().min() > 1e-3
+    assert (members[0] - members[1]).abs().max() > 1e-2
+    assert (members[0] != members[1]).all()
 
 
 def test_prior_scales_are_those_of_weight_and_bias():

@@ -114,6 +114,7 @@ def test_it_finds_the_nearest_matrix_normal_where_outputs_have_correlated_noise(
     assert left_over > 1e-3
 
 
+@pytest.mark.slow
 def test_training_by_draws_arrives_near_the_exact_posterior():
     """1500 steps: means within 0.2 standard deviations, covariances within 15 % of the largest.
 

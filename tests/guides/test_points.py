@@ -293,6 +293,7 @@ def test_an_ensemble_survives_its_state():
 # ---- dropout -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dropout_has_its_loss_under_every_objective():
     """Against all masks of a layer, and the entropy of the masks."""
     x, y = regression_data(5, 2)

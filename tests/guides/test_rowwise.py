@@ -85,6 +85,7 @@ def test_it_finds_the_exact_posterior_where_outputs_have_different_noise(model, 
     torch.testing.assert_close(elbo, regression.log_evidence, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 def test_training_by_draws_arrives_near_the_exact_posterior(model, regression):
     """1500 steps: means within 0.2 standard deviations, covariances within 20 % of a row's largest.
 

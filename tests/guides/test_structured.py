@@ -192,14 +192,14 @@ def test_init_loc_fn_must_return_the_sites_shape():
 @pytest.mark.parametrize("case", function_cases())
 @pytest.mark.parametrize("guide_name", [*GUIDE_NAMES, *POINTS])
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
-def test_every_model_trains_under_every_elbo(case, elbo, guide_name):
+def test_a_step_gives_every_parameter_a_finite_gradient(case, elbo, guide_name):
     model, args = function_cases()[case]
     guide = (GUIDES | POINTS)[guide_name](model)
-    svi = make_svi(model, guide, elbo(num_particles=2))
-    first = sum(svi.step(*args) for _ in range(10))
-    for _ in range(100):
-        svi.step(*args)
-    assert sum(svi.step(*args) for _ in range(10)) < first
+    guide.initialize(*args)
+    elbo(num_particles=2).loss_and_grads(model, guide, *args)
+    gradients = {name: parameter.grad for name, parameter in guide.named_parameters()}
+    assert [name for name, value in gradients.items() if value is None] == []
+    assert [name for name, value in gradients.items() if not value.isfinite().all()] == []
 
 
 @pytest.mark.parametrize("module_local", [True, False])

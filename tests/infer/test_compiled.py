@@ -22,6 +22,11 @@ from tests.models import HandWritten, make_classifier, make_regressor, regressio
 STEPS = 7
 RATE_RTOL = 1e-6  # a graph has learning rates in single precision
 GUIDE_CASES = GUIDES | POINTS
+# Those whose steps differ: local noise, joined biases, factors, inducing weights, members, masks.
+FAST = {"k-tied, joined", "low rank", "inducing weights", "ensemble", "dropout"}
+EACH_WAY = [
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in GUIDE_CASES
+]
 
 
 def adam(**options):
@@ -67,7 +72,7 @@ def assert_same(make, data, rtol=1e-10, **options):
     return losses
 
 
-@pytest.mark.parametrize("name", GUIDE_CASES)
+@pytest.mark.parametrize("name", EACH_WAY)
 def test_losses_and_parameters_are_those_of_svi(name):
     def make():
         model = make_regressor()
@@ -606,7 +611,13 @@ def as_on_a_gpu(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", ["mean field", "low rank", "inducing weights", "ensemble"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "low rank",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("inducing weights", "ensemble")),
+    ],
+)
 def test_a_captured_step_is_that_of_svi(name, as_on_a_gpu):
     def make():
         model = make_regressor()
@@ -669,6 +680,7 @@ def test_a_captured_step_reads_learning_rates(kind, as_on_a_gpu):
     torch.testing.assert_close(losses, expected, rtol=RATE_RTOL, atol=0)
 
 
+@pytest.mark.slow
 def test_captured_steps_of_several_shapes_share_learning_rates(as_on_a_gpu):
     x, y = regression_data()
     pyro.set_rng_seed(0)
@@ -694,6 +706,7 @@ def load_moments_of_zero(svi, times):
             optimizer.load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_an_optimizer_that_was_loaded_is_captured_anew(times, as_on_a_gpu):
     """Also where the new groups take the place in memory of groups that were let go of."""
@@ -710,6 +723,7 @@ def test_an_optimizer_that_was_loaded_is_captured_anew(times, as_on_a_gpu):
     assert len(svi._step.kinds) == 1
 
 
+@pytest.mark.slow
 def test_other_options_of_a_captured_optimizer_are_captured_anew(as_on_a_gpu):
     def change(svi, number):
         if number == 9:

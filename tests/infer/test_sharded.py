@@ -54,6 +54,7 @@ def sharded(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_sharded_parameters_train_as_whole_ones(tmp_path, name):
     model, guide, loss, x, y = make(name)

@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from pyro_structvi.linalg.fused import (
-    AddScaledNoise,
-    BankAndSquaredNorm,
-    VarianceAndSums,
-    draw_normal,
-    floored_sqrt,
-    square,
-)
+from pyro_structvi.distributions.outputs import draw_normal, square
+from pyro_structvi.linalg.fused import AddScaledNoise, BankAndSquaredNorm, VarianceAndSums
+from pyro_structvi.linalg.precision import floored_sqrt
 
 SHAPE = (2, 3, 4)
 COEFFICIENTS = [(), (1,), (1, 1, 1), (3, 1), (2, 1, 4), (2, 3, 4)]
