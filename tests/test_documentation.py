@@ -111,7 +111,7 @@ def squeeze(text):
 @pytest.mark.parametrize("net", ["dense", "convolution"])
 def test_gradient_variance_script_runs(net, monkeypatch, capsys, tmp_path):
     script, figure = ROOT / "docs/scripts/gradient_variance.py", tmp_path / "figure.png"
-    arguments = ["--net", net, "--gradients", "10", "--figure", str(figure)]
+    arguments = ["--net", net, "--gradients", "30", "--figure", str(figure)]
     monkeypatch.setattr(sys, "argv", [script.name, *arguments])
     runpy.run_path(str(script), run_name="__main__")
     rows = capsys.readouterr().out.splitlines()[2:]

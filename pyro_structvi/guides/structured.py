@@ -147,7 +147,7 @@ class StructuredGuide(nn.Module):
         """
         if self.model is None:
             raise RuntimeError(
-                "This guide was unpickled without its model. Make a new one from the model and call "
+                "This guide was unpickled without its model. Make a new guide from the model and call "
                 "`new.load_state_dict(old.state_dict())`."
             )
         with separate_randomness():
