@@ -36,8 +36,8 @@ class InducingWeights(MatrixFamily):
 
     Args:
         shape: The inducing weights' ``(M_out, M_in)``. A weight that is smaller in both directions gets
-            inducing weights of its own shape; one smaller in one direction gets what was asked for, as
-            the paper counts.
+            inducing weights of the weight's shape; one smaller in one direction gets what was asked
+            for, as the paper counts.
         posterior: The family of their posterior: ``MeanField()`` is FFG-U, ``FullCovariance()`` FCG-U,
             ``Members(K)`` Ensemble-U, whose K nets share all but the inducing weights.
         shared: Whether the inducing weights of all sites of this family have one posterior, of the

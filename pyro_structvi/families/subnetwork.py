@@ -29,7 +29,7 @@ class Subnetwork(Family):
         train_rest: Whether the other elements are trained along, as point estimates.
 
     Raises:
-        TypeError: If a mask is no tensor of booleans, or the posterior no family of vectors.
+        TypeError: If a mask is not a tensor of booleans, or the posterior is not a family of vectors.
         ValueError: When a guide is made: if a mask has not its site's shape, or nothing is chosen.
         MemoryError: When a guide is made, if a full covariance would take too much.
 

@@ -54,7 +54,7 @@ def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family |
 
 
 def check_patterns(sites: Collection[str], families: Mapping[str, Family]) -> None:
-    """Raise a ``ValueError`` if there are no sites, or a pattern matches none of them."""
+    """Raise a ``ValueError`` if there are no sites, or a pattern does not match any of them."""
     if not sites:
         raise ValueError(
             "The model has no latent site for a guide to serve. Make the net Bayesian first, "

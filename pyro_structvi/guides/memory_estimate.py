@@ -14,7 +14,7 @@ class MemoryEstimate:
 
     Attributes:
         parameters: The number of trained parameters of each site, by name; a joined bias counts with its
-            weight, and what sites draw together under a name of its own.
+            weight, and what sites draw together under a separate name.
         parameter_bytes: The bytes of all parameters and constants.
         training_bytes: The bytes of parameters and constants, gradients and Adam's two moments. What a
             step forms on the way, activations above all, comes on top.

@@ -34,8 +34,8 @@ class EnsembleGuide(StructuredGuide):
     Under :class:`~pyro_structvi.StructuredELBO`, and so in :func:`~pyro_structvi.fit`, every step
     trains all members on the whole batch, each with the loss of a maximum a posteriori estimate; the
     loss is their mean. Other objectives train one member a step, chosen at random.
-    :func:`~pyro_structvi.predict` uses each member once. What is no site, such as the parameters and
-    running statistics of a batch normalization, the members share.
+    :func:`~pyro_structvi.predict` uses each member once. Members share what is not a site, such as the
+    parameters and running statistics of a batch normalization.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
@@ -76,7 +76,7 @@ class EnsembleGuide(StructuredGuide):
 class MCDropoutGuide(StructuredGuide):
     """Monte Carlo dropout: the input channels of every weight are dropped at random.
 
-    In training each example has a mask of its own; a draw, as :func:`~pyro_structvi.predict` makes it,
+    In training each example has a separate mask; a draw, as :func:`~pyro_structvi.predict` makes it,
     has one mask for all inputs, so that it is one function. Vectors and scalars are points.
 
     Args:

@@ -118,7 +118,7 @@ class _SiteRecorder(Messenger):
                     f"The latent site '{name}' stands in the plate '{frame.name}', which is "
                     f"subsampled ({frame.size} of {frame.full_size}). Structured guides serve "
                     "global sites and full plates. Take the site out, with "
-                    f"`poutine.block(model, hide=['{name}'])`, and write a guide of its own."
+                    f"`poutine.block(model, hide=['{name}'])`, and write a separate guide for it."
                 )
         value: Tensor = msg["value"]
         event_dim = msg["fn"].event_dim if frames else value.dim()

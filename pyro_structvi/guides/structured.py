@@ -275,7 +275,7 @@ class StructuredGuide(nn.Module):
             bias: name
             for name, family in chosen.items()
             if (bias := joins_with(sites[name], family, sites)) in chosen
-            and bias not in self.families  # named outright, it has a family of its own
+            and bias not in self.families  # named outright, it has a separate family
         }
         for bias, weight in weight_of.items():
             if weight in sites:

@@ -27,7 +27,7 @@ class SubnetworkGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
-        TypeError: If a mask is no tensor of booleans.
+        TypeError: If a mask is not a tensor of booleans.
         ValueError: If a mask has not its site's shape or, at the first call, fits no site; if nothing
             is chosen; or if both ``center`` and ``init_loc_fn`` are given.
         MemoryError: If the full covariance would take too much.
