@@ -9,6 +9,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
+from pyro_structvi._torch import inside_transform
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import event_sum, standard_normal
 from pyro_structvi.maps import LinearMap, shape_per_example
@@ -139,16 +140,16 @@ class NormalOutputs(GaussianOutputs):
 
 def square(x: Tensor) -> Tensor:
     """Return ``x^2``, with a gradient of one pass."""
-    squares: Tensor = Square.apply(x)
+    squares: Tensor = x.square() if inside_transform() else Square.apply(x)
     return squares
 
 
 def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
     """Return ``mean + sqrt(variance) * noise``, the variance with a floor as in ``floored_sqrt``."""
     is_narrow = torch.finfo(variance.dtype).bits < 32
-    if is_narrow or not mean.dtype == variance.dtype == noise.dtype:
+    if is_narrow or inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
         return mean + floored_sqrt(variance) * noise
-    draws: Tensor = DrawNormal.apply(mean, variance, noise)[0]
+    draws: Tensor = DrawNormal.apply(mean, variance, noise)
     return draws
 
 
@@ -211,19 +212,13 @@ def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) ->
 class Square(torch.autograd.Function):
     """``x^2``."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        """Return the squares."""
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the squares, and keep the input."""
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
         squares: Tensor = x.square()
         return squares
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keep the input."""
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -242,32 +237,22 @@ class Square(torch.autograd.Function):
 class DrawNormal(torch.autograd.Function):
     """``mean + sqrt(variance) * noise``; noise takes no gradient."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(mean: Tensor, variance: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the draws, and noise over deviation, which is zero where the floor is."""
+    def forward(ctx: Any, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
+        """Return the draws, and keep noise over deviation, which is zero where the floor is."""
         least = torch.finfo(variance.dtype).tiny
         scale = variance.clamp_min(least).sqrt_()
         draws = torch.addcmul(mean, noise, scale)
-        return draws, noise / F.threshold(scale, 1.01 * least**0.5, math.inf, inplace=True)
+        ratio = noise / F.threshold(scale, 1.01 * least**0.5, math.inf, inplace=True)
+        ctx.save_for_backward(variance, ratio)
+        ctx.save_for_forward(variance, ratio)
+        return draws
 
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]
-    ) -> None:
-        """Keep the variance and the ratio."""
-        ctx.save_for_backward(inputs[1], output[1])
-        ctx.save_for_forward(inputs[1], output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor | None, _: None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """Hand the gradient on to the mean, and half of it times the ratio to the variance."""
         variance, ratio = ctx.saved_tensors
-        if gradient is None or not ctx.needs_input_grad[1]:
+        if not ctx.needs_input_grad[1]:
             return gradient, None, None
         if torch.is_grad_enabled():  # to be differentiated again
             scale = floored_sqrt(variance)
@@ -275,11 +260,8 @@ class DrawNormal(torch.autograd.Function):
         return gradient, torch.addcmul(ratio.new_zeros(()), gradient, ratio, value=0.5), None
 
     @staticmethod
-    def jvp(
-        ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None
-    ) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None) -> Tensor:
         """Return the change of the mean, and half of the variance's times the ratio."""
         _variance, ratio = ctx.saved_tensors
-        zeros = torch.zeros_like(ratio)
-        tangent = zeros if of_mean is None else of_mean
-        return (tangent if of_variance is None else tangent + 0.5 * ratio * of_variance), zeros
+        tangent = torch.zeros_like(ratio) if of_mean is None else of_mean
+        return tangent if of_variance is None else tangent + 0.5 * ratio * of_variance

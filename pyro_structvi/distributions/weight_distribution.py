@@ -34,6 +34,7 @@ class WeightDistribution(TorchDistribution):
     **Optional**: ``has_independent_elements``, True if the covariance is diagonal;
     ``has_exact_positions``, True if images are exact over the positions of an example;
     ``takes_bias_column``, True if a joined bias is better kept as a column than met by an input of one;
+    ``applies_in_factors``, True if ``ways_to_apply`` may have ``"factors"``;
     ``loc``, ``variance_sum``, ``ways_to_apply``, ``draw_factored``, ``split_noise``, ``rows``,
     ``factorize``, ``expand``, as their docstrings say; ``log_prob`` and ``entropy``.
 
@@ -56,6 +57,7 @@ class WeightDistribution(TorchDistribution):
     has_independent_elements: ClassVar[bool] = False
     has_exact_positions: ClassVar[bool] = False
     takes_bias_column: ClassVar[bool] = False
+    applies_in_factors: ClassVar[bool] = False
     argument_names: ClassVar[tuple[str, ...]]
     _required: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(
         (
@@ -198,10 +200,7 @@ class WeightDistribution(TorchDistribution):
         return self.loc
 
     def image(self, x: Tensor) -> TorchDistribution:
-        """Return the distribution of ``W x``, independently for every ``x``.
-
-        Args:
-            x: Inputs ``(*batch, in)``. Leading dimensions broadcast against ``batch_shape``.
+        """Return the distribution of ``W x``, independently for every ``x (*batch, in)``.
 
         Raises:
             ValueError: If the last dimension of ``x``, its dtype or device do not fit the weight.

@@ -13,8 +13,8 @@ class DelayDraws(Messenger):
     """Delays the draws of a guide's weights until the model uses them.
 
     The value of a sample site becomes a :class:`~pyro_structvi.lazy.weight.LazyWeight` if its
-    distribution is a :class:`~pyro_structvi.distributions.WeightDistribution` and its role says how the
-    model uses it. Sites in plates are drawn at once.
+    distribution is a :class:`~pyro_structvi.distributions.WeightDistribution` and its role says that the
+    model uses it once, or if a draw of it may be applied in factors. Sites in plates are drawn at once.
 
     For an objective that is linear in each log density, such as the ELBO: outputs drawn for the
     likelihood do not belong to a weight that is drawn later for a density. Importance weights combine
@@ -36,6 +36,8 @@ class DelayDraws(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         distribution, use = msg["fn"], SiteRole.of(msg).use
+        if use is None or msg["value"] is not None:
+            return
         is_weight = isinstance(distribution, WeightDistribution) and not distribution.batch_shape
-        if is_weight and use is not None and msg["value"] is None:
+        if is_weight and (use.may_wait or distribution.applies_in_factors):
             msg["value"] = LazyWeight(distribution, use)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._torch import inside_transform
+from pyro_structvi.linalg.shapes import event_sum
 
 
 def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Tensor:
@@ -21,6 +22,9 @@ def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Ten
 
 def variance_and_sums(log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``exp(2 l)``, its sum over an event, and twice the sum of ``l``."""
+    if inside_transform():
+        variance = (2 * log_scale).exp()
+        return variance, event_sum(variance, event_dim), 2 * event_sum(log_scale, event_dim)
     sums: tuple[Tensor, Tensor, Tensor] = VarianceAndSums.apply(log_scale, event_dim)
     return sums
 
@@ -79,25 +83,17 @@ class BankAndSquaredNorm(torch.autograd.Function):
 class VarianceAndSums(torch.autograd.Function):
     """``exp(2 l)``, its sum, and twice the sum of ``l``: variances, their trace and log determinant."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(*batch, *event)`` and two of ``(*batch,)``, the sums over an event."""
         variance = (2 * log_scale).exp_()
+        ctx.event_dim = event_dim
+        ctx.save_for_backward(variance)
+        ctx.save_for_forward(variance)
+        ctx.set_materialize_grads(False)
         event = tuple(range(-event_dim, 0))
         total = variance.sum(event) if event else variance.clone()
         return variance, total, 2 * (log_scale.sum(event) if event else log_scale)
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Keep the variances."""
-        ctx.event_dim = inputs[1]
-        ctx.save_for_backward(output[0])
-        ctx.save_for_forward(output[0])
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(

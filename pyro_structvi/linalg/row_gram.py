@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import reshape_without_view
+from pyro_structvi._torch import inside_transform, reshape_without_view
 from pyro_structvi.linalg.precision import autocast_off
 
 _SMALL = 2**16  # numbers in factors whose products cost nothing in double precision
@@ -13,7 +13,23 @@ _SMALL = 2**16  # numbers in factors whose products cost nothing in double preci
 
 def row_gram(factors: Tensor, batch_dim: int) -> Tensor:
     """Return ``V'V (*batch, K, K)``, in double precision, of factors ``(*batch, K, out, *rest)``."""
-    gram: Tensor = RowGram.apply(factors, batch_dim)
+    gram: Tensor = (
+        _gram(factors, batch_dim) if inside_transform() else RowGram.apply(factors, batch_dim)
+    )
+    return gram
+
+
+def _gram(factors: Tensor, batch_dim: int) -> Tensor:
+    """Add the products within a row in the dtype of ``V``, and rows in double precision.
+
+    Small weights are double from the start: they may have fewer elements than there are factors.
+    """
+    shape = factors.shape[: batch_dim + 2]
+    rows = factors.reshape(*shape, -1).transpose(-3, -2)
+    if factors.numel() <= _SMALL:
+        rows = rows.double()
+    with autocast_off(factors):
+        gram: Tensor = (rows @ rows.mT).sum(-3, dtype=torch.float64)
     return gram
 
 
@@ -24,28 +40,13 @@ class RowGram(torch.autograd.Function):
     tensors of the size of V, in another memory layout than V.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(factors: Tensor, batch_dim: int) -> Tensor:
-        """Add the products within a row in the dtype of ``V``, and rows in double precision.
-
-        Small weights are double from the start: they may have fewer elements than there are factors.
-        """
-        shape = factors.shape[: batch_dim + 2]
-        rows = factors.reshape(*shape, -1).transpose(-3, -2)
-        if factors.numel() <= _SMALL:
-            rows = rows.double()
-        with autocast_off(factors):
-            gram: Tensor = (rows @ rows.mT).sum(-3, dtype=torch.float64)
-        return gram
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-        """Keep the factors."""
-        factors, ctx.batch_dim = inputs
+    def forward(ctx: Any, factors: Tensor, batch_dim: int) -> Tensor:
+        """Return the products, and keep the factors."""
+        ctx.batch_dim = batch_dim
         ctx.save_for_backward(factors)
         ctx.save_for_forward(factors)
+        return _gram(factors, batch_dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -5,12 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_structvi._torch import inside_transform
 from pyro_structvi.linalg.blocks import blocks_of_rows
 from pyro_structvi.linalg.shapes import event_sum
 
 
 def squared_distance(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
     """Return ``|mean - loc|^2`` over an event, ``(*batch,)``; ``loc`` broadcasts to the mean."""
+    if inside_transform():
+        return event_sum((mean - loc).square(), event_dim)
     distance: Tensor = SquaredDistance.apply(mean, loc, event_dim)
     return distance
 
@@ -18,11 +21,12 @@ def squared_distance(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
 class SquaredDistance(torch.autograd.Function):
     """``|mean - loc|^2`` over an event, with a gradient of one pass over the mean."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
         """Add up the squares; torch's norm would lose digits in single precision."""
+        ctx.event_dim = event_dim
+        ctx.save_for_backward(mean, loc)
+        ctx.save_for_forward(mean, loc)
         if loc.numel() > 1 or mean.dim() > event_dim:
             difference = mean - loc
             return event_sum(difference.mul_(difference), event_dim)
@@ -31,13 +35,6 @@ class SquaredDistance(torch.autograd.Function):
             difference = block - loc.reshape(1, 1)
             total = total + difference.mul_(difference).sum()
         return total
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        """Keep the points."""
-        mean, loc, ctx.event_dim = inputs
-        ctx.save_for_backward(mean, loc)
-        ctx.save_for_forward(mean, loc)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:

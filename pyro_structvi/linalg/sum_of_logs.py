@@ -5,23 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_structvi._torch import inside_transform
 from pyro_structvi.linalg.blocks import blocks_of_rows
 
 
 def sum_of_logs(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the sum of ``log (R C')`` for ``R (*batch, out, k)`` and ``C (*batch, in, k)``."""
-    total: Tensor = SumOfLogs.apply(rows, columns)[0]
+    if inside_transform():
+        return (rows @ columns.mT).log().sum((-2, -1))
+    total: Tensor = SumOfLogs.apply(rows, columns)
     return total
 
 
 class SumOfLogs(torch.autograd.Function):
     """The sum over ``log (R C')`` and its gradients, block by block: nothing out x in is formed."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add up the logarithms of each product; also return ``(1 / R C') C`` and ``(1 / R C')' R``."""
+    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
+        """Add up the logarithms of each product; keep ``(1 / R C') C`` and ``(1 / R C')' R``."""
         transposed = (
             columns.mT.contiguous()
         )  # thin factors first, and row by row: see the docs on speed
@@ -33,19 +34,13 @@ class SumOfLogs(torch.autograd.Function):
             inverses = products.reciprocal_()
             of_rows.append((transposed @ inverses.mT).mT)
             of_columns = of_columns + block.mT.contiguous() @ inverses
-        return total, torch.cat(of_rows, -2), of_columns.mT
+        kept = rows, columns, torch.cat(of_rows, -2), of_columns.mT
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+        return total
 
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Keep the factors and the gradients."""
-        ctx.save_for_backward(*inputs, *output[1:])
-        ctx.save_for_forward(*inputs, *output[1:])  # vmap wants the same
-        ctx.mark_non_differentiable(*output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Scale the gradients, which are formed again where they are to be differentiated."""
         rows, columns, of_rows, of_columns = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -55,9 +50,7 @@ class SumOfLogs(torch.autograd.Function):
         return gradient * of_rows, gradient * of_columns
 
     @staticmethod
-    def jvp(
-        ctx: Any, rows_change: Tensor | None, columns_change: Tensor | None
-    ) -> tuple[Tensor, None, None]:
+    def jvp(ctx: Any, rows_change: Tensor | None, columns_change: Tensor | None) -> Tensor:
         """Return the sum over the change of the products, relative to them."""
         rows, columns, *_ = ctx.saved_tensors
         change = torch.zeros_like(rows @ columns.mT)
@@ -65,4 +58,5 @@ class SumOfLogs(torch.autograd.Function):
             change = change + rows_change @ columns.mT
         if columns_change is not None:
             change = change + rows @ columns_change.mT
-        return (change / (rows @ columns.mT)).sum((-2, -1)), None, None
+        total: Tensor = (change / (rows @ columns.mT)).sum((-2, -1))
+        return total

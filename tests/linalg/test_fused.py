@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_structvi.distributions.outputs import draw_normal, square
-from pyro_structvi.linalg.fused import AddScaledNoise, BankAndSquaredNorm, VarianceAndSums
+from pyro_structvi.linalg.fused import AddScaledNoise, BankAndSquaredNorm, variance_and_sums
 from pyro_structvi.linalg.precision import floored_sqrt
 
 SHAPE = (2, 3, 4)
@@ -116,14 +116,14 @@ def test_mixed_precision_gives_gradients_to_inputs_of_either_dtype(dtype):
 @pytest.mark.parametrize("event_dim", [0, 1, 3])
 def test_variances_and_their_sums_have_all_derivatives(event_dim):
     log_scale = torch.randn(SHAPE, requires_grad=True)
-    variance, total, log_det = VarianceAndSums.apply(log_scale, event_dim)
+    variance, total, log_det = variance_and_sums(log_scale, event_dim)
     event = log_scale.shape[3 - event_dim :].numel()
     torch.testing.assert_close(variance, log_scale.exp().square())
     torch.testing.assert_close(total, variance.reshape(*total.shape, event).sum(-1))
     torch.testing.assert_close(log_det, variance.log().reshape(*total.shape, event).sum(-1))
 
     def apply(log_scale):
-        return VarianceAndSums.apply(log_scale, event_dim)
+        return variance_and_sums(log_scale, event_dim)
 
     assert torch.autograd.gradcheck(apply, (log_scale,), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(apply, (log_scale,))
@@ -134,14 +134,14 @@ def test_variances_and_their_sums_may_be_used_one_at_a_time_and_under_vmap(outpu
     log_scale = torch.randn(SHAPE, requires_grad=True)
 
     def apply(shift):
-        return VarianceAndSums.apply(log_scale + shift, 3)[output].sum()
+        return variance_and_sums(log_scale + shift, 3)[output].sum()
 
     shifts = torch.randn(4)
     (gradient,) = torch.autograd.grad(torch.func.vmap(apply)(shifts).sum(), log_scale)
     (expected,) = torch.autograd.grad(sum(apply(shift) for shift in shifts), log_scale)
     torch.testing.assert_close(gradient, expected)
     plain = {0: log_scale.exp().square(), 1: log_scale.exp().square(), 2: 2 * log_scale}[output]
-    own = torch.autograd.grad(VarianceAndSums.apply(log_scale, 3)[output].sum(), log_scale)
+    own = torch.autograd.grad(variance_and_sums(log_scale, 3)[output].sum(), log_scale)
     torch.testing.assert_close(own, torch.autograd.grad(plain.sum(), log_scale))
 
 
