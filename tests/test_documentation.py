@@ -43,7 +43,7 @@ SLOW = {
         f"docs/guides/{name}.md"
         for name in (
             *("subnetwork", "inducing_weights", "matrix_normal", "full_covariance"),
-            *("rowwise", "points", "walsh_hadamard"),
+            *("rowwise", "points", "walsh_hadamard", "k_tied", "rank_one"),
         )
     ),
     "pyro_structvi.reference.sampling",

@@ -113,6 +113,7 @@ def test_it_finds_the_exact_posterior_of_a_linear_regression(model, regression, 
     torch.testing.assert_close(elbo, regression.log_evidence, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 def test_without_the_bias_joined_a_bound_is_left(model, regression):
     """Independent weight and bias cannot be the posterior: the oracle tells them apart."""
     guide = ps.FullCovarianceGuide(model, join_bias=False)

@@ -113,6 +113,7 @@ def test_prior_scales_are_no_parameters(kind):
     assert len(inner) == (1 if "shared" in kind else 2)
 
 
+@pytest.mark.slow
 def test_the_resnet_50_of_the_paper_has_as_many_parameters_as_it_says():
     """Ritter et al. (2021), section 5.2: batch norms counted, 5,710,902 in place of 23,520,842."""
     torchvision = pytest.importorskip("torchvision")

@@ -490,6 +490,7 @@ def test_training_on_a_gpu(elbo):
     assert {parameter.device.type for parameter in guide.parameters()} == {"cuda"}
 
 
+@pytest.mark.slow
 def test_group_effects_are_drawn_and_local_latents_left_to_the_model():
     group = torch.arange(40) % 4
     y = torch.tensor([-3.0, -1.0, 1.0, 3.0])[group]
@@ -561,6 +562,7 @@ def test_a_net_that_differentiates_itself_gets_drawn_weights():
     assert type(value) is torch.Tensor
 
 
+@pytest.mark.slow
 def test_importance_weights_are_those_of_drawn_weights():
     x = torch.randn(6, 3)
     y = x @ torch.tensor([[1.0, -1.0], [0.5, 0.0], [0.0, 2.0]]) + 0.5 * torch.randn(6, 2)

@@ -60,6 +60,7 @@ def joint(guide):
 # ---- the law -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_draws_have_the_joint_law_and_leave_the_rest():
     guide = make_guide()
     q, index = joint(guide)
@@ -75,6 +76,7 @@ def test_draws_have_the_joint_law_and_leave_the_rest():
     assert torch.equal(median[rest], draws[0, rest])
 
 
+@pytest.mark.slow
 def test_it_finds_the_posterior_given_the_rest():
     """In a linear regression the chosen weights have a normal posterior given the others."""
     x, y = regression_data(NUM_DATA, 4)
@@ -153,6 +155,7 @@ def test_scale_and_mask_of_the_model_weigh_all_of_the_divergence():
     assert total["masked"] == 0
 
 
+@pytest.mark.slow
 def test_objectives_agree():
     guide, data = make_guide(), regression_data(NUM_DATA)
     guide.initialize(*data)

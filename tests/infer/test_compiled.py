@@ -113,6 +113,7 @@ def test_buffers_and_point_estimates_are_updated(local_reparam):
     assert_same(lambda: make_k_tied(image_model, local_reparam=local_reparam), data)
 
 
+@pytest.mark.slow
 def test_recurrent_nets_compile():
     assert_same(
         lambda: make_k_tied(recurrent_model), (torch.randn(6, 5, 3), torch.randint(2, (6,)))
@@ -124,6 +125,7 @@ def test_modules_of_the_users_own_compile():
     assert_same(lambda: make_k_tied(HandWritten), (torch.randn(6, 3), torch.randn(6, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_particles_compile(vectorize):
     def loss():
@@ -223,6 +225,7 @@ def test_a_frozen_parameter_stays():
         assert all(torch.equal(value, values[0]) for value in values)
 
 
+@pytest.mark.slow
 def test_autocast_is_traced_and_not_applied_twice():
     def both(compiled):
         torch.set_default_dtype(torch.float32)
@@ -653,6 +656,7 @@ def test_a_fit_by_captured_steps_updates_after_its_check(as_on_a_gpu, monkeypatc
     torch.testing.assert_close(own, state, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
 def test_a_captured_step_reads_learning_rates(kind, as_on_a_gpu):
     """Both as numbers that were written into a group, and by a scheduler of torch's."""

@@ -19,7 +19,7 @@ def train(case, guide_name, make, **options):
     return [svi.step(*data) for _ in range(3)]
 
 
-FAST = ("dictionary of inputs", "LSTM cell", "weight normalization")
+FAST = ("dictionary of inputs",)
 
 
 def pairs():
