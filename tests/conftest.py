@@ -7,6 +7,8 @@ import pyro
 import pytest
 import torch
 
+from pyro_structvi.linalg import factorizations as linalg_factorizations
+
 SLOW_SAMPLE_SIZE = 5
 
 
@@ -64,3 +66,16 @@ def fresh_state(float64_by_default):
     pyro.enable_validation(True)
     yield
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def factorizations(monkeypatch):
+    """Return a list that grows with each factorization."""
+    made, original = [], linalg_factorizations.stable_cholesky
+
+    def counted(matrix):
+        made.append(matrix.shape)
+        return original(matrix)
+
+    monkeypatch.setattr(linalg_factorizations, "stable_cholesky", counted)
+    return made

@@ -164,7 +164,7 @@ def _handlers_of(names: Sequence[str], model: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(
                     f"The sites '{names[0]}' and '{name}' have one posterior, and so must have one "
                     f"{attribute} in the model, but got {ours} and {other}. Put both under the same "
-                    "handler, or give them posteriors of their own (`join_bias=False` for a bias)."
+                    "handler, or give each a separate posterior (`join_bias=False` for a bias)."
                 )
     return {"scale": first["scale"], "mask": first["mask"]}
 

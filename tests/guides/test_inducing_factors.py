@@ -17,7 +17,6 @@ from pyro_structvi.families import (
     MeanField,
     Members,
 )
-from pyro_structvi.linalg import factorizations as linalg_factorizations
 from tests.guides.inducing_guides import EVERY_KIND, KINDS, make_guide
 from tests.models import make_regressor, regression_data
 
@@ -89,19 +88,6 @@ def test_a_copy_trains(kind):
 
 
 # ---- factors -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def factorizations(monkeypatch):
-    """Return a list that grows with each factorization."""
-    made, original = [], linalg_factorizations.stable_cholesky
-
-    def counted(matrix):
-        made.append(matrix.shape)
-        return original(matrix)
-
-    monkeypatch.setattr(linalg_factorizations, "stable_cholesky", counted)
-    return made
 
 
 @pytest.mark.parametrize("num_particles", [1, 3])

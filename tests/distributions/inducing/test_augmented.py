@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
-from pyro_structvi.linalg import factorizations as linalg_factorizations
 from tests import dense_oracles as dense
 from tests.distributions.cases import (
     CONVOLUTION,
@@ -171,19 +170,6 @@ def test_second_derivatives_of_the_density_are_refused():
 
 
 # ---- factors -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def factorizations(monkeypatch):
-    """Return a list that grows with each factorization."""
-    made, original = [], linalg_factorizations.stable_cholesky
-
-    def counted(matrix):
-        made.append(matrix.shape)
-        return original(matrix)
-
-    monkeypatch.setattr(linalg_factorizations, "stable_cholesky", counted)
-    return made
 
 
 def test_factors_are_computed_when_needed_and_once(factorizations):
