@@ -1,11 +1,10 @@
 """All sites of a guide together, at one state of its parameters: their distributions and joint draws."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import pyro
-import pyro.poutine as poutine
 from torch import Tensor
 
 from pyro_structvi.distributions import WeightDistribution
@@ -44,11 +43,15 @@ class JointPosterior:
             if isinstance(distribution, WeightDistribution):
                 distribution.factorize()
 
-    def sample(self, number: Tensor | int | None = None) -> dict[str, Tensor]:
-        """Sample every site, as a guide does; local ones are left to the model under ``Predictive``."""
+    def sample(
+        self, number: Tensor | int | None = None, left_out: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Sample every site but those left out, as a guide does."""
         values: dict[str, Tensor] = {}
         plates: dict[str, Any] = {}
-        for site, distribution in self.given("sample", poutine.get_mask() is not False, number):
+        for site, distribution in self.given("sample", True, number):
+            if site.name in left_out:
+                continue
             if site.bias is not None:
                 values |= sample_joined(site, distribution, self._uses)
                 continue

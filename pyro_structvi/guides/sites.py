@@ -110,6 +110,7 @@ class _SiteRecorder(Messenger):
             return
         if SiteRole.of(msg).is_observation:
             self.observed_plates.update(frame.name for frame in msg["cond_indep_stack"])
+        if SiteRole.of(msg).is_observation or msg["is_observed"]:
             return
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
         for frame in frames:

@@ -16,6 +16,7 @@ from pyro_structvi.guides.couple import couple
 from pyro_structvi.guides.coupling import Coupling
 from pyro_structvi.guides.joined_bias import check_joined, join_values, joins_with
 from pyro_structvi.guides.joint_posterior import JointPosterior
+from pyro_structvi.guides.local_latents import of_other_examples
 from pyro_structvi.guides.parameters import declare_parameters
 from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
 from pyro_structvi.guides.starts import InitLocFn, separate_randomness, start_of
@@ -165,7 +166,7 @@ class StructuredGuide(nn.Module):
         """Sample every site, as a guide does, and return the values by site.
 
         Under ``Predictive`` local sites, which belong to the examples they were trained on, are left
-        to the model.
+        to the model if their plates have other sizes there; a :class:`LocalLatentWarning` says so.
 
         Raises:
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
@@ -173,7 +174,11 @@ class StructuredGuide(nn.Module):
         if self._pass is not None:
             joint, number = self._pass
             return joint.sample(number)
-        return self.begin_pass(*args, **kwargs).sample()
+        joint, local = self.begin_pass(*args, **kwargs), self.local_site_names
+        if not local or self.model is None or poutine.get_mask() is not False:
+            return joint.sample()
+        shapes = {name: self[name].site.shape for name in local}
+        return joint.sample(left_out=of_other_examples(self.model, shapes, args, kwargs))
 
     def in_pass(
         self, joint: JointPosterior, number: Tensor | int | None

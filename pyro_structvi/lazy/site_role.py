@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from pyro.distributions import Delta
+
 from pyro_structvi.lazy.weight import SiteUse
 
 _KEY = "structvi_role"
@@ -51,5 +53,18 @@ class SiteRole:
             return role
         return cls(
             is_auxiliary=bool(infer.get("is_auxiliary")),
-            is_observation=bool(site["is_observed"] or infer.get("is_observation")),
+            is_observation=bool(infer.get("is_observation")) or _is_data(site),
         )
+
+
+def _is_data(site: Mapping[str, Any]) -> bool:
+    """Whether a site observes data, and not a value that the model has computed.
+
+    ``pyro.deterministic`` and reparametrizations record such values by an observed Delta.
+    """
+    if not site["is_observed"] or site["infer"].get("_deterministic"):
+        return False
+    distribution: Any = site.get("fn")
+    while hasattr(distribution, "base_dist"):
+        distribution = distribution.base_dist
+    return not isinstance(distribution, Delta)

@@ -1,22 +1,45 @@
 """Joint draws of a posterior, given as a guide or as draws by site, and runs of the model at them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._checks import check_positive_integer, check_same_kind, check_shape
+from pyro_structvi._checks import check_positive_integer, check_same_kind, check_shape, shape_text
 from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.guides.local_latents import warn_of_local_latents
+from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import as_drawn
 
 Posterior = Callable[..., Any] | Mapping[str, Tensor]
 
 DEFAULT_NUM_SAMPLES = 100
+
+
+def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
+    """Raise a ``TypeError`` unless a posterior is a guide or draws by site.
+
+    Args:
+        model: The model.
+        posterior: What is given for its posterior.
+    """
+    if isinstance(posterior, type):
+        got = f"the class {posterior.__name__}. Make a guide of the model, `{posterior.__name__}(model)`"
+    elif isinstance(posterior, Mapping):
+        return
+    elif not callable(posterior):
+        got = f"a {type(posterior).__name__}. Pass the guide that was fitted"
+    elif poutine.unwrap(posterior) is poutine.unwrap(model):
+        got = "the model. Pass the guide that was fitted to it"
+    else:
+        return
+    raise TypeError(f"`posterior` must be a guide or a dict of draws by site, but got {got}.")
 
 
 def as_arguments(x: Any) -> tuple[Any, ...]:
@@ -55,15 +78,14 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
 
 
 def iterate_draws(
-    posterior: Posterior, num_samples: int, args: tuple[Any, ...], local: bool = False
+    posterior: Posterior, num_samples: int, args: tuple[Any, ...]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield joint draws of the sites, each an ordinary tensor by site.
+    """Yield joint draws of all sites, each an ordinary tensor by site.
 
     Args:
         posterior: A :class:`StructuredGuide`, any other guide, or draws by site.
         num_samples: How many; of given draws, evenly spaced ones.
         args: Arguments for a guide that needs them.
-        local: Whether to draw a structured guide's local sites too.
 
     Yields:
         One draw at a time.
@@ -76,35 +98,64 @@ def iterate_draws(
         return
     for number in range(num_samples):
         if isinstance(posterior, StructuredGuide):
-            yield posterior.draw(local, number)
+            yield posterior.draw(local=True, number=number)
         else:
             yield _draw_from_guide(posterior, args)
 
 
 def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Run a guide and keep its global sites; sites in plates belong to the data it was run on."""
+    """Run a guide and keep the values of its sites, auxiliary ones left out."""
     with poutine.block():
         trace = poutine.trace(poutine.mask(guide, mask=False)).get_trace(*args)
+    sites = {
+        name: site
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site_is_subsample(site)
+    }
+    observed = [name for name, site in sites.items() if SiteRole.of(site).is_observation]
+    if observed:
+        raise TypeError(
+            f"`posterior` must be a guide, which samples latent sites only, but got a program with the "
+            f"observations {observed}. Pass the guide, not the model."
+        )
     return {
         name: as_drawn(site["value"])
-        for name, site in trace.nodes.items()
-        if site["type"] == "sample"
-        and not site_is_subsample(site)
-        and not SiteRole.of(site).is_auxiliary
-        and not any(frame.vectorized for frame in site["cond_indep_stack"])
+        for name, site in sites.items()
+        if not SiteRole.of(site).is_auxiliary
     }
 
 
-def run_conditioned(
-    model: Callable[..., Any], values: dict[str, Tensor], args: tuple[Any, ...]
-) -> Any:
-    """Run the model at given values of its global sites and return the trace.
+class _AtDraw(Messenger):
+    """Gives a model's latent sites the values of a draw, where these have the sites' shapes.
 
-    Sites without a value are drawn from the model: local latents, and the observations.
+    What the model observes, or is conditioned on, stays. A value of another shape is left out: it may be
+    that of a local latent, for other examples.
     """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        value = self.values.get(msg["name"])
+        if value is not None and not msg["is_observed"] and value.shape == msg["fn"].shape():
+            msg["value"], msg["is_observed"] = value, True
+
+
+def run_at_draw(
+    model: Callable[..., Any],
+    values: dict[str, Tensor],
+    args: tuple[Any, ...],
+    new: Collection[str] = (),
+) -> Any:
+    """Run the model at a draw of its latent sites and return the trace.
+
+    Sites without a value, and the ``new`` ones, are drawn from the model.
+    """
+    given = {name: value for name, value in values.items() if name not in new}
     try:
         with poutine.block(), poutine.mask(mask=False):
-            return poutine.trace(poutine.condition(model, data=values)).get_trace(*args)
+            return poutine.trace(_AtDraw(given)(model)).get_trace(*args)
     except RuntimeError as error:
         _explain_mismatch(values, args, error)
         raise
@@ -124,42 +175,98 @@ def _explain_mismatch(
                 raise mismatch from error
 
 
-def find_observation(
-    trace: Any, values: dict[str, Tensor], posterior: Posterior, site: str | None
-) -> str:
-    """Return the name of the observed site of a model that was run without observations.
+def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:
+    """Return the name of the observed site of a model that was run at a draw without observations.
 
     Args:
         trace: The trace of that run.
-        values: The latent sites' values in that run.
-        posterior: What the latent sites were drawn from.
+        values: The draw, by site.
         site: The name if the caller gave it.
 
     Returns:
         The name.
 
     Raises:
-        ValueError: If there is no such site, or several could be meant.
+        ValueError: If there is no such site, if several could be meant, or if the draw does not have
+            exactly the model's latent sites, those of single examples aside.
     """
-    latent = set(values)
-    if isinstance(posterior, StructuredGuide):
-        latent |= set(posterior.site_names)
-    free = [
-        name
+    nodes = {
+        name: node
         for name, node in trace.nodes.items()
-        if node["type"] == "sample"
-        and not site_is_subsample(node)
-        and not node["infer"].get("_deterministic")
-        and name not in latent
-    ]
-    marked = [name for name in free if SiteRole.of(trace.nodes[name]).is_observation]
+        if node["type"] == "sample" and not site_is_subsample(node)
+    }
+    unknown = [name for name in values if name not in nodes]
+    drawn = [name for name, node in nodes.items() if not node["is_observed"]]
+    free = [name for name in drawn if name not in values]
+    marked = [name for name in free if SiteRole.of(nodes[name]).is_observation]
     candidates = [name for name in free if name == site] if site else marked or free
     if len(candidates) != 1:
+        _refuse_draw(nodes, values, [], unknown)
         raise ValueError(
             f"The observed site must be one of {free}"
             + (f", but got site='{site}'." if site else ": pass its name as `site=`.")
         )
-    return str(candidates[0])
+    observed = str(candidates[0])
+    plates = _plates_of(nodes[observed])
+    missing = [name for name in drawn if name != observed and not plates & _plates_of(nodes[name])]
+    _refuse_draw(nodes, values, missing, unknown)
+    return observed
+
+
+def _plates_of(node: Any) -> set[str]:
+    return {frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
+
+
+def _refuse_draw(
+    nodes: Mapping[str, Any],
+    values: Mapping[str, Tensor],
+    missing: Sequence[str],
+    unknown: Sequence[str],
+) -> None:
+    """Raise a ``ValueError`` if a draw lacks sites of the model, or has sites that it does not have."""
+    for name in missing:
+        if name in values:
+            expected = shape_text(nodes[name]["fn"].shape())
+            raise ValueError(
+                f"`posterior` must give the site '{name}' values of the model's shape {expected}, but "
+                f"got {shape_text(values[name].shape)}."
+            )
+    if missing or unknown:
+        raise ValueError(
+            "`posterior` must have the latent sites of the model, but these are missing in it: "
+            f"{[*missing]}, and these are not in the model: {[*unknown]}. Pass the guide of this very "
+            "model, or rename the draws."
+        )
+
+
+def left_to_the_model(
+    model: Callable[..., Any],
+    posterior: Posterior,
+    args: tuple[Any, ...],
+    site: str | None,
+    is_whole: bool,
+) -> set[str]:
+    """Return the latents of single examples that are to be drawn from the model, and say so.
+
+    Args:
+        model: The model.
+        posterior: What the draws are of.
+        args: The model's arguments.
+        site: The observed site's name if the caller gave it.
+        is_whole: Whether these are all examples, and not a mini-batch of them.
+
+    Returns:
+        Their names: none where ``posterior`` was fitted to as many examples as there are here.
+    """
+    with separate_randomness():
+        values = next(iterate_draws(posterior, 1, args))
+        trace = run_at_draw(model, values, args)
+    plates = _plates_of(trace.nodes[find_observation(trace, values, site)])
+    local = [name for name in values if plates & _plates_of(trace.nodes[name])]
+    kept = [name for name in local if is_whole and trace.nodes[name]["is_observed"]]
+    new = [name for name in local if name not in kept]
+    warn_of_local_latents(kept, new, stacklevel=3)
+    return {*new}
 
 
 def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pyro_structvi.posterior.draws import (
     as_arguments,
     evaluation_mode,
     find_observation,
-    run_conditioned,
+    run_at_draw,
 )
 
 
@@ -104,8 +104,8 @@ def laplace_variances(
     with evaluation_mode(model):
         for _ in range(num_samples):
             for batch in zip(*(value.split(batch_size) for value in args), strict=True):
-                trace = run_conditioned(model, values, batch)
-                observed = find_observation(trace, values, center, site)
+                trace = run_at_draw(model, values, batch)
+                observed = find_observation(trace, values, site)
                 drawn = {  # the observations, and what is latent of single examples
                     name: node["value"]
                     for name, node in trace.nodes.items()
@@ -138,7 +138,7 @@ def _gradients(
     def log_prob(changed: dict[str, Tensor], own: dict[str, Tensor], *example: Tensor) -> Tensor:
         inputs = tuple(value.unsqueeze(0) for value in example)
         own = {name: value.unsqueeze(0) for name, value in own.items()}
-        node = run_conditioned(model, values | changed | own, inputs).nodes[observed]
+        node = run_at_draw(model, values | changed | own, inputs).nodes[observed]
         density: Tensor = node["fn"].log_prob(node["value"]).sum()
         return density
 

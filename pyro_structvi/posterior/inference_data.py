@@ -10,12 +10,14 @@ from torch import Tensor
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
+    check_posterior,
     count_draws,
     evaluation_mode,
     find_observation,
     iterate_draws,
+    left_to_the_model,
     observed_log_prob,
-    run_conditioned,
+    run_at_draw,
 )
 
 
@@ -46,7 +48,9 @@ def to_inference_data(
 
     Raises:
         ImportError: If ArviZ is not installed.
-        ValueError: If numbers or lengths do not fit, or the observed site is ambiguous.
+        TypeError: If ``posterior`` is neither a guide nor draws.
+        ValueError: If numbers or lengths do not fit, the observed site is ambiguous, or ``posterior``
+            does not have exactly the model's global sites.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
@@ -63,6 +67,7 @@ def to_inference_data(
         import arviz
     except ImportError as error:
         raise ImportError('ArviZ is needed: `pip install "pyro-structvi[diagnostics]"`.') from error
+    check_posterior(model, posterior)
     args = as_arguments(x)
     if any(len(value) != len(y) for value in args):
         raise ValueError(
@@ -77,11 +82,12 @@ def to_inference_data(
     latents: list[dict[str, Tensor]] = []
     predictive, log_likelihood = [], []
     with evaluation_mode(model):
-        for values in iterate_draws(posterior, total, args, local=True):
-            trace = run_conditioned(model, values, args)
-            name = find_observation(trace, values, posterior, site)
+        new = left_to_the_model(model, posterior, args, site, is_whole=True)
+        for values in iterate_draws(posterior, total, args):
+            trace = run_at_draw(model, values, args, new)
+            name = find_observation(trace, values, site)
             likelihood = trace.nodes[name]["fn"]
-            latents.append(values)
+            latents.append({key: values[key] for key in values if key not in new})
             predictive.append(likelihood.sample())
             log_likelihood.append(observed_log_prob(likelihood, y))
 

@@ -14,12 +14,14 @@ from pyro_structvi._checks import check_positive_integer
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
+    check_posterior,
     count_draws,
     evaluation_mode,
     find_observation,
     iterate_draws,
+    left_to_the_model,
     observed_log_prob,
-    run_conditioned,
+    run_at_draw,
 )
 
 
@@ -65,9 +67,10 @@ def predict(
 ) -> Prediction:
     """Predict with draws of a posterior.
 
-    Each draw fixes all sites but local ones, so that the model is one function over all inputs and
-    all mini-batches. Local latents (in a plate with observations) are drawn anew from the model.
-    The model runs in evaluation mode and without gradients.
+    Each draw fixes all global sites, so that the model is one function over all inputs and all
+    mini-batches. Latents of single examples (in a plate with observations) take the posterior's values
+    where the plate has the size that it was fitted to, and are drawn from the model elsewhere; a
+    :class:`LocalLatentWarning` says which. The model runs in evaluation mode and without gradients.
 
     Args:
         model: A model that samples its observations when called with inputs only.
@@ -86,7 +89,9 @@ def predict(
         Moments, entropies and densities, computed online, and the function values unless streamed.
 
     Raises:
-        ValueError: If a number is not positive, lengths differ, or the observed site is ambiguous.
+        TypeError: If ``posterior`` is neither a guide nor draws.
+        ValueError: If a number is not positive, lengths differ, the observed site is ambiguous, or
+            ``posterior`` does not have exactly the model's global sites.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -95,17 +100,18 @@ def predict(
         >>> prediction.mean.shape, prediction.functions.shape
         (torch.Size([5, 3]), torch.Size([20, 5, 3]))
     """
+    check_posterior(model, posterior)
     args = as_arguments(x)
     batches = _split(args, y, batch_size)
     total = count_draws(posterior, num_samples)
     accumulator = _Accumulator()
     functions = []
     with evaluation_mode(model):
+        new = left_to_the_model(model, posterior, batches[0][0], site, len(batches) == 1)
         draws = iterate_draws(posterior, total, batches[0][0])
         for values in tqdm(draws, total=total, desc="predict", disable=not progress):
             outputs = [
-                _run(model, posterior, values, arguments, target, site)
-                for arguments, target in batches
+                _run(model, values, new, arguments, target, site) for arguments, target in batches
             ]
             joined = _Conditional.join(outputs)
             accumulator.add(joined)
@@ -159,14 +165,14 @@ class _Conditional:
 
 def _run(
     model: Callable[..., Any],
-    posterior: Posterior,
     values: dict[str, Tensor],
+    new: set[str],
     args: tuple[Any, ...],
     y: Tensor | None,
     site: str | None,
 ) -> _Conditional:
-    trace = run_conditioned(model, values, args)
-    likelihood = trace.nodes[find_observation(trace, values, posterior, site)]["fn"]
+    trace = run_at_draw(model, values, args, new)
+    likelihood = trace.nodes[find_observation(trace, values, site)]["fn"]
     mean, variance, is_categorical = _moments(likelihood)
     returned = trace.nodes["_RETURN"]["value"]
     per_example = isinstance(returned, Tensor) and returned.shape[:1] == mean.shape[:1]

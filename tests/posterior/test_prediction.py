@@ -11,6 +11,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.guides.local_latents import LocalLatentWarning
 from tests.models import (
     linear_function,
     local_latent_function,
@@ -118,11 +119,12 @@ def test_local_latents_are_drawn_from_the_model():
     x, y = torch.randn(6, 3), torch.randn(6)
     guide = ps.MeanFieldGuide(local_latent_function, init_scale=1e-6)
     ps.fit(local_latent_function, guide, (x, y), num_steps=3, progress=False)
-    assert_draws(
-        lambda: ps.predict(local_latent_function, guide, torch.zeros(5, 3), 1).functions[0],
-        torch.zeros(5),
-        0.5**2 * torch.eye(5),
-    )
+    with pytest.warns(LocalLatentWarning, match=r"\['shift'\] of single examples are drawn"):
+        assert_draws(
+            lambda: ps.predict(local_latent_function, guide, torch.zeros(5, 3), 1).functions[0],
+            torch.zeros(5),
+            0.5**2 * torch.eye(5),
+        )
 
 
 def test_pyros_own_guides():

@@ -1,0 +1,195 @@
+"""Draws and guides must fit the model that they are used with, and local latents their examples."""
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.infer.reparam import LocScaleReparam
+
+import pyro_structvi as ps
+from pyro_structvi.guides.local_latents import LocalLatentWarning
+from tests.models import make_classifier, make_regressor, regression_data
+
+
+def draws_of(model, count=4):
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    each = [guide.draw() for _ in range(count)]
+    return {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+
+
+def renamed(draws):
+    return {name.removeprefix("net."): value for name, value in draws.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (renamed, r"missing in it: \['net.0.weight', .*not in the model: \['0.weight', "),
+        (lambda d: dict(list(d.items())[1:]), r"missing in it: \['net.0.weight'\].*model: \[\]"),
+        (lambda d: d | {"other": torch.zeros(4)}, r"missing in it: \[\].*model: \['other'\]"),
+        (
+            lambda d: d | {"net.0.bias": torch.zeros(4, 7)},
+            r"'net.0.bias' values of the model's shape \(5,\), but got \(7,\)",
+        ),
+        (lambda d: d | {"obs": torch.zeros(4, 5, 1)}, "The observed site must be one of"),
+    ],
+)
+@pytest.mark.parametrize("predicts", [True, False])
+def test_draws_must_have_exactly_the_latent_sites(change, message, predicts):
+    model, (x, y) = make_regressor(), regression_data(5)
+    draws = change(draws_of(model))
+    with pytest.raises(ValueError, match=message):
+        ps.predict(model, draws, x) if predicts else ps.to_inference_data(model, draws, x, y)
+
+
+def test_draws_that_lack_a_site_of_an_unmarked_model_are_refused():
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ weight, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match=r"not in the model: \['w'\]"):
+        ps.predict(model, {"w": torch.zeros(4, 3)}, torch.zeros(5, 3))
+
+
+def test_what_is_no_posterior_of_the_model_is_refused():
+    model, other, x = make_regressor(), make_classifier(), torch.zeros(5, 3)
+    for posterior, message in [
+        (ps.KTiedGuide, "the class KTiedGuide"),
+        (AutoNormal, "the class AutoNormal"),
+        (model, "got the model"),
+        (poutine.scale(model, scale=0.5), "got the model"),
+        (make_regressor(), r"a program with the observations \['obs'\]"),
+        (None, "a NoneType"),
+        (3, "a int"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            ps.predict(model, posterior, x)
+    with pytest.raises(ValueError, match=r"'net.2.weight' values of the model's shape \(1, 5\)"):
+        ps.predict(model, ps.KTiedGuide(other), x)
+
+
+def test_a_copy_of_the_model_has_the_same_posterior():
+    model = make_regressor()
+    assert ps.predict(make_regressor(), ps.KTiedGuide(model), torch.zeros(5, 3), 2).num_samples == 2
+
+
+def test_what_a_model_is_conditioned_on_wins():
+    model, x = make_regressor(), torch.randn(5, 3)
+    value = torch.full((1,), 100.0)
+    conditioned = poutine.condition(model, data={"net.2.bias": value})
+    guide = ps.MeanFieldGuide(model)
+    assert (ps.predict(conditioned, guide, x, 5).mean > 80).all()
+    data = ps.to_inference_data(conditioned, guide, x, torch.zeros(5, 1), 5)
+    assert (data.posterior_predictive["obs"].values > 80).all()
+    fitted = ps.MeanFieldGuide(conditioned)
+    ps.fit(conditioned, fitted, (x, x[:, :1]), num_steps=1, progress=False)
+    assert (ps.predict(conditioned, fitted, x, 5).mean > 80).all()
+
+
+# ---- latents of single examples ------------------------------------------------------------------
+
+SCHOOLS = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12], dtype=torch.float64)
+ERRORS = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18], dtype=torch.float64)
+
+
+def schools(errors, y=None):
+    mean = pyro.sample("mean", dist.Normal(0.0, torch.tensor(5.0)))
+    scale = pyro.sample("scale", dist.LogNormal(torch.tensor(2.5), torch.tensor(0.2)))
+    with pyro.plate("schools", len(errors)):
+        effect = pyro.sample("effect", dist.Normal(mean, scale))
+        pyro.sample("obs", dist.Normal(effect, errors), obs=y)
+    return effect
+
+
+@pytest.fixture
+def guide_of_schools():
+    guide = ps.MeanFieldGuide(schools, init_scale=1e-6)
+    guide.initialize(ERRORS, SCHOOLS)
+    guide["effect"].loc.data = SCHOOLS.clone()
+    return guide
+
+
+def test_predictive_takes_local_posteriors_at_the_examples_trained_on(guide_of_schools):
+    predictive = Predictive(schools, guide=guide_of_schools, num_samples=3)
+    with pytest.warns(LocalLatentWarning, match=r"\['effect'\] of single examples take"):
+        effects = predictive(ERRORS)["effect"]
+    torch.testing.assert_close(effects, SCHOOLS.expand(3, 8), atol=1e-4, rtol=0)
+
+
+def test_predictive_draws_local_latents_of_other_examples_from_the_model(guide_of_schools):
+    predictive = Predictive(schools, guide=guide_of_schools, num_samples=300)
+    with pytest.warns(LocalLatentWarning, match=r"\['effect'\] of single examples are drawn"):
+        effects = predictive(ERRORS[:5])["effect"]
+    assert effects.shape == (300, 5)
+    spread = effects.std() / guide_of_schools.median()["scale"]
+    assert 0.8 < spread < 1.2  # 1500 draws: a standard error of 2 %
+
+
+@pytest.mark.parametrize("is_guide", [True, False])
+def test_predict_takes_local_posteriors_of_as_many_examples(guide_of_schools, is_guide):
+    each = [guide_of_schools.draw(local=True) for _ in range(3)]
+    draws = {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+    posterior = guide_of_schools if is_guide else draws
+    with pytest.warns(LocalLatentWarning, match="take the values"):
+        whole = ps.predict(schools, posterior, ERRORS, 3).functions
+    torch.testing.assert_close(whole, SCHOOLS.expand(3, 8), atol=1e-4, rtol=0)
+    # Batches of eight are not the eight examples, though they are as many.
+    for x, batch_size in [(ERRORS.repeat(2), 8), (ERRORS[:5], None)]:
+        with pytest.warns(LocalLatentWarning, match="drawn from the model"):
+            functions = ps.predict(schools, posterior, x, 3, batch_size=batch_size).functions
+        assert functions.std(0).min() > 0.1
+    with pytest.warns(LocalLatentWarning, match="take the values"):
+        data = ps.to_inference_data(schools, posterior, ERRORS, SCHOOLS, 3)
+    assert data.posterior["effect"].shape == (1, 3, 8)
+    with pytest.warns(LocalLatentWarning, match="drawn from the model"):
+        data = ps.to_inference_data(schools, posterior, ERRORS[:5], SCHOOLS[:5], 3)
+    assert "effect" not in data.posterior
+
+
+def groups(group, y=None):
+    """Groups with a latent each, non-centred, seen through examples in another plate."""
+    scale = pyro.sample("scale", dist.HalfNormal(torch.tensor(1.0)))
+    with pyro.plate("groups", 3):
+        shift = pyro.sample("shift", dist.Normal(torch.tensor(0.0), scale))
+        pyro.deterministic("twice", 2 * shift)
+    with pyro.plate("data", len(group)):
+        pyro.sample("obs", dist.Normal(shift[group], 0.1), obs=y)
+    return shift[group]
+
+
+def reparametrized(group, y=None):
+    return poutine.reparam(groups, {"shift": LocScaleReparam(0.0)})(group, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "site"), [(groups, "shift"), (reparametrized, "shift_decentered")]
+)
+@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, AutoNormal])
+def test_only_data_make_the_latents_of_a_plate_local(model, site, make_guide):
+    group, truth = torch.arange(60) % 3, torch.tensor([3.0, -2.0, 0.5])
+    y = truth[group]
+    guide = make_guide(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
+    for _ in range(400):
+        svi.step(group, y)
+    if make_guide is ps.MeanFieldGuide:
+        assert guide.local_site_names == []
+        assert {"scale", site} <= guide.median().keys() & guide.draw().keys()
+    prediction = ps.predict(model, guide, torch.tensor([0, 1, 2, 2]), 50, site="obs")
+    assert (prediction.mean - truth[[0, 1, 2, 2]]).abs().max() < 0.3
+
+
+def test_plates_of_global_latents_have_the_sizes_they_were_fitted_to():
+    def model(x, size=3):
+        with pyro.plate("groups", size):
+            shift = pyro.sample("shift", dist.Normal(torch.tensor(0.0), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(shift.sum(), torch.ones(len(x))))
+
+    draws = {"shift": torch.zeros(2, 4)}
+    with pytest.raises(ValueError, match=r"'shift' values of the model's shape \(3,\)"):
+        ps.predict(model, draws, torch.zeros(6), site="obs")
