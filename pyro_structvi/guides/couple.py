@@ -1,11 +1,14 @@
 """Which families' sites draw together."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import singledispatch
+
+from torch import nn
 
 from pyro_structvi.families import Family, InducingWeights, Members, SitePosterior, Subnetwork
 from pyro_structvi.guides.coupling import Coupling
 from pyro_structvi.guides.joint_subnetwork import JointSubnetwork
+from pyro_structvi.guides.parameters import module_key
 from pyro_structvi.guides.same_member import SameMember
 from pyro_structvi.guides.shared_inducing import SharedInducing
 
@@ -43,3 +46,37 @@ def _(
 @couple.register
 def _(family: Subnetwork, posteriors: Mapping[str, SitePosterior], scale: float) -> Coupling | None:
     return JointSubnetwork(family.posterior, posteriors, scale)
+
+
+def couple_families(
+    posteriors: Iterable[SitePosterior], known: nn.ModuleDict, scale: float
+) -> None:
+    """Make what the sites of each family draw together, once; its key is that of its first site.
+
+    Args:
+        posteriors: The posteriors of all sites.
+        known: What sites draw together already; new couplings are added.
+        scale: The standard deviation of each element at the start.
+
+    Raises:
+        ValueError: If sites that draw together were found too late.
+    """
+    groups: dict[Family, dict[str, SitePosterior]] = {}
+    for posterior in posteriors:
+        groups.setdefault(posterior.family, {})[posterior.site.name] = posterior
+    for family, own in groups.items():
+        couplings = (each for each in known.values() if isinstance(each, Coupling))
+        coupling = next((each for each in couplings if own.keys() & set(each.sites)), None)
+        if coupling is None:
+            made = couple(family, own, scale)
+            if made is not None:
+                known[module_key(next(iter(own)))] = made
+            continue
+        late = {name: own[name] for name in own if name not in coupling.sites}
+        if late and not coupling.takes(late):
+            raise ValueError(
+                f"The sites {[*coupling.sites]} are drawn together, and {[*late]} were found only now. "
+                "Make the guide from a function, so that it finds all sites in one run, or give these a "
+                "separate family."
+            )
+        coupling.sites += tuple(late)

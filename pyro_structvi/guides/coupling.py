@@ -1,6 +1,6 @@
 """What several sites of a guide draw together."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyro
@@ -30,9 +30,6 @@ class Coupling(nn.Module):
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
         """Whether sites that are found late may join."""
         return False
-
-    def check_visited(self, sites: Collection[str]) -> None:
-        """Raise a ``ValueError`` if a model that visits only these sites leaves the bound unbounded."""
 
     def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
         """Draw as a part of a guide, with a sample site where there is a KL to count."""

@@ -51,8 +51,10 @@ def sample_joined(
         The two values, by the names of the model's sites.
     """
     assert site.bias is not None
-    once = all(uses[name].may_wait for name in site.names)
-    use = SiteUse(site.name, uses[site.name].local_reparam, count=1 if once else None)
+    counts = {uses[name].count for name in site.names}
+    once = all(uses[name].gives_outputs for name in site.names)
+    count = 1 if once else 0 if counts == {0} else None
+    use = SiteUse(site.name, uses[site.name].local_reparam, count)
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
     is_lazy = isinstance(joint, LazyWeight)

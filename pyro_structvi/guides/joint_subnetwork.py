@@ -1,6 +1,6 @@
 """One posterior over chosen elements of several sites."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,15 +60,6 @@ class JointSubnetwork(SharedPosterior):
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
         """Whether sites that are found late may join: those of which nothing is chosen."""
         return not any(len(post.value("index")) for post in posteriors.values())
-
-    def check_visited(self, sites: Collection[str]) -> None:
-        """Raise a ``ValueError`` if something is chosen of a site that the model does not visit."""
-        missing = [name for name in self.coupled if name not in sites]
-        if missing:
-            raise ValueError(
-                f"Elements of {missing} were chosen, but the model does not visit these sites, and "
-                "nothing would bound their posterior. Leave them out of `chosen`."
-            )
 
     def split(self, value: Tensor, q: Any) -> dict[str, Any]:
         """Return each site's chosen elements, with their means and variances."""

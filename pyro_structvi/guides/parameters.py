@@ -35,3 +35,9 @@ def _identity(parameter: Tensor) -> Tensor:
 
 
 _declare = effectful(_identity, type="param")
+
+
+def module_key(name: str) -> str:
+    """Return a site's name as a key of a module dictionary: no dots, and none of its attributes."""
+    key = name.replace("/", "//").replace(".", "/")
+    return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key

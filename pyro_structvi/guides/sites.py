@@ -1,7 +1,8 @@
 """Which latent sites a model has, and how often it uses each: by looking, or by one run."""
 
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,10 @@ from pyro_structvi.lazy.weight import SiteUse
 from pyro_structvi.linalg.shapes import shrink
 
 
+class UnusedSiteWarning(UserWarning):
+    """The pass that counts uses does not use some of the sites."""
+
+
 @dataclass
 class FoundSite:
     """A latent site as it was found.
@@ -31,12 +36,14 @@ class FoundSite:
         prior: Its distribution in the model.
         initial: The value it had before the net was made Bayesian, if it had one.
         use: How often one pass used it, with ``count`` None where no pass was run.
+        is_declared: Whether a module declares it.
     """
 
     site: LatentSite
     prior: Any
     initial: Tensor | None
     use: SiteUse
+    is_declared: bool = False
 
 
 def find_declared_sites(model: Any) -> dict[str, FoundSite]:
@@ -63,7 +70,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
             initial = module.__dict__.get("initial_values", {}).get(attribute)
             shape = torch.Size(prior.shape())
             site = LatentSite(name, shape, len(shape), prior.support, prior_scale=_scale_of(prior))
-            found[name] = FoundSite(site, prior, initial, SiteUse(name))
+            found[name] = FoundSite(site, prior, initial, SiteUse(name), is_declared=True)
     return found
 
 
@@ -90,10 +97,30 @@ def find_sites_by_running(
         model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
     for name, found in recorder.found.items():
-        found.initial = declared[name].initial if name in declared else None
+        found.is_declared = name in declared
+        found.initial = declared[name].initial if found.is_declared else None
         is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
         found.site = replace(found.site, is_local=is_local)
     return recorder.found
+
+
+def warn_of_unused(found: Mapping[str, FoundSite], uses: Mapping[str, SiteUse]) -> None:
+    """Name the sites that no pass has used so far, unless a function uses none at all.
+
+    Args:
+        found: The sites that were found in the last pass.
+        uses: How passes have used the sites.
+    """
+    own = [name for name in found if not found[name].site.plates]
+    unused = [name for name in own if uses[name].count == 0]
+    if unused and (len(unused) < len(own) or any(found[name].is_declared for name in own)):
+        warnings.warn(
+            f"The model samples {unused}, and the pass that counts uses does not use them. If other "
+            "passes do, all is well. If none does, a net may reach its layers past the module tree, "
+            "for instance by a closure, or sum `parameters()`, in whose place there are now sites.",
+            UnusedSiteWarning,
+            stacklevel=3,
+        )
 
 
 class _SiteRecorder(Messenger):

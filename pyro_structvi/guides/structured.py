@@ -12,15 +12,21 @@ from pyro_structvi._checks import check_positive_number
 from pyro_structvi._pyro import plates_around
 from pyro_structvi.families import Family, LatentSite, Members, SitePosterior
 from pyro_structvi.guides.choosing import check_patterns, choose_families
-from pyro_structvi.guides.couple import couple
+from pyro_structvi.guides.couple import couple_families
 from pyro_structvi.guides.coupling import Coupling
 from pyro_structvi.guides.joined_bias import check_joined, join_values, joins_with
 from pyro_structvi.guides.joint_posterior import JointPosterior
 from pyro_structvi.guides.local_latents import of_other_examples
-from pyro_structvi.guides.parameters import declare_parameters
-from pyro_structvi.guides.sites import FoundSite, find_declared_sites, find_sites_by_running
+from pyro_structvi.guides.parameters import declare_parameters, module_key
+from pyro_structvi.guides.sites import (
+    FoundSite,
+    find_declared_sites,
+    find_sites_by_running,
+    warn_of_unused,
+)
 from pyro_structvi.guides.starts import InitLocFn, separate_randomness, start_of
 from pyro_structvi.lazy.weight import LocalReparam, SiteUse
+from pyro_structvi.nn.every_site import sample_every_site
 
 
 class GuideOptions(TypedDict, total=False):
@@ -109,6 +115,7 @@ class StructuredGuide(nn.Module):
         self._pass: tuple[JointPosterior, Tensor | int | None] | None = None
         with separate_randomness():
             self._adopt(find_declared_sites(model))
+        sample_every_site(poutine.unwrap(model))
 
     @property
     def model(self) -> Callable[..., Any] | None:
@@ -134,8 +141,8 @@ class StructuredGuide(nn.Module):
         """Run the model once to find the sites it draws itself, and to count the uses of each.
 
         The first call of the guide does this. Call it beforehand to load a state dict into the
-        guide of a function, or again when the model's path has changed. Parameters that exist are
-        kept.
+        guide of a function, or again with arguments that take another path through the model: a weight
+        has the most uses of all. Parameters that exist are kept.
 
         Args:
             *args: The model's arguments, observations included; their values do not matter.
@@ -155,12 +162,10 @@ class StructuredGuide(nn.Module):
             found = find_sites_by_running(self.model, args, kwargs)
             check_patterns(found, self.families)
             self._adopt(found)
-        # In the order of execution, as Pyro's mean-field ELBO expects. A site that the model does not
-        # visit keeps its parameters.
-        self._uses = {name: found[name].use for name in found}
-        for coupling in self._couplings():
-            coupling.check_visited(self._uses)
+        # In the order of execution, as Pyro's mean-field ELBO expects.
+        self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
         self._initialized = True
+        warn_of_unused(found, self._uses)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site, as a guide does, and return the values by site.
@@ -257,7 +262,7 @@ class StructuredGuide(nn.Module):
         name = self._weight_of.get(name, name)
         if name not in self:
             raise KeyError(f"'{name}' is none of the sites {list(self._uses)}.")
-        posterior = self.posteriors[_key(name)]
+        posterior = self.posteriors[module_key(name)]
         assert isinstance(posterior, SitePosterior)
         return posterior
 
@@ -291,14 +296,14 @@ class StructuredGuide(nn.Module):
             if name in sites
         }
         for name, posterior in made.items():
-            self.posteriors[_key(name)] = posterior
+            self.posteriors[module_key(name)] = posterior
         self._weight_of = weight_of
         for name, site in sites.items():
             self[name].site = site  # a run knows more of it than the declaration
         for name, item in found.items():
             item.use.local_reparam = self.local_reparam
-            self._uses[name] = item.use
-        self._couple()
+            self._uses[name] = item.use.after(self._uses.get(name))
+        couple_families(self._own_posteriors(), self.couplings, self.init_scale)
 
     def _make_posterior(
         self, site: LatentSite, family: Family, found: dict[str, FoundSite]
@@ -307,30 +312,9 @@ class StructuredGuide(nn.Module):
         loc = locs[0] if site.bias is None else join_values(*locs)
         return SitePosterior(family, site, family.init(site, loc, self.init_scale))
 
-    def _couple(self) -> None:
-        """Make what the sites of a family draw together, once; its key is the first of the sites."""
-        groups: dict[Family, dict[str, SitePosterior]] = {}
-        for posterior in self._own_posteriors():
-            groups.setdefault(posterior.family, {})[posterior.site.name] = posterior
-        for family, own in groups.items():
-            known = next((each for each in self._couplings() if own.keys() & set(each.sites)), None)
-            if known is None:
-                made = couple(family, own, self.init_scale)
-                if made is not None:
-                    self.couplings[_key(next(iter(own)))] = made
-                continue
-            late = {name: own[name] for name in own if name not in known.sites}
-            if late and not known.takes(late):
-                raise ValueError(
-                    f"The sites {[*known.sites]} are drawn together, and {[*late]} were found only "
-                    "now. Make the guide from a function, so that it finds all sites in one run, or "
-                    "give these a separate family."
-                )
-            known.sites += tuple(late)
-
     def __contains__(self, name: str) -> bool:
         """Whether a site has a posterior."""
-        return _key(self._weight_of.get(name, name)) in self.posteriors
+        return module_key(self._weight_of.get(name, name)) in self.posteriors
 
     # ---- copies -------------------------------------------------------------------------------------
 
@@ -347,9 +331,3 @@ class StructuredGuide(nn.Module):
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         new._model, new.init_loc_fn = self._model, self.init_loc_fn
         return new
-
-
-def _key(name: str) -> str:
-    """Return a site's name as a key of a module dictionary: no dots, and none of its attributes."""
-    key = name.replace("/", "//").replace(".", "/")
-    return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key

@@ -60,8 +60,8 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
         max_plate_nesting: As for Pyro's objectives, for the check of shapes.
 
     Raises:
-        ValueError: If a latent site of the model is missing in the guide, or if scales or masks differ
-            between sites with one posterior.
+        ValueError: If a latent site of the model is missing in the guide or one of the guide in the
+            model, or if scales or masks differ between sites with one posterior.
     """
     model, guide = dict(_samples(model_trace)), dict(_samples(guide_trace))
     model_trace.compute_log_prob(site_filter=_enters_likelihood)
@@ -84,6 +84,12 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
         if any(part in model for part in role.joins):
             kl[name] = _joined_term(site, role.joins, model)
         elif name not in model and not role.is_part:
+            if not role.is_auxiliary:
+                raise ValueError(
+                    f"The guide's site '{name}' is missing in the model, so nothing would bound its "
+                    "posterior. Let the model sample it in each pass, used or not; or mark it by "
+                    "`infer={'is_auxiliary': True}` if only the guide is to have it."
+                )
             coupled = [part for part in role.coupled if part in model]
             kl[name] = _auxiliary_term(site, coupled, model)
     sampled = tuple(name for name, (_, is_closed) in kl.items() if not is_closed)

@@ -1,7 +1,7 @@
 """The weight that has not been drawn yet."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -40,10 +40,20 @@ class SiteUse:
     local_reparam: LocalReparam = True
     count: int | None = None
 
+    def after(self, former: "SiteUse | None") -> "SiteUse":
+        """Return the uses of this pass and of former ones together: the most of all."""
+        counts = [use.count for use in (self, former) if use is not None and use.count is not None]
+        return replace(self, count=max(counts, default=None))
+
     @property
-    def may_wait(self) -> bool:
+    def gives_outputs(self) -> bool:
         """Whether the site is used once, so that outputs may be drawn in the weight's place."""
         return bool(self.local_reparam) and self.count == 1
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a draw may be delayed: a site that is not used need not be drawn at all."""
+        return self.gives_outputs or self.count == 0
 
     def asks_for_exact(self, application: Application | Lookup) -> bool:
         """Whether outputs drawn here might have an approximate distribution, and that is not wanted."""
@@ -293,7 +303,7 @@ class LazyWeight(WeightStandIn):
 
     def _may_give_outputs(self, x: Any) -> bool:
         """Whether this weight's part in the outputs for ``x`` may be drawn in its place."""
-        return self.use.may_wait and not self.is_drawn and not isinstance(x, WeightStandIn)
+        return self.use.gives_outputs and not self.is_drawn and not isinstance(x, WeightStandIn)
 
     def _refuse_second_use(self) -> None:
         if self._gave_outputs:

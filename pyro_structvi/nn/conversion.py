@@ -21,6 +21,7 @@ from pyro_structvi._torch import (
     is_householder,
     unlisted_weights,
 )
+from pyro_structvi.nn.every_site import sample_every_site
 from pyro_structvi.nn.layers.rank_one import RankOne, RankOneLayer
 from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
@@ -118,6 +119,7 @@ def bayesianize(
         _leave_fast_path(bayes_net)
         _sample_parameters(bayes_net, sampled)
         _freeze_for_good(bayes_net)
+    sample_every_site(bayes_net)
     return bayes_net
 
 

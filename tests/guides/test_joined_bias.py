@@ -14,6 +14,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, LowRank, MeanField
+from pyro_structvi.guides.sites import UnusedSiteWarning
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.lazy.part import LazyPart
 from tests import dense_oracles as dense
@@ -124,17 +125,33 @@ def test_join_bias_must_be_true_or_false():
 
 
 def test_a_model_that_samples_only_one_of_both_is_an_error():
+    def model(x, y=None, with_bias=True):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        bias = (
+            pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1)) if with_bias else None
+        )
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
+
+    guide = make_guide(model)
+    guide.initialize(*regression_data())
+    message = r"'weight' is joined with its bias 'bias'.*samples only one.*`join_bias=False`"
+    with pytest.raises(ValueError, match=message):
+        guide.initialize(*regression_data(), with_bias=False)
+
+
+def test_a_bias_that_no_pass_uses_is_joined_all_the_same():
     class WeightOnly(nn.Linear):
         def forward(self, x):
             return F.linear(x, self.weight)
 
     model = ps.Regressor(ps.bayesianize(WeightOnly(3, 1)), num_data=12, noise_scale=0.3)
     guide = make_guide(model)
-    message = (
-        r"'net.weight' is joined with its bias 'net.bias'.*samples only one.*`join_bias=False`"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.warns(UnusedSiteWarning, match=r"\['net.bias'\]"):
         guide.initialize(*regression_data())
+    terms = ps.StructuredELBO().terms(model, guide, *regression_data())
+    terms.elbo.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in guide.parameters())
 
 
 # ---- laws ----------------------------------------------------------------------------------------

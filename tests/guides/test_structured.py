@@ -16,6 +16,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
+from pyro_structvi.guides.local_latents import LocalLatentWarning
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.lazy.weight import LazyWeight
 from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
@@ -345,7 +346,8 @@ def test_predictive_draws_consistent_functions(trained):
 def test_predictive_on_another_number_of_examples():
     guide = ps.MeanFieldGuide(local_latent_function)
     make_svi(local_latent_function, guide).step(torch.randn(6, 3), torch.randn(6))
-    draws = Predictive(local_latent_function, guide=guide, num_samples=3)(torch.randn(11, 3))
+    with pytest.warns(LocalLatentWarning, match="drawn from the model"):
+        draws = Predictive(local_latent_function, guide=guide, num_samples=3)(torch.randn(11, 3))
     assert draws["shift"].shape == draws["obs"].shape == (3, 11)
 
 
@@ -438,19 +440,14 @@ def test_draw_and_median_need_no_data():
     torch.testing.assert_close(median["noise_scale"], guide["noise_scale"].loc.exp())
 
 
-def test_sites_come_in_the_order_of_execution():
-    class Reversed(ps.nn.likelihoods.PyroModule):
-        def __init__(self):
-            super().__init__()
-            self.last = ps.bayesianize(nn.Linear(3, 3))
-            self.first = ps.bayesianize(nn.Linear(3, 3))
+def test_sites_of_functions_come_in_the_order_of_execution():
+    def model():
+        for name in ("last", "first"):
+            pyro.sample(name, dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
-        def forward(self, x):
-            return self.last(self.first(x))
-
-    guide = ps.MeanFieldGuide(Reversed())
-    guide.initialize(torch.zeros(2, 3))
-    assert guide.site_names == ["first.weight", "first.bias", "last.weight", "last.bias"]
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize()
+    assert guide.site_names == ["last", "first"]
 
 
 def test_unknown_site_is_a_key_error():

@@ -1,6 +1,7 @@
 """A posterior over chosen elements: its optimum in a linear regression, its bound, the choosing."""
 
 import copy
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -23,6 +24,7 @@ from pyro_structvi.families import (
     PointEstimate,
     Subnetwork,
 )
+from pyro_structvi.guides.sites import UnusedSiteWarning
 from tests.models import linear_function, make_classifier, make_regressor, regression_data
 from tests.statistics import assert_mean, assert_moments
 
@@ -220,12 +222,15 @@ class Late(PyroModule):
             pyro.sample("obs", dist.Normal(mean, 0.5).to_event(1), **options)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_structvi.guides.sites.UnusedSiteWarning")
 def test_sites_that_are_found_late():
     model, data, chosen = Late(), regression_data(), torch.tensor([True])
     center = ps.MAPGuide(model)
-    ps.fit(model, center, data, num_steps=3, progress=False)
+    with pytest.warns(UnusedSiteWarning, match=r"\['unused.weight', 'unused.bias'\]"):
+        ps.fit(model, center, data, num_steps=3, progress=False)
     variances = subnetwork.laplace_variances(model, center, data[0])
-    assert set(variances) == {"layer.weight", "layer.bias", "shift"}
+    assert set(variances) == set(center.site_names) - {"own"}
+    torch.testing.assert_close(variances["unused.bias"], torch.ones(2))  # the prior's
     guide = ps.SubnetworkGuide(model, {"layer.bias": chosen}, center)
     history = ps.fit(model, guide, data, num_steps=60, lr=0.05, progress=False)
     assert history.elbo[-1] > history.elbo[0]
@@ -233,9 +238,14 @@ def test_sites_that_are_found_late():
     late = ps.SubnetworkGuide(model, {"layer.bias": chosen, "shift": chosen})
     with pytest.raises(ValueError, match="found only now"):
         late.initialize(*data)
-    unused = ps.SubnetworkGuide(model, {"unused.bias": torch.tensor([True, False])})
-    with pytest.raises(ValueError, match="does not visit these sites"):
-        unused.initialize(*data)
+    unused = ps.SubnetworkGuide(model, {"unused.bias": torch.tensor([True, False])}, init_scale=0.5)
+    terms = ps.StructuredELBO().terms(model, unused, *data)
+    first, second = unused.median()["unused.bias"].tolist()
+    chosen_one = math.log(1 / 0.5) + (0.5**2 + first**2 - 1) / 2
+    fixed_one = (math.log(2 * math.pi) + second**2) / 2
+    names = (f"subnetwork of {unused.site_names[0]}", "unused.bias")
+    kl = sum(terms.kl[name].item() for name in names)
+    assert kl == pytest.approx(chosen_one + fixed_one)
 
 
 def test_a_plain_function():

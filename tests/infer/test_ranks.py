@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyro_structvi as ps
+from pyro_structvi.guides.sites import UnusedSiteWarning
 from pyro_structvi.infer import ranks
 from pyro_structvi.infer.steps.loss import Loss
 from tests.infer.two_ranks import assert_close, assert_equal, make_fit, on_two_ranks
@@ -199,11 +200,12 @@ def train_unvisited():
     pyro.set_rng_seed(0)
     model = ps.Regressor(ps.bayesianize(Unvisited(), prior=1.0), 24, 0.3)
     guide = ps.MAPGuide(model)
-    ps.fit(model, guide, regression_data(24), num_steps=4, progress=False, **SGD)
+    with pytest.warns(UnusedSiteWarning):
+        ps.fit(model, guide, regression_data(24), num_steps=4, progress=False, **SGD)
     return guide.state_dict()
 
 
-def test_sites_that_are_not_visited_keep_their_parameters(tmp_path):
+def test_sites_that_are_not_used_go_to_their_prior_on_all_ranks(tmp_path):
     alone = train_unvisited()
     for found in on_two_ranks(train_unvisited, tmp_path):
         assert_close(found, alone)
