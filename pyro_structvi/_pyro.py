@@ -94,6 +94,21 @@ def was_called(net: nn.Module) -> bool:
     return isinstance(net, PyroModule) and bool(net._pyro_context.used)
 
 
+def values_of_pass(net: PyroModule) -> dict[str, Tensor]:
+    """Return the values that the sites of a net have in the pass that is running, by name."""
+    values: dict[str, Tensor] = net._pyro_context.cache
+    return values
+
+
+def keep_values_in(net: PyroModule, values: dict[str, Tensor]) -> None:
+    """Let a net keep the values of its sites in another dictionary, which may answer for what it lacks.
+
+    Pyro keeps them for one pass. Without it a layer that is computed again in the backward pass would
+    find no values, and draw new ones.
+    """
+    net._pyro_context.cache = values
+
+
 @contextmanager
 def site_values(net: PyroModule) -> Iterator[dict[str, Tensor]]:
     """Open the values of a net's sites by name, which its modules read in this block.

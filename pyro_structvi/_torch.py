@@ -1,11 +1,15 @@
 """Private parts of torch, each with its use and with what breaks without it."""
 
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint as checkpoint
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
@@ -31,6 +35,47 @@ def is_tracing() -> bool:
     Without it a branch on a value would raise while a step is traced.
     """
     return get_proxy_mode() is not None
+
+
+def inside_backward() -> bool:
+    """Whether this code runs inside a backward pass, as the recomputation of a checkpoint does.
+
+    Torch has no public question for it. Without it a layer that is recomputed would draw new weights.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Act when the backward pass that this code runs inside is over.
+
+    Torch has no public way to do so. Without it a later backward pass could take a former pass's values.
+    """
+    Variable._execution_engine.queue_callback(act)
+
+
+def inside_checkpoint() -> bool:
+    """Whether this code runs inside a part of a net that activation checkpointing computes twice.
+
+    Torch has no question for it, and only the stack of calls tells. Without it a weight could be drawn
+    in the first computation and again in the second.
+    """
+    return any(frame.f_code.co_filename == checkpoint.__file__ for frame in _frames())
+
+
+def inside_reentrant_backward() -> bool:
+    """Whether this code recomputes a checkpoint that differentiates by a backward pass of its own.
+
+    Without it the gradients of weights, which are no inputs of the checkpoint, would be lost.
+    """
+    code = checkpoint.CheckpointFunction.backward.__code__
+    return any(frame.f_code is code for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def without_storage(cls: type[T], shape: torch.Size, like: Tensor) -> T:

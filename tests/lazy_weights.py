@@ -6,7 +6,8 @@ from pyro import poutine
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
 from pyro_structvi.lazy.messenger import DelayDraws
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse
+from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.lazy.weight import LazyWeight
 
 OUT, IN = 4, 3
 KERNEL = (OUT, 2, 3, 2)

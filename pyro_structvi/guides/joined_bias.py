@@ -11,7 +11,8 @@ from pyro_structvi.distributions import PointMass, WeightDistribution
 from pyro_structvi.families import Family, LatentSite, MatrixFamily
 from pyro_structvi.lazy.part import LazyPart
 from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse
+from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.lazy.weight import LazyWeight
 
 
 def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, LatentSite]) -> str:
@@ -54,7 +55,8 @@ def sample_joined(
     counts = {uses[name].count for name in site.names}
     once = all(uses[name].gives_outputs for name in site.names)
     count = 1 if once else 0 if counts == {0} else None
-    use = SiteUse(site.name, uses[site.name].local_reparam, count)
+    is_recomputed = any(uses[name].is_recomputed for name in site.names)
+    use = SiteUse(site.name, uses[site.name].local_reparam, count, is_recomputed)
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
     is_lazy = isinstance(joint, LazyWeight)

@@ -12,7 +12,7 @@ from pyro_structvi.families import LatentSite, SitePosterior
 from pyro_structvi.guides.coupling import Coupling, SharedPosterior
 from pyro_structvi.guides.joined_bias import sample_joined
 from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.weight import SiteUse
+from pyro_structvi.lazy.site_use import SiteUse
 
 
 class JointPosterior:

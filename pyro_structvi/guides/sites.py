@@ -19,7 +19,7 @@ from pyro_structvi.distributions.medians import unwrapped
 from pyro_structvi.families import LatentSite, Plate
 from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.weight import SiteUse
+from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.linalg.shapes import shrink
 
 
@@ -93,10 +93,17 @@ def find_sites_by_running(
         NotImplementedError: If a latent site stands in a subsampled plate.
     """
     recorder = _SiteRecorder()
-    with torch.no_grad(), _buffers_kept(model), outside_plates(), poutine.block(), recorder:
-        model(*args, **kwargs)
+    with warnings.catch_warnings():
+        # Torch says so of activation checkpoints, which need no gradients here.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        with torch.no_grad(), _buffers_kept(model), outside_plates(), poutine.block(), recorder:
+            model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
+    takes_checkpoints = any(found.use.is_recomputed for found in recorder.found.values())
     for name, found in recorder.found.items():
+        found.use.is_recomputed |= (
+            takes_checkpoints and found.use.count == 0
+        )  # it may be there as well
         found.is_declared = name in declared
         found.initial = declared[name].initial if found.is_declared else None
         is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)

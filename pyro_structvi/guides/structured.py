@@ -25,7 +25,7 @@ from pyro_structvi.guides.sites import (
     warn_of_unused,
 )
 from pyro_structvi.guides.starts import InitLocFn, separate_randomness, start_of
-from pyro_structvi.lazy.weight import LocalReparam, SiteUse
+from pyro_structvi.lazy.site_use import LocalReparam, SiteUse
 from pyro_structvi.nn.every_site import sample_every_site
 
 

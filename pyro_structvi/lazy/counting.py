@@ -5,8 +5,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import inside_transform
-from pyro_structvi.lazy.weight import SiteUse, WeightStandIn
+from pyro_structvi._torch import inside_checkpoint, inside_transform
+from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.lazy.weight import WeightStandIn
 
 
 class CountedWeight(WeightStandIn):
@@ -28,6 +29,7 @@ class CountedWeight(WeightStandIn):
 
     def draw(self) -> Tensor:
         """Return the value, and count; a use that may be repeated or differentiated counts twice."""
+        self.use.is_recomputed |= inside_checkpoint()
         self.use.count = (self.use.count or 0) + (2 if _may_be_repeated() else 1)
         return self._counted
 

@@ -24,7 +24,7 @@ class DelayDraws(Messenger):
         >>> import pyro
         >>> import torch
         >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.lazy.weight import SiteUse
+        >>> from pyro_structvi.lazy.site_use import SiteUse
         >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
         >>> infer = SiteRole(use=SiteUse("weight", count=1)).as_infer()
         >>> with DelayDraws():
@@ -36,7 +36,7 @@ class DelayDraws(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         distribution, use = msg["fn"], SiteRole.of(msg).use
-        if use is None or msg["value"] is not None:
+        if use is None or use.is_recomputed or msg["value"] is not None:
             return
         is_weight = isinstance(distribution, WeightDistribution) and not distribution.batch_shape
         if is_weight and (use.may_wait or distribution.applies_in_factors):

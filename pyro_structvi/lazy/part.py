@@ -6,7 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse, WeightStandIn
+from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.lazy.weight import LazyWeight, WeightStandIn
 from pyro_structvi.maps import BiasColumnMap
 from pyro_structvi.maps.calls import Application
 

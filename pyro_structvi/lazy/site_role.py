@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pyro.distributions import Delta
 
-from pyro_structvi.lazy.weight import SiteUse
+from pyro_structvi.lazy.site_use import SiteUse
 
 _KEY = "structvi_role"
 

@@ -1,16 +1,16 @@
 """The weight that has not been drawn yet."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import tree_map, without_storage
+from pyro_structvi._torch import inside_backward, tree_map, without_storage
 from pyro_structvi.distributions.outputs import autocasts
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.lazy.flipout import flipout
+from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.maps import FactoredDraw, LinearMap, shape_per_example
 from pyro_structvi.maps.calls import (
     Application,
@@ -19,45 +19,6 @@ from pyro_structvi.maps.calls import (
     Rewrite,
     parse_application,
 )
-
-LocalReparam = bool | Literal["exact", "flipout"]
-
-
-@dataclass
-class SiteUse:
-    """How the model uses a guide's site, and how the draw of its weight may therefore be delayed.
-
-    Attributes:
-        name: The site.
-        local_reparam: True for local reparameterization wherever there is a rule for it, "exact" for
-            the same only where it gives the exact joint distribution (one position for each example),
-            "flipout" for "exact" with flipout elsewhere, False for weights that are always drawn.
-        count: How often one pass of the model uses the site, or None before that is known. A weight
-            used more than once must be the same weight each time, so it is drawn.
-    """
-
-    name: str
-    local_reparam: LocalReparam = True
-    count: int | None = None
-
-    def after(self, former: "SiteUse | None") -> "SiteUse":
-        """Return the uses of this pass and of former ones together: the most of all."""
-        counts = [use.count for use in (self, former) if use is not None and use.count is not None]
-        return replace(self, count=max(counts, default=None))
-
-    @property
-    def gives_outputs(self) -> bool:
-        """Whether the site is used once, so that outputs may be drawn in the weight's place."""
-        return bool(self.local_reparam) and self.count == 1
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether a draw may be delayed: a site that is not used need not be drawn at all."""
-        return self.gives_outputs or self.count == 0
-
-    def asks_for_exact(self, application: Application | Lookup) -> bool:
-        """Whether outputs drawn here might have an approximate distribution, and that is not wanted."""
-        return self.local_reparam in {"exact", "flipout"} and application.has_positions
 
 
 class WeightStandIn(Tensor):
@@ -306,6 +267,12 @@ class LazyWeight(WeightStandIn):
         return self.use.gives_outputs and not self.is_drawn and not isinstance(x, WeightStandIn)
 
     def _refuse_second_use(self) -> None:
+        if inside_backward():
+            raise RuntimeError(
+                f"The backward pass computes a use of the weight at site '{self.use.name}' again, which "
+                "the pass that counted its uses did not do, so that it was not drawn beforehand. Call "
+                "`guide.initialize(...)` in the mode in which the net takes activation checkpoints."
+            )
         if self._gave_outputs:
             raise RuntimeError(
                 f"The model uses the weight at site '{self.use.name}' more often in this pass than "

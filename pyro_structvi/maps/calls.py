@@ -157,7 +157,8 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     Example:
         >>> import torch
         >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.lazy.weight import LazyWeight, SiteUse
+        >>> from pyro_structvi.lazy.site_use import SiteUse
+        >>> from pyro_structvi.lazy.weight import LazyWeight
         >>> scale = drawn_per_example(lambda x, factor: x * factor)
         >>> q = MeanFieldNormal(torch.zeros(3), torch.tensor(1.0))
         >>> outputs = scale(torch.ones(2, 3), LazyWeight(q, SiteUse("factor", count=1)))

@@ -3,10 +3,11 @@
 from typing import Any
 
 from pyro.nn import PyroModule
-from torch import nn
+from torch import Tensor, nn
 
-from pyro_structvi._pyro import declared_samples
-from pyro_structvi._torch import forward_hooks
+from pyro_structvi._pyro import declared_samples, keep_values_in, values_of_pass
+from pyro_structvi._torch import forward_hooks, take_apart
+from pyro_structvi.nn.pass_values import PassValues
 
 
 def sample_every_site(module: nn.Module) -> None:
@@ -16,14 +17,29 @@ def sample_every_site(module: nn.Module) -> None:
     routed to, a layer that is dropped or comes after an early exit. So its prior meets its posterior in
     every pass, and the bound is one of the whole posterior.
 
+    The values of a pass are kept for as long as it can be differentiated, so that what activation
+    checkpointing computes again in the backward pass has the same weights.
+
     Args:
         module: The module; one that is not a ``PyroModule`` declares no sites, and stays as it is.
     """
     if isinstance(module, PyroModule) and _sample_declared not in forward_hooks(module):
         module.register_forward_pre_hook(_sample_declared)
+        module.register_forward_hook(_keep_values)
 
 
-def _sample_declared(module: nn.Module, args: Any) -> None:
+def _sample_declared(module: PyroModule, args: Any) -> None:
+    own = values_of_pass(module)
+    if not isinstance(own, PassValues):
+        keep_values_in(module, PassValues(own))
     for part in module.modules():
         for attribute in declared_samples(part):
             getattr(part, attribute)
+
+
+def _keep_values(module: PyroModule, args: Any, outputs: Any) -> None:
+    own = values_of_pass(module)
+    assert isinstance(own, PassValues)
+    for output in take_apart(outputs)[0]:
+        if isinstance(output, Tensor) and output.requires_grad:
+            own.keep_for_backward(output)

@@ -7,7 +7,7 @@ from torch import nn
 
 from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal
 from pyro_structvi.lazy.counting import CountedWeight
-from pyro_structvi.lazy.weight import SiteUse
+from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.maps.calls import parse_application
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, MATRIX, Case, positive

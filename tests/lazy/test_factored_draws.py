@@ -10,7 +10,8 @@ import pyro_structvi as ps
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, MatrixNormal
 from pyro_structvi.distributions.inducing.matheron import MatheronDraw
 from pyro_structvi.lazy.messenger import DelayDraws
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse
+from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.lazy.weight import LazyWeight
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 
 OUT, IN = 30, 24

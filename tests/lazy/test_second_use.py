@@ -14,7 +14,8 @@ from torch import nn
 
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.weight import LazyWeight, SiteUse
+from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.lazy.weight import LazyWeight
 from tests import dense_oracles as dense
 from tests.exact_means import exact_mean
 from tests.lazy_weights import (

@@ -1,0 +1,166 @@
+"""Activation checkpointing computes layers again in the backward pass: with the same weights."""
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import pyro_structvi as ps
+from pyro_structvi.families import InducingWeights, KTied, LowRank, MeanField
+from tests.models import regression_data
+
+FAMILIES = {
+    "mean field": MeanField(),
+    "k-tied with biases": KTied(2, join_bias=True),
+    "low rank": LowRank(2),
+    "inducing": InducingWeights((2, 2)),
+}
+
+
+class Blocks(nn.Module):
+    """Layers with dropout, two of them computed again in the backward pass."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4), nn.ReLU())
+            for _ in range(2)
+        )
+        self.kind = kind
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            if self.kind is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+        return self.last(x)
+
+
+def make(kind, family, **options):
+    torch.manual_seed(1)
+    model = ps.Regressor(ps.bayesianize(Blocks(kind), prior=1.0), 12, 0.3)
+    return model, ps.StructuredGuide(model, {"*": family}, init_scale=0.3, **options)
+
+
+def gradients(kind, family, loss, **options):
+    model, guide = make(kind, family, **options)
+    data = regression_data()
+    guide.initialize(*data)
+    for (
+        name,
+        use,
+    ) in guide._uses.items():  # without checkpoints too, the same weights are drawn at once
+        assert use.is_recomputed == (kind is not None and ".blocks." in name)
+        use.is_recomputed = ".blocks." in name
+    torch.manual_seed(2)
+    value = loss.loss_and_grads(model, guide, *data)
+    return value, {name: parameter.grad for name, parameter in guide.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("num_particles", [1, 3])
+@pytest.mark.parametrize(
+    ("objective", "local_reparam"),
+    [(ps.StructuredELBO, True), (ps.StructuredELBO, False), (Trace_ELBO, True)],
+)
+def test_gradients_are_those_without_checkpoints(
+    family, kind, num_particles, objective, local_reparam
+):
+    loss = objective(num_particles=num_particles)
+    value, expected = gradients(None, family, loss, local_reparam=local_reparam)
+    again, found = gradients(kind, family, loss, local_reparam=local_reparam)
+    assert again == pytest.approx(value, rel=1e-12)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_each_pass_has_its_own_values(kind):
+    """Two losses are differentiated after both passes, the first of them first."""
+    model, guide = make(kind, MeanField(), local_reparam=False)
+    plain, twin = make(None, MeanField(), local_reparam=False)
+    twin.load_state_dict(guide.state_dict())
+    data, found = regression_data(), []
+    for net, posterior in ((model, guide), (plain, twin)):
+        posterior.initialize(*data)
+        torch.manual_seed(3)
+        losses = [ps.StructuredELBO().differentiable_loss(net, posterior, *data) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        found.append({name: value.grad for name, value in posterior.named_parameters()})
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name], gradient, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_training_steps(kind):
+    model, guide = make(kind, KTied(2))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO())
+    assert all(svi.step(*regression_data()) > 0 for _ in range(3))
+    history = ps.fit(model, guide, regression_data(), num_steps=3, progress=False)
+    assert len(history.elbo) == 3
+
+
+class OnlyWithGradients(Blocks):
+    """Takes its checkpoints where the pass that counts uses does not see them."""
+
+    def forward(self, x):
+        self.kind = "not reentrant" if torch.is_grad_enabled() else None
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_checkpoints_that_were_not_seen_are_an_error(family):
+    model = ps.Regressor(ps.bayesianize(OnlyWithGradients(None)), 12, 0.3)
+    guide = ps.StructuredGuide(model, {"*": family})
+    loss = ps.StructuredELBO().differentiable_loss(model, guide, *regression_data())
+    with pytest.raises(RuntimeError, match=r"site 'net.blocks.1.*activation checkpoints"):
+        loss.backward()
+
+
+def test_a_net_that_is_checkpointed_as_a_whole():
+    net = ps.bayesianize(Blocks(None), prior=1.0)
+    data = regression_data()
+
+    def model(x, y=None, reentrant=None):
+        mean = net(x) if reentrant is None else checkpoint(net, x, use_reentrant=reentrant)
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", pyro.distributions.Normal(mean, 0.3).to_event(1), obs=y)
+
+    guide = ps.MeanFieldGuide(model, local_reparam=False)
+    guide.initialize(*data)
+    found = []
+    for reentrant in (None, False):
+        torch.manual_seed(4)
+        loss = ps.StructuredELBO().differentiable_loss(model, guide, *data, reentrant=reentrant)
+        found.append(torch.autograd.grad(loss, [*guide.parameters()]))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-11)
+    x = data[0].requires_grad_()
+    loss = ps.StructuredELBO().differentiable_loss(model, guide, x, data[1], reentrant=True)
+    with pytest.raises(
+        RuntimeError, match=r"pass that it belongs to is not known.*use_reentrant=False"
+    ):
+        loss.backward()
+
+
+def test_no_gradients_no_values_are_kept():
+    model, guide = make("reentrant", MeanField())
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):  # torch's own
+        prediction = ps.predict(model, guide, regression_data()[0], 2)
+    assert torch.isfinite(prediction.mean).all()
+    with pytest.raises(RuntimeError, match="in a backward pass"):
+        read_in_backward(model)
+
+
+def read_in_backward(model):
+    x = torch.zeros(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: model.net.first(torch.zeros(1, 3)).sum())
+    y.sum().backward()
