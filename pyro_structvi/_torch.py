@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as checkpoint
 from torch import Tensor, nn
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
@@ -27,6 +27,15 @@ def inside_transform() -> bool:
     transform would raise under it, in place of torch's own operations.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def inside_forward_derivative() -> bool:
+    """Whether this code runs inside a level of forward-mode differentiation, ``forward_ad.dual_level``.
+
+    Torch has no public question for it. Without it a net that is differentiated in its inputs would be
+    taken for one that is applied once.
+    """
+    return forward_ad._current_level >= 0
 
 
 def is_tracing() -> bool:

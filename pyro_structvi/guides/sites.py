@@ -27,6 +27,10 @@ class UnusedSiteWarning(UserWarning):
     """The pass that counts uses does not use some of the sites."""
 
 
+class OtherRowsWarning(UserWarning):
+    """Outputs are drawn independently for rows that are not examples."""
+
+
 @dataclass
 class FoundSite:
     """A latent site as it was found.
@@ -101,6 +105,8 @@ def find_sites_by_running(
     declared = find_declared_sites(poutine.unwrap(model))
     takes_checkpoints = any(found.use.is_recomputed for found in recorder.found.values())
     for name, found in recorder.found.items():
+        rows = recorder.counted[name].rows
+        found.use.has_other_rows = bool(recorder.num_examples and rows - recorder.num_examples)
         found.use.is_recomputed |= (
             takes_checkpoints and found.use.count == 0
         )  # it may be there as well
@@ -130,6 +136,24 @@ def warn_of_unused(found: Mapping[str, FoundSite], uses: Mapping[str, SiteUse]) 
         )
 
 
+def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
+    """Name the weights whose outputs would be drawn row by row where rows are not examples.
+
+    Args:
+        uses: How passes have used the sites.
+    """
+    named = [name for name, use in uses.items() if use.has_other_rows and use.gives_outputs]
+    if named:
+        warnings.warn(
+            f"The rows that meet the weights at {named} are not the examples that the model observes, "
+            "but, for instance, nodes of graphs or time steps. Their outputs are drawn independently, "
+            'which drops the correlation between rows of one example. Pass `local_reparam="exact"` to '
+            "draw these weights instead.",
+            OtherRowsWarning,
+            stacklevel=3,
+        )
+
+
 class _SiteRecorder(Messenger):
     """Records each latent site, and hands the model a value that counts its uses."""
 
@@ -137,13 +161,18 @@ class _SiteRecorder(Messenger):
         super().__init__()
         self.found: dict[str, FoundSite] = {}
         self.observed_plates: set[str] = set()
+        self.num_examples: set[int] = set()
+        self.counted: dict[str, CountedWeight] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
         name = msg["name"]
         if site_is_subsample(msg):
             return
         if SiteRole.of(msg).is_observation:
-            self.observed_plates.update(frame.name for frame in msg["cond_indep_stack"])
+            frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
+            self.observed_plates.update(frame.name for frame in frames)
+            self.num_examples.update(frame.size for frame in frames)
+            self.num_examples.update(msg["fn"].batch_shape[:1])
         if SiteRole.of(msg).is_observation or msg["is_observed"]:
             return
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
@@ -168,7 +197,7 @@ class _SiteRecorder(Messenger):
         )
         use = SiteUse(name)
         self.found[name] = FoundSite(site, msg["fn"], None, use)
-        msg["value"] = CountedWeight(value, use)
+        msg["value"] = self.counted[name] = CountedWeight(value, use)
 
 
 def _scale_of(prior: Any) -> float | None:

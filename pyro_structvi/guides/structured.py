@@ -22,6 +22,7 @@ from pyro_structvi.guides.sites import (
     FoundSite,
     find_declared_sites,
     find_sites_by_running,
+    warn_of_other_rows,
     warn_of_unused,
 )
 from pyro_structvi.guides.starts import InitLocFn, separate_randomness, start_of
@@ -61,7 +62,8 @@ class StructuredGuide(nn.Module):
             draw, N(0, 2 / in), a vector or scalar at the prior's median.
         local_reparam: True to draw, under ``StructuredELBO``, the outputs of linear layers and
             convolutions wherever there is a rule for it; "exact" to do so only where that leaves the
-            joint distribution of an example exact (one position for each example); "flipout" for the
+            joint distribution of an example exact (one position for each example, and as many rows as
+            the model observes examples); "flipout" for the
             same, and flipout for independent elements elsewhere; False to draw weights always, as every
             other objective of Pyro gets them.
 
@@ -166,6 +168,7 @@ class StructuredGuide(nn.Module):
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
         self._initialized = True
         warn_of_unused(found, self._uses)
+        warn_of_other_rows(self._uses)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site, as a guide does, and return the values by site.

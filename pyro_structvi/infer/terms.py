@@ -12,6 +12,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import kl_divergence
 
+from pyro_structvi._checks import shape_text
 from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import LazyWeight
@@ -61,7 +62,8 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
 
     Raises:
         ValueError: If a latent site of the model is missing in the guide or one of the guide in the
-            model, or if scales or masks differ between sites with one posterior.
+            model, if scales or masks differ between sites with one posterior, or if they are those of
+            examples around a site that is not.
     """
     model, guide = dict(_samples(model_trace)), dict(_samples(guide_trace))
     model_trace.compute_log_prob(site_filter=_enters_likelihood)
@@ -144,8 +146,14 @@ def _auxiliary_term(site: Any, coupled: Sequence[str], model: dict[str, Any]) ->
 
 
 def _weighed(nats: Tensor, handled: Any) -> Tensor:
-    total: Tensor = scale_and_mask(nats, handled["scale"], handled["mask"]).sum()
-    return total
+    weighed: Tensor = scale_and_mask(nats, handled["scale"], handled["mask"])
+    if weighed.numel() != nats.numel():
+        raise ValueError(
+            f"A scale or mask around the site '{handled['name']}' must have its batch shape "
+            f"{shape_text(nats.shape)}, but gives {shape_text(weighed.shape)}, which would count its KL "
+            "several times. Put a handler for each example around the observation only."
+        )
+    return weighed.sum()
 
 
 def _enters_likelihood(name: str, site: Any) -> bool:
@@ -172,7 +180,7 @@ def _handlers_of(names: Sequence[str], model: dict[str, Any]) -> dict[str, Any]:
                     f"{attribute} in the model, but got {ours} and {other}. Put both under the same "
                     "handler, or give each a separate posterior (`join_bias=False` for a bias)."
                 )
-    return {"scale": first["scale"], "mask": first["mask"]}
+    return {"name": names[0], "scale": first["scale"], "mask": first["mask"]}
 
 
 def average(passes: list[ELBOTerms]) -> ELBOTerms:

@@ -20,23 +20,33 @@ class SiteUse:
         count: How often one pass of the model uses the site, or None before that is known. A weight
             used more than once must be the same weight each time, so it is drawn.
         is_recomputed: Whether activation checkpointing computes a use again in the backward pass.
+        has_other_rows: Whether the inputs' first dimension is not that of the examples, as for the nodes
+            of graphs or time steps in a row: outputs that are drawn row by row are then approximate.
     """
 
     name: str
     local_reparam: LocalReparam = True
     count: int | None = None
     is_recomputed: bool = False
+    has_other_rows: bool = False
 
     def after(self, former: "SiteUse | None") -> "SiteUse":
-        """Return the uses of this pass and of former ones together: the most of all."""
-        counts = [use.count for use in (self, former) if use is not None and use.count is not None]
-        is_recomputed = self.is_recomputed or (former is not None and former.is_recomputed)
-        return replace(self, count=max(counts, default=None), is_recomputed=is_recomputed)
+        """Return what is known from this pass and from former ones together."""
+        passes = [self] if former is None else [self, former]
+        return replace(
+            self,
+            count=max((use.count for use in passes if use.count is not None), default=None),
+            is_recomputed=any(use.is_recomputed for use in passes),
+            has_other_rows=any(use.has_other_rows for use in passes),
+        )
 
     @property
     def gives_outputs(self) -> bool:
         """Whether the site is used once, so that outputs may be drawn in the weight's place."""
-        return bool(self.local_reparam) and self.count == 1 and not self.is_recomputed
+        is_allowed = self.local_reparam is True or (
+            bool(self.local_reparam) and not self.has_other_rows
+        )
+        return is_allowed and self.count == 1 and not self.is_recomputed
 
     @property
     def may_wait(self) -> bool:

@@ -28,6 +28,12 @@ class Application(NamedTuple):
         """Whether the weight meets one example more than once."""
         return self.linear_map.has_positions(self.x)
 
+    @property
+    def num_examples(self) -> int:
+        """How many examples the inputs are, as far as their shape tells."""
+        size: int = self.x.shape[: self.x.dim() - self.linear_map.event_dim(self.x)].numel()
+        return size
+
 
 class Lookup(NamedTuple):
     """A call that looks up rows of a matrix, ``weight[x]`` for integers ``x (batch, *positions)``.
@@ -49,6 +55,11 @@ class Lookup(NamedTuple):
     def has_positions(self) -> bool:
         """Whether one example looks up several rows."""
         return self.indices.shape[1] > 1
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples the inputs are, as far as their shape tells."""
+        return len(self.indices)
 
     def share_draws(self, rows: Tensor) -> Tensor:
         """Give the same draw to all positions of an example that have the same index.
@@ -76,6 +87,11 @@ class FactorApplication(NamedTuple):
     function: Callable[[Tensor, Tensor], Tensor]
     x: Any
     weight: Any
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples the inputs are, as far as their shape tells."""
+        return len(self.x)
 
 
 class Rewrite(NamedTuple):

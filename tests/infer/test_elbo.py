@@ -80,6 +80,22 @@ def test_a_scale_around_the_model_weighs_likelihood_and_kl():
 # ---- the weight of the KL ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "handler",
+    [
+        lambda model: poutine.scale(model, torch.linspace(0.5, 1.5, 12)),
+        lambda model: poutine.mask(model, torch.arange(12) < 6),
+    ],
+)
+@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.FullCovarianceGuide, ps.MAPGuide])
+def test_a_handler_for_each_example_belongs_around_the_observation(handler, make_guide):
+    pyro.enable_validation(False)  # Pyro's own check of shapes comes first
+    model, data = make_regressor(), regression_data()
+    guide = make_guide(model)
+    with pytest.raises(ValueError, match=r"'net.0.weight'.*batch shape \(\), but gives \(12,\)"):
+        ps.StructuredELBO().terms(handler(model), guide, *data)
+
+
 def test_the_schedule_follows_training_steps_only():
     model, (x, y) = make_regressor(), regression_data()
     guide = ps.MeanFieldGuide(model)

@@ -8,6 +8,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import pyro_structvi as ps
+from pyro_structvi.guides.sites import UnusedSiteWarning
 from pyro_structvi.lazy.messenger import DelayDraws
 from tests.guide_cases import GUIDES, POINTS
 
@@ -120,7 +121,8 @@ def test_a_loop_that_was_first_seen_at_one_step_says_so():
     model = ps.Regressor(ps.bayesianize(First()), num_data=4, noise_scale=1.0)
     guide = ps.MeanFieldGuide(model)
     y = torch.zeros(4, 3)
-    guide.initialize(torch.randn(4, 1, 2), y)
+    with pytest.warns(UnusedSiteWarning, match=r"\['net.cell.state.weight', "):
+        guide.initialize(torch.randn(4, 1, 2), y)
     with pytest.raises(RuntimeError, match=r"more often in this pass.*`guide.initialize\(...\)`"):
         ps.StructuredELBO().terms(model, guide, torch.randn(4, 3, 2), y)
     guide.initialize(torch.randn(4, 3, 2), y)
