@@ -111,6 +111,21 @@ def as_batches(
     return data
 
 
+def num_examples(batches: Any) -> int | None:
+    """Return how many examples a pass through mini-batches visits, or None where that is not known.
+
+    Args:
+        batches: What :func:`as_batches` returned.
+    """
+    if isinstance(batches, TensorBatches):
+        return len(batches.tensors[0])
+    if not isinstance(batches, DataLoader):
+        return None
+    sampler = batches.sampler
+    chosen = batches.dataset if isinstance(sampler, DistributedSampler) else sampler
+    return len(chosen) if isinstance(chosen, Sized) else None
+
+
 def _checked(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     _check_length([len(tensor) for tensor in tensors])
     for index, tensor in enumerate(tensors):

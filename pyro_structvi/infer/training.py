@@ -1,5 +1,6 @@
 """The training loop: one optimizer, a progress bar, and a history."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from tqdm.auto import tqdm
 
 from pyro_structvi._checks import check_positive_integer, check_positive_number
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.infer.batches import Arguments, arguments, as_batches
+from pyro_structvi.infer.batches import Arguments, arguments, as_batches, num_examples
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.ranks import (
     noise_of_rank,
@@ -28,8 +29,13 @@ from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step, StepTerms
+from pyro_structvi.nn.likelihoods import Likelihood
 
 Engine = Callable[[Loss, OneOptimizer, Check], Step]
+
+
+class NumDataWarning(UserWarning):
+    """The model was told of another number of examples than the data have."""
 
 
 @dataclass
@@ -116,8 +122,8 @@ def fit(
 
     Raises:
         TypeError: If the guide is not a module, or was sharded.
-        ValueError: If an argument is out of range, lengths differ, the data hold NaN, or processes
-            have different numbers of batches.
+        ValueError: If an argument is out of range, lengths differ, the data hold NaN, processes have
+            different numbers of batches, or nothing tells the model's ``num_data``.
         FloatingPointError: If the loss or a gradient is not finite, on all processes if on one; the
             message names sites and step, and the parameters are the last good ones.
 
@@ -136,6 +142,7 @@ def fit(
     device = _device_of(guide)
     loader = as_batches(data, batch_size, device, shared_seed(), world())
     total = _count_steps(num_epochs, num_steps, loader)
+    _set_num_data(poutine.unwrap(model), num_examples(loader))
     make_optimizer = partial(optimizer or partial(torch.optim.Adam, fused=True), lr=lr)
     loss = CheckedLoss(model, guide, elbo)
     with _training_mode(model, guide), noise_of_rank(device):
@@ -232,6 +239,26 @@ def _count_steps(num_epochs: int | None, num_steps: int | None, loader: Any) -> 
             "as many batches, such as one with a `DistributedSampler`, or `num_steps`."
         )
     return total
+
+
+def _set_num_data(model: Any, found: int | None) -> None:
+    """Tell a model how many examples there are, or compare with what it was told."""
+    if not isinstance(model, Likelihood):
+        return
+    if not model.is_num_data_given:
+        if found is None:
+            raise ValueError(
+                "`num_data` must be given to the model, since `data` does not tell how many examples "
+                f"it has: `{type(model).__name__}(net, num_data=...)`."
+            )
+        model.num_data = found
+    elif found not in (None, model.num_data):
+        warnings.warn(
+            f"The model was told of num_data={model.num_data} examples, and `data` has {found}. The "
+            "likelihood counts as that of the former; leave `num_data` out to have it set.",
+            NumDataWarning,
+            stacklevel=3,
+        )
 
 
 def _initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

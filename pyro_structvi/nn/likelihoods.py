@@ -21,13 +21,44 @@ from pyro_structvi.nn.plates import run_in_plates
 from pyro_structvi.nn.priors import resolve_prior, sample_from
 
 
-class Classifier(PyroModule):
+class Likelihood(PyroModule):
+    """A net as a model of its observations.
+
+    Args:
+        net: A module with sample sites.
+        num_data: Number of training examples, or None where ``fit`` is to set it.
+
+    Attributes:
+        num_data: That number; None as long as it is not known.
+        is_num_data_given: Whether the user gave it, and not ``fit``.
+    """
+
+    def __init__(self, net: nn.Module, num_data: int | None) -> None:
+        super().__init__()
+        self.net = _check_net(net)
+        self.is_num_data_given = num_data is not None
+        self.num_data = None if num_data is None else check_positive_integer("num_data", num_data)
+
+    def _observe(self, likelihood: Any, y: Tensor | None) -> None:
+        """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
+        size = likelihood.batch_shape[-1]
+        if y is not None and self.num_data is None:
+            raise ValueError(
+                "`num_data`, the number of training examples, must be known before observations are "
+                f"scored. Pass it to {type(self).__name__}, or train by `fit`, which sets it."
+            )
+        scale = (self.num_data or size) / size
+        with poutine.scale(scale=scale), pyro.plate("data", size, dim=-1):
+            pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})
+
+
+class Classifier(Likelihood):
     """A net as a model of classes: ``y_n ~ Categorical(softmax(net(x_n)))``.
 
     Args:
         net: A module from ``(batch, ...)`` to logits ``(batch, classes)``, with sample sites.
         num_data: Number of training examples; the log likelihood of a batch counts
-            ``num_data / batch`` times.
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
 
     Raises:
         ValueError: If ``num_data`` is not a whole number of at least 1.
@@ -40,10 +71,8 @@ class Classifier(PyroModule):
         torch.Size([5, 3])
     """
 
-    def __init__(self, net: nn.Module, num_data: int) -> None:
-        super().__init__()
-        self.net = _check_net(net)
-        self.num_data = check_positive_integer("num_data", num_data)
+    def __init__(self, net: nn.Module, num_data: int | None = None) -> None:
+        super().__init__(net, num_data)
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Sample the classes at site ``obs``, or observe them.
@@ -70,17 +99,17 @@ class Classifier(PyroModule):
                 raise ValueError(
                     f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
                 )
-        _observe(dist.Categorical(logits=logits), y, self.num_data)
+        self._observe(dist.Categorical(logits=logits), y)
         return logits
 
 
-class Regressor(PyroModule):
+class Regressor(Likelihood):
     """A net as a model of real targets: ``y_n ~ N(net(x_n), noise_scale^2)``.
 
     Args:
         net: A module from ``(batch, ...)`` to means ``(batch, *target)``, with sample sites.
         num_data: Number of training examples; the log likelihood of a batch counts
-            ``num_data / batch`` times.
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is None.
         noise_scale: Standard deviation of the noise, in the targets' units: a number, a tensor that
             broadcasts to a target, or a distribution over positive numbers, which becomes the
             latent site ``noise_scale``.
@@ -97,10 +126,15 @@ class Regressor(PyroModule):
         torch.Size([5, 1])
     """
 
-    def __init__(self, net: nn.Module, num_data: int, noise_scale: Any) -> None:
-        super().__init__()
-        self.net = _check_net(net)
-        self.num_data = check_positive_integer("num_data", num_data)
+    def __init__(
+        self, net: nn.Module, num_data: int | None = None, noise_scale: Any = None
+    ) -> None:
+        super().__init__(net, num_data)
+        if noise_scale is None:
+            raise ValueError(
+                "`noise_scale` must be given: a positive number, a tensor, or a distribution over "
+                "positive numbers such as `dist.HalfNormal(1.0)`, for a noise that is learned."
+            )
         tensors = [*net.parameters(), *net.buffers()]
         example = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
         if isinstance(noise_scale, torch.distributions.Distribution):
@@ -136,7 +170,7 @@ class Regressor(PyroModule):
             scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
         else:
             check_broadcastable("noise_scale", scale, target, "the shape of a target")
-        _observe(dist.Normal(mean, scale).to_event(len(target)), y, self.num_data)
+        self._observe(dist.Normal(mean, scale).to_event(len(target)), y)
         return mean
 
 
@@ -160,10 +194,3 @@ def _run_net(net: nn.Module, x: Any) -> tuple[Tensor, int]:
             f"{tuple(output.shape)}."
         )
     return output, plates
-
-
-def _observe(likelihood: Any, y: Tensor | None, num_data: int) -> None:
-    """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
-    size = likelihood.batch_shape[-1]
-    with poutine.scale(scale=num_data / size), pyro.plate("data", size, dim=-1):
-        pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})

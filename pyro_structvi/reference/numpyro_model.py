@@ -62,13 +62,13 @@ class NumPyroModel:
     Attributes:
         net: The net as a function of input and sites.
         priors: The prior of each site.
-        num_data: The number of training examples.
+        num_data: The number of training examples; None for those that the model is called with.
         noise_scale: The site of a regressor's noise scale, or its value; None for a classifier.
     """
 
     net: JaxNet
     priors: dict[str, ElementPrior]
-    num_data: int
+    num_data: int | None
     noise_scale: Any
 
     def __call__(self, x: Any, y: Any = None) -> Any:
@@ -85,7 +85,10 @@ class NumPyroModel:
         output = self.net(x, sites)
         likelihood = self._likelihood(output, sites)
         size = len(output)
-        with numpyro.handlers.scale(scale=self.num_data / size), numpyro.plate("data", size):
+        with (
+            numpyro.handlers.scale(scale=(self.num_data or size) / size),
+            numpyro.plate("data", size),
+        ):
             numpyro.sample("obs", likelihood, obs=y)
         return output
 

@@ -192,7 +192,7 @@ def _check_data(model: Any, x: Any, y: Any) -> None:
         check_no_nan(name, value)
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"`{name}` must be finite, but it holds infinite values.")
-    if len(x) != model.num_data:
+    if model.num_data not in (None, len(x)):
         raise ValueError(
             f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
             f"got {len(x)}: a sampler needs all the data at each step. Pass all of it, or make the "

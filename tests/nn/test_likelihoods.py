@@ -5,8 +5,10 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
+from pyro_structvi.infer.training import NumDataWarning
 
 
 def log_likelihood(model, values, x, y):
@@ -52,11 +54,44 @@ def test_a_noise_prior_moves_with_the_model():
     assert draw(model, torch.zeros(1, 3, dtype=torch.float32))["noise_scale"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("num_data", [0, -5, 2.5, None])
+@pytest.mark.parametrize("num_data", [0, -5, 2.5, "6"])
 @pytest.mark.parametrize("kind", [ps.Classifier, lambda net, n: ps.Regressor(net, n, 0.1)])
 def test_num_data_must_be_a_whole_number(kind, num_data):
     with pytest.raises(ValueError, match="`num_data` must be a whole number of at least 1"):
         kind(nn.Linear(3, 2), num_data)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda net: ps.Classifier(net), lambda net: ps.Regressor(net, noise_scale=0.1)]
+)
+def test_fit_tells_the_model_how_many_examples_there_are(make):
+    model = make(ps.bayesianize(nn.Linear(3, 2)))
+    guide, x = ps.MeanFieldGuide(model), torch.zeros(6, 3)
+    y = torch.zeros(6, dtype=torch.long) if isinstance(model, ps.Classifier) else torch.zeros(6, 2)
+    assert model(x).shape == (6, 2)
+    with pytest.raises(ValueError, match=r"`num_data`.*train by `fit`"):
+        ps.StructuredELBO().terms(model, guide, x, y)
+    for size in (6, 4):  # what `fit` has set, it sets anew
+        data = x[:size], y[:size]
+        for form in (data, DataLoader(TensorDataset(*data), 3), TensorDataset(*data)):
+            options = {} if isinstance(form, DataLoader) else {"batch_size": 2}
+            ps.fit(model, guide, form, num_steps=1, progress=False, **options)
+            assert model.num_data == size
+    with pytest.raises(ValueError, match=r"`num_data` must be given.*(Classifier|Regressor)\(net"):
+        ps.fit(model, guide, [(x, y)], num_steps=1, progress=False)
+
+
+def test_fit_names_both_numbers_of_examples():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), 7, 0.1)
+    guide, data = ps.MeanFieldGuide(model), (torch.zeros(6, 3), torch.zeros(6, 2))
+    with pytest.warns(NumDataWarning, match=r"num_data=7 examples, and `data` has 6"):
+        ps.fit(model, guide, data, num_steps=1, progress=False)
+    assert model.num_data == 7
+
+
+def test_noise_must_be_given():
+    with pytest.raises(ValueError, match="`noise_scale` must be given"):
+        ps.Regressor(nn.Linear(3, 2), 6)
 
 
 @pytest.mark.parametrize("noise_scale", [0.0, -1.0, float("nan"), torch.tensor([1.0, 0.0])])

@@ -78,7 +78,7 @@ def test_a_copy_of_the_model_has_the_same_posterior():
 
 
 def test_what_a_model_is_conditioned_on_wins():
-    model, x = make_regressor(), torch.randn(5, 3)
+    model, x = make_regressor(5), torch.randn(5, 3)
     value = torch.full((1,), 100.0)
     conditioned = poutine.condition(model, data={"net.2.bias": value})
     guide = ps.MeanFieldGuide(model)
