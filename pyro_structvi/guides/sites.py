@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.nn import PyroModule
@@ -100,8 +101,9 @@ def find_sites_by_running(
     with warnings.catch_warnings():
         # Torch says so of activation checkpoints, which need no gradients here.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-        with torch.no_grad(), _buffers_kept(model), outside_plates(), poutine.block(), recorder:
-            model(*args, **kwargs)
+        with torch.no_grad(), pyro.validation_enabled(False), _buffers_kept(model):
+            with outside_plates(), poutine.block(), recorder:
+                model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
     takes_checkpoints = any(found.use.is_recomputed for found in recorder.found.values())
     for name, found in recorder.found.items():

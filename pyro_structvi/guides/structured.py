@@ -130,6 +130,11 @@ class StructuredGuide(nn.Module):
         return list(self._uses)
 
     @property
+    def uses(self) -> dict[str, SiteUse]:
+        """How the model uses each site, as far as passes have shown."""
+        return dict(self._uses)
+
+    @property
     def local_site_names(self) -> list[str]:
         """The sites that belong to single examples: those in a plate with observations."""
         return [name for name in self._uses if self[name].site.is_local]

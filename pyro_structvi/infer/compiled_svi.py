@@ -10,7 +10,8 @@ from pyro.optim import PyroOptim
 
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.compiled import CompiledStep
-from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.finite import FiniteCheck
+from pyro_structvi.infer.steps.loss import CheckedLoss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 
 
@@ -20,9 +21,9 @@ class CompiledSVI:
     The first step with inputs of new shapes is an ordinary one. The second is traced: model, guide,
     ELBO and gradients become a graph of tensor operations. From then on this graph runs: on the CPU
     compiled by ``torch.compile``, which takes some seconds; on a GPU, after three steps that warm it
-    up, as a CUDA graph that also holds the optimizer's update. All of these are real steps, and draw
-    the noise that ``SVI`` would draw from the same seed, so the losses are those of ``SVI`` up to
-    rounding.
+    up, as a CUDA graph, which holds the optimizer's update too without ``check_finite``. All of these
+    are real steps, and draw the noise that ``SVI`` would draw from the same seed, so the losses are
+    those of ``SVI`` up to rounding.
 
     What Python decides, it decides once for each combination of shapes, dtypes, other arguments, modules
     with their parameters, buffers and training modes, and autocast: an ``if`` on a counter is not asked
@@ -39,6 +40,8 @@ class CompiledSVI:
             "auto" is "inductor" on the CPU, which needs a C++ compiler, and None on a GPU.
         fallback: Whether a step that cannot be compiled runs as ``SVI`` runs it, with a
             :class:`CompileFallbackWarning`, instead of raising.
+        check_finite: Whether loss and gradients are looked at before each update, as ``fit`` does.
+            Without it a CUDA graph holds the update too, and a NaN in the data is found everywhere.
 
     Raises:
         TypeError: If ``optim`` or ``loss`` is of the wrong kind.
@@ -67,6 +70,7 @@ class CompiledSVI:
         *,
         backend: str | None = "auto",
         fallback: bool = False,
+        check_finite: bool = True,
     ) -> None:
         if not isinstance(loss, StructuredELBO) and not (fallback and isinstance(loss, ELBO)):
             raise TypeError(
@@ -74,9 +78,9 @@ class CompiledSVI:
                 "leave tensors' values unread. Write `loss=StructuredELBO()`, or use `pyro.infer.SVI`."
             )
         self.model, self.guide, self.loss = model, guide, loss
-        self._step = CompiledStep(
-            Loss(model, guide, loss), OneOptimizer(optim), backend=backend, fallback=fallback
-        )
+        optimizer, checked = OneOptimizer(optim), CheckedLoss(model, guide, loss)
+        check = FiniteCheck(checked, optimizer, is_shared=False) if check_finite else None
+        self._step = CompiledStep(checked, optimizer, check, backend=backend, fallback=fallback)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -96,8 +100,11 @@ class CompiledSVI:
         Raises:
             RuntimeError: If the step cannot be compiled; the message names the line at fault.
                 Parameters, buffers and torch's random generators are then those before the step.
+            FloatingPointError: If the loss or a gradient is not finite; parameters and buffers are then
+                those before the step.
             TypeError: If an argument is neither a tensor nor hashable.
-            ValueError: If there is no parameter to train.
+            ValueError: If there is no parameter to train, if a torch optimizer has parameters of neither
+                model nor guide, or if a learning rate is negative or not finite.
         """
         return self._step(*args, **kwargs).loss
 

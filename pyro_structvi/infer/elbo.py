@@ -78,8 +78,20 @@ class StructuredELBO(ELBO):
 
     @property
     def current_kl_weight(self) -> float:
-        """The weight of the KL at the present step."""
-        return self.kl_weight(self.step) if callable(self.kl_weight) else self.kl_weight
+        """The weight of the KL at the present step.
+
+        Raises:
+            ValueError: If a schedule returns a number that is negative or not finite.
+        """
+        if not callable(self.kl_weight):
+            return self.kl_weight
+        weight = self.kl_weight(self.step)
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                "`kl_weight` must return a finite number of at least 0, but at step "
+                f"{self.step} got {weight!r}."
+            )
+        return weight
 
     def advance(self) -> None:
         """Count a training step, on which the schedule of the KL's weight depends."""

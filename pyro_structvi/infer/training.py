@@ -17,6 +17,7 @@ from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import Arguments, arguments, as_batches, num_examples
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.ranks import (
+    data_parallel,
     noise_of_rank,
     of_all_ranks,
     share_buffers,
@@ -32,6 +33,10 @@ from pyro_structvi.infer.steps.step import Check, Step, StepTerms
 from pyro_structvi.nn.likelihoods import Likelihood
 
 Engine = Callable[[Loss, OneOptimizer, Check], Step]
+
+
+def _eager(loss: Loss, optimizer: OneOptimizer, check: Check) -> Step:
+    return EagerStep(loss, optimizer, check, data_parallel(loss))
 
 
 class NumDataWarning(UserWarning):
@@ -149,7 +154,7 @@ def fit(
         batches = arguments(loader, device, total)
         bar = tqdm(batches, "fit", total, disable=not progress or world()[0] > 0)
         with closing(batches), bar:
-            steps = _steps(EagerStep, guide, loss, make_optimizer, lr_schedule, bar, len(loader))
+            steps = _steps(_eager, guide, loss, make_optimizer, lr_schedule, bar, len(loader))
             return _record(steps, bar)
 
 
@@ -169,7 +174,7 @@ def _steps(
             _initialize(guide, args, kwargs)
             _check_local_sites(guide, num_batches)
             optimizer = OneOptimizer(make_optimizer([*loss.trained.values()]))
-            step = engine(loss, optimizer, FiniteCheck(loss))
+            step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
         if lr_schedule is not None:
             optimizer.scale_rates(lr_schedule(number))
         yield step(*args, **kwargs), optimizer.rate

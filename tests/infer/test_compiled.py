@@ -282,7 +282,18 @@ def evaluate(svi):
     svi.model.eval()
 
 
-@pytest.mark.parametrize("change", [prune, replace_buffer, evaluate])
+def tell_num_data(svi):
+    svi.model.num_data = 1000
+
+
+def use_twice(svi):
+    svi.model.net.linear.register_forward_pre_hook(
+        lambda module, args: (module.weight.sum(), None)[1]
+    )
+    svi.guide.initialize(*regression_data())
+
+
+@pytest.mark.parametrize("change", [prune, replace_buffer, evaluate, tell_num_data, use_twice])
 def test_changes_of_model_and_guide_are_seen(change):
     def make():
         model = ps.Regressor(ps.bayesianize(Shifted(), prior=1.0), 12, 0.3)
@@ -298,6 +309,14 @@ def test_changes_of_model_and_guide_are_seen(change):
     torch.testing.assert_close(own, losses, rtol=1e-10, atol=0)
     unchanged, *_ = train(make, data, compiled=True, steps=9)
     assert own[4] != unchanged[4]
+
+
+def test_another_number_of_particles_is_compiled_apart():
+    _, _, svi = train(make_k_tied, regression_data(), compiled=True)
+    for expected in (1, 2):
+        svi.step(*regression_data())
+        assert len(svi._step.kinds) == expected
+        svi.loss.num_particles = 3
 
 
 def test_modes_are_seen_behind_methods_and_closures():
@@ -626,14 +645,15 @@ def test_a_captured_step_is_that_of_svi(name, as_on_a_gpu):
         model = make_regressor()
         return model, GUIDE_CASES[name](model)
 
-    assert_same(make, regression_data(), steps=12, rtol=RATE_RTOL)
+    assert_same(make, regression_data(), steps=12, rtol=RATE_RTOL, check_finite=False)
 
 
 def test_a_captured_step_reads_buffers_weights_and_subsamples(as_on_a_gpu):
     data = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
     annealed = {"loss": lambda: ps.StructuredELBO(kl_weight=ps.LinearAnnealing(10))}
+    annealed |= {"check_finite": False}
     assert_same(lambda: make_k_tied(image_model), data, steps=12, rtol=RATE_RTOL, **annealed)
-    losses = assert_same(subsampled, (), optim=still, steps=30)
+    losses = assert_same(subsampled, (), optim=still, steps=30, check_finite=False)
     assert len(set(losses)) > 10
 
 
@@ -650,7 +670,7 @@ def test_a_fit_by_captured_steps_updates_after_its_check(as_on_a_gpu, monkeypatc
         return history.elbo, dict(guide.state_dict())
 
     expected, state = fit()
-    monkeypatch.setitem(ps.fit.__globals__, "EagerStep", CompiledStep)
+    monkeypatch.setitem(ps.fit.__globals__, "_eager", CompiledStep)
     losses, own = fit()
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(own, state, rtol=1e-6, atol=1e-7)
@@ -667,7 +687,8 @@ def test_a_captured_step_reads_learning_rates(kind, as_on_a_gpu):
         data = regression_data()
         optimizer = kind(guide.parameters(), lr=1e-3, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=None)
+        options = {"backend": None, "check_finite": False}
+        svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), **options)
         losses = []
         for number in range(14):
             if number == 12:
@@ -689,7 +710,8 @@ def test_captured_steps_of_several_shapes_share_learning_rates(as_on_a_gpu):
     x, y = regression_data()
     pyro.set_rng_seed(0)
     model, guide = make_k_tied()
-    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
+    options = {"backend": None, "check_finite": False}
+    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), **options)
     for number in range(20):
         size = 12 if number % 2 else 5
         if number == 16:
@@ -720,8 +742,9 @@ def test_an_optimizer_that_was_loaded_is_captured_anew(times, as_on_a_gpu):
         if number == 8:
             load_moments_of_zero(svi, times)
 
-    losses, state, _ = train(make_k_tied, data, compiled=False, steps=16, change=change)
-    own_losses, own_state, svi = train(make_k_tied, data, compiled=True, steps=16, change=change)
+    options = {"steps": 16, "change": change, "check_finite": False}
+    losses, state, _ = train(make_k_tied, data, compiled=False, **options)
+    own_losses, own_state, svi = train(make_k_tied, data, compiled=True, **options)
     torch.testing.assert_close(own_losses, losses, rtol=RATE_RTOL, atol=0)
     torch.testing.assert_close(own_state, state, rtol=1e-5, atol=1e-6)
     assert len(svi._step.kinds) == 1
@@ -735,12 +758,14 @@ def test_other_options_of_a_captured_optimizer_are_captured_anew(as_on_a_gpu):
             for optimizer in optimizers:
                 optimizer.param_groups[0]["betas"] = (0.5, 0.9)
 
-    assert_same(make_k_tied, regression_data(), steps=14, rtol=RATE_RTOL, change=change)
+    options = {"steps": 14, "change": change, "check_finite": False}
+    assert_same(make_k_tied, regression_data(), rtol=RATE_RTOL, **options)
 
 
 def test_an_optimizer_that_cannot_be_captured_is_refused(as_on_a_gpu):
+    options = {"optim": lambda: pyro.optim.RMSprop({"lr": 0.01}), "check_finite": False}
     with pytest.raises(RuntimeError, match="RMSprop cannot be captured in a CUDA graph"):
-        train(make_k_tied, regression_data(), True, optim=lambda: pyro.optim.RMSprop({"lr": 0.01}))
+        train(make_k_tied, regression_data(), True, **options)
 
 
 def test_draws_on_the_host_are_refused_in_a_graph():

@@ -188,7 +188,9 @@ def test_a_loss_that_is_not_finite_names_site_and_step_and_keeps_the_parameters(
     with torch.no_grad():
         guide["net.2.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
     before = snapshot(guide)
-    message = r"At step 0, .*(net.2.weight|obs).* is not finite. The parameters are those before"
+    message = (
+        r"At step 0, .*(net.2.weight|obs).* is not finite. Parameters and buffers are those before"
+    )
     with pytest.raises(FloatingPointError, match=message):
         ps.fit(model, guide, data, num_steps=5, progress=False)
     assert unchanged(guide, before)
@@ -299,7 +301,7 @@ def test_a_gradient_norm_that_overflows_is_explained():
 def compiled_fit(monkeypatch):
     """Let fit take compiled steps."""
     engine = partial(CompiledStep, backend=None)
-    return lambda: monkeypatch.setitem(ps.fit.__globals__, "EagerStep", engine)
+    return lambda: monkeypatch.setitem(ps.fit.__globals__, "_eager", engine)
 
 
 def test_a_fit_with_compiled_steps_is_that_with_eager_ones(compiled_fit):

@@ -7,18 +7,23 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from torch import Tensor
 
+from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import stored_parameter
+from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.ranks import world
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import Loss
-from pyro_structvi.infer.steps.modules import Modules, Same
+from pyro_structvi.infer.steps.modules import Same
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from pyro_structvi.infer.steps.step import Check, Step
 from pyro_structvi.infer.steps.subsamples import SubsampleRecorder
 from pyro_structvi.infer.steps.traced import explain
+from pyro_structvi.infer.terms import ELBOTerms
 
 MANY_KINDS = 16
 
@@ -58,13 +63,12 @@ class CompiledStep(Step):
         fallback: bool = False,
     ) -> None:
         super().__init__(loss, optimizer, check)
-        if check is not None and world()[1] > 1:
+        if isinstance(check, FiniteCheck) and check.is_shared and world()[1] > 1:
             raise RuntimeError(
                 f"Compiled steps train in one process, but got {world()[1]}. Take eager steps."
             )
-        self._eager = EagerStep(loss, optimizer, check)
+        self._eager = EagerStep(loss, optimizer, self._check_first)
         self._backend, self._fallback = backend, fallback
-        self._modules = Modules(loss.parts)
         self._stored: list[str] = []  # names of what is found in Pyro's store
         self.kinds: dict[Hashable, ReplayedStep] = {}
         self._uncompiled: set[Hashable] = set()  # calls that have fallen back
@@ -98,6 +102,7 @@ class CompiledStep(Step):
         """Take an eager step, which finds parameters and plates."""
         with poutine.trace(param_only=True) as capture, SubsampleRecorder() as recorder:
             numbers = self._eager.take(call.args, call.kwargs)
+        self.loss.zero_grad()  # also of what the optimizer does not train
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
         self.optimizer.was_loaded()
         if not self.loss.is_structured:
@@ -113,6 +118,25 @@ class CompiledStep(Step):
                 stacklevel=5,
             )
         return numbers
+
+    def _check_first(
+        self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
+    ) -> list[float]:
+        """Refuse an optimizer of parameters that this step does not have, then check numbers."""
+        own = self._modules.tensors()
+        foreign = [
+            parameter
+            for parameter in self.optimizer.parameters
+            if parameter.requires_grad and parameter.grad is None and id(parameter) not in own
+        ]
+        if foreign and not self.optimizer.is_pyros:
+            shapes = [shape_text(parameter.shape) for parameter in foreign]
+            raise ValueError(
+                f"`optim` must train parameters of model and guide, but {len(foreign)} of its "
+                f"parameters, of shapes {shapes[:3]}, belong to neither. Make it of "
+                "`guide.parameters()`, and of `model.parameters()` if there are point estimates."
+            )
+        return self._read(batch, numbers, terms)
 
     def _replay(self, step: ReplayedStep, call: Call) -> list[float]:
         if step.is_ready:
@@ -142,6 +166,7 @@ class CompiledStep(Step):
     def _state(self) -> Hashable:
         """Return what decides how model and guide run, besides their arguments."""
         parts = self._modules.state()
+        parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
         parts += [Same(stored_parameter(name)) for name in self._stored]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]

@@ -5,9 +5,8 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_structvi.infer.ranks import data_parallel
 from pyro_structvi.infer.steps.loss import Loss, numbers_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step
@@ -20,28 +19,32 @@ class EagerStep(Step):
     Args:
         loss: The loss.
         optimizer: What updates the parameters; one made of Pyro's adopts those that a step meets.
-        check: See :class:`Step`. With it all processes of a group train as one.
+        check: See :class:`Step`.
+        forward: What computes the loss, such as one that all processes of a group share.
     """
 
-    def __init__(self, loss: Loss, optimizer: OneOptimizer, check: Check | None = None) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: OneOptimizer,
+        check: Check | None = None,
+        forward: nn.Module | None = None,
+    ) -> None:
         super().__init__(loss, optimizer, check)
-        self._forward = loss if check is None else data_parallel(loss)
+        self._forward = loss if forward is None else forward
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return loss, log likelihood and KL."""
-        if self._check is not None:  # the optimizer has all parameters, those of the modules
+        if self.optimizer.is_pyros:
+            with poutine.trace(param_only=True) as capture:
+                numbers, terms = self._differentiate(args, kwargs)
+            met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
+            self.optimizer.adopt(dict.fromkeys(met))
+        else:
             numbers, terms = self._differentiate(args, kwargs)
-            read = self._read((args, kwargs), numbers, terms)
-            self.optimizer.step()
-            return read
-        with poutine.trace(param_only=True) as capture:
-            numbers, _ = self._differentiate(args, kwargs)
-        met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
-        self.optimizer.adopt(dict.fromkeys(met))
+        read = self._read((args, kwargs), numbers, terms)
         self.optimizer.step()
-        for parameter in met:
-            parameter.grad = None
-        return [float(number) for number in numbers]
+        return read
 
     def _differentiate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

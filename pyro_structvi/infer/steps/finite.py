@@ -4,11 +4,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.ranks import mean_over_ranks, of_all_ranks
 from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.terms import ELBOTerms
 
 
@@ -16,11 +17,13 @@ class FiniteCheck:
     """Stops a step before its update where terms or gradients are not finite on some rank.
 
     Args:
-        loss: The loss, whose modules have the parameters that are trained.
+        loss: The loss.
+        optimizer: What updates the parameters.
+        is_shared: Whether all processes of a group take this step together.
     """
 
-    def __init__(self, loss: Loss) -> None:
-        self._elbo, self._parameters = loss.elbo, loss.trained
+    def __init__(self, loss: Loss, optimizer: OneOptimizer, is_shared: bool = True) -> None:
+        self._loss, self._optimizer, self.is_shared = loss, optimizer, is_shared
 
     def __call__(
         self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
@@ -36,35 +39,48 @@ class FiniteCheck:
             FloatingPointError: If a term or a gradient is not finite.
             ValueError: If a distribution refused a value that is finite.
         """
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).to(numbers)
-        *means, norm_mean = mean_over_ranks(torch.cat([numbers, norm.unsqueeze(0)])).tolist()
-        if not math.isfinite(sum(means[1:]) + norm_mean):
+        found = torch.cat([numbers, norm.unsqueeze(0)])
+        *means, norm_mean = (mean_over_ranks(found) if self.is_shared else found).tolist()
+        judged = means[1:] if self._loss.is_structured else means[:1]
+        if not math.isfinite(sum(judged) + norm_mean):
             raise self._error(batch, terms)
         return means
+
+    @property
+    def _where(self) -> str:
+        return f"At step {self._loss.elbo.step}" if self._loss.is_structured else "In this step"
 
     def _error(self, batch: Arguments, terms: ELBOTerms | ValueError) -> Exception:
         """Say what is not finite: inputs, terms, gradients, or a refusal."""
         refusal = terms if isinstance(terms, ValueError) else None
-        reports = of_all_ranks((self._not_finite(batch, terms), refusal and str(refusal)))
+        report = self._not_finite(batch, terms), refusal and str(refusal)
+        reports = of_all_ranks(report) if self.is_shared else [report]
         refusals = [text for _, text in reports if text]
         for kind in ("data", "log likelihood of the sites", "KL of the sites", "gradient of"):
             for rank, (found, _) in enumerate(reports):
                 if found[kind] and not (refusals and kind == "gradient of"):
                     where = f" on rank {rank}" if len(reports) > 1 else ""
                     error = FloatingPointError(
-                        f"At step {self._elbo.step}, the {kind} {found[kind]} is not finite{where}. The "
-                        "parameters are those before this step. A smaller `lr` or `init_scale`, or an "
-                        "annealed `kl_weight`, may help."
+                        f"{self._where}, the {kind} {found[kind]} is not finite{where}. "
+                        "Parameters and buffers are those before this step. A smaller `lr` or "
+                        "`init_scale`, or an annealed `kl_weight`, may help."
                     )
                     error.__cause__ = refusal
                     return error
         if refusals:
             return refusal or ValueError(refusals[0])
         return FloatingPointError(
-            f"At step {self._elbo.step}, the norm of all gradients overflows. The parameters are "
-            "unchanged."
+            f"{self._where}, the norm of all gradients overflows. The parameters are unchanged."
         )
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        names = {parameter: name for name, parameter in self._loss.named_parameters()}
+        return {
+            names.get(parameter, f"parameter {number}"): parameter
+            for number, parameter in enumerate(self._optimizer.parameters)
+        }
 
     def _not_finite(self, batch: Arguments, terms: ELBOTerms | ValueError) -> dict[str, list[str]]:
         """Return the names of what is not finite here, by kind."""
@@ -75,7 +91,7 @@ class FiniteCheck:
             "data": inputs,
             "log likelihood of the sites": parts.log_likelihood,
             "KL of the sites": parts.kl,
-            "gradient of": {name: p.grad for name, p in self._parameters.items()},
+            "gradient of": {name: p.grad for name, p in self._named_parameters().items()},
         }
 
         def is_bad(value: Any) -> bool:

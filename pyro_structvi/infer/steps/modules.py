@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from pyro_structvi._torch import own_tensors
 from pyro_structvi.families import SitePosterior
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.nn.likelihoods import Likelihood
 
 
 class Same:
@@ -36,16 +38,48 @@ class Modules:
 
     def __init__(self, parts: Iterable[Callable[..., Any]]) -> None:
         self._roots = [root for part in parts for root in _modules_of(part)]
+        self._changing: list[tuple[nn.Module, str]] | None = None  # buffers; None before a step
 
     def state(self) -> list[Hashable]:
-        """Return what decides how they run: modes, families, and which tensors they have."""
+        """Return what decides how they run: modes, numbers of ours, and which tensors they have."""
         state: list[Hashable] = []
         for module in self._all():
-            family = module.family if isinstance(module, SitePosterior) else None
-            state += [Same(module), module.training, family]
+            state += [Same(module), module.training]
+            if isinstance(module, SitePosterior):
+                state.append(module.family)
+            elif isinstance(module, StructuredGuide):
+                state.append(tuple(map(repr, module.uses.values())))
+            elif isinstance(module, Likelihood):
+                state.append(module.num_data)
             for tensor in own_tensors(module):
                 state += [Same(tensor), tensor.requires_grad, tensor.data_ptr()]
         return state
+
+    def tensors(self) -> set[int]:
+        """Return the identities of all their parameters and buffers."""
+        return {id(tensor) for module in self._all() for tensor in own_tensors(module)}
+
+    @contextmanager
+    def buffers_kept_on_error(self) -> Iterator[None]:
+        """Put the buffers that steps change, such as running statistics, back where a block raises."""
+        places = self._buffers() if self._changing is None else self._changing
+        kept = [
+            (place, buffer, buffer.clone())
+            for place in places
+            if (buffer := _at(place)) is not None
+        ]
+        try:
+            yield
+        except Exception:
+            for (module, name), buffer, value in kept:
+                setattr(module, name, buffer.copy_(value))
+            raise
+        if self._changing is None:  # torch's normalizations do not count versions
+            self._changing = [
+                place
+                for place, buffer, value in kept
+                if _at(place) is not buffer or not torch.equal(buffer, value)
+            ]
 
     @contextmanager
     def unchanged_on_error(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -56,8 +90,8 @@ class Modules:
         """
         buffers = [
             (module, name, buffer, buffer.clone())
-            for module in self._all()
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            for module, name in self._buffers()
+            if (buffer := _at((module, name))) is not None
         ]
         states = [(each, each.get_state()) for each in _generators(parameters)]
         try:
@@ -74,6 +108,13 @@ class Modules:
                 generator.set_state(state)
             raise
 
+    def _buffers(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (module, name)
+            for module in self._all()
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+
     def _all(self) -> Iterator[nn.Module]:
         for root in self._roots:
             yield from root.modules()
@@ -85,6 +126,12 @@ def _modules_of(part: Callable[..., Any]) -> Iterator[nn.Module]:
     for value in (function, getattr(function, "__self__", None), *closed_over):
         if isinstance(value, nn.Module):
             yield value
+
+
+def _at(place: tuple[nn.Module, str]) -> Tensor | None:
+    module, name = place
+    buffer: Tensor | None = getattr(module, name, None)
+    return buffer
 
 
 def _generators(parameters: Iterable[Tensor]) -> list[torch.Generator]:

@@ -1,6 +1,7 @@
 """One torch optimizer for all parameters, of which Pyro's optimizers make one each."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,12 +58,34 @@ class OneOptimizer:
         return [parameter for group in self._current_groups for parameter in group["params"]]
 
     @property
+    def is_pyros(self) -> bool:
+        """Whether parameters are adopted as steps meet them, as Pyro's optimizers do."""
+        return self._pyro is not None
+
+    def check_rates(self) -> None:
+        """Raise a ``ValueError`` unless each learning rate is a finite number of at least 0."""
+        for group in self._current_groups:
+            rate = group["lr"]
+            if not isinstance(rate, Tensor) and not 0 <= rate < math.inf:
+                raise ValueError(
+                    f"The learning rate `lr` must be a finite number of at least 0, but got {rate}."
+                )
+
+    @property
     def rate(self) -> float:
         """The learning rate of the first group."""
         return float(self._current_groups[0]["lr"])
 
     def scale_rates(self, factor: float) -> None:
-        """Set the learning rates to a multiple of those that a torch optimizer had at the start."""
+        """Set the learning rates to a multiple of those that a torch optimizer had at the start.
+
+        Raises:
+            ValueError: If the factor is negative or not finite.
+        """
+        if not 0 <= factor < math.inf:
+            raise ValueError(
+                f"`lr_schedule` must return a finite number of at least 0, but got {factor}."
+            )
         for group, rate in zip(self._current_groups, self._rates, strict=True):
             group["lr"] = rate * factor
 
@@ -103,6 +126,11 @@ class OneOptimizer:
                 clip(parameter)
         self.torch.step()
         self.torch.zero_grad(set_to_none=True)
+
+    def forget_gradients(self) -> None:
+        """Let go of the gradients, so that they are not added to those of another step."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def was_loaded(self) -> bool:
         """Whether groups and states were replaced since the last call, as by ``load_state_dict``."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.modules import Modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.terms import ELBOTerms
 
@@ -45,11 +46,21 @@ class Step(ABC):
     def __init__(self, loss: Loss, optimizer: OneOptimizer, check: Check | None = None) -> None:
         self.loss, self.optimizer = loss, optimizer
         self._check = check
+        self._modules = Modules(loss.parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepTerms:
-        """Take a step, and count it where the weight of the KL may depend on it."""
+        """Take a step, and count it where the weight of the KL may depend on it.
+
+        Where it raises, parameters and buffers are those before it.
+        """
         weight = self.loss.elbo.current_kl_weight if self.loss.is_structured else 1.0
-        numbers = self.take(args, kwargs)
+        self.optimizer.check_rates()
+        try:
+            with self._modules.buffers_kept_on_error():
+                numbers = self.take(args, kwargs)
+        except Exception:
+            self.optimizer.forget_gradients()
+            raise
         if self.loss.is_structured:
             self.loss.elbo.advance()
         loss, likelihood, kl = numbers

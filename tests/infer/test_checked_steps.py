@@ -1,0 +1,159 @@
+"""What every step looks at before it updates, eager or compiled: numbers, rates, parameters."""
+
+import math
+
+import pyro
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+from torch import nn
+
+import pyro_structvi as ps
+from tests.models import make_regressor, regression_data
+
+
+def with_statistics():
+    """Return a net with running statistics, which each pass changes."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    return ps.Regressor(ps.bayesianize(net, normalization=False), 12, 0.3)
+
+
+def adam(lr=0.01):
+    return pyro.optim.Adam({"lr": lr})
+
+
+def compiled(model, guide, optim=None, loss=None, **options):
+    loss = ps.StructuredELBO() if loss is None else loss
+    return ps.CompiledSVI(model, guide, optim or adam(), loss, backend=None, **options)
+
+
+def states(*parts):
+    return {
+        f"{number}.{name}": value.clone()
+        for number, part in enumerate(parts)
+        for name, value in part.state_dict().items()
+    }
+
+
+def not_a_number(data):
+    x, y = (value.clone() for value in data)
+    x[3] = math.nan
+    return x, y
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 2, 5])
+def test_a_nan_row_stops_a_compiled_step_and_changes_nothing(steps_before):
+    model = with_statistics()
+    guide, data = ps.KTiedGuide(model), regression_data()
+    svi = compiled(model, guide)
+    guide.initialize(*data)
+    for _ in range(steps_before):
+        svi.step(*data)
+    before = states(model, guide)
+    with pytest.raises(FloatingPointError, match=r"the data \['argument 0'\] is not finite"):
+        svi.step(*not_a_number(data))
+    torch.testing.assert_close(states(model, guide), before, rtol=0, atol=0)
+    assert math.isfinite(svi.step(*data))
+    assert states(model)["0.net.1.num_batches_tracked"] == steps_before + 1
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_nan_row_leaves_the_buffers_in_fit(steps_before):
+    model = with_statistics()
+    guide, data = ps.KTiedGuide(model), regression_data()
+    batches = [data] * steps_before + [not_a_number(data)]
+    with pytest.raises(FloatingPointError, match=f"At step {steps_before}, the data"):
+        ps.fit(model, guide, batches, num_epochs=1, progress=False)
+    statistics = states(model)
+    assert statistics["0.net.1.num_batches_tracked"] == steps_before
+    assert all(torch.isfinite(value).all() for value in statistics.values())
+
+
+def test_what_is_not_checked_is_not_finite():
+    model = make_regressor()
+    guide, data = ps.KTiedGuide(model), regression_data()
+    svi = compiled(model, guide, check_finite=False)
+    for batch in (data, data, not_a_number(data)):
+        pyro.enable_validation(False)
+        loss = svi.step(*batch)
+    assert math.isnan(loss)
+
+
+def test_another_objective_is_checked_too():
+    model = make_regressor()
+    guide, data = ps.MeanFieldGuide(model), regression_data()
+    svi = compiled(model, guide, loss=Trace_ELBO(), fallback=True)
+    with pytest.warns(UserWarning, match="cannot be compiled"):
+        svi.step(*data)
+    pyro.enable_validation(False)
+    with (
+        pytest.warns(UserWarning, match="Encountered NaN"),
+        pytest.raises(FloatingPointError, match="In this step, the data"),
+    ):
+        svi.step(*not_a_number(data))
+    assert math.isfinite(svi.step(*data))
+
+
+# ---- rates and weights -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf])
+def test_learning_rates_must_be_finite_and_not_negative(rate):
+    model = make_regressor()
+    guide, data = ps.KTiedGuide(model), regression_data()
+    optimizer = torch.optim.Adam(guide.parameters(), lr=0.1)
+    svi = compiled(model, guide, optimizer)
+    for number in range(4):
+        if number == 3:
+            optimizer.param_groups[0]["lr"] = rate
+            before = states(guide)
+            with pytest.raises(ValueError, match="`lr` must be a finite number of at least 0"):
+                svi.step(*data)
+            torch.testing.assert_close(states(guide), before, rtol=0, atol=0)
+        else:
+            svi.step(*data)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["lr_schedule", "kl_weight"])
+def test_schedules_must_return_finite_numbers_of_at_least_zero(name, bad):
+    model = make_regressor()
+    guide, data = ps.MeanFieldGuide(model), regression_data()
+    schedule = {name: lambda step: bad if step == 2 else 1.0}
+    with pytest.raises(ValueError, match=f"`{name}` must return a finite number of at least 0"):
+        ps.fit(model, guide, data, num_steps=4, progress=False, **schedule)
+    assert all(torch.isfinite(parameter).all() for parameter in guide.parameters())
+
+
+# ---- parameters --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("also_own", [True, False])
+def test_an_optimizer_of_foreign_parameters_is_refused(also_own):
+    model, other = make_regressor(), make_regressor()
+    guide, foreign = ps.KTiedGuide(model), ps.KTiedGuide(other)
+    parameters = [*foreign.parameters(), *(guide.parameters() if also_own else ())]
+    svi = compiled(model, guide, torch.optim.Adam(parameters))
+    before = states(guide)
+    with pytest.raises(
+        ValueError, match=r"`optim` must train parameters of model and guide, but 10"
+    ):
+        svi.step(*regression_data())
+    torch.testing.assert_close(states(guide), before, rtol=0, atol=0)
+
+
+def test_parameters_of_a_net_that_a_function_knows_by_name_are_its_own():
+    weight = torch.zeros(3, 1, requires_grad=True)
+    holder = {"weight": weight}  # not in a module, a closure's cell or the param store
+
+    def model(x, y):
+        noise = pyro.sample("noise", pyro.distributions.LogNormal(0.0, torch.tensor(1.0)))
+        with pyro.plate("data", len(x)):
+            mean = x @ holder["weight"]
+            pyro.sample("obs", pyro.distributions.Normal(mean, noise).to_event(1), obs=y)
+
+    guide, data = ps.MeanFieldGuide(model), regression_data()
+    guide.initialize(*data)
+    svi = compiled(model, guide, torch.optim.Adam([weight, *guide.parameters()], lr=0.1))
+    svi.step(*data)
+    assert weight.abs().min() > 0
