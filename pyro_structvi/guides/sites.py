@@ -20,6 +20,7 @@ from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import SiteUse
 from pyro_structvi.linalg.shapes import shrink
+from pyro_structvi.nn.layout import layout_of, parametrized
 
 
 @dataclass
@@ -49,6 +50,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
         The sites by name, in the order of the tree.
     """
     found: dict[str, FoundSite] = {}
+    computed = parametrized(model) if isinstance(model, nn.Module) else {}
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if not isinstance(module, PyroModule):
             continue
@@ -62,7 +64,17 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
             name = declared_name(module, attribute)
             initial = module.__dict__.get("initial_values", {}).get(attribute)
             shape = torch.Size(prior.shape())
-            site = LatentSite(name, shape, len(shape), prior.support, prior_scale=_scale_of(prior))
+            layout = layout_of(computed.get(id(module), module), attribute, shape)
+            site = LatentSite(
+                name,
+                shape,
+                len(shape),
+                prior.support,
+                prior_scale=_scale_of(prior),
+                fan_in=layout.fan_in,
+                input_dim=layout.input_dim,
+                groups=layout.groups,
+            )
             found[name] = FoundSite(site, prior, initial, SiteUse(name))
     return found
 
@@ -90,9 +102,13 @@ def find_sites_by_running(
         model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
     for name, found in recorder.found.items():
-        found.initial = declared[name].initial if name in declared else None
         is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
         found.site = replace(found.site, is_local=is_local)
+        if name in declared:
+            own = declared[name]
+            found.initial = own.initial
+            layout = {key: getattr(own.site, key) for key in ("fan_in", "input_dim", "groups")}
+            found.site = replace(found.site, **layout)
     return recorder.found
 
 

@@ -21,15 +21,20 @@ from pyro_structvi.distributions.medians import median, unwrapped
 class FanIn:
     """Independent normals whose standard deviation shrinks with the inputs of a unit.
 
-    A weight ``(out, *rest)`` gets the standard deviation ``scale / sqrt(prod(rest))``, so that
-    outputs have the same prior variance whatever the width; a vector gets ``vector_scale``.
+    A weight gets the standard deviation ``scale / sqrt(fan_in)``, so that outputs have the same prior
+    variance whatever the width; a vector gets ``vector_scale``. The fan-in, over how many terms an
+    output sums, follows from what the weight's module does with it: ``prod(rest)`` for ``(out, *rest)``
+    in a dense layer or a convolution, ``in / groups`` times the taps that reach an output for a
+    transposed convolution, 1 for an embedding, ``in`` for the ``(in, out)`` of a ``Conv1D``.
 
     Args:
         scale: The numerator for weights; sqrt(2) keeps variances through ReLU layers.
         vector_scale: The standard deviation of biases and other vectors.
+        fan_in: The fan-in of all weights with this prior, where it cannot be known, as for the stacked
+            weights of experts: ``{"*.experts": FanIn(fan_in=64), "*": FanIn()}``.
 
     Raises:
-        ValueError: If a scale is not a positive number.
+        ValueError: If a scale, or ``fan_in``, is not a positive number.
 
     Example:
         >>> FanIn(scale=2.0).standard_deviation(torch.zeros(3, 16))
@@ -38,17 +43,27 @@ class FanIn:
 
     scale: float = 1.0
     vector_scale: float = 1.0
+    fan_in: float | None = None
 
     def __post_init__(self) -> None:
         """Check the scales."""
         check_positive_number("scale", self.scale)
         check_positive_number("vector_scale", self.vector_scale)
+        if self.fan_in is not None:
+            check_positive_number("fan_in", self.fan_in)
 
-    def standard_deviation(self, parameter: Tensor) -> float:
-        """Return the standard deviation of each element of a parameter."""
-        if parameter.dim() < 2:
-            return self.vector_scale
-        return self.scale / math.sqrt(parameter[0].numel())
+    def standard_deviation(self, parameter: Tensor, fan_in: float | None = None) -> float:
+        """Return the standard deviation of each element of a parameter.
+
+        Args:
+            parameter: The parameter, ``(out, *rest)`` where nothing else is said.
+            fan_in: Its fan-in, 0 for a vector; what the shape says when None.
+        """
+        if self.fan_in is not None:
+            fan_in = self.fan_in
+        elif fan_in is None:
+            fan_in = parameter.shape[1:].numel() if parameter.dim() >= 2 else 0
+        return self.scale / math.sqrt(fan_in) if fan_in else self.vector_scale
 
 
 @dataclass(frozen=True)
@@ -67,12 +82,12 @@ class HierarchicalScale:
     Args:
         prior: The distribution of the scale, over positive numbers. With batch dimensions it is one of
             several scales, which broadcast to the parameter: ``(out, 1)`` for one scale for each unit.
-        fan_in: Whether the scale of a weight ``(out, *rest)`` is divided by ``sqrt(prod(rest))``, as in
-            :class:`FanIn`.
+        fan_in: Whether the scale of a weight is divided by the root of its fan-in, as in
+            :class:`FanIn`; or the fan-in itself, where it cannot be known.
 
     Raises:
         TypeError: If ``prior`` is not a distribution.
-        ValueError: If it is not over positive numbers.
+        ValueError: If it is not over positive numbers, or ``fan_in`` is not positive.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -86,7 +101,7 @@ class HierarchicalScale:
     """
 
     prior: Any
-    fan_in: bool = False
+    fan_in: bool | float = False
 
     def __post_init__(self) -> None:
         """Check the prior."""
@@ -102,6 +117,8 @@ class HierarchicalScale:
                 "`prior` must be a distribution over positive numbers, such as "
                 f"`dist.HalfCauchy(1.0)`, but got {self.prior!r} over {self.prior.support}."
             )
+        if not isinstance(self.fan_in, bool):
+            check_positive_number("fan_in", self.fan_in)
 
 
 Prior = (
@@ -115,7 +132,7 @@ Prior = (
 )
 
 
-def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
+def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None = None) -> Any:
     """Return the distribution of single elements that a prior means for one parameter.
 
     Args:
@@ -125,13 +142,16 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
             the first match wins.
         name: The parameter's name.
         parameter: The parameter.
+        fan_in: Over how many terms the outputs of its module sum, 0 for a vector; None where that
+            cannot be known, except for what has less than three dimensions.
 
     Returns:
         A distribution that broadcasts to the parameter's shape, with its dtype and device; or a
         :class:`HierarchicalScale` with such a distribution.
 
     Raises:
-        ValueError: If a standard deviation is not positive or does not fit, or no pattern matches.
+        ValueError: If a standard deviation is not positive or does not fit, no pattern matches, or a
+            prior needs a fan-in that cannot be known.
         TypeError: If the prior has another type.
 
     Example:
@@ -142,15 +162,20 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
     if isinstance(prior, Mapping):
         for pattern, entry in prior.items():
             if matches(name, pattern):
-                return resolve_prior(entry, name, parameter)
+                return resolve_prior(entry, name, parameter, fan_in)
         raise ValueError(
             f"No pattern of the prior {list(prior)} matches the parameter '{name}'. Add one, for "
             "instance {'*': 1.0} as the last."
         )
     if isinstance(prior, FanIn):
-        return resolve_prior(prior.standard_deviation(parameter), name, parameter)
+        _check_fan_in(prior, name, parameter, fan_in)
+        return resolve_prior(prior.standard_deviation(parameter, fan_in), name, parameter)
     if isinstance(prior, HierarchicalScale):
-        return replace(prior, prior=_element_distribution(prior.prior, f"{name}_scale", parameter))
+        own = _element_distribution(prior.prior, f"{name}_scale", parameter)
+        if prior.fan_in is True:
+            _check_fan_in(prior, name, parameter, fan_in)
+            prior = replace(prior, fan_in=FanIn().standard_deviation(parameter, fan_in) ** -2)
+        return replace(prior, prior=own)
     if isinstance(prior, torch.distributions.Distribution):
         return _element_distribution(prior, name, parameter)
     if isinstance(prior, Tensor):
@@ -159,7 +184,7 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
         check_positive(label, scale)
         return dist.Normal(torch.zeros_like(scale), scale)
     if callable(prior):
-        return resolve_prior(prior(name, parameter), name, parameter)
+        return resolve_prior(prior(name, parameter), name, parameter, fan_in)
     if not isinstance(prior, (int, float)) or isinstance(prior, bool):
         raise TypeError(
             f"The {label} must be a standard deviation, a FanIn, a HierarchicalScale, a "
@@ -167,6 +192,18 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
         )
     scale = torch.full((), check_positive_number(label, prior), dtype=parameter.dtype)
     return resolve_prior(scale, name, parameter)
+
+
+def _check_fan_in(
+    prior: FanIn | HierarchicalScale, name: str, parameter: Tensor, fan_in: float | None
+) -> None:
+    if fan_in is None and parameter.dim() > 2 and prior.fan_in in (None, True):
+        kind = type(prior).__name__
+        raise ValueError(
+            f"The prior {kind} needs the fan-in of '{name}', over how many terms an output sums, which "
+            f"its shape {tuple(parameter.shape)} does not tell. Pass it for this parameter, "
+            f"`{{'{name}': {kind}(..., fan_in=...), '*': ...}}`, or a number as its prior."
+        )
 
 
 def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
@@ -277,7 +314,7 @@ def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Siz
                 f"site. Give `{attribute}` another prior, by a mapping from patterns of names."
             )
         sample_from(module, scale, prior.prior, prior.prior.batch_shape)
-        factor = 1 / math.sqrt(shape[1:].numel()) if prior.fan_in else 1.0
+        factor = 1 / math.sqrt(prior.fan_in or 1)
         own = ScaledPrior(scale, factor, prior.prior.batch_shape, shape)
         setattr(module, attribute, PyroSample(own))
         return
