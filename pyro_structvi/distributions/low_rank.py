@@ -9,6 +9,7 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import (
     check_broadcastable,
+    check_event_dim,
     check_positive,
     check_positive_number,
     shape_text,
@@ -290,6 +291,8 @@ class _LowRankOutputs(GaussianOutputs):
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
     """Return how many trailing dimensions are one weight, or raise if the shapes do not tell."""
+    if event_dim is not None:
+        check_event_dim(event_dim, "loc", loc)
     found = []
     for batch_dim in range(loc.dim()):
         batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]

@@ -8,7 +8,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from pyro_structvi._checks import check_same_kind
+from pyro_structvi._checks import check_event_dim, check_same_kind
 from pyro_structvi.distributions.outputs import autocasts, bias_moments
 from pyro_structvi.distributions.required_members import check_required_members
 from pyro_structvi.linalg.precision import autocast_off
@@ -84,7 +84,7 @@ class WeightDistribution(TorchDistribution):
     ) -> None:
         for name, value in parameters.items():
             setattr(self, name, value)
-        split = self.loc.dim() - event_dim
+        split = self.loc.dim() - check_event_dim(event_dim, "loc", self.loc)
         self._set_shapes(self.loc.shape[:split], self.loc.shape[split:], validate_args)
         if self._validate_args:
             for name, value in parameters.items():
