@@ -169,6 +169,19 @@ class LowRankNormal(GaussianWeight):
         low_rank = diagonal.log().sum(-1).to(self.loc.dtype)
         return 2 * (self._diagonal_sum(self.scale.log()) + low_rank)
 
+    @property
+    def precision_directions(self) -> Tensor:
+        r"""The u in the precision :math:`\operatorname{diag}(\sigma^{-2}) - \sum_k u_k u_k^\top`.
+
+        In double precision, ``(*batch_shape, K, out, *rest)``.
+        """
+        scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
+        factors = self._flat_factors.double() / scale.unsqueeze(-2)
+        tril = self._capacitance_tril(factors @ factors.mT)
+        directions = torch.linalg.solve_triangular(tril, factors, upper=False)
+        scaled: Tensor = self.alpha**0.5 * directions / scale.unsqueeze(-2)
+        return scaled.reshape(self.factors.shape)
+
     def mahalanobis(self, difference: Tensor) -> Tensor:
         """Return ``d' Sigma^-1 d``, by the inverse of a K x K matrix, in double precision."""
         scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
