@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass
-from pyro_structvi.distributions.in_single import in_single
+from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import LazyWeight
 from pyro_structvi.linalg.precision import at_least_single, autocast_off

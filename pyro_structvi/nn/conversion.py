@@ -25,7 +25,8 @@ from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
 from pyro_structvi.nn.layout import find_layouts
 from pyro_structvi.nn.normalization import normalization_parameters
-from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
+from pyro_structvi.nn.prior_sites import sample_from
+from pyro_structvi.nn.priors import Prior, resolve_prior
 
 _FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
 
@@ -51,7 +52,7 @@ def bayesianize(
         net: Any module, a bare ``nn.Linear`` too.
         prior: The prior of the weights: a standard deviation, one for all or a
             tensor with one for each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a
-            distribution of single elements; a function ``(name, parameter) -> prior``; or a mapping
+            distribution of single elements, or of a parameter's all together; a function ``(name, parameter) -> prior``; or a mapping
             from patterns of parameter names, as in ``net.named_parameters()``, to any of these. The
             first match wins.
         normalization: Whether the parameters of normalization layers, and scales of whole layers, get

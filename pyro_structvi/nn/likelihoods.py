@@ -19,7 +19,8 @@ from pyro_structvi._checks import (
 from pyro_structvi._pyro import declared_samples, was_called
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.plates import run_in_plates
-from pyro_structvi.nn.priors import resolve_prior, sample_from
+from pyro_structvi.nn.prior_sites import sample_from
+from pyro_structvi.nn.priors import resolve_prior
 
 
 class Classifier(PyroModule):

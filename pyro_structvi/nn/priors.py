@@ -8,13 +8,12 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
-from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
 from pyro_structvi._patterns import matches
-from pyro_structvi._pyro import declared_samples
-from pyro_structvi.distributions.medians import median, unwrapped
+from pyro_structvi.distributions.medians import unwrapped
+from pyro_structvi.distributions.own_tensors import map_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -137,17 +136,17 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
 
     Args:
         prior: A standard deviation (a number, or a tensor that broadcasts to the parameter), a
-            :class:`FanIn`, a :class:`HierarchicalScale`, a distribution, a function of name and
-            parameter that returns one of these, or a mapping from name patterns to these, of which
-            the first match wins.
+            :class:`FanIn`, a :class:`HierarchicalScale`, a distribution of single elements or of all
+            together, a function of name and parameter that returns one of these, or a mapping from
+            name patterns to these, of which the first match wins.
         name: The parameter's name.
         parameter: The parameter.
         fan_in: Over how many terms the outputs of its module sum, 0 for a vector; None where that
             cannot be known, except for what has less than three dimensions.
 
     Returns:
-        A distribution that broadcasts to the parameter's shape, with its dtype and device; or a
-        :class:`HierarchicalScale` with such a distribution.
+        A distribution that broadcasts to the parameter's shape or is over all of it, with its dtype and
+        device; or a :class:`HierarchicalScale` with such a distribution.
 
     Raises:
         ValueError: If a standard deviation is not positive or does not fit, no pattern matches, or a
@@ -177,7 +176,8 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
             prior = replace(prior, fan_in=FanIn().standard_deviation(parameter, fan_in) ** -2)
         return replace(prior, prior=own)
     if isinstance(prior, torch.distributions.Distribution):
-        return _element_distribution(prior, name, parameter)
+        is_whole = len(unwrapped(prior).event_shape) > 0
+        return (_whole_distribution if is_whole else _element_distribution)(prior, name, parameter)
     if isinstance(prior, Tensor):
         scale = prior.detach().to(parameter)
         check_broadcastable(label, scale, parameter.shape, f"the shape of '{name}'")
@@ -212,7 +212,7 @@ def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
         is_pyros = isinstance(prior, TorchDistributionMixin)
         kind = type(prior) if is_pyros else getattr(dist, type(prior).__name__)
         arguments = {
-            key: getattr(prior, key).detach().to(parameter) for key in _argument_names(prior)
+            key: getattr(prior, key).detach().to(parameter) for key in argument_names(prior)
         }
         rebuilt = kind(**arguments)
     except (AttributeError, TypeError, ValueError) as error:
@@ -228,97 +228,21 @@ def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
     return rebuilt
 
 
-def _argument_names(prior: Any) -> list[str]:
+def _whole_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
+    if prior.batch_shape or prior.event_shape != parameter.shape:
+        raise ValueError(
+            f"The prior for '{name}' must be over single elements, or over all of them with the event "
+            f"shape {tuple(parameter.shape)}, but got batch shape {tuple(prior.batch_shape)} and event "
+            f"shape {tuple(prior.event_shape)}. Write `.to_event()`, or reshape its arguments."
+        )
+    if not tensors_of(prior):
+        raise TypeError(
+            f"The prior for '{name}' must be a distribution that its own tensors define, such as "
+            f"KTiedNormal or MultivariateNormal, but got {prior!r}."
+        )
+    return map_tensors(prior, lambda tensor: tensor.detach().to(parameter))
+
+
+def argument_names(prior: Any) -> list[str]:
+    """Return the names of the tensor arguments that define a distribution."""
     return [key for key in prior.arg_constraints if key not in ("logits", "covariance_matrix")]
-
-
-class BufferedPrior:
-    """A prior whose arguments are buffers of its module, so that they move and convert with it.
-
-    Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
-    """
-
-    def __init__(self, attribute: str, prior: Any, shape: torch.Size) -> None:
-        self.kind = type(prior)
-        self.buffers = {key: f"{attribute}_prior_{key}" for key in _argument_names(prior)}
-        self.shape = shape
-        self._built: tuple[list[Tensor], Any] | None = None
-
-    def __call__(self, module: PyroModule) -> Any:
-        """Return the prior; built anew only where a buffer was replaced."""
-        arguments: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
-        if self._built is not None and all(
-            old is new for old, new in zip(self._built[0], arguments, strict=True)
-        ):
-            return self._built[1]
-        named = dict(zip(self.buffers, arguments, strict=True))
-        prior = self.kind(**named, validate_args=False).expand(self.shape).to_event(len(self.shape))
-        self._built = (arguments, prior)
-        return prior
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the distribution, whose tensors belong to the module."""
-        return {**self.__dict__, "_built": None}
-
-
-class ScaledPrior:
-    """A normal prior around zero, whose scale is another site of its module.
-
-    Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
-    """
-
-    def __init__(
-        self, scale: str, factor: float, scale_shape: torch.Size, shape: torch.Size
-    ) -> None:
-        self.scale = scale
-        self.factor = factor
-        self.scale_shape = scale_shape
-        self.shape = shape
-
-    def __call__(self, module: PyroModule) -> Any:
-        """Return the prior given the module's scale."""
-        return self._given(getattr(module, self.scale))
-
-    def at_median(self, module: PyroModule) -> Any:
-        """Return the prior given a scale near the median of the scale's prior."""
-        prior = declared_samples(module)[self.scale](module)
-        return self._given(median(prior))
-
-    def _given(self, scale: Tensor) -> Any:
-        plates = scale.shape[: scale.dim() - len(self.scale_shape)]
-        ones = [1 for _ in range(len(self.shape) - len(self.scale_shape))]
-        scale = self.factor * scale.reshape(*plates, *ones, *self.scale_shape)
-        normal = dist.Normal(scale.new_zeros(()), scale, validate_args=False)
-        return normal.expand(plates + self.shape).to_event(len(self.shape))
-
-
-def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
-    """Turn an attribute of a module into a sample site.
-
-    Args:
-        module: The module.
-        attribute: The attribute's name; a parameter of that name is replaced.
-        prior: The distribution of single elements, which broadcasts to ``shape``; or a
-            :class:`HierarchicalScale` with such a distribution.
-        shape: The shape of a value.
-
-    Raises:
-        ValueError: If the module has already an attribute of the name of the scale's site.
-    """
-    if isinstance(prior, HierarchicalScale):
-        scale = f"{attribute}_scale"
-        if hasattr(module, scale):
-            raise ValueError(
-                f"The prior of `{attribute}` must not be a HierarchicalScale, since its module "
-                f"{type(module).__name__} has already an attribute `{scale}`, the name of the scale's "
-                f"site. Give `{attribute}` another prior, by a mapping from patterns of names."
-            )
-        sample_from(module, scale, prior.prior, prior.prior.batch_shape)
-        factor = 1 / math.sqrt(prior.fan_in or 1)
-        own = ScaledPrior(scale, factor, prior.prior.batch_shape, shape)
-        setattr(module, attribute, PyroSample(own))
-        return
-    buffered = BufferedPrior(attribute, prior, shape)
-    for key, buffer in buffered.buffers.items():
-        module.register_buffer(buffer, getattr(prior, key).detach().clone())
-    setattr(module, attribute, PyroSample(buffered))

@@ -10,7 +10,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._checks import check_positive_integer, check_same_kind, check_shape
-from pyro_structvi.distributions.in_single import in_single
+from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import as_drawn

@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Independent, OneHotCategorical
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import check_positive_integer
-from pyro_structvi.distributions.in_single import in_single
+from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
