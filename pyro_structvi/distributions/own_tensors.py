@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from numbers import Number
 from typing import Any
 
@@ -31,11 +31,8 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return change(value)
         return map_tensors(value, change) if isinstance(value, Distribution) else value
 
-    old = {
-        name: value
-        for name, value in vars(distribution).items()
-        if not isinstance(getattr(type(distribution), name, None), cached_property)
-    }
+    formed = _formed_once(type(distribution))
+    old = {name: value for name, value in vars(distribution).items() if name not in formed}
     members = {name: of_member(value) for name, value in old.items()}
     if all(members[name] is value for name, value in old.items()):
         return distribution
@@ -43,6 +40,13 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
     vars(new).clear()
     vars(new).update(members)
     return new
+
+
+@cache
+def _formed_once(kind: type) -> frozenset[str]:
+    members = (vars(base).items() for base in kind.__mro__)
+    named = (pair for pairs in members for pair in pairs)
+    return frozenset(name for name, member in named if isinstance(member, cached_property))
 
 
 def tensors_of(distribution: Any) -> list[Tensor]:

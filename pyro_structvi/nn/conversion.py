@@ -52,9 +52,9 @@ def bayesianize(
         net: Any module, a bare ``nn.Linear`` too.
         prior: The prior of the weights: a standard deviation, one for all or a
             tensor with one for each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a
-            distribution of single elements, or of a parameter's all together; a function ``(name, parameter) -> prior``; or a mapping
-            from patterns of parameter names, as in ``net.named_parameters()``, to any of these. The
-            first match wins.
+            distribution of single elements, or of all elements together; a function ``(name,
+            parameter) -> prior``; or a mapping from patterns of parameter names, as in
+            ``net.named_parameters()``, to any of these. The first match wins.
         normalization: Whether the parameters of normalization layers, and scales of whole layers, get
             sites too. When None they stay point estimates, and a warning says so. Frozen parameters
             always stay.
