@@ -31,7 +31,8 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return change(value)
         return map_tensors(value, change) if isinstance(value, Distribution) else value
 
-    formed = _formed_once(type(distribution))
+    kind: Any = type(distribution)
+    formed = _formed_once(kind)
     old = {name: value for name, value in vars(distribution).items() if name not in formed}
     members = {name: of_member(value) for name, value in old.items()}
     if all(members[name] is value for name, value in old.items()):
