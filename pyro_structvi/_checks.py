@@ -101,6 +101,17 @@ def check_positive_integer(name: str, value: Any) -> int:
     return int(value)
 
 
+def check_event_dim(event_dim: Any, name: str, tensor: Tensor) -> int:
+    """Return ``event_dim``, or raise unless a tensor has that many dimensions, none or more."""
+    is_whole = isinstance(event_dim, Integral) and not isinstance(event_dim, bool)
+    if not is_whole or not 0 <= event_dim <= tensor.dim():
+        raise ValueError(
+            f"`event_dim` must be a whole number from 0 to the {tensor.dim()} dimensions of `{name}`, "
+            f"but got {event_dim!r}. A matrix has event_dim=2."
+        )
+    return int(event_dim)
+
+
 def check_same_kind(name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
     """Raise a ``ValueError`` unless both tensors share device and dtype."""
     for attribute in ("device", "dtype"):

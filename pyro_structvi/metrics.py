@@ -17,7 +17,8 @@ class ClassificationScores:
 
     Attributes:
         accuracy: Share of examples whose most probable class is right.
-        nll: Average negative log probability of the right class, in nats.
+        nll: Average negative log probability of the right class, in nats; infinite if one of them has
+            the probability zero.
         calibration_error: Expected calibration error (15 bins, absolute differences).
     """
 
@@ -30,14 +31,14 @@ def classification_scores(probabilities: Tensor, y: Tensor) -> ClassificationSco
     """Score predicted class probabilities.
 
     Args:
-        probabilities: Averaged over draws, ``(N, classes)``.
+        probabilities: Averaged over draws, ``(N, classes)``. Rounding beyond 0 and 1 is cut off.
         y: Right classes ``(N,)``, integers.
 
     Returns:
         The scores.
 
     Raises:
-        ValueError: If shapes do not fit.
+        ValueError: If shapes do not fit, or a row is no vector of probabilities.
 
     Example:
         >>> scores = classification_scores(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 0]))
@@ -48,15 +49,37 @@ def classification_scores(probabilities: Tensor, y: Tensor) -> ClassificationSco
         Guo et al. (2017), "On calibration of modern neural networks", Eq. 3.
     """
     check_shape("y", y, probabilities.shape[:1], "(N,)")
+    probabilities = _checked_probabilities(probabilities)
     right = probabilities.gather(1, y.unsqueeze(-1)).squeeze(-1)
-    tiny = torch.finfo(probabilities.dtype).tiny
     return ClassificationScores(
         accuracy=float((probabilities.argmax(-1) == y).double().mean()),
-        nll=float(-right.clamp_min(tiny).log().mean()),
+        nll=float(-right.log().mean()),
         calibration_error=float(
             multiclass_calibration_error(probabilities, y, probabilities.shape[-1], n_bins=15)
         ),
     )
+
+
+def _checked_probabilities(probabilities: Tensor) -> Tensor:
+    """Return probabilities ``(N, classes)`` in double, from 0 to 1, or raise."""
+    if probabilities.dim() != 2 or not probabilities.is_floating_point():
+        raise ValueError(
+            "`probabilities` must have shape (N, classes) and a floating-point dtype, but got "
+            f"{tuple(probabilities.shape)} and {probabilities.dtype}."
+        )
+    tolerance = max(1e-3, torch.finfo(probabilities.dtype).eps ** 0.5)
+    double = probabilities.double()
+    beyond = torch.maximum(-double, double - 1).amax(-1)
+    off = torch.maximum(beyond, (double.sum(-1) - 1).abs())
+    wrong = ~(off <= tolerance)  # NaN too
+    if bool(wrong.any()):
+        index = int(wrong.nonzero()[0])
+        raise ValueError(
+            "`probabilities` must be at least 0 and sum to 1 over the classes, but row "
+            f"{index} is {[round(value, 4) for value in double[index].tolist()][:6]} with the sum "
+            f"{double[index].sum().item():.4g}. Pass `logits.softmax(-1)` for logits."
+        )
+    return double.clamp(0, 1)
 
 
 @dataclass(frozen=True)

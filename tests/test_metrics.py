@@ -1,5 +1,7 @@
 """Scores of class probabilities, and distances between predictive distributions."""
 
+import math
+
 import pytest
 import torch
 
@@ -28,9 +30,47 @@ def test_calibration_error_by_its_definition():
     assert error == pytest.approx(expected.item() / 500, abs=1e-6)
 
 
-def test_a_certain_mistake_has_a_finite_nll():
-    scores = classification_scores(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
-    assert 100 < scores.nll < 1000
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_certain_mistake_has_an_infinite_nll_in_every_dtype(dtype):
+    probabilities = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype)
+    assert classification_scores(probabilities, torch.tensor([1, 1])).nll == torch.inf
+    assert classification_scores(probabilities[1:], torch.tensor([1])).nll == pytest.approx(
+        math.log(2)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "row", [[2.0, -1.0], [0.6, 0.6], [-0.2, 1.2], [0.3, 0.3], [torch.nan, 1.0], [1.2, 0.0]]
+)
+def test_what_is_no_vector_of_probabilities_is_refused(row, dtype):
+    rows = torch.tensor([[0.5, 0.5], row], dtype=dtype)
+    with pytest.raises(ValueError, match=r"must be at least 0 and sum to 1.*row 1.*softmax\(-1\)"):
+        classification_scores(rows, torch.tensor([0, 1]))
+
+
+def test_probabilities_have_two_dimensions():
+    for wrong in (torch.ones(2), torch.ones(2, 1).long()):
+        with pytest.raises(ValueError, match=r"must have shape \(N, classes\) and a floating"):
+            classification_scores(wrong, torch.zeros(2).long())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_softmax_in_any_dtype_is_taken(dtype):
+    probabilities = (3 * torch.randn(200, 1000)).softmax(-1).to(dtype)
+    classification_scores(probabilities, torch.zeros(200).long())
+
+
+def test_rounding_beyond_one_changes_nothing():
+    probabilities = (3 * torch.randn(50, 4, dtype=torch.float32)).softmax(-1)
+    probabilities[0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    y = probabilities.argmax(-1)
+    expected = classification_scores(probabilities, y)
+    probabilities[0] = torch.tensor([1 + 1.2e-7, -1e-9, 0.0, 0.0])
+    assert probabilities.max() > 1
+    scores = classification_scores(probabilities, y)
+    assert scores.calibration_error == pytest.approx(expected.calibration_error, abs=1e-9)
+    assert scores.nll == pytest.approx(expected.nll)
 
 
 def test_classes_must_fit():

@@ -15,7 +15,7 @@ from pyro_structvi.distributions.outputs import (
     bias_moments,
     draw_shared_bias,
 )
-from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.distributions.weight_distribution import Way, WeightDistribution
 from pyro_structvi.maps import LinearMap, shape_per_example
 
 
@@ -24,8 +24,8 @@ class BernoulliDropout(WeightDistribution):
 
     .. math:: W_{oc} = M_{oc}\, \frac{z_c}{1 - p}, \qquad z_c \sim \mathrm{Bernoulli}(1 - p)
 
-    with one z for all outputs, and for a convolution for the whole kernel of a channel and for all its
-    groups. Its image under x is dropout: a mask on the channels of each example, the same at all
+    with one z for all outputs that see the channel, and for a convolution for the whole kernel of a
+    channel. Its image under x is dropout: a mask on the channels of each example, the same at all
     positions.
 
     There are 2^in weights, and no density. ``log_prob`` is the log probability of a draw, ``entropy``
@@ -36,10 +36,15 @@ class BernoulliDropout(WeightDistribution):
     Args:
         loc: The mean M, ``(out, in)`` or ``(out, channels, *kernel)``.
         rate: The probability p, at least 0 and below 1.
+        input_dim: Which dimension of ``loc`` counts the input channels: 0 for a weight ``(in, out)``, as
+            of an embedding or a transposed convolution. Such a weight is drawn, and has no image.
+        groups: How many groups of outputs, in the first dimension, see channels of their own, as in a
+            grouped convolution; with 1 its groups share their masks.
         validate_args: Pyro's own setting when None.
 
     Raises:
-        ValueError: If ``loc`` has fewer than two dimensions, or the rate is out of range.
+        ValueError: If ``loc`` has fewer than two dimensions or not the dimension ``input_dim``, if the
+            groups do not divide it, or the rate is out of range.
 
     Example:
         >>> q = BernoulliDropout(torch.ones(2, 3), rate=0.5)
@@ -57,18 +62,62 @@ class BernoulliDropout(WeightDistribution):
     argument_names = ("loc",)
     has_exact_positions = True
 
-    def __init__(self, loc: Tensor, rate: float, validate_args: bool | None = None) -> None:
+    def __init__(
+        self,
+        loc: Tensor,
+        rate: float,
+        input_dim: int = 1,
+        groups: int = 1,
+        validate_args: bool | None = None,
+    ) -> None:
         if loc.dim() < 2:
             raise ValueError(
                 "`loc` must have shape (out, in) or (out, channels, *kernel), but got "
                 f"{tuple(loc.shape)}."
             )
+        if not 0 <= input_dim < loc.dim():
+            raise ValueError(
+                f"`input_dim` must be a dimension of `loc`, at least 0 and below {loc.dim()}, but got "
+                f"{input_dim}."
+            )
+        if groups < 1 or loc.movedim(input_dim, 1).shape[0] % groups:
+            raise ValueError(
+                f"`groups` must divide the outputs of `loc` {tuple(loc.shape)}, but got {groups}."
+            )
         self.rate = check_fraction("rate", rate)
+        self.input_dim, self.groups = input_dim, groups
         super().__init__({"loc": loc}, loc.dim(), validate_args)
 
     @property
     def _odds(self) -> float:
         return self.rate / (1 - self.rate)
+
+    @property
+    def num_channels(self) -> int:
+        """The number of input channels, of all groups."""
+        size: int = self.event_shape[self.input_dim]
+        return self.groups * size
+
+    def _spread(self, of_channels: Tensor) -> Tensor:
+        """Give each weight the value of its channel, ``(*sample_shape, channels)``; may broadcast."""
+        lead, event_dim = of_channels.dim() - 1, len(self.event_shape)
+        outputs = self.loc.movedim(self.input_dim, 1).shape[0] if self.groups > 1 else 1
+        values: Tensor = of_channels.unflatten(-1, (self.groups, -1))
+        values = values.repeat_interleave(outputs // self.groups or 1, -2)
+        values = values.reshape(*values.shape, *(1 for _ in range(event_dim - 2)))
+        return values.movedim(lead + 1, lead + self.input_dim)
+
+    def _are_there(self, weight: Tensor) -> Tensor:
+        """Return which input channels are not zero altogether, ``(*sample_shape, channels)``."""
+        lead = weight.dim() - len(self.event_shape)
+        there: Tensor = (weight != 0).movedim(lead + self.input_dim, lead + 1)
+        there = there.unflatten(lead, (self.groups, -1)).movedim(lead + 2, lead + 1)
+        return there.flatten(lead + 2).any(-1).flatten(lead)
+
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Draw a weight whose input channels are not those of the map."""
+        fits = self.input_dim == 1 and self.groups in (1, linear_map.groups)
+        return ("outputs", "weight") if fits else ("weight",)
 
     @property
     def variance(self) -> Tensor:
@@ -83,17 +132,16 @@ class BernoulliDropout(WeightDistribution):
     @property
     def covariance_matrix(self) -> Tensor:
         """The dense covariance ``(D, D)``, of as many blocks as there are channels."""
-        channels = torch.arange(self.event_shape[1], device=self.loc.device)
-        of = channels.reshape(-1, *(1 for _ in self.event_shape[2:])).expand(self.event_shape)
+        channels = torch.arange(self.num_channels, device=self.loc.device)
+        of = self._spread(channels).expand(self.event_shape)
         same = of.flatten() == of.flatten().unsqueeze(-1)
         flat = self.loc.flatten()
         return self._odds * same * flat * flat.unsqueeze(-1)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *event_shape)``."""
-        ones = [1 for _ in self.event_shape[2:]]
-        shape = [*sample_shape, 1, self.event_shape[1], *ones]
-        return self.loc * _masks(shape, self.rate, self.loc)
+        masks = _masks([*sample_shape, self.num_channels], self.rate, self.loc)
+        return self.loc * self._spread(masks)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log probability of draws, in nats; minus infinity for what can be no draw.
@@ -101,18 +149,15 @@ class BernoulliDropout(WeightDistribution):
         A channel of zeros does not show whether it was dropped; it counts with the mean over both.
         """
         event_dim = len(self.event_shape)
-        kept, known = (_are_there(tensor, event_dim) for tensor in (value, self.loc))
-        mask = kept.to(self.loc) / (1 - self.rate)
-        expected = self.loc * mask.reshape(
-            *mask.shape[:-1], 1, -1, *(1 for _ in range(event_dim - 2))
-        )
+        kept, known = self._are_there(value), self._are_there(self.loc)
+        expected = self.loc * self._spread(kept.to(self.loc) / (1 - self.rate))
         tolerance = 4 * torch.finfo(self.loc.dtype).eps
         possible = (
             torch.isclose(value, expected, rtol=tolerance, atol=0).flatten(-event_dim).all(-1)
         )
         count, total = kept.sum(-1), known.sum(-1)
         dropped = torch.xlogy(total - count, self.loc.new_tensor(self.rate))
-        unknown = (self.event_shape[1] - total) / self.event_shape[1] * self.entropy()
+        unknown = (self.num_channels - total) / self.num_channels * self.entropy()
         nats = count * math.log1p(-self.rate) + dropped - unknown
         return torch.where(possible, nats, -math.inf)
 
@@ -127,13 +172,23 @@ class BernoulliDropout(WeightDistribution):
     def entropy(self) -> Tensor:
         """Return the entropy of the masks, in nats."""
         of_one = torch.special.entr(self.loc.new_tensor([self.rate, 1 - self.rate])).sum()
-        nats: Tensor = self.event_shape[1] * of_one
+        nats: Tensor = self.num_channels * of_one
         return nats
 
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
     ) -> "_DropoutOutputs":
-        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions too."""
+        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions too.
+
+        Raises:
+            ValueError: If the weight's input channels are not those of the map.
+        """
+        if "outputs" not in self.ways_to_apply(linear_map, x):
+            raise ValueError(
+                f"The map's inputs must meet dimension 1 of the weight in {self.groups} groups, but the "
+                f"weight drops dimension {self.input_dim}, and the map has {linear_map.groups} groups. "
+                "Apply a draw of the weight, from `rsample()`."
+            )
         return _DropoutOutputs(self, linear_map, x, *bias_moments(bias))
 
 
@@ -171,10 +226,10 @@ class _DropoutOutputs(OutputDistribution):
             count = torch.Size(sample_shape).numel()
             draws = torch.stack([self.rsample() for _ in range(count)])
             return draws.reshape(*sample_shape, *draws.shape[1:])
-        x, channels = self._x, self._weight.event_shape[1]
+        x, channels = self._x, self._weight.num_channels
         masks = _masks(shape_per_example(self._map, x, channels), self._weight.rate, x)
         groups = [1 for _ in masks.shape]
-        groups[self._map.channel_dim] = self._map.groups
+        groups[self._map.channel_dim] = self._map.groups // self._weight.groups
         outputs = self._apply(x * masks.repeat(groups))
         if self._bias_variance is None:
             return outputs
@@ -184,7 +239,7 @@ class _DropoutOutputs(OutputDistribution):
     def _columns(self) -> Tensor:
         """Vectors whose outer products add up to the covariance, ``(number, *batch, *event)``."""
         x, dim = self._x, self._map.channel_dim
-        channels = self._weight.event_shape[1]
+        channels = self._weight.num_channels
         matrix = self._weight.as_matrix(self._weight.loc)
         of = torch.arange(x.shape[dim], device=x.device) % channels
         of = of.reshape(-1, *(1 for _ in range(-dim - 1)))
@@ -207,12 +262,6 @@ class _DropoutOutputs(OutputDistribution):
         """The dense covariance ``(*batch_shape, E, E)`` of E outputs; for small sizes."""
         columns = self._columns.flatten(-len(self.event_shape)).movedim(0, -2)
         return columns.mT @ columns
-
-
-def _are_there(weight: Tensor, event_dim: int) -> Tensor:
-    """Return which input channels are not zero altogether, ``(*batch, channels)``."""
-    channel = weight.dim() - event_dim + 1
-    return (weight != 0).movedim(channel, channel - 1).flatten(channel).any(-1)
 
 
 def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:

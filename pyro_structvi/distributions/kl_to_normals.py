@@ -9,7 +9,7 @@ from torch.distributions import Distribution, Independent, Laplace, Normal, regi
 from torch.distributions.kl import kl_divergence
 
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
-from pyro_structvi.distributions.mean_field import MeanFieldNormal
+from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.linalg.shapes import event_sum, shrink
 from pyro_structvi.linalg.squared_distance import squared_distance
@@ -149,10 +149,10 @@ def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
     return kl_divergence(q, p.base_dist)
 
 
-@register_kl(WeightDistribution, MeanFieldNormal)
-def _kl_weight_mean_field(q: WeightDistribution, p: MeanFieldNormal) -> Tensor:
-    """A mean-field distribution in the place of the prior is a set of independent normals."""
-    return kl_divergence(q, Normal(p.loc, p.scale, validate_args=False))
+@register_kl(WeightDistribution, IndependentWeight)
+def kl_weight_independent(q: WeightDistribution, p: IndependentWeight) -> Tensor:
+    """A posterior with independent elements in the place of the prior is a set of normals."""
+    return kl_divergence(q, _plain(p))
 
 
 @register_kl(GaussianWeight, JoinedPrior)
@@ -173,7 +173,11 @@ def kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
 def _base(prior: Any) -> Any:
     while isinstance(prior, Independent):
         prior = prior.base_dist
-    return prior
+    return _plain(prior) if isinstance(prior, IndependentWeight) else prior
+
+
+def _plain(p: IndependentWeight) -> Normal:
+    return Normal(p.loc, p.stddev, validate_args=False)
 
 
 def _join(weight: Tensor, bias: Tensor, weight_shape: torch.Size) -> Tensor:

@@ -9,6 +9,7 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import (
     check_broadcastable,
+    check_event_dim,
     check_positive,
     check_positive_number,
     shape_text,
@@ -168,6 +169,19 @@ class LowRankNormal(GaussianWeight):
         low_rank = diagonal.log().sum(-1).to(self.loc.dtype)
         return 2 * (self._diagonal_sum(self.scale.log()) + low_rank)
 
+    @property
+    def precision_directions(self) -> Tensor:
+        r"""The u in the precision :math:`\operatorname{diag}(\sigma^{-2}) - \sum_k u_k u_k^\top`.
+
+        In double precision, ``(*batch_shape, K, out, *rest)``.
+        """
+        scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
+        factors = self._flat_factors.double() / scale.unsqueeze(-2)
+        tril = self._capacitance_tril(factors @ factors.mT)
+        directions = torch.linalg.solve_triangular(tril, factors, upper=False)
+        scaled: Tensor = self.alpha**0.5 * directions / scale.unsqueeze(-2)
+        return scaled.reshape(self.factors.shape)
+
     def mahalanobis(self, difference: Tensor) -> Tensor:
         """Return ``d' Sigma^-1 d``, by the inverse of a K x K matrix, in double precision."""
         scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
@@ -290,6 +304,8 @@ class _LowRankOutputs(GaussianOutputs):
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
     """Return how many trailing dimensions are one weight, or raise if the shapes do not tell."""
+    if event_dim is not None:
+        check_event_dim(event_dim, "loc", loc)
     found = []
     for batch_dim in range(loc.dim()):
         batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]

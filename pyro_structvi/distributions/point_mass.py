@@ -7,6 +7,7 @@ from pyro.distributions import Delta, Distribution
 from torch import Tensor
 from torch.distributions import Independent, Normal, register_kl
 
+from pyro_structvi._checks import check_event_dim
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.kl_to_normals import normal_cross_entropy
 from pyro_structvi.linalg.shapes import event_sum
@@ -24,6 +25,9 @@ class PointMass(Delta):
         mean: The mean that the value was drawn with, where another site of the guide drew it.
         variance: Likewise the variance of each element.
 
+    Raises:
+        ValueError: If ``event_dim`` is negative, or larger than the dimensions of the value.
+
     Example:
         >>> from pyro.distributions import Normal
         >>> from torch.distributions import kl_divergence
@@ -40,6 +44,7 @@ class PointMass(Delta):
         mean: Tensor | None = None,
         variance: Tensor | None = None,
     ) -> None:
+        check_event_dim(event_dim, "value", value)
         super().__init__(value, event_dim=event_dim, validate_args=False)
         self._mean, self._variance = mean, variance
 

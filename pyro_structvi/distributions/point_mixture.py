@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import shape_text
+from pyro_structvi._checks import check_event_dim, shape_text
 from pyro_structvi.distributions.outputs import (
     OutputDistribution,
     bias_columns,
@@ -60,6 +60,7 @@ class PointMixture(WeightDistribution):
                 f"{event_dim} dimensions, but got {shape_text(members.shape)}. Write "
                 "`weight.unsqueeze(0)` for a single one."
             )
+        check_event_dim(event_dim, "members", members)
         self.members = members
         split = members.dim() - event_dim
         self._set_shapes(members.shape[: split - 1], members.shape[split:], validate_args)

@@ -8,7 +8,8 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from pyro_structvi._checks import check_same_kind
+from pyro_structvi._checks import check_event_dim, check_same_kind
+from pyro_structvi.distributions.noise_columns import noise_columns
 from pyro_structvi.distributions.outputs import autocasts, bias_moments
 from pyro_structvi.distributions.required_members import check_required_members
 from pyro_structvi.linalg.precision import autocast_off
@@ -84,7 +85,7 @@ class WeightDistribution(TorchDistribution):
     ) -> None:
         for name, value in parameters.items():
             setattr(self, name, value)
-        split = self.loc.dim() - event_dim
+        split = self.loc.dim() - check_event_dim(event_dim, "loc", self.loc)
         self._set_shapes(self.loc.shape[:split], self.loc.shape[split:], validate_args)
         if self._validate_args:
             for name, value in parameters.items():
@@ -306,12 +307,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     @property
     def covariance_matrix(self) -> Tensor:
         """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
-        size, like = self.noise_shape.numel(), self._first_parameter
-        unit = torch.eye(size, dtype=like.dtype, device=like.device)
-        batch = [1 for _ in self.batch_shape]
-        noise = unit.reshape(size, *batch, *self.noise_shape)
-        columns = self.scale_noise(noise.expand(size, *self.batch_shape, *self.noise_shape))
-        matrix = columns.flatten(1 + len(self.batch_shape)).movedim(0, -1)
+        matrix = noise_columns(self).flatten(1 + len(self.batch_shape)).movedim(0, -1)
         return matrix @ matrix.mT
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from pyro_structvi._checks import check_fraction
+from pyro_structvi._checks import check_fraction, check_positive_integer
 from pyro_structvi.distributions import BernoulliDropout, PointMass
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
@@ -21,9 +21,14 @@ class Dropout(Family):
 
     Args:
         rate: The probability with which an input channel is dropped. It is not learned.
+        input_dim: Which dimension of the weights counts their input channels. When None that is known of
+            layers of torch, of ``Conv1D``, and of weights in no module, ``(out, in, *kernel)``. Where it
+            is not, as for the stacked weights of experts, it must be given: ``{"*.experts":
+            Dropout(0.1, input_dim=2), "*": Dropout(0.1)}``.
 
     Raises:
-        ValueError: If the rate is not at least 0 and below 1.
+        ValueError: If the rate is not at least 0 and below 1, or when a site's input channels are not
+            known.
 
     Example:
         >>> import torch
@@ -39,15 +44,19 @@ class Dropout(Family):
     """
 
     rate: float = 0.1
-    needs: ClassVar[str] = "a continuous site"
+    input_dim: int | None = None
+    needs: ClassVar[str] = "a continuous site, and `input_dim` where that of a weight is not known"
 
     def __post_init__(self) -> None:
         """Check the rate."""
         check_fraction("rate", self.rate)
+        if self.input_dim is not None and self.input_dim != 0:
+            check_positive_integer("input_dim", self.input_dim)
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous."""
-        return not site.support.is_discrete
+        """Whether the site is continuous, and the input channels of a weight are known."""
+        is_known = self.input_dim is not None or site.input_dim is not None
+        return not site.support.is_discrete and (is_known or not _has_inputs(site))
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``."""
@@ -56,6 +65,14 @@ class Dropout(Family):
     def distribution(self, site: LatentSite, **parameters: Tensor) -> TorchDistribution:
         """Return the weight with dropout, or a point for what has no input channels."""
         loc = parameters["loc"]
-        if site.is_real and not site.plates and len(site.shape) >= 2:
-            return BernoulliDropout(loc, self.rate, validate_args=False)
-        return PointMass(bijection_onto(site.support)(loc), site.event_dim)
+        if not _has_inputs(site):
+            return PointMass(bijection_onto(site.support)(loc), site.event_dim)
+        input_dim = site.input_dim if self.input_dim is None else self.input_dim
+        assert input_dim is not None  # as `fits` has made sure
+        groups = site.groups if input_dim == site.input_dim else 1
+        return BernoulliDropout(loc, self.rate, input_dim, groups, validate_args=False)
+
+
+def _has_inputs(site: LatentSite) -> bool:
+    """Whether a site is a weight that multiplies inputs."""
+    return site.is_real and not site.plates and len(site.shape) >= 2 and site.fan_in != 0

@@ -50,6 +50,11 @@ class LatentSite:
         bias: The bias joined to this weight, if one is.
         prior_scale: The standard deviation of the prior, root mean square over elements; None where
             there is none or it is infinite.
+        fan_in: Over how many terms the outputs of its module sum, 0 for what multiplies no input, such
+            as a bias; None where it is not known.
+        input_dim: Which dimension of a weight counts the input channels of its module; None where there
+            is none, or none is known. Of a weight in no module it is the second.
+        groups: In how many groups the input channels come, as those of a grouped convolution.
     """
 
     name: str
@@ -60,6 +65,9 @@ class LatentSite:
     is_local: bool = False
     bias: JoinedBias | None = None
     prior_scale: float | None = None
+    fan_in: float | None = None
+    input_dim: int | None = 1
+    groups: int = 1
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.linalg.shapes import shrink
+from pyro_structvi.nn.layout import layout_of, parametrized
 
 
 class UnusedSiteWarning(UserWarning):
@@ -61,6 +62,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
         The sites by name, in the order of the tree.
     """
     found: dict[str, FoundSite] = {}
+    computed = parametrized(model) if isinstance(model, nn.Module) else {}
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if not isinstance(module, PyroModule):
             continue
@@ -74,7 +76,17 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
             name = declared_name(module, attribute)
             initial = module.__dict__.get("initial_values", {}).get(attribute)
             shape = torch.Size(prior.shape())
-            site = LatentSite(name, shape, len(shape), prior.support, prior_scale=_scale_of(prior))
+            layout = layout_of(computed.get(id(module), module), attribute, shape)
+            site = LatentSite(
+                name,
+                shape,
+                len(shape),
+                prior.support,
+                prior_scale=_scale_of(prior),
+                fan_in=layout.fan_in,
+                input_dim=layout.input_dim,
+                groups=layout.groups,
+            )
             found[name] = FoundSite(site, prior, initial, SiteUse(name), is_declared=True)
     return found
 
@@ -101,21 +113,28 @@ def find_sites_by_running(
     with warnings.catch_warnings():
         # Torch says so of activation checkpoints, which need no gradients here.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-        with torch.no_grad(), pyro.validation_enabled(False), _buffers_kept(model):
-            with outside_plates(), poutine.block(), recorder:
-                model(*args, **kwargs)
+        # Validation is of values, which do not matter here.
+        with ExitStack() as stack:
+            for context in (torch.no_grad(), pyro.validation_enabled(False), _buffers_kept(model)):
+                stack.enter_context(context)
+            for context in (outside_plates(), poutine.block(), recorder):
+                stack.enter_context(context)
+            model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
     takes_checkpoints = any(found.use.is_recomputed for found in recorder.found.values())
     for name, found in recorder.found.items():
         rows = recorder.counted[name].rows
         found.use.has_other_rows = bool(recorder.num_examples and rows - recorder.num_examples)
-        found.use.is_recomputed |= (
-            takes_checkpoints and found.use.count == 0
-        )  # it may be there as well
+        # What this pass has not used, another may use in a checkpoint as well.
+        found.use.is_recomputed |= takes_checkpoints and found.use.count == 0
         found.is_declared = name in declared
-        found.initial = declared[name].initial if found.is_declared else None
         is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
         found.site = replace(found.site, is_local=is_local)
+        if found.is_declared:
+            own = declared[name]
+            found.initial = own.initial
+            layout = {key: getattr(own.site, key) for key in ("fan_in", "input_dim", "groups")}
+            found.site = replace(found.site, **layout)
     return recorder.found
 
 

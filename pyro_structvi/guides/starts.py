@@ -74,6 +74,6 @@ def _default_start(found: FoundSite) -> Tensor:
     if found.initial is not None and site.is_real:
         return found.initial.to(like)
     if site.is_real and not site.plates and len(site.shape) >= 2:
-        deviation = math.sqrt(2 / site.shape[1:].numel())
+        deviation = math.sqrt(2 / (site.fan_in or site.shape[1:].numel()))
         return deviation * like.new_empty(site.shape).normal_()
     return median(found.prior)

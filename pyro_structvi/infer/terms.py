@@ -14,9 +14,10 @@ from torch.distributions import kl_divergence
 
 from pyro_structvi._checks import shape_text
 from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass
+from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import LazyWeight
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.precision import at_least_single, autocast_off
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,12 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
             examples around a site that is not.
     """
     model, guide = dict(_samples(model_trace)), dict(_samples(guide_trace))
-    model_trace.compute_log_prob(site_filter=_enters_likelihood)
     likelihood: dict[str, Tensor] = {}
     kl: dict[str, Term] = {}
     for name, site in model.items():
         if site["is_observed"]:
             if _enters_likelihood(name, site):
-                likelihood[name] = _observed_term(site, max_plate_nesting)
+                likelihood[name] = _observed_term(model_trace, name, max_plate_nesting)
         elif name not in guide:
             raise ValueError(
                 f"The model's latent site '{name}' is missing in the guide. Call "
@@ -102,8 +102,12 @@ def _samples(trace: Any) -> Iterator[tuple[str, Any]]:
     return ((name, site) for name, site in trace.nodes.items() if site["type"] == "sample")
 
 
-def _observed_term(site: Any, max_plate_nesting: float) -> Tensor:
-    """Return the log density of an observation, already computed in its trace."""
+def _observed_term(trace: Any, name: str, max_plate_nesting: float) -> Tensor:
+    """Return the log density of an observation, in single precision at least."""
+    site = trace.nodes[name]
+    site["fn"], site["value"] = in_single(site["fn"]), at_least_single(site["value"])
+    with autocast_off(site["value"]):
+        trace.compute_log_prob(site_filter=lambda other, _: other == name)
     if is_validation_enabled():
         check_site_shape(site, max_plate_nesting)
     log_prob: Tensor = site["log_prob_sum"]
@@ -112,7 +116,7 @@ def _observed_term(site: Any, max_plate_nesting: float) -> Tensor:
 
 def _latent_term(site: Any, in_model: Any) -> Term:
     """Return the KL of a site's posterior from its prior, under the model's scale and mask."""
-    posterior, prior, value = site["fn"], in_model["fn"], site["value"]
+    posterior, prior, value = in_single(site["fn"]), in_single(in_model["fn"]), site["value"]
     try:
         if _is_delta(posterior):  # Pyro's KL of a Delta forgets its log_density, the Jacobian
             raise NotImplementedError

@@ -15,7 +15,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import declared_samples, tie_site
 from pyro_structvi._torch import (
-    BatchOrInstanceNorm,
     SpectralParametrization,
     forward_hooks,
     is_householder,
@@ -25,9 +24,11 @@ from pyro_structvi.nn.every_site import sample_every_site
 from pyro_structvi.nn.layers.rank_one import RankOne, RankOneLayer
 from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
-from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
+from pyro_structvi.nn.layout import find_layouts
+from pyro_structvi.nn.normalization import normalization_parameters
+from pyro_structvi.nn.prior_sites import sample_from
+from pyro_structvi.nn.priors import Prior, resolve_prior
 
-_NORMALIZATION = (BatchOrInstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
 
 
@@ -52,11 +53,12 @@ def bayesianize(
         net: Any module, a bare ``nn.Linear`` too.
         prior: The prior of the weights: a standard deviation, one for all or a
             tensor with one for each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a
-            distribution of single elements; a function ``(name, parameter) -> prior``; or a mapping
-            from patterns of parameter names, as in ``net.named_parameters()``, to any of these. The
-            first match wins.
-        normalization: Whether the parameters of normalization layers get sites too. When None they
-            stay point estimates, and a warning says so. Frozen parameters always stay.
+            distribution of single elements, or of all elements together; a function ``(name,
+            parameter) -> prior``; or a mapping from patterns of parameter names, as in
+            ``net.named_parameters()``, to any of these. The first match wins.
+        normalization: Whether the parameters of normalization layers, and scales of whole layers, get
+            sites too. When None they stay point estimates, and a warning says so. Frozen parameters
+            always stay.
         layers: Layers that replace the net's layers, for patterns of module names as in
             ``net.named_modules()``: ``{"0": RankOne(), "*": WalshHadamard()}``. The first match wins
             that fits the module. Of a bare layer the name is "".
@@ -66,7 +68,8 @@ def bayesianize(
 
     Raises:
         TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
-        ValueError: If the net has no weights, a prior does not fit, a pattern of ``layers`` matches no
+        ValueError: If the net has no weights, a prior does not fit or needs a fan-in that cannot be
+            known, a pattern of ``layers`` matches no
             module that fits, a layer to be replaced shares its weight with another, or a weight is
             under spectral normalization or made orthogonal by Householder reflections.
 
@@ -90,8 +93,9 @@ def bayesianize(
         for key, parameter in _point_estimates(net, bool(normalization)).items()
         if key not in own
     }
+    layouts = find_layouts(net)
     sampled = {
-        key: resolve_prior(prior, name, parameter)
+        key: resolve_prior(prior, name, parameter, layouts[key].fan_in)
         for name, parameter in net.named_parameters()
         if (key := id(parameter)) not in stays and key not in own
     }
@@ -103,8 +107,8 @@ def bayesianize(
     if stays and normalization is None:
         warnings.warn(
             f"These parameters stay point estimates: {[names[key] for key in stays]}. Pass "
-            "`normalization=True` to put a prior on those of normalization layers too, or "
-            "`normalization=False` to keep them so without this message.",
+            "`normalization=True` to put a prior on those of normalization layers too, and on scales of "
+            "layers, or `normalization=False` to keep them so without this message.",
             PointEstimateWarning,
             stacklevel=2,
         )
@@ -125,12 +129,10 @@ def bayesianize(
 
 def _point_estimates(net: nn.Module, normalization: bool) -> dict[int, Tensor]:
     """Return the parameters without a posterior, by identity."""
-    return {
-        id(parameter): parameter
-        for module in net.modules()
-        for parameter in module.parameters(recurse=False)
-        if not parameter.requires_grad or (isinstance(module, _NORMALIZATION) and not normalization)
-    }
+    stays = [parameter for parameter in net.parameters() if not parameter.requires_grad]
+    for module in () if normalization else net.modules():
+        stays += normalization_parameters(module)
+    return {id(parameter): parameter for parameter in stays}
 
 
 def _convert_layers(

@@ -17,8 +17,10 @@ from pyro_structvi._checks import (
     check_shape,
 )
 from pyro_structvi._pyro import declared_samples, was_called
+from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.plates import run_in_plates
-from pyro_structvi.nn.priors import resolve_prior, sample_from
+from pyro_structvi.nn.prior_sites import sample_from
+from pyro_structvi.nn.priors import resolve_prior
 
 
 class Likelihood(PyroModule):
@@ -82,7 +84,7 @@ class Classifier(Likelihood):
             y: Classes ``(batch,)`` as integers, or None.
 
         Returns:
-            The logits ``(batch, classes)``.
+            The logits ``(batch, classes)``, in float32 where the net's output has half precision.
 
         Raises:
             ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
@@ -137,6 +139,7 @@ class Regressor(Likelihood):
             )
         tensors = [*net.parameters(), *net.buffers()]
         example = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
+        example = at_least_single(example.detach().new_zeros(()))
         if isinstance(noise_scale, torch.distributions.Distribution):
             like = example.new_zeros(noise_scale.batch_shape + noise_scale.event_shape)
             prior = resolve_prior(noise_scale, "noise_scale", like)
@@ -154,15 +157,17 @@ class Regressor(Likelihood):
             y: Targets of the shape of the net's output, or None.
 
         Returns:
-            The means ``(batch, *target)``.
+            The means ``(batch, *target)``, in float32 where the net's output has half precision.
 
         Raises:
-            ValueError: If ``y`` has not the shape, dtype and device of the net's output.
+            ValueError: If ``y`` has not the shape and device of the net's output, or another dtype, of
+                which half precision counts as float32.
         """
         mean, plates = _run_net(self.net, x)
         target = mean.shape[plates + 1 :]
         if y is not None:
             check_shape("y", y, mean.shape[plates:], "that of the net's output")
+            y = at_least_single(y)
             check_same_kind("y", y, "net(x)", mean)
         scale = self.noise_scale
         if plates and "noise_scale" in declared_samples(self):  # (*plates, 1, *shape)
@@ -186,11 +191,11 @@ def _check_net(net: Any) -> nn.Module:
 
 
 def _run_net(net: nn.Module, x: Any) -> tuple[Tensor, int]:
-    """Return the net's output, and how many dimensions in front of the batch are plates."""
+    """Return the output, in single precision at least, and how many dimensions before it are plates."""
     output, plates = run_in_plates(net, x)
     if output.dim() <= plates or output.shape[plates] == 0:
         raise ValueError(
             "`x` must hold at least one example, but the net's output has shape "
             f"{tuple(output.shape)}."
         )
-    return output, plates
+    return at_least_single(output), plates

@@ -8,28 +8,32 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
-from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
 from pyro_structvi._patterns import matches
-from pyro_structvi._pyro import declared_samples
-from pyro_structvi.distributions.medians import median, unwrapped
+from pyro_structvi.distributions.medians import unwrapped
+from pyro_structvi.distributions.own_tensors import map_tensors, tensors_of
 
 
 @dataclass(frozen=True)
 class FanIn:
     """Independent normals whose standard deviation shrinks with the inputs of a unit.
 
-    A weight ``(out, *rest)`` gets the standard deviation ``scale / sqrt(prod(rest))``, so that
-    outputs have the same prior variance whatever the width; a vector gets ``vector_scale``.
+    A weight gets the standard deviation ``scale / sqrt(fan_in)``, so that outputs have the same prior
+    variance whatever the width; a vector gets ``vector_scale``. The fan-in, over how many terms an
+    output sums, follows from what the weight's module does with it: ``prod(rest)`` for ``(out, *rest)``
+    in a dense layer or a convolution, ``in / groups`` times the taps that reach an output for a
+    transposed convolution, 1 for an embedding, ``in`` for the ``(in, out)`` of a ``Conv1D``.
 
     Args:
         scale: The numerator for weights; sqrt(2) keeps variances through ReLU layers.
         vector_scale: The standard deviation of biases and other vectors.
+        fan_in: The fan-in of all weights with this prior, where it cannot be known, as for the stacked
+            weights of experts: ``{"*.experts": FanIn(fan_in=64), "*": FanIn()}``.
 
     Raises:
-        ValueError: If a scale is not a positive number.
+        ValueError: If a scale, or ``fan_in``, is not a positive number.
 
     Example:
         >>> FanIn(scale=2.0).standard_deviation(torch.zeros(3, 16))
@@ -38,17 +42,27 @@ class FanIn:
 
     scale: float = 1.0
     vector_scale: float = 1.0
+    fan_in: float | None = None
 
     def __post_init__(self) -> None:
         """Check the scales."""
         check_positive_number("scale", self.scale)
         check_positive_number("vector_scale", self.vector_scale)
+        if self.fan_in is not None:
+            check_positive_number("fan_in", self.fan_in)
 
-    def standard_deviation(self, parameter: Tensor) -> float:
-        """Return the standard deviation of each element of a parameter."""
-        if parameter.dim() < 2:
-            return self.vector_scale
-        return self.scale / math.sqrt(parameter[0].numel())
+    def standard_deviation(self, parameter: Tensor, fan_in: float | None = None) -> float:
+        """Return the standard deviation of each element of a parameter.
+
+        Args:
+            parameter: The parameter, ``(out, *rest)`` where nothing else is said.
+            fan_in: Its fan-in, 0 for a vector; what the shape says when None.
+        """
+        if self.fan_in is not None:
+            fan_in = self.fan_in
+        elif fan_in is None:
+            fan_in = parameter.shape[1:].numel() if parameter.dim() >= 2 else 0
+        return self.scale / math.sqrt(fan_in) if fan_in else self.vector_scale
 
 
 @dataclass(frozen=True)
@@ -67,12 +81,12 @@ class HierarchicalScale:
     Args:
         prior: The distribution of the scale, over positive numbers. With batch dimensions it is one of
             several scales, which broadcast to the parameter: ``(out, 1)`` for one scale for each unit.
-        fan_in: Whether the scale of a weight ``(out, *rest)`` is divided by ``sqrt(prod(rest))``, as in
-            :class:`FanIn`.
+        fan_in: Whether the scale of a weight is divided by the root of its fan-in, as in
+            :class:`FanIn`; or the fan-in itself, where it cannot be known.
 
     Raises:
         TypeError: If ``prior`` is not a distribution.
-        ValueError: If it is not over positive numbers.
+        ValueError: If it is not over positive numbers, or ``fan_in`` is not positive.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -86,7 +100,7 @@ class HierarchicalScale:
     """
 
     prior: Any
-    fan_in: bool = False
+    fan_in: bool | float = False
 
     def __post_init__(self) -> None:
         """Check the prior."""
@@ -102,6 +116,8 @@ class HierarchicalScale:
                 "`prior` must be a distribution over positive numbers, such as "
                 f"`dist.HalfCauchy(1.0)`, but got {self.prior!r} over {self.prior.support}."
             )
+        if not isinstance(self.fan_in, bool):
+            check_positive_number("fan_in", self.fan_in)
 
 
 Prior = (
@@ -115,23 +131,26 @@ Prior = (
 )
 
 
-def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
+def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None = None) -> Any:
     """Return the distribution of single elements that a prior means for one parameter.
 
     Args:
         prior: A standard deviation (a number, or a tensor that broadcasts to the parameter), a
-            :class:`FanIn`, a :class:`HierarchicalScale`, a distribution, a function of name and
-            parameter that returns one of these, or a mapping from name patterns to these, of which
-            the first match wins.
+            :class:`FanIn`, a :class:`HierarchicalScale`, a distribution of single elements or of all
+            together, a function of name and parameter that returns one of these, or a mapping from
+            name patterns to these, of which the first match wins.
         name: The parameter's name.
         parameter: The parameter.
+        fan_in: Over how many terms the outputs of its module sum, 0 for a vector; None where that
+            cannot be known, except for what has less than three dimensions.
 
     Returns:
-        A distribution that broadcasts to the parameter's shape, with its dtype and device; or a
-        :class:`HierarchicalScale` with such a distribution.
+        A distribution that broadcasts to the parameter's shape or is over all of it, with its dtype and
+        device; or a :class:`HierarchicalScale` with such a distribution.
 
     Raises:
-        ValueError: If a standard deviation is not positive or does not fit, or no pattern matches.
+        ValueError: If a standard deviation is not positive or does not fit, no pattern matches, or a
+            prior needs a fan-in that cannot be known.
         TypeError: If the prior has another type.
 
     Example:
@@ -142,24 +161,30 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
     if isinstance(prior, Mapping):
         for pattern, entry in prior.items():
             if matches(name, pattern):
-                return resolve_prior(entry, name, parameter)
+                return resolve_prior(entry, name, parameter, fan_in)
         raise ValueError(
             f"No pattern of the prior {list(prior)} matches the parameter '{name}'. Add one, for "
             "instance {'*': 1.0} as the last."
         )
     if isinstance(prior, FanIn):
-        return resolve_prior(prior.standard_deviation(parameter), name, parameter)
+        _check_fan_in(prior, name, parameter, fan_in)
+        return resolve_prior(prior.standard_deviation(parameter, fan_in), name, parameter)
     if isinstance(prior, HierarchicalScale):
-        return replace(prior, prior=_element_distribution(prior.prior, f"{name}_scale", parameter))
+        own = _element_distribution(prior.prior, f"{name}_scale", parameter)
+        if prior.fan_in is True:
+            _check_fan_in(prior, name, parameter, fan_in)
+            prior = replace(prior, fan_in=FanIn().standard_deviation(parameter, fan_in) ** -2)
+        return replace(prior, prior=own)
     if isinstance(prior, torch.distributions.Distribution):
-        return _element_distribution(prior, name, parameter)
+        is_whole = len(unwrapped(prior).event_shape) > 0
+        return (_whole_distribution if is_whole else _element_distribution)(prior, name, parameter)
     if isinstance(prior, Tensor):
         scale = prior.detach().to(parameter)
         check_broadcastable(label, scale, parameter.shape, f"the shape of '{name}'")
         check_positive(label, scale)
         return dist.Normal(torch.zeros_like(scale), scale)
     if callable(prior):
-        return resolve_prior(prior(name, parameter), name, parameter)
+        return resolve_prior(prior(name, parameter), name, parameter, fan_in)
     if not isinstance(prior, (int, float)) or isinstance(prior, bool):
         raise TypeError(
             f"The {label} must be a standard deviation, a FanIn, a HierarchicalScale, a "
@@ -169,13 +194,25 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
     return resolve_prior(scale, name, parameter)
 
 
+def _check_fan_in(
+    prior: FanIn | HierarchicalScale, name: str, parameter: Tensor, fan_in: float | None
+) -> None:
+    if fan_in is None and parameter.dim() > 2 and prior.fan_in in (None, True):
+        kind = type(prior).__name__
+        raise ValueError(
+            f"The prior {kind} needs the fan-in of '{name}', over how many terms an output sums, which "
+            f"its shape {tuple(parameter.shape)} does not tell. Pass it for this parameter, "
+            f"`{{'{name}': {kind}(..., fan_in=...), '*': ...}}`, or a number as its prior."
+        )
+
+
 def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
     prior = unwrapped(prior)
     try:
         is_pyros = isinstance(prior, TorchDistributionMixin)
         kind = type(prior) if is_pyros else getattr(dist, type(prior).__name__)
         arguments = {
-            key: getattr(prior, key).detach().to(parameter) for key in _argument_names(prior)
+            key: getattr(prior, key).detach().to(parameter) for key in argument_names(prior)
         }
         rebuilt = kind(**arguments)
     except (AttributeError, TypeError, ValueError) as error:
@@ -191,97 +228,21 @@ def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
     return rebuilt
 
 
-def _argument_names(prior: Any) -> list[str]:
+def _whole_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
+    if prior.batch_shape or prior.event_shape != parameter.shape:
+        raise ValueError(
+            f"The prior for '{name}' must be over single elements, or over all of them with the event "
+            f"shape {tuple(parameter.shape)}, but got batch shape {tuple(prior.batch_shape)} and event "
+            f"shape {tuple(prior.event_shape)}. Write `.to_event()`, or reshape its arguments."
+        )
+    if not tensors_of(prior):
+        raise TypeError(
+            f"The prior for '{name}' must be a distribution that its own tensors define, such as "
+            f"KTiedNormal or MultivariateNormal, but got {prior!r}."
+        )
+    return map_tensors(prior, lambda tensor: tensor.detach().to(parameter))
+
+
+def argument_names(prior: Any) -> list[str]:
+    """Return the names of the tensor arguments that define a distribution."""
     return [key for key in prior.arg_constraints if key not in ("logits", "covariance_matrix")]
-
-
-class BufferedPrior:
-    """A prior whose arguments are buffers of its module, so that they move and convert with it.
-
-    Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
-    """
-
-    def __init__(self, attribute: str, prior: Any, shape: torch.Size) -> None:
-        self.kind = type(prior)
-        self.buffers = {key: f"{attribute}_prior_{key}" for key in _argument_names(prior)}
-        self.shape = shape
-        self._built: tuple[list[Tensor], Any] | None = None
-
-    def __call__(self, module: PyroModule) -> Any:
-        """Return the prior; built anew only where a buffer was replaced."""
-        arguments: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
-        if self._built is not None and all(
-            old is new for old, new in zip(self._built[0], arguments, strict=True)
-        ):
-            return self._built[1]
-        named = dict(zip(self.buffers, arguments, strict=True))
-        prior = self.kind(**named, validate_args=False).expand(self.shape).to_event(len(self.shape))
-        self._built = (arguments, prior)
-        return prior
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the distribution, whose tensors belong to the module."""
-        return {**self.__dict__, "_built": None}
-
-
-class ScaledPrior:
-    """A normal prior around zero, whose scale is another site of its module.
-
-    Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
-    """
-
-    def __init__(
-        self, scale: str, factor: float, scale_shape: torch.Size, shape: torch.Size
-    ) -> None:
-        self.scale = scale
-        self.factor = factor
-        self.scale_shape = scale_shape
-        self.shape = shape
-
-    def __call__(self, module: PyroModule) -> Any:
-        """Return the prior given the module's scale."""
-        return self._given(getattr(module, self.scale))
-
-    def at_median(self, module: PyroModule) -> Any:
-        """Return the prior given a scale near the median of the scale's prior."""
-        prior = declared_samples(module)[self.scale](module)
-        return self._given(median(prior))
-
-    def _given(self, scale: Tensor) -> Any:
-        plates = scale.shape[: scale.dim() - len(self.scale_shape)]
-        ones = [1 for _ in range(len(self.shape) - len(self.scale_shape))]
-        scale = self.factor * scale.reshape(*plates, *ones, *self.scale_shape)
-        normal = dist.Normal(scale.new_zeros(()), scale, validate_args=False)
-        return normal.expand(plates + self.shape).to_event(len(self.shape))
-
-
-def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
-    """Turn an attribute of a module into a sample site.
-
-    Args:
-        module: The module.
-        attribute: The attribute's name; a parameter of that name is replaced.
-        prior: The distribution of single elements, which broadcasts to ``shape``; or a
-            :class:`HierarchicalScale` with such a distribution.
-        shape: The shape of a value.
-
-    Raises:
-        ValueError: If the module has already an attribute of the name of the scale's site.
-    """
-    if isinstance(prior, HierarchicalScale):
-        scale = f"{attribute}_scale"
-        if hasattr(module, scale):
-            raise ValueError(
-                f"The prior of `{attribute}` must not be a HierarchicalScale, since its module "
-                f"{type(module).__name__} has already an attribute `{scale}`, the name of the scale's "
-                f"site. Give `{attribute}` another prior, by a mapping from patterns of names."
-            )
-        sample_from(module, scale, prior.prior, prior.prior.batch_shape)
-        factor = 1 / math.sqrt(shape[1:].numel()) if prior.fan_in else 1.0
-        own = ScaledPrior(scale, factor, prior.prior.batch_shape, shape)
-        setattr(module, attribute, PyroSample(own))
-        return
-    buffered = BufferedPrior(attribute, prior, shape)
-    for key, buffer in buffered.buffers.items():
-        module.register_buffer(buffer, getattr(prior, key).detach().clone())
-    setattr(module, attribute, PyroSample(buffered))

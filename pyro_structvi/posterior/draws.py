@@ -11,11 +11,13 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._checks import check_positive_integer, check_same_kind, check_shape, shape_text
+from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.local_latents import warn_of_local_latents
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import as_drawn
+from pyro_structvi.linalg.precision import at_least_single, autocast_off
 
 Posterior = Callable[..., Any] | Mapping[str, Tensor]
 
@@ -270,9 +272,10 @@ def left_to_the_model(
 
 
 def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
-    """Return the log density of observations, after a check that they have its shape."""
+    """Return the log density of observations, in single precision at least, if they have its shape."""
     check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")
-    log_density: Tensor = likelihood.log_prob(y)
+    with autocast_off(y):
+        log_density: Tensor = in_single(likelihood).log_prob(at_least_single(y))
     return log_density
 
 

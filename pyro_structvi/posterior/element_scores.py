@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_structvi._checks import check_no_nan, check_positive_integer
 from pyro_structvi.distributions import PointMass
 from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.posterior.draws import (
     as_arguments,
     evaluation_mode,
@@ -100,7 +101,7 @@ def laplace_variances(
     values = center.median()
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
 
-    information = {name: torch.zeros_like(value) for name, value in chosen.items()}
+    information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}
     with evaluation_mode(model):
         for _ in range(num_samples):
             for batch in zip(*(value.split(batch_size) for value in args), strict=True):
@@ -116,7 +117,7 @@ def laplace_variances(
                 for name, gradient in _gradients(
                     model, values, chosen, batch, drawn, observed
                 ).items():
-                    information[name] += gradient.square().sum(0) / num_samples
+                    information[name] += at_least_single(gradient).square().sum(0) / num_samples
     variances = {}
     for name in information.keys() & trace.nodes.keys():
         precision = 1 / trace.nodes[name]["fn"].variance

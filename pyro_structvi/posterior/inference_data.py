@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
@@ -92,7 +93,7 @@ def to_inference_data(
             log_likelihood.append(observed_log_prob(likelihood, y))
 
     def stacked(draws: list[Tensor]) -> Any:
-        values = torch.stack(draws).detach().cpu().numpy()
+        values = at_least_single(torch.stack(draws)).detach().cpu().numpy()
         if np.issubdtype(values.dtype, np.floating):
             values = values.astype(np.float64)
         return values.reshape(chains, total // chains, *values.shape[1:])
@@ -101,5 +102,5 @@ def to_inference_data(
         posterior={key: stacked([draw[key] for draw in latents]) for key in latents[0]},
         posterior_predictive={name: stacked(predictive)},
         log_likelihood={name: stacked(log_likelihood)},
-        observed_data={name: y.cpu().numpy()},
+        observed_data={name: at_least_single(y).cpu().numpy()},
     )

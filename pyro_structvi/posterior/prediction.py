@@ -11,6 +11,7 @@ from torch.distributions import Categorical, Independent, OneHotCategorical
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import check_positive_integer
+from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
@@ -86,7 +87,8 @@ def predict(
         progress: Whether to show a progress bar.
 
     Returns:
-        Moments, entropies and densities, computed online, and the function values unless streamed.
+        Moments, entropies and densities, computed online and in single precision at least (a net in
+        half precision, or autocast, too), and the function values unless streamed.
 
     Raises:
         TypeError: If ``posterior`` is neither a guide nor draws.
@@ -172,7 +174,7 @@ def _run(
     site: str | None,
 ) -> _Conditional:
     trace = run_at_draw(model, values, args, new)
-    likelihood = trace.nodes[find_observation(trace, values, site)]["fn"]
+    likelihood = in_single(trace.nodes[find_observation(trace, values, site)]["fn"])
     mean, variance, is_categorical = _moments(likelihood)
     returned = trace.nodes["_RETURN"]["value"]
     per_example = isinstance(returned, Tensor) and returned.shape[:1] == mean.shape[:1]
@@ -190,7 +192,10 @@ def _moments(likelihood: Any) -> tuple[Tensor, Tensor, bool]:
     while isinstance(base, Independent):
         base = base.base_dist
     if isinstance(base, (Categorical, OneHotCategorical)):
-        return base.probs, base.probs * (1 - base.probs), base is likelihood
+        probs = base.probs / base.probs.sum(
+            -1, keepdim=True
+        )  # as after a softmax in half precision
+        return probs, probs * (1 - probs), base is likelihood
     return likelihood.mean, likelihood.variance, False
 
 
@@ -232,7 +237,7 @@ class _Accumulator:
         entropy = information = None
         if averages.entropy is not None:
             entropy = _entropy(averages.mean)
-            information = entropy - averages.entropy
+            information = (entropy - averages.entropy).clamp_min(0)
         log_density = self.log_density_sum
         if log_density is not None:
             log_density = log_density - math.log(self.count)

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._checks import check_positive, check_positive_integer
 from pyro_structvi.families import Family, KTied, MeanField, SitePosterior
 from pyro_structvi.guides import StructuredGuide
 
@@ -77,7 +77,7 @@ def tie_scales(scale: Tensor, rank: int, steps: int = 500) -> tuple[Tensor, Tens
         Factors ``(out, k)`` and ``(in, k)``, all of whose numbers are positive.
 
     Raises:
-        ValueError: If the rank is not a whole number of at least 1.
+        ValueError: If the rank is not a whole number of at least 1, or a scale is not positive.
 
     Example:
         >>> rows, columns = tie_scales(torch.tensor([[1.0, 2.0], [2.0, 4.0]]), rank=1)
@@ -90,6 +90,7 @@ def tie_scales(scale: Tensor, rank: int, steps: int = 500) -> tuple[Tensor, Tens
         factorization".
     """
     check_positive_integer("rank", rank)
+    check_positive("scale", scale)
     matrix = scale.double()
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     smallest = 1e-3 * (matrix.mean() / rank).sqrt()

@@ -14,7 +14,7 @@ from pyro_structvi._pyro import declared_name, declared_samples
 from pyro_structvi.guides.sites import find_declared_sites
 from pyro_structvi.nn.conversion import TiedPrior
 from pyro_structvi.nn.likelihoods import Classifier, Regressor
-from pyro_structvi.nn.priors import BufferedPrior
+from pyro_structvi.nn.prior_sites import BufferedPrior
 from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
 
 # Distributions of single elements that Pyro and NumPyro call by the same names.

@@ -108,3 +108,9 @@ def test_what_cannot_be_tied_is_refused():
         warm_start.k_tied_from_mean_field(ps.KTiedGuide(make_regressor()))
     with pytest.raises(ValueError, match="`rank` must be a whole number"):
         warm_start.k_tied_from_mean_field(ps.MeanFieldGuide(make_regressor()), rank=0)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, torch.nan])
+def test_scales_to_be_tied_are_positive(value):
+    with pytest.raises(ValueError, match="`scale` must be positive and finite"):
+        warm_start.tie_scales(torch.tensor([[1.0, value]]), rank=1)

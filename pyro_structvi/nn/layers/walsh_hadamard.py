@@ -18,7 +18,8 @@ from pyro_structvi.nn.layers.channels import (
     shift_channels,
     with_batch_dim,
 )
-from pyro_structvi.nn.priors import resolve_prior, sample_from
+from pyro_structvi.nn.prior_sites import sample_from
+from pyro_structvi.nn.priors import resolve_prior
 
 
 class WalshHadamardLayer(PyroModule):

@@ -101,7 +101,9 @@ class WalshHadamard:
 
 def _one_scale(prior: Prior, name: str, weight: Tensor) -> float:
     """Return the standard deviation that a prior means for all elements of a weight."""
-    resolved = resolve_prior(prior, name, weight)
+    resolved = resolve_prior(
+        prior, name, weight, weight.shape[1:].numel()
+    )  # of a layer (out, *rest)
     if isinstance(resolved, dist.Normal) and not resolved.loc.any():
         smallest, largest = resolved.scale.aminmax()
         if smallest == largest:

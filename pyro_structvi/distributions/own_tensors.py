@@ -1,0 +1,83 @@
+"""A distribution as a function of its tensors: in another precision, or held by a module."""
+
+import copy
+from collections.abc import Callable
+from functools import cache, cached_property
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.constraints import Constraint
+from torch.distributions.transforms import ReshapeTransform
+
+from pyro_structvi.linalg.precision import at_least_single
+
+
+def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a distribution with other tensors in its own place and in those of its parts.
+
+    Args:
+        distribution: Any distribution of torch or Pyro, or one of their protocol.
+        change: From a tensor to the one in its place; called in the order in which they were set.
+
+    Returns:
+        A copy without what it had formed of its tensors; the distribution itself where all stay.
+    """
+
+    def of_member(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        return map_tensors(value, change) if isinstance(value, Distribution) else value
+
+    kind: Any = type(distribution)
+    formed = _formed_once(kind)
+    old = {name: value for name, value in vars(distribution).items() if name not in formed}
+    members = {name: of_member(value) for name, value in old.items()}
+    if all(members[name] is value for name, value in old.items()):
+        return distribution
+    new = copy.copy(distribution)
+    vars(new).clear()
+    vars(new).update(members)
+    return new
+
+
+@cache
+def _formed_once(kind: type) -> frozenset[str]:
+    members = (vars(base).items() for base in kind.__mro__)
+    named = (pair for pairs in members for pair in pairs)
+    return frozenset(name for name, member in named if isinstance(member, cached_property))
+
+
+def tensors_of(distribution: Any) -> list[Tensor]:
+    """Return the tensors that define a distribution and its parts, in the order in which they were set.
+
+    None, if it keeps tensors in other objects too, such as the joint prior of inducing weights.
+    """
+    found: list[Tensor] = []
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, Distribution):
+            return all(map(is_plain, vars(value).values()))
+        plain = (Tensor, Number, str, type(None), torch.Size, Constraint, ReshapeTransform)
+        return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, plain)
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(distribution, keep)
+    return found if is_plain(distribution) else []
+
+
+def in_single(distribution: Any) -> Any:
+    """Return a distribution with its tensors of half precision in single, so that sums are not rounded.
+
+    Example:
+        >>> import torch
+        >>> normal = torch.distributions.Normal(torch.zeros(2, dtype=torch.bfloat16), 1.0)
+        >>> in_single(normal).log_prob(torch.zeros(2)).dtype
+        torch.float32
+    """
+    return map_tensors(distribution, at_least_single)

@@ -1,0 +1,127 @@
+"""The terms of the bound of nets in half precision are sums in float32."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.distributions.own_tensors import in_single
+from tests.guide_cases import GUIDES
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def single_precision(fresh_state):
+    torch.set_default_dtype(torch.float32)
+
+
+def linear(outputs, dtype, prior=1.0):
+    return ps.bayesianize(nn.Linear(3, outputs).to(dtype), prior=prior)
+
+
+def terms_at_points(model, *data):
+    """Return the terms and the output at the values of a guide of points, which are not random."""
+    outputs = []
+    model.register_forward_hook(lambda *args: outputs.append(args[-1]))
+    terms = ps.StructuredELBO().terms(model, ps.MAPGuide(model), *data)
+    return terms, outputs[-1]
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_log_likelihood_is_not_rounded(autocast):
+    dtype = torch.float32 if autocast else HALF
+    x, y = torch.randn(50, 3).to(dtype), torch.randint(4, (50,))
+    with torch.autocast("cpu", HALF, enabled=autocast):
+        terms, logits = terms_at_points(ps.Classifier(linear(4, dtype), 60_000), x, y)
+    losses = nn.functional.cross_entropy(logits.double(), y, reduction="sum")
+    ours = terms.log_likelihood["obs"]
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), -1200 * losses, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("noise_scale", [0.1, dist.LogNormal(-1.0, 0.1)])
+def test_a_regressor_takes_targets_in_single_precision(autocast, noise_scale):
+    dtype = torch.float32 if autocast else HALF
+    x, y = torch.randn(50, 3).to(dtype), torch.randn(50, 2)
+    model = ps.Regressor(linear(2, dtype), 5_000, noise_scale)
+    if isinstance(noise_scale, float):
+        assert model.noise_scale.dtype == torch.float32
+    with torch.autocast("cpu", HALF, enabled=autocast):
+        terms, mean = terms_at_points(model, x, y)
+        scale = ps.MAPGuide(model).median().get("noise_scale", torch.tensor(0.1))
+        history = ps.fit(model, ps.MeanFieldGuide(model), (x, y), num_steps=2, progress=False)
+    expected = 100 * torch.distributions.Normal(mean.double(), scale.double()).log_prob(y).sum()
+    torch.testing.assert_close(terms.log_likelihood["obs"].double(), expected, rtol=1e-5, atol=0)
+    assert len(history.elbo) == 2
+
+
+@pytest.mark.parametrize("kind", ["normal", "log normal", "low rank"])
+def test_a_users_own_likelihood_in_half_precision(kind):
+    """Each element is that of the rounded parameters, and so is the sum, also of an event."""
+    mean, y = torch.randn(60, 8).to(HALF), torch.rand(60, 8).to(HALF)
+    factors = torch.randn(60, 8, 2)
+
+    def likelihood(mean, factors):
+        if kind == "normal":
+            return dist.Normal(mean, 0.125).to_event(1)
+        if kind == "log normal":
+            return dist.LogNormal(mean, torch.ones_like(mean)).to_event(1)
+        return dist.LowRankMultivariateNormal(mean, factors, torch.ones_like(mean))
+
+    own = mean.float() if kind == "low rank" else mean  # torch cannot factor it in half
+    in_model = likelihood(own, factors)
+
+    def model(y=None):
+        pyro.sample("weight", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("data", 60):
+            pyro.sample("obs", in_model, obs=y)
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(y)
+    with torch.autocast("cpu", HALF):
+        terms = ps.StructuredELBO().terms(model, guide, y)
+    expected = likelihood(mean.double(), factors.double()).log_prob(y.double()).sum()
+    torch.testing.assert_close(terms.log_likelihood["obs"].double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("guide_name", ["mean field", "k-tied", "rowwise", "matrix normal"])
+@pytest.mark.parametrize("prior", [0.7, dist.Laplace(0.0, 0.7)])
+def test_the_kl_of_parameters_in_half_precision_is_not_rounded(guide_name, prior):
+    net = ps.bayesianize(nn.Linear(40, 30, bias=False).to(HALF), prior=prior)
+    model = ps.Classifier(net, 10)
+    guide = GUIDES[guide_name](model)
+    data = torch.randn(10, 40).to(HALF), torch.randint(30, (10,))
+    ours = ps.StructuredELBO().terms(model, guide, *data).kl["net.weight"]
+    assert ours.dtype == torch.float32
+    q = in_single(guide["net.weight"]())
+    scale = torch.tensor(0.7).to(HALF).float()
+    shape = (30, 40)
+    p = type(prior)(0.0, scale) if isinstance(prior, dist.Laplace) else dist.Normal(0.0, scale)
+    expected = torch.distributions.kl_divergence(q, p.expand(shape).to_event(2))
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    ours.backward()
+    for parameter in guide.parameters():
+        assert parameter.grad is None or parameter.grad.dtype == HALF
+
+
+def test_what_is_not_in_half_precision_is_left_alone():
+    q = ps.distributions.KTiedNormal(torch.zeros(2, 3), torch.ones(2, 1), torch.ones(3, 1))
+    mixture = torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(logits=torch.zeros(3, dtype=torch.float64)),
+        torch.distributions.Normal(torch.zeros(3, dtype=torch.float64), 1.0),
+    )
+    assert in_single(q) is q
+    assert in_single(mixture) is mixture
+
+
+def test_what_was_formed_in_half_precision_is_formed_anew():
+    scales = torch.randn(30, 40).to(HALF)
+    q = ps.distributions.LogScaleNormal(torch.zeros_like(scales), scales)
+    assert q.variance_sum.dtype == HALF
+    expected = (2 * scales.double()).exp().sum()
+    torch.testing.assert_close(in_single(q).variance_sum.double(), expected, rtol=1e-6, atol=0)
+    assert q.variance_sum.dtype == HALF

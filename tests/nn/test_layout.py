@@ -1,0 +1,341 @@
+"""How parameters meet inputs: fan-ins, by the variance of outputs, and input channels to drop."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule, PyroSample
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import BernoulliDropout, PointMass
+from pyro_structvi.families import Dropout
+from pyro_structvi.nn.layout import find_layouts
+
+
+class Conv1D(nn.Module):
+    """As GPT-2 has it: a dense layer with its weight as (in, out)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(0.02 * torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Experts(nn.Module):
+    """A stack of dense layers, and what chooses among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(5, 3)
+        self.experts = nn.Parameter(torch.randn(3, 4, 5))
+
+    def forward(self, x):
+        return torch.einsum("be,eoi,bi->bo", self.router(x).softmax(-1), self.experts, x)
+
+
+class Norm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return self.weight * x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+class LlamaRMSNorm(Norm):
+    pass
+
+
+class T5LayerNorm(Norm):
+    pass
+
+
+class Block(nn.Module):
+    """One whose class does not say that it has a scale."""
+
+    def __init__(self, *shape, name="gamma"):
+        super().__init__()
+        self.name = name
+        setattr(self, name, nn.Parameter(torch.full(shape, 1e-5)))
+
+    def forward(self, x):
+        return x * getattr(self, self.name)
+
+
+class LayerScale(Block):
+    pass
+
+
+class NormLinear(nn.Linear):
+    """A dense layer, whatever its name says."""
+
+
+# ---- fan-in --------------------------------------------------------------------------------------
+
+UNIT = {  # modules with inputs of second moment 1, whose outputs then have the prior's variance
+    "linear": (lambda: nn.Linear(6, 3, bias=False), (6,)),
+    "bilinear": (lambda: nn.Bilinear(3, 4, 5, bias=False), (3,)),
+    "convolution": (lambda: nn.Conv2d(4, 6, 3, bias=False), (4, 5, 5)),
+    "grouped": (lambda: nn.Conv1d(4, 6, 3, groups=2, bias=False), (4, 5)),
+    "depthwise": (lambda: nn.Conv1d(4, 4, 3, groups=4, bias=False), (4, 5)),
+    "transposed": (lambda: nn.ConvTranspose1d(4, 6, 3, bias=False, padding=2), (4, 6)),
+    "transposed, grouped": (
+        lambda: nn.ConvTranspose2d(4, 6, 2, groups=2, stride=2, bias=False),
+        (4, 3, 3),
+    ),
+    "Conv1D": (lambda: Conv1D(3, 7), (7,)),
+}
+
+
+@pytest.mark.parametrize("name", UNIT)
+def test_outputs_have_the_prior_variance_one(name):
+    """The exact variance of each output: the sum of its squared derivatives by the weight."""
+    make, shape = UNIT[name]
+    module = make()
+    layout = find_layouts(module)[id(module.weight)]
+    deviation = ps.FanIn().standard_deviation(module.weight, layout.fan_in)
+    x = torch.randint(2, (1, *shape)) * 2.0 - 1
+    inputs = (x, torch.ones(1, 4)) if name == "bilinear" else (x,)
+
+    def outputs(weight):
+        return torch.func.functional_call(module, {"weight": weight}, inputs).flatten()
+
+    jacobian = torch.autograd.functional.jacobian(outputs, module.weight.detach()).flatten(1)
+    variance = deviation**2 * jacobian.square().sum(-1)
+    torch.testing.assert_close(variance, torch.ones_like(variance))
+
+
+def test_a_stride_leaves_an_average_of_taps():
+    module = nn.ConvTranspose1d(4, 6, 3, stride=2)
+    assert find_layouts(module)[id(module.weight)].fan_in == 4 * 3 / 2
+
+
+def test_an_output_of_an_embedding_is_one_entry():
+    module = nn.Embedding(10, 4)
+    net = ps.bayesianize(module, prior=ps.FanIn(0.7))
+    prior = pyro.poutine.trace(net).get_trace(torch.zeros(1).long()).nodes["weight"]["fn"]
+    assert prior.stddev.unique().tolist() == [0.7]
+
+
+def test_a_weight_with_two_uses_has_the_larger_fan_in():
+    embedding, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    head.weight = embedding.weight
+    for net in (nn.Sequential(embedding, head), nn.Sequential(head, embedding)):
+        assert find_layouts(net)[id(head.weight)].fan_in == 4
+
+
+def test_parametrized_weights_follow_their_module():
+    module = nn.utils.parametrizations.weight_norm(nn.ConvTranspose1d(4, 6, 3))
+    direction = module.parametrizations.weight.original1
+    assert find_layouts(module)[id(direction)].fan_in == 12
+
+
+def test_attention():
+    module = nn.MultiheadAttention(8, 2, kdim=3, vdim=5, add_bias_kv=True)
+    layouts = find_layouts(module)
+    found = {name: layouts[id(value)].fan_in for name, value in module.named_parameters()}
+    assert found == {
+        "q_proj_weight": 8,
+        "k_proj_weight": 3,
+        "v_proj_weight": 5,
+        "in_proj_bias": 0,
+        "bias_k": 0,
+        "bias_v": 0,
+        "out_proj.weight": 8,
+        "out_proj.bias": 0,
+    }
+    module = nn.MultiheadAttention(8, 2)
+    assert find_layouts(module)[id(module.in_proj_weight)].fan_in == 8
+
+
+@pytest.mark.parametrize(
+    ("make", "stated"),
+    [
+        (ps.FanIn, lambda: ps.FanIn(fan_in=5)),
+        (
+            lambda: ps.HierarchicalScale(dist.LogNormal(0.0, 1.0), fan_in=True),
+            lambda: ps.HierarchicalScale(dist.LogNormal(0.0, 1.0), fan_in=5),
+        ),
+    ],
+)
+def test_of_stacked_experts_it_must_be_stated(make, stated):
+    with pytest.raises(ValueError, match=r"needs the fan-in of 'experts'.*fan_in=\.\.\."):
+        ps.bayesianize(Experts(), prior=make())
+    net = ps.bayesianize(Experts(), prior={"experts": stated(), "*": make()})
+    trace = pyro.poutine.trace(net).get_trace(torch.zeros(1, 5))
+    scale = trace.nodes["experts_scale"]["value"] if "experts_scale" in trace.nodes else 1.0
+    prior = trace.nodes["experts"]["fn"].stddev
+    torch.testing.assert_close(prior, scale / math.sqrt(5) * torch.ones(3, 4, 5))
+
+
+def test_tokens_and_positions_meet_no_inputs():
+    net = ps.bayesianize(Block(1, 4, 5, name="positions"), prior=ps.FanIn(vector_scale=0.3))
+    prior = pyro.poutine.trace(net).get_trace(torch.zeros(2, 4, 5)).nodes["positions"]["fn"]
+    assert prior.stddev.unique().tolist() == [0.3]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, "4"])
+def test_a_stated_fan_in_is_positive(value):
+    for make in (ps.FanIn, lambda **o: ps.HierarchicalScale(dist.LogNormal(0.0, 1.0), **o)):
+        with pytest.raises(ValueError, match="`fan_in` must be a positive number"):
+            make(fan_in=value)
+
+
+def test_a_learned_scale_follows_the_module():
+    prior = ps.HierarchicalScale(dist.LogNormal(0.0, 1.0), fan_in=True)
+    net = ps.bayesianize(Conv1D(3, 7), prior={"weight": prior, "bias": 1.0})
+    trace = pyro.poutine.trace(net).get_trace(torch.zeros(1, 7))
+    scale = trace.nodes["weight_scale"]["value"]
+    expected = (scale / math.sqrt(7)).expand(7, 3)
+    torch.testing.assert_close(trace.nodes["weight"]["fn"].stddev, expected)
+
+
+def test_starts_of_declared_sites_follow_the_module():
+    module = PyroModule[nn.ConvTranspose1d](50, 2, 30)
+    module.weight = PyroSample(dist.Normal(0.0, 1.0).expand([50, 2, 30]).to_event(3))
+    start = ps.MAPGuide(module).median()["weight"]
+    assert start.std().item() == pytest.approx(math.sqrt(2 / 1500), rel=0.05)
+
+
+# ---- normalization -------------------------------------------------------------------------------
+
+SCALES = {
+    "LlamaRMSNorm": lambda: LlamaRMSNorm(4),
+    "T5LayerNorm": lambda: T5LayerNorm(4),
+    "RMSNorm": lambda: nn.RMSNorm(4),
+    "LayerScale": lambda: LayerScale(4, name="scale"),
+    "gamma": lambda: Block(4),
+    "gamma_1": lambda: Block(4, name="gamma_1"),
+    "lambda1": lambda: Block(4, name="lambda1"),
+    "layer_scale": lambda: Block(1, 4, name="layer_scale"),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_stay_points(name):
+    net = nn.Sequential(nn.Linear(3, 4), SCALES[name]())
+    (parameter,) = (own for own, _ in net[1].named_parameters())
+    with pytest.warns(ps.nn.PointEstimateWarning, match=rf"\['1.{parameter}'\]"):
+        bayes_net = ps.bayesianize(net)
+    guide = ps.MeanFieldGuide(bayes_net)
+    assert guide.site_names == ["0.weight", "0.bias"]
+    guide = ps.MeanFieldGuide(ps.bayesianize(net, normalization=True))
+    assert f"1.{parameter}" in guide.site_names
+
+
+def test_names_do_not_make_weights_points():
+    net = nn.Sequential(NormLinear(3, 4), Block(4, 4, name="gamma"), Block(4, name="scale"))
+    guide = ps.MeanFieldGuide(ps.bayesianize(net))
+    assert guide.site_names == ["0.weight", "0.bias", "1.gamma", "2.scale"]
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+DROPPED = {
+    "linear": (lambda: nn.Linear(6, 3), (6,)),
+    "convolution": (lambda: nn.Conv1d(4, 6, 3), (4, 5)),
+    "grouped": (lambda: nn.Conv1d(4, 6, 3, groups=2), (4, 5)),
+    "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), (4, 5, 5)),
+    "transposed": (lambda: nn.ConvTranspose1d(4, 6, 3), (4, 5)),
+    "transposed, grouped": (lambda: nn.ConvTranspose1d(4, 6, 3, groups=2), (4, 5)),
+    "Conv1D": (lambda: Conv1D(3, 7), (7,)),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_draw_is_dropout_of_the_inputs(name):
+    make, shape = DROPPED[name]
+    net = make()
+    bayes_net = ps.bayesianize(net)
+    guide = ps.StructuredGuide(bayes_net, {"*": Dropout(0.5)})
+    q = guide["weight"]()
+    assert isinstance(q, BernoulliDropout)
+    assert q.num_channels == shape[0]
+    draws = [guide.draw()["weight"].detach() for _ in range(20)]
+    draw = next(each for each in draws if 0 < q._are_there(each).sum() < q.num_channels)
+    kept = q._are_there(draw)
+    x = torch.randn(2, *shape)
+    mask = 2 * kept.to(x).reshape(-1, *(1 for _ in shape[1:]))
+    ours = torch.func.functional_call(net, {"weight": draw}, (x,))
+    torch.testing.assert_close(ours, net(x * mask))
+    outputs = pyro.poutine.condition(bayes_net, guide.draw())(x)
+    assert outputs.shape == ours.shape
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_image_of_a_grouped_convolution_drops_each_channel_by_itself(groups):
+    """With inputs of one channel each, the share of outputs of zero is the rate's power of channels."""
+    module = nn.Conv1d(4, 4, 1, groups=groups, bias=False)
+    model = ps.bayesianize(module)
+    guide = ps.StructuredGuide(model, {"*": Dropout(0.3)})
+    x = torch.ones(20_000, 4, 1)
+    elbo = ps.StructuredELBO()
+    guide.initialize(x)
+    trace, _ = elbo._get_trace(model, guide, (x,), {})
+    zeros = (trace.nodes["_RETURN"]["value"].squeeze(-1) == 0).double()
+    rate = 0.3 ** (4 // groups)
+    torch.testing.assert_close(zeros.mean(0), torch.full((4,), rate), rtol=0, atol=0.02)
+    if groups == 4:
+        together = (zeros[:, 0] * zeros[:, 1]).mean().item()
+        assert together == pytest.approx(0.09, abs=0.02)
+
+
+def test_an_embedding_drops_words():
+    guide = ps.StructuredGuide(ps.bayesianize(nn.Embedding(50, 3)), {"*": Dropout(0.5)})
+    draw = guide.draw()["weight"]
+    there = (draw != 0).any(-1)
+    assert 0 < there.sum() < 50
+    torch.testing.assert_close((draw != 0).all(-1), there)
+
+
+def test_experts_need_a_dimension_and_tokens_have_none():
+    model = ps.bayesianize(Experts())
+    with pytest.raises(ValueError, match=r"No family was given for the weights .'experts'"):
+        ps.StructuredGuide(model, {"*": Dropout(0.5)})
+    with pytest.raises(ValueError, match="`input_dim` where that of a weight is not known"):
+        ps.StructuredGuide(model, {"experts": Dropout(0.5), "*": Dropout(0.5)})
+    families = {"experts": Dropout(0.5, input_dim=2), "*": Dropout(0.5)}
+    draw = ps.StructuredGuide(model, families).draw()["experts"]
+    per_input = (draw != 0).movedim(2, 0).flatten(1)
+    assert torch.equal(per_input.any(1), per_input.all(1))
+    tokens = ps.StructuredGuide(ps.bayesianize(Block(1, 4, 5, name="t")), {"*": Dropout(0.5)})
+    assert isinstance(tokens["t"](), PointMass)
+
+
+@pytest.mark.parametrize(("input_dim", "groups"), [(0, 1), (1, 2), (2, 1)])
+def test_densities_and_moments_of_other_layouts(input_dim, groups):
+    """All weights listed, each with the probability of its mask."""
+    loc, rate = torch.randn(4, 3, 2), 0.3
+    q = BernoulliDropout(loc, rate, input_dim, groups)
+    masks = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * q.num_channels)
+    if groups == 1:
+        spread = masks.reshape(-1, *(loc.shape[i] if i == input_dim else 1 for i in range(3)))
+    else:
+        spread = masks.reshape(-1, 2, 1, 3, 1).expand(-1, 2, 2, 3, 2).reshape(-1, 4, 3, 2)
+    weights = loc * spread / (1 - rate)
+    log_probs = (masks * math.log(1 - rate) + (1 - masks) * math.log(rate)).sum(-1)
+    torch.testing.assert_close(q.log_prob(weights), log_probs)
+    probabilities = log_probs.exp()
+    torch.testing.assert_close(q.entropy(), -(probabilities * log_probs).sum())
+    flat = weights.flatten(1)
+    torch.testing.assert_close(probabilities @ flat, q.mean.flatten())
+    centred = flat - q.mean.flatten()
+    covariance = (centred * probabilities.unsqueeze(-1)).mT @ centred
+    torch.testing.assert_close(q.covariance_matrix, covariance)
+    torch.testing.assert_close(q.variance.flatten(), covariance.diagonal())
+
+
+def test_no_image_where_inputs_are_elsewhere():
+    with pytest.raises(ValueError, match=r"inputs must meet dimension 1.*rsample"):
+        BernoulliDropout(torch.ones(4, 3), 0.5, input_dim=0).image(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="`input_dim` must be a dimension"):
+        BernoulliDropout(torch.ones(4, 3), 0.5, input_dim=2)
+    with pytest.raises(ValueError, match="`groups` must divide"):
+        BernoulliDropout(torch.ones(4, 3), 0.5, groups=3)

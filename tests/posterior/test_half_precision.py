@@ -1,0 +1,130 @@
+"""Predictions of nets in half precision, and under autocast, are accumulated in float32."""
+
+import contextlib
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.posterior import element_scores
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def single_precision(fresh_state):
+    torch.set_default_dtype(torch.float32)
+
+
+def net_of(outputs, dtype):
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs))
+    return ps.bayesianize(net.to(dtype), prior=1.0)
+
+
+def in_half(kind, make):
+    """Return a model in half precision, a guide, inputs, and the context to predict in."""
+    if kind == "autocast":
+        model, context = make(torch.float32), torch.autocast("cpu", HALF)
+        x = torch.randn(20, 3)
+    else:
+        model, context = make(HALF), contextlib.nullcontext()
+        x = torch.randn(20, 3).to(HALF)
+    return model, ps.MeanFieldGuide(model, init_scale=0.1), x, context
+
+
+@pytest.mark.parametrize("kind", ["autocast", "net"])
+def test_moments_over_many_draws_are_those_in_double(kind):
+    def make(dtype):
+        return ps.Regressor(net_of(1, dtype), 20, 0.5)
+
+    model, guide, x, context = in_half(kind, make)
+    y = torch.randn(20, 1)
+    with context:
+        prediction = ps.predict(model, guide, x, 1000, y=y)
+    functions = prediction.functions.double()
+    noise = model.noise_scale.double()
+    assert noise.item() == 0.5
+    expected = {
+        "mean": functions.mean(0),
+        "function_variance": functions.var(0, correction=0),
+        "variance": functions.var(0, correction=0) + noise**2,
+        "log_density": torch.distributions
+        .Normal(functions, noise)
+        .log_prob(y.double())
+        .sum(-1)
+        .logsumexp(0)
+        - torch.tensor(1000.0).double().log(),
+    }
+    for name, value in expected.items():
+        ours = getattr(prediction, name)
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["autocast", "net"])
+def test_probabilities_and_information(kind):
+    def make(dtype):
+        return ps.Classifier(net_of(4, dtype), 20)
+
+    model, guide, x, context = in_half(kind, make)
+    with context:
+        prediction = ps.predict(model, guide, x, 300, y=torch.randint(4, (20,)))
+    probabilities = prediction.functions.double().softmax(-1)
+    torch.testing.assert_close(prediction.mean.double(), probabilities.mean(0), rtol=0, atol=1e-6)
+    entropies = torch.special.entr(probabilities).sum(-1).mean(0)
+    expected = torch.special.entr(probabilities.mean(0)).sum(-1) - entropies
+    torch.testing.assert_close(prediction.mutual_information.double(), expected, rtol=0, atol=2e-6)
+
+
+def test_mutual_information_is_never_negative():
+    """Draws that hardly differ have next to none; rounding would make it negative for some."""
+    model, x = ps.Classifier(net_of(7, torch.float32), 200), torch.randn(200, 3)
+    draw = ps.MeanFieldGuide(model).draw()
+    draws = {
+        name: value.detach() + 1e-5 * torch.randn(50, *value.shape) for name, value in draw.items()
+    }
+    information = ps.predict(model, draws, x).mutual_information
+    assert (information >= 0).all()
+    assert information.max() < 1e-6
+
+
+@pytest.mark.parametrize("by", ["logits", "probs"])
+def test_a_users_own_likelihood_in_half_precision(by):
+    """Probabilities rounded to 8 bits do not sum to one; those predicted do."""
+    net = net_of(9, HALF)
+
+    def model(x, y=None):
+        logits = net(x)
+        values = {by: logits if by == "logits" else logits.softmax(-1)}
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Categorical(**values, validate_args=False), obs=y)
+
+    guide = ps.MeanFieldGuide(model)
+    x = torch.randn(20, 3).to(HALF)
+    guide.initialize(x, torch.zeros(20).long())
+    mean = ps.predict(model, guide, x, 10).mean
+    assert mean.dtype == torch.float32
+    torch.testing.assert_close(mean.sum(-1), torch.ones(20), rtol=0, atol=1e-6)
+
+
+def test_inference_data_of_a_net_in_half_precision():
+    model = ps.Regressor(net_of(1, HALF), 20, 0.5)
+    x, y = torch.randn(20, 3).to(HALF), torch.randn(20, 1)
+    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y.to(HALF), 5)
+    nats = torch.from_numpy(data.log_likelihood["obs"].values)
+    assert not torch.equal(nats, nats.to(HALF).double())
+    assert data.posterior["net.0.weight"].shape == (1, 5, 5, 3)
+    assert data.observed_data["obs"].values.tolist() == y.to(HALF).float().tolist()
+
+
+def test_laplace_variances_add_up_many_batches():
+    """Squares that are added one by one to a sum in bfloat16 are lost when it is 256 times as large."""
+    net = nn.Linear(1, 1, bias=False).to(HALF)
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 2000, 1.0)
+    guide = ps.MAPGuide(model)
+    x = torch.ones(2000, 1).to(HALF)
+    variances = element_scores.laplace_variances(model, guide, x, batch_size=1)
+    assert 1 / variances["net.weight"].item() == pytest.approx(2001, rel=0.1)
