@@ -1,5 +1,6 @@
 """Private parts of Pyro, each with its use and with what breaks without it."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,12 @@ from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
+
+# ---- threads -----------------------------------------------------------------------------------------
+
+# Pyro's stack of handlers and a net's values belong to the process, not to a thread. Two threads that
+# run models at once would meet each other's handlers; with it one of them waits.
+ONE_THREAD = threading.RLock()
 
 # ---- plates ------------------------------------------------------------------------------------------
 
@@ -134,6 +141,17 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     _PYRO_PARAM_STORE._params[name] = parameter
     _PYRO_PARAM_STORE._constraints[name] = constraints.real
     _PYRO_PARAM_STORE._param_to_name[parameter] = name
+
+
+def forget_parameters(prefix: str) -> None:
+    """Drop the entries of Pyro's param store whose names begin with a prefix.
+
+    Pyro's own deletion asks for each parameter's constrained value. Without it the store would keep the
+    parameters of guides that are gone.
+    """
+    for name in [name for name in _PYRO_PARAM_STORE._params if name.startswith(prefix)]:
+        _PYRO_PARAM_STORE._param_to_name.pop(_PYRO_PARAM_STORE._params.pop(name), None)
+        _PYRO_PARAM_STORE._constraints.pop(name, None)
 
 
 def stored_parameter(name: str) -> Tensor | None:

@@ -1,33 +1,51 @@
 """Showing a guide's parameters to Pyro: its handlers, and the param store."""
 
+import itertools
 import weakref
-from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 import pyro
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, nn
 
-from pyro_structvi._pyro import mirror_parameter
+from pyro_structvi._pyro import forget_parameters, mirror_parameter
+
+_NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
 
 
-def declare_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Show parameters to Pyro's handlers, and mirror them in the param store if it is used.
+def declare_parameters(guide: nn.Module) -> None:
+    """Show a guide's parameters to Pyro's handlers, and mirror them in the param store if it is used.
 
-    The parameters stay their module's own; the store's entries are these very tensors.
+    The parameters stay the guide's own; the store's entries are these very tensors, and leave it with
+    the guide. Their names begin with the guide's class, and a number if another guide has that name.
 
     Args:
-        named_parameters: The parameters by their names in the store. Frozen ones are left out.
+        guide: The guide. Frozen parameters are left out.
     """
     if not am_i_wrapped():
         return
     mirror = not pyro.settings.get("module_local_params")
-    for key, parameter in named_parameters:
+    for key, parameter in guide.named_parameters(_name_of(guide)):
         if not parameter.requires_grad:
             continue
         parameter.__dict__["unconstrained"] = weakref.ref(parameter)
         if mirror:
             mirror_parameter(key, parameter)
         _declare(parameter, name=key)
+
+
+def _name_of(guide: nn.Module) -> str:
+    """Return the guide's name in the param store, which no other guide that is alive has."""
+    kind = type(guide).__name__
+    for name in itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2))):
+        owner = _NAMED.get(name)
+        if owner is guide:
+            return name
+        if owner is None:
+            _NAMED[name] = guide
+            weakref.finalize(guide, forget_parameters, f"{name}.").atexit = False
+            return name
+    raise AssertionError
 
 
 def _identity(parameter: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._pyro import declared_name, declared_samples, outside_plates
+from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, outside_plates
 from pyro_structvi.distributions.medians import unwrapped
 from pyro_structvi.families import LatentSite, Plate
 from pyro_structvi.lazy.counting import CountedWeight
@@ -115,7 +115,12 @@ def find_sites_by_running(
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         # Validation is of values, which do not matter here.
         with ExitStack() as stack:
-            for context in (torch.no_grad(), pyro.validation_enabled(False), _buffers_kept(model)):
+            for context in (
+                ONE_THREAD,
+                torch.no_grad(),
+                pyro.validation_enabled(False),
+                _buffers_kept(model),
+            ):
                 stack.enter_context(context)
             for context in (outside_plates(), poutine.block(), recorder):
                 stack.enter_context(context)

@@ -46,8 +46,8 @@ class StructuredGuide(nn.Module):
     running the model once, at the first call or by :meth:`initialize`; that run also counts how
     often each weight is used.
 
-    The guide owns its parameters. Pyro's param store mirrors them under the guide's class name, and
-    is never read: save and restore a guide by ``state_dict``.
+    The guide owns its parameters. Pyro's param store mirrors them under the guide's class name for as
+    long as the guide lives, and is never read: save and restore a guide by ``state_dict``.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
@@ -225,7 +225,7 @@ class StructuredGuide(nn.Module):
                 "`parallel=True`. Leave these out, or take "
                 "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
             )
-        declare_parameters(self.named_parameters(type(self).__name__))
+        declare_parameters(self)
         return self.joint_posterior()
 
     def joint_posterior(self) -> JointPosterior:

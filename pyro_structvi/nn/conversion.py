@@ -123,6 +123,9 @@ def bayesianize(
         _leave_fast_path(bayes_net)
         _sample_parameters(bayes_net, sampled)
         _freeze_for_good(bayes_net)
+        for module in bayes_net.modules():
+            if declared_samples(module):
+                module.register_state_dict_post_hook(_keep_priors_only)
     sample_every_site(bayes_net)
     return bayes_net
 
@@ -277,6 +280,17 @@ def _freeze_for_good(bayes_net: PyroModule) -> None:
             if not parameter.requires_grad:
                 delattr(module, attribute)
                 module.register_buffer(attribute, parameter.detach())
+
+
+def _keep_priors_only(
+    module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Hold priors in a state dict and no draws, where a module writes its weights into it by itself."""
+    buffers = dict(module.named_buffers(recurse=False))
+    for attribute in declared_samples(module):
+        state.pop(prefix + attribute, None)
+        for name in (name for name in buffers if name.startswith(f"{attribute}_prior_")):
+            state.setdefault(prefix + name, buffers[name].detach())
 
 
 def _tie(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:

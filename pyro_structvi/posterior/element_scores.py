@@ -9,6 +9,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import check_no_nan, check_positive_integer
+from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions import PointMass
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.linalg.precision import at_least_single
@@ -102,7 +103,7 @@ def laplace_variances(
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
 
     information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}
-    with evaluation_mode(model):
+    with ONE_THREAD, evaluation_mode(model):
         for _ in range(num_samples):
             for batch in zip(*(value.split(batch_size) for value in args), strict=True):
                 trace = run_at_draw(model, values, batch)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.posterior.draws import (
     Posterior,
@@ -82,7 +83,7 @@ def to_inference_data(
         )
     latents: list[dict[str, Tensor]] = []
     predictive, log_likelihood = [], []
-    with evaluation_mode(model):
+    with ONE_THREAD, evaluation_mode(model):
         new = left_to_the_model(model, posterior, args, site, is_whole=True)
         for values in iterate_draws(posterior, total, args):
             trace = run_at_draw(model, values, args, new)

@@ -11,6 +11,7 @@ from torch.distributions import Categorical, Independent, OneHotCategorical
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.posterior.draws import (
     Posterior,
@@ -108,7 +109,7 @@ def predict(
     total = count_draws(posterior, num_samples)
     accumulator = _Accumulator()
     functions = []
-    with evaluation_mode(model):
+    with ONE_THREAD, evaluation_mode(model):
         new = left_to_the_model(model, posterior, batches[0][0], site, len(batches) == 1)
         draws = iterate_draws(posterior, total, batches[0][0])
         for values in tqdm(draws, total=total, desc="predict", disable=not progress):

@@ -1,8 +1,10 @@
 """StructuredGuide: choosing families, starting values, uses, Pyro's interfaces, saving."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pyro
 import pyro.distributions as dist
@@ -222,6 +224,28 @@ def test_the_param_store_mirrors_the_parameters():
     make_svi(model, guide).step(*regression_data())
     store = pyro.get_param_store()
     assert store["KTiedGuide.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
+
+
+def test_guides_of_one_class_have_separate_names_and_leave_the_store_when_they_go():
+    model, (x, y) = make_regressor(), regression_data()
+    guides = [ps.KTiedGuide(model) for _ in range(2)]
+    optim = pyro.optim.Adam({"lr": 0.01})
+    for guide in guides:
+        SVI(model, guide, optim, ps.StructuredELBO()).step(x, y)
+    names = [name for guide in guides for name, _ in guide.named_parameters()]
+    assert len(optim.get_state()) == len(names) == 20  # none shares another's state
+    store = pyro.get_param_store()
+    for guide, prefix in zip(guides, ("KTiedGuide", "KTiedGuide_2"), strict=True):
+        assert store[f"{prefix}.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
+    del guides[1], guide, optim
+    gc.collect()
+    assert {name.partition(".")[0] for name in store} == {"KTiedGuide"}
+    ps.fit(model, guides[0], (x, y), num_steps=1, progress=False)
+    kept = weakref.ref(guides[0]["net.0.weight"].loc)
+    guides.clear()
+    gc.collect()
+    assert kept() is None
+    assert not [*store]
 
 
 @pytest.mark.parametrize("guide_class", [*GUIDES.values(), *POINTS.values()], ids=GUIDES | POINTS)

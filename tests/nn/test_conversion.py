@@ -281,3 +281,18 @@ def test_a_prior_that_does_not_fit(prior, error, message):
 def test_fan_in_scales_must_be_positive(name):
     with pytest.raises(ValueError, match=f"`{name}` must be a positive number, but got 0"):
         ps.FanIn(**{name: 0})
+
+
+class WritesItself(nn.Linear):
+    """Writes its weight into a state dict by itself, as the layers of PyTorch Geometric do."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+
+
+def test_a_state_dict_holds_no_draw_and_loads():
+    nets = [ps.bayesianize(nn.Sequential(WritesItself(3, 2), nn.Linear(2, 1))) for _ in range(2)]
+    state = nets[0].state_dict()
+    assert not [name for name in state if name.endswith((".weight", ".bias"))]
+    nets[1].load_state_dict(state)
+    assert nets[1].state_dict().keys() == state.keys()

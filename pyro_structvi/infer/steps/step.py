@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.modules import Modules
@@ -56,7 +57,7 @@ class Step(ABC):
         weight = self.loss.elbo.current_kl_weight if self.loss.is_structured else 1.0
         self.optimizer.check_rates()
         try:
-            with self._modules.buffers_kept_on_error():
+            with ONE_THREAD, self._modules.buffers_kept_on_error():
                 numbers = self.take(args, kwargs)
         except Exception:
             self.optimizer.forget_gradients()
