@@ -110,21 +110,8 @@ def find_sites_by_running(
         NotImplementedError: If a latent site stands in a subsampled plate.
     """
     recorder = _SiteRecorder()
-    with warnings.catch_warnings():
-        # Torch says so of activation checkpoints, which need no gradients here.
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-        # Validation is of values, which do not matter here.
-        with ExitStack() as stack:
-            for context in (
-                ONE_THREAD,
-                torch.no_grad(),
-                pyro.validation_enabled(False),
-                _buffers_kept(model),
-            ):
-                stack.enter_context(context)
-            for context in (outside_plates(), poutine.block(), recorder):
-                stack.enter_context(context)
-            model(*args, **kwargs)
+    with trial_run(model), recorder:
+        model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
     takes_checkpoints = any(found.use.is_recomputed for found in recorder.found.values())
     for name, found in recorder.found.items():
@@ -237,6 +224,25 @@ def _scale_of(prior: Any) -> float | None:
         return None
     scale = float(scales.detach().square().mean().sqrt() if scales.numel() > 1 else scales)
     return scale if 0 < scale < math.inf else None
+
+
+@contextmanager
+def trial_run(model: Callable[..., Any]) -> Iterator[None]:
+    """Run a model in this block unseen by Pyro's handlers, and without a trace in its buffers."""
+    contexts = (
+        ONE_THREAD,
+        torch.no_grad(),
+        _buffers_kept(model),
+        outside_plates(),
+        poutine.block(),
+    )
+    with warnings.catch_warnings(), ExitStack() as stack:
+        # Torch says so of activation checkpoints, which need no gradients here.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        stack.enter_context(pyro.validation_enabled(False))  # of values, which do not matter here
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pyro_structvi.guides.joined_bias import check_joined, join_values, joins_wi
 from pyro_structvi.guides.joint_posterior import JointPosterior
 from pyro_structvi.guides.local_latents import of_other_examples
 from pyro_structvi.guides.parameters import declare_parameters, module_key
+from pyro_structvi.guides.row_mixing import mixes_examples
 from pyro_structvi.guides.sites import (
     FoundSite,
     find_declared_sites,
@@ -172,6 +173,11 @@ class StructuredGuide(nn.Module):
         # In the order of execution, as Pyro's mean-field ELBO expects.
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
         self._initialized = True
+        promises = self.local_reparam in ("exact", "flipout")
+        with separate_randomness():
+            if promises and mixes_examples(self.model, args, kwargs):
+                for use in self._uses.values():
+                    use.has_other_rows = True
         warn_of_unused(found, self._uses)
         warn_of_other_rows(self._uses)
 

@@ -69,7 +69,28 @@ class Routed(nn.Module):
         return torch.cat([self.expert(x[:3]), x[3:, :1]])
 
 
+class AllNodes(Nodes):
+    """A graph whose nodes are all observed: as many rows as examples, and yet mixed."""
+
+    def forward(self, x):
+        return self.adjacency @ self.layer(x)
+
+
+class Attention(nn.Module):
+    """Each example looks at all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x):
+        values = self.layer(x)
+        return (values @ values.T).softmax(-1) @ values
+
+
 CASES = {
+    "nodes that are all observed": (AllNodes, torch.ones(7, 3), 7),
+    "attention over the batch": (Attention, torch.ones(4, 3), 4),
     "nodes of a graph": (Nodes, torch.ones(7, 3), 4),
     "views": (Views, torch.ones(4, 3), 4),
     "time steps": (Steps, torch.ones(4, 5, 3), 4),
@@ -98,14 +119,34 @@ def test_the_weight_is_drawn_where_the_joint_distribution_is_promised(net, x, si
 
 @EVERY_CASE
 def test_by_default_it_is_said_once(net, x, size):
+    if net in (AllNodes, Attention):  # the number of rows tells nothing
+        assert terms(net, x, size, True) != terms(net, x, size, False)
+        return
     layer = "table" if net is Tokens else "expert" if net is Routed else "layer"
     with pytest.warns(OtherRowsWarning, match=rf"weights at \['net.{layer}.weight'\].*\"exact\""):
         assert terms(net, x, size, True) != terms(net, x, size, False)
 
 
+class Apart(nn.Module):
+    """Layers of many kinds that leave examples apart; the batch normalization only in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.norms = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Dropout(0.5))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norms(self.first(x))))
+
+
+def apart():
+    return ps.Regressor(ps.bayesianize(Apart(), normalization=False), 12, 0.3)
+
+
+@pytest.mark.parametrize("make_model", [make_regressor, apart])
 @pytest.mark.parametrize("local_reparam", [True, "exact", "flipout"])
-def test_rows_that_are_examples_get_their_outputs_drawn(local_reparam):
-    model = make_regressor()
+def test_rows_that_are_examples_get_their_outputs_drawn(local_reparam, make_model):
+    model = make_model()
     guide = ps.MeanFieldGuide(model, local_reparam=local_reparam)
     guide.initialize(*regression_data())
     assert all(use.gives_outputs for use in guide._uses.values())
