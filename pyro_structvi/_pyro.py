@@ -143,6 +143,15 @@ def mirror_parameter(name: str, parameter: nn.Parameter) -> None:
     _PYRO_PARAM_STORE._param_to_name[parameter] = name
 
 
+def has_parameters(prefix: str) -> bool:
+    """Whether Pyro's param store has parameters whose names begin with a prefix.
+
+    The store's public names are those of constrained values, which it computes. Without it a name would
+    stay taken after the store was cleared.
+    """
+    return any(name.startswith(prefix) for name in _PYRO_PARAM_STORE._params)
+
+
 def forget_parameters(prefix: str) -> None:
     """Drop the entries of Pyro's param store whose names begin with a prefix.
 

@@ -8,7 +8,7 @@ import pyro
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, nn
 
-from pyro_structvi._pyro import forget_parameters, mirror_parameter
+from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
 
 _NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
 
@@ -35,17 +35,22 @@ def declare_parameters(guide: nn.Module) -> None:
 
 
 def _name_of(guide: nn.Module) -> str:
-    """Return the guide's name in the param store, which no other guide that is alive has."""
+    """Return the guide's name in the param store, which no other guide has that is alive and in it."""
     kind = type(guide).__name__
     for name in itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2))):
         owner = _NAMED.get(name)
         if owner is guide:
             return name
-        if owner is None:
+        if owner is None or not has_parameters(f"{name}."):
             _NAMED[name] = guide
-            weakref.finalize(guide, forget_parameters, f"{name}.").atexit = False
+            weakref.finalize(guide, _forget, name).atexit = False
             return name
     raise AssertionError
+
+
+def _forget(name: str) -> None:
+    if name not in _NAMED:  # a later guide may have the name
+        forget_parameters(f"{name}.")
 
 
 def _identity(parameter: Tensor) -> Tensor:
