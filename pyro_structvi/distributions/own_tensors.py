@@ -12,7 +12,7 @@ from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ReshapeTransform
 
-from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.linalg.precision import at_least_single, is_half
 
 
 def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -80,4 +80,13 @@ def in_single(distribution: Any) -> Any:
         >>> in_single(normal).log_prob(torch.zeros(2)).dtype
         torch.float32
     """
-    return map_tensors(distribution, at_least_single)
+    return map_tensors(distribution, at_least_single) if _has_half(distribution) else distribution
+
+
+def _has_half(distribution: Any) -> bool:
+    return any(
+        is_half(value)
+        if isinstance(value, Tensor)
+        else isinstance(value, Distribution) and _has_half(value)
+        for value in vars(distribution).values()
+    )

@@ -14,13 +14,17 @@ def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False)
 
 
+def is_half(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers of less than 32 bits."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4
+
+
 def at_least_single(tensor: Tensor) -> Tensor:
     """Return a tensor of half precision in single; any other as it is.
 
     A sum in bfloat16 is rounded to 8 bits: a log likelihood of -67,000 nats to the next 512.
     """
-    is_half = tensor.is_floating_point() and torch.finfo(tensor.dtype).bits < 32
-    return tensor.float() if is_half else tensor
+    return tensor.float() if is_half(tensor) else tensor
 
 
 def floored_sqrt(variance: Tensor) -> Tensor:
