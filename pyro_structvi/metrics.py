@@ -8,7 +8,7 @@ from scipy.stats import wasserstein_distance
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from pyro_structvi._checks import check_shape
+from pyro_structvi._checks import check_classes, check_finite, check_real, check_shape, checked
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ClassificationScores:
     calibration_error: float
 
 
+@checked
 def classification_scores(probabilities: Tensor, y: Tensor) -> ClassificationScores:
     """Score predicted class probabilities.
 
@@ -47,7 +48,10 @@ def classification_scores(probabilities: Tensor, y: Tensor) -> ClassificationSco
     References:
         Guo et al. (2017), "On calibration of modern neural networks", Eq. 3.
     """
-    check_shape("y", y, probabilities.shape[:1], "(N,)")
+    check_real("probabilities", probabilities, dim=2)
+    check_finite("probabilities", probabilities)
+    check_shape("y", y, probabilities.shape[:1], "(N,)", by="probabilities")
+    check_classes("y", y, probabilities.shape[-1])
     right = probabilities.gather(1, y.unsqueeze(-1)).squeeze(-1)
     tiny = torch.finfo(probabilities.dtype).tiny
     return ClassificationScores(
@@ -76,6 +80,7 @@ class PredictiveDistance:
     wasserstein: float
 
 
+@checked
 def predictive_distance(functions: Tensor, reference: Tensor) -> PredictiveDistance:
     """Compare draws of two predictive distributions, input by input.
 
@@ -97,6 +102,10 @@ def predictive_distance(functions: Tensor, reference: Tensor) -> PredictiveDista
     References:
         Villani (2009), "Optimal transport", for the Wasserstein distance.
     """
+    check_real("functions", functions, dim=2)
+    check_real("reference", reference, dim=2)
+    check_finite("functions", functions)
+    check_finite("reference", reference)
     ours, theirs = functions.flatten(1).double(), reference.flatten(1).double()
     if ours.shape[1] != theirs.shape[1]:
         raise ValueError(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Laplace, Normal, constraints, register_kl
 
-from pyro_structvi._checks import check_fraction
+from pyro_structvi._checks import Share, checked
+from pyro_structvi.distributions.arguments import as_size
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior, normal_cross_entropy
 from pyro_structvi.distributions.outputs import (
     OutputDistribution,
@@ -57,13 +58,14 @@ class BernoulliDropout(WeightDistribution):
     argument_names = ("loc",)
     has_exact_positions = True
 
-    def __init__(self, loc: Tensor, rate: float, validate_args: bool | None = None) -> None:
+    @checked
+    def __init__(self, loc: Tensor, rate: Share, validate_args: bool | None = None) -> None:
         if loc.dim() < 2:
             raise ValueError(
                 "`loc` must have shape (out, in) or (out, channels, *kernel), but got "
                 f"{tuple(loc.shape)}."
             )
-        self.rate = check_fraction("rate", rate)
+        self.rate = float(rate)
         super().__init__({"loc": loc}, loc.dim(), validate_args)
 
     @property
@@ -92,7 +94,8 @@ class BernoulliDropout(WeightDistribution):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *event_shape)``."""
         ones = [1 for _ in self.event_shape[2:]]
-        shape = [*sample_shape, 1, self.event_shape[1], *ones]
+        sample = as_size("sample_shape", sample_shape)
+        shape = [*sample, 1, self.event_shape[1], *ones]
         return self.loc * _masks(shape, self.rate, self.loc)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -100,6 +103,8 @@ class BernoulliDropout(WeightDistribution):
 
         A channel of zeros does not show whether it was dropped; it counts with the mean over both.
         """
+        if self._validate_args:
+            self._validate_sample(value)
         event_dim = len(self.event_shape)
         kept, known = (_are_there(tensor, event_dim) for tensor in (value, self.loc))
         mask = kept.to(self.loc) / (1 - self.rate)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from pyro_structvi._checks import check_fraction
+from pyro_structvi._checks import Share
 from pyro_structvi.distributions import BernoulliDropout, PointMass
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
@@ -38,12 +38,8 @@ class Dropout(Family):
         Gal and Ghahramani (2016), "Dropout as a Bayesian approximation".
     """
 
-    rate: float = 0.1
+    rate: Share = 0.1
     needs: ClassVar[str] = "a continuous site"
-
-    def __post_init__(self) -> None:
-        """Check the rate."""
-        check_fraction("rate", self.rate)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is continuous."""
@@ -58,4 +54,4 @@ class Dropout(Family):
         loc = parameters["loc"]
         if site.is_real and not site.plates and len(site.shape) >= 2:
             return BernoulliDropout(loc, self.rate, validate_args=False)
-        return PointMass(bijection_onto(site.support)(loc), site.event_dim)
+        return PointMass(bijection_onto(site.support)(loc), site.event_dim, validate_args=False)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import pyro.distributions as dist
 import torch
@@ -11,7 +11,16 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
-from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
+from pyro_structvi._checks import (
+    NO_CLASS,
+    Positive,
+    brief,
+    check,
+    check_broadcastable,
+    check_fields,
+    check_positive,
+    check_positive_number,
+)
 from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.distributions.medians import median, unwrapped
@@ -36,16 +45,16 @@ class FanIn:
         0.5
     """
 
-    scale: float = 1.0
-    vector_scale: float = 1.0
+    scale: Positive = 1.0
+    vector_scale: Positive = 1.0
 
     def __post_init__(self) -> None:
         """Check the scales."""
-        check_positive_number("scale", self.scale)
-        check_positive_number("vector_scale", self.vector_scale)
+        check_fields(self)
 
     def standard_deviation(self, parameter: Tensor) -> float:
         """Return the standard deviation of each element of a parameter."""
+        check("parameter", parameter, Tensor)
         if parameter.dim() < 2:
             return self.vector_scale
         return self.scale / math.sqrt(parameter[0].numel())
@@ -90,17 +99,18 @@ class HierarchicalScale:
 
     def __post_init__(self) -> None:
         """Check the prior."""
+        check_fields(self)
         if not isinstance(self.prior, torch.distributions.Distribution):
             raise TypeError(
                 "`prior` must be a distribution over positive numbers, such as "
-                f"`dist.HalfCauchy(1.0)`, but got {self.prior!r}."
+                f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)}."
             )
         support = unwrapped(self.prior).support
         lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
         if support.is_discrete or not bool((lower >= 0).all()):
             raise ValueError(
                 "`prior` must be a distribution over positive numbers, such as "
-                f"`dist.HalfCauchy(1.0)`, but got {self.prior!r} over {self.prior.support}."
+                f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)} over {self.prior.support}."
             )
 
 
@@ -110,7 +120,7 @@ Prior = (
     | FanIn
     | HierarchicalScale
     | torch.distributions.Distribution
-    | Callable[[str, Tensor], Any]
+    | Annotated[Callable[[str, Tensor], Any], NO_CLASS]
     | Mapping[str, Any]
 )
 
@@ -162,8 +172,8 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor) -> Any:
         return resolve_prior(prior(name, parameter), name, parameter)
     if not isinstance(prior, (int, float)) or isinstance(prior, bool):
         raise TypeError(
-            f"The {label} must be a standard deviation, a FanIn, a HierarchicalScale, a "
-            f"distribution, a function or a mapping, but got {prior!r}."
+            f"`{label}` must be a standard deviation, a FanIn, a HierarchicalScale, a "
+            f"distribution, a function or a mapping, but got {brief(prior)}."
         )
     scale = torch.full((), check_positive_number(label, prior), dtype=parameter.dtype)
     return resolve_prior(scale, name, parameter)

@@ -9,18 +9,19 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._checks import check_positive_integer, check_same_kind, check_shape
+from pyro_structvi._checks import Program, check_no_nan, check_same_kind, check_shape, check_tensors
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import as_drawn
 
-Posterior = Callable[..., Any] | Mapping[str, Tensor]
+Posterior = Program | Mapping[str, Tensor]
 
 DEFAULT_NUM_SAMPLES = 100
 
 
 def as_arguments(x: Any) -> tuple[Any, ...]:
     """Return a model's arguments as a tuple: one input, or a tuple of them."""
+    check_tensors("x", x)
     return x if isinstance(x, tuple) else (x,)
 
 
@@ -38,8 +39,6 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     Raises:
         ValueError: If it is not a whole number of at least 1, or more than there are.
     """
-    if num_samples is not None:
-        check_positive_integer("num_samples", num_samples)
     if not isinstance(posterior, Mapping):
         ensemble = posterior.ensemble if isinstance(posterior, StructuredGuide) else None
         return num_samples or (ensemble.size if ensemble else DEFAULT_NUM_SAMPLES)
@@ -157,14 +156,17 @@ def find_observation(
     if len(candidates) != 1:
         raise ValueError(
             f"The observed site must be one of {free}"
-            + (f", but got site='{site}'." if site else ": pass its name as `site=`.")
+            + (f", but got `site='{site}'`." if site else ": pass its name as `site=`.")
         )
     return str(candidates[0])
 
 
 def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
     """Return the log density of observations, after a check that they have its shape."""
+    check_no_nan("y", y)
     check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")
+    if not likelihood.support.is_discrete:
+        check_same_kind("y", y, "prediction.mean", likelihood.mean)
     log_density: Tensor = likelihood.log_prob(y)
     return log_density
 

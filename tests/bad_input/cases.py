@@ -473,6 +473,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "event_dim": 2,
         "mean": torch.randn(4, 3),
         "variance": positive(4, 3),
+        "validate_args": True,
     },
     "PointMixture": lambda: {
         "members": torch.randn(5, 4, 3),

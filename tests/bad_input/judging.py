@@ -17,9 +17,9 @@ from tests.bad_input.wrong_values import wrong_values
 PACKAGE = str(Path(pyro_structvi.__file__).parent)
 SENSIBLE = (
     *(ValueError, TypeError, NotImplementedError, FloatingPointError),
-    *(MemoryError, RuntimeError, KeyError),
+    *(MemoryError, RuntimeError, KeyError, IndexError),
 )
-SECONDS = 4
+SECONDS = 10
 LONGEST_MESSAGE = 900
 
 
@@ -77,7 +77,13 @@ def text_of(error):
 
 
 def message_of(error):
-    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "\n".join([str(error), *notes_of(error)])
+
+
+def notes_of(error):
+    """Return the notes of an error, and of those that it was raised from, which Python prints too."""
+    cause = [] if error.__cause__ is None else notes_of(error.__cause__)
+    return [*getattr(error, "__notes__", []), *cause]
 
 
 def is_clear(error, name):
@@ -85,14 +91,14 @@ def is_clear(error, name):
 
     A message that prints a tensor or is very long is not clear either: data are no part of it.
     """
-    notes = "\n".join(getattr(error, "__notes__", []))
+    notes = "\n".join(notes_of(error))
     is_ours = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PACKAGE)
     written = message_of(error) if is_ours else notes
     return (
         isinstance(error, SENSIBLE)
         and not isinstance(error, torch.OutOfMemoryError)
         and re.search(rf"`[^`]*\b{re.escape(name)}\b[^`]*`", written) is not None
-        and "tensor(" not in message_of(error)
+        and not re.search(r"\btensor\(", message_of(error))
         and len(message_of(error)) <= LONGEST_MESSAGE
     )
 
@@ -100,5 +106,5 @@ def is_clear(error, name):
 def wrong_calls(case):
     """Yield the name of an argument, the label of a wrong value, and the value."""
     for name, valid in prepared(case).items():
-        for label, value in wrong_values(valid, case.parameters.get(name)).items():
+        for label, value in wrong_values(name, valid, case.parameters.get(name)).items():
             yield name, label, value

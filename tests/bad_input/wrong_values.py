@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Mapping
 
 import torch
@@ -25,8 +26,9 @@ def of_any(valid):
     }
 
 
-def of_number(valid):
-    return {
+def of_number(valid, is_float):
+    of_int = {} if is_float else {"fraction": 1.5, "huge": HUGE}
+    return of_int | {
         "text": "abc",
         "none": None,
         "unknown": Unknown(),
@@ -35,11 +37,9 @@ def of_number(valid):
         "tensor": torch.tensor([1.0, 2.0]),
         "zero": 0,
         "negative": -1,
-        "fraction": 1.5,
         "nan": math.nan,
         "infinity": math.inf,
         "true": True,
-        "huge": HUGE,
     }
 
 
@@ -51,7 +51,7 @@ def of_text(valid):
     return {"text": "abc", "empty": "", "none": None, "number": 3.5, "unknown": Unknown()}
 
 
-def of_tensor(valid):
+def of_tensor(valid, is_positive):
     values = {
         "text": "abc",
         "none": None,
@@ -75,10 +75,10 @@ def of_tensor(valid):
             "float32": valid.to(torch.float32),
             "nan": valid * math.nan,
             "infinity": torch.full_like(valid, math.inf),
-            "negative": -1 - valid.abs(),
-            "zero": torch.zeros_like(valid),
         }
-    else:
+    if is_positive:
+        values |= {"negative": -1 - valid.abs(), "zero": torch.zeros_like(valid)}
+    if not valid.is_floating_point():
         values |= {"real": valid + 0.5}
     if valid.dtype == torch.long:
         values |= {"negative": -1 - valid, "too large": valid + 10**6, "true": valid.bool()}
@@ -131,22 +131,24 @@ def of_tuple(valid):
     }
 
 
-def wrong_values(valid, parameter):
+def wrong_values(name, valid, parameter):
     """Return wrong values by label; None is left out where the signature allows it."""
+    annotation = "" if parameter is None else inspect.formatannotation(parameter.annotation)
+    is_positive = bool(re.search("scale|diagonal|variance|prob|tril", name)) and "log" not in name
     kinds = [
         (bool, of_flag),
-        ((int, float), of_number),
+        (
+            (int, float),
+            lambda number: of_number(number, re.search("float|number|Share", annotation)),
+        ),
         (str, of_text),
-        (Tensor, of_tensor),
+        (Tensor, lambda tensor: of_tensor(tensor, is_positive)),
         (Mapping, of_mapping),
     ]
     if isinstance(valid, tuple):
         kinds.append((tuple, of_tuple if valid and isinstance(valid[0], Tensor) else of_shape))
     make = next((make for kind, make in kinds if isinstance(valid, kind)), of_any)
     values = make(valid)
-    takes_none = parameter is not None and (
-        parameter.default is None or "None" in inspect.formatannotation(parameter.annotation)
-    )
-    if takes_none:
+    if parameter is not None and (parameter.default is None or "None" in annotation):
         values.pop("none", None)
     return values

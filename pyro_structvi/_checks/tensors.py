@@ -1,20 +1,18 @@
-"""The one place that words errors about shapes, signs, types, devices and dtypes."""
+"""Whether tensors have the shapes, signs, devices and dtypes that they must have."""
 
-from collections.abc import Iterable
-from numbers import Integral, Real
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def shape_text(shape: Iterable[Any]) -> str:
-    """Return a shape as ``(3, 2)``, for any kind of sequence."""
-    sizes = [str(size) for size in shape]
-    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+from pyro_structvi._checks.types import Count, Positive, Share, brief, check, shape_text
 
 
-def check_shape(name: str, tensor: Tensor, expected: Iterable[int], meaning: str) -> None:
+def check_shape(
+    name: str, tensor: Tensor, expected: Iterable[int], meaning: str, by: str = ""
+) -> None:
     """Raise a ``ValueError`` unless ``tensor`` has exactly the expected shape.
 
     Args:
@@ -22,20 +20,54 @@ def check_shape(name: str, tensor: Tensor, expected: Iterable[int], meaning: str
         tensor: What was given.
         expected: The shape it must have.
         meaning: That shape in letters, such as ``"(in, k)"``.
+        by: The argument that this shape follows from.
 
     Raises:
         ValueError: If the shapes differ.
     """
+    check(name, tensor, Tensor)
     expected = tuple(expected)
     if tuple(tensor.shape) != expected:
         raise ValueError(
             f"`{name}` must have shape {meaning} = {shape_text(expected)}, "
-            f"but got {shape_text(tensor.shape)}."
+            f"but got {shape_text(tensor.shape)}{f', beside `{by}`' if by else ''}."
+        )
+
+
+def check_real(name: str, tensor: Tensor, dim: int = 0) -> None:
+    """Raise unless a tensor has real values, and at least so many dimensions."""
+    check(name, tensor, Tensor)
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.dim() < dim:
+        least = f" in at least {dim} dimensions" if dim else ""
+        raise ValueError(f"`{name}` must hold real numbers{least}, but got {brief(tensor)}.")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise a ``ValueError`` unless every entry of a tensor is finite."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"`{name}` must be finite everywhere, but is not.")
+
+
+def check_mask(name: str, tensor: Tensor) -> None:
+    """Raise a ``TypeError`` unless a tensor holds booleans."""
+    check(name, tensor, Tensor)
+    if tensor.dtype != torch.bool or tensor.is_meta:
+        raise TypeError(f"`{name}` must be a tensor of booleans, but got {brief(tensor)}.")
+
+
+def check_classes(name: str, tensor: Tensor, size: int) -> None:
+    """Raise unless a tensor holds whole numbers from 0 to ``size - 1``."""
+    is_whole = tensor.dtype in (torch.int64, torch.int32) and not tensor.is_meta
+    if not is_whole or not bool(((tensor >= 0) & (tensor < size)).all()):
+        raise ValueError(
+            f"`{name}` must hold whole numbers of at least 0 and below {size}, but got {brief(tensor)} "
+            "that does not."
         )
 
 
 def check_broadcastable(name: str, tensor: Tensor, shape: Iterable[int], meaning: str) -> None:
     """Raise a ``ValueError`` unless ``tensor`` broadcasts to ``shape`` without enlarging it."""
+    check(name, tensor, Tensor)
     shape = tuple(shape)
     trailing = shape[len(shape) - tensor.dim() :] if tensor.dim() else ()
     fits = tensor.dim() <= len(shape) and all(
@@ -50,6 +82,7 @@ def check_broadcastable(name: str, tensor: Tensor, shape: Iterable[int], meaning
 
 def check_positive(name: str, tensor: Tensor) -> None:
     """Raise a ``ValueError`` unless every entry of ``tensor`` is finite and above zero."""
+    check_real(name, tensor)
     valid = (tensor > 0) & torch.isfinite(tensor)
     if not bool(valid.all()):
         worst = tensor.detach()[~valid].min().item()
@@ -62,6 +95,7 @@ def check_positive(name: str, tensor: Tensor) -> None:
 def check_cholesky_factor(name: str, tensor: Tensor) -> None:
     """Raise a ``ValueError`` unless ``tensor`` is lower triangular with a positive diagonal."""
     check_positive(f"{name}.diagonal()", tensor.diagonal(dim1=-2, dim2=-1))
+    check_no_nan(name, tensor)
     above = tensor.detach().triu(1)
     if bool(above.any()):
         raise ValueError(
@@ -73,36 +107,30 @@ def check_cholesky_factor(name: str, tensor: Tensor) -> None:
 
 def check_positive_number(name: str, value: Any) -> float:
     """Return ``value`` as a float, or raise unless it is one finite number above zero."""
-    valid = isinstance(value, Real) and not isinstance(value, bool)
-    if not valid or not 0 < value < float("inf"):
-        raise ValueError(f"`{name}` must be a positive number, but got {value!r}.")
+    check(name, value, Positive)
     return float(value)
 
 
 def check_boolean(name: str, value: Any) -> None:
     """Raise a ``TypeError`` unless ``value`` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, but got {value!r}.")
+    check(name, value, bool)
 
 
 def check_fraction(name: str, value: Any) -> float:
     """Return ``value`` as a float, or raise unless it is a number of at least 0 and below 1."""
-    valid = isinstance(value, Real) and not isinstance(value, bool)
-    if not valid or not 0 <= value < 1:
-        raise ValueError(f"`{name}` must be a number of at least 0 and below 1, but got {value!r}.")
+    check(name, value, Share)
     return float(value)
 
 
 def check_positive_integer(name: str, value: Any) -> int:
     """Return ``value``, or raise unless it is a whole number of at least 1."""
-    is_whole = isinstance(value, Integral) and value is not True and value is not False
-    if not is_whole or value < 1:
-        raise ValueError(f"`{name}` must be a whole number of at least 1, but got {value!r}.")
+    check(name, value, Count)
     return int(value)
 
 
 def check_same_kind(name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
     """Raise a ``ValueError`` unless both tensors share device and dtype."""
+    check(name, tensor, Tensor)
     for attribute in ("device", "dtype"):
         expected, got = getattr(reference, attribute), getattr(tensor, attribute)
         if expected != got:
@@ -114,9 +142,21 @@ def check_same_kind(name: str, tensor: Tensor, reference_name: str, reference: T
 
 def check_no_nan(name: str, tensor: Tensor) -> None:
     """Raise a ``ValueError`` if a floating-point tensor holds a NaN."""
+    if tensor.is_meta:
+        raise ValueError(f"`{name}` must hold values, but is on the meta device.")
     if tensor.is_floating_point() and bool(torch.isnan(tensor).any()):
         count = int(torch.isnan(tensor).sum())
         raise ValueError(
             f"`{name}` holds {count} NaN of {tensor.numel()} values. Drop those rows or fill them "
             f"in first, for instance with `torch.nan_to_num({name})`."
         )
+
+
+@contextmanager
+def naming(name: str, value: Any) -> Iterator[None]:
+    """Let errors from inside torch, or from a user's net, say what the argument was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"The argument `{name}` was {brief(value)}.")
+        raise
