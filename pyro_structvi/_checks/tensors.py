@@ -142,7 +142,7 @@ def check_same_kind(name: str, tensor: Tensor, reference_name: str, reference: T
 
 def check_no_nan(name: str, tensor: Tensor) -> None:
     """Raise a ``ValueError`` if a floating-point tensor holds a NaN."""
-    if tensor.is_meta:
+    if tensor.is_floating_point() and tensor.is_meta:
         raise ValueError(f"`{name}` must hold values, but is on the meta device.")
     if tensor.is_floating_point() and bool(torch.isnan(tensor).any()):
         count = int(torch.isnan(tensor).sum())

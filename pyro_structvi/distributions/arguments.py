@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -16,7 +15,6 @@ from pyro_structvi._checks import (
     check_no_nan,
     check_real,
     check_same_kind,
-    naming,
     shape_text,
 )
 
@@ -50,10 +48,13 @@ def check_input(q: Any, x: Tensor) -> None:
 
 
 def check_index(q: Any, index: Tensor) -> None:
-    """Raise torch's own error, where a distribution validates, unless ``index`` holds its rows."""
+    """Raise, where a distribution validates, unless ``index`` is a tensor on its device."""
     if q._validate_args:
-        with naming("index", index):
-            F.embedding(index, q._first_parameter.new_empty(q.event_shape[0], 1))
+        check("index", index, Tensor)
+        if index.device != q._first_parameter.device:
+            raise ValueError(
+                f"`index` must be on {q._first_parameter.device}, but is on {index.device}."
+            )
 
 
 def check_value(

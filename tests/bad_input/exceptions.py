@@ -1,5 +1,7 @@
 """Values that are fine for an argument though they are unusual, and errors that stay as they are."""
 
+from fnmatch import fnmatchcase
+
 # By `callable.argument`, with wildcards. These are no wrong values.
 FINE = {
     # any number in range
@@ -46,7 +48,7 @@ FINE = {
     "ScaleMixtureNormal.log_prob.value": "scalar, empty, deeper, longer, wider",
     "*.expand.batch_shape": "huge",
     "*.image.x": "deeper, longer",
-    "*.rows.index": "longer, wider, deeper",
+    "*.rows.index": "longer, wider, deeper, scalar, empty",
     "*.forward.x": "longer, wider, deeper",
     "laplace_variances.x": "longer, deeper",
     "predictive_distance.*": "deeper, longer, float32",
@@ -105,6 +107,9 @@ EXCEPTIONS = {
         "CompiledSVI.*.y": "unknown, numpy",
         "estimate_memory.make_guide": "class",
     },
+    "an embedding says of an index what torch's own says; other structures have no rows to give": {
+        "*.rows.index": "negative, too large, real, true, complex",
+    },
     "layers take what torch's layers take": {
         "RankOne*.forward.x": "float32, whole, deeper",
         "WalshHadamard*.forward.x": "complex, float32, whole, deeper",
@@ -114,3 +119,12 @@ EXCEPTIONS = {
     },
     "torch.compile is asked at the first step": {"CompiledSVI.backend": "text"},
 }
+
+
+def is_listed(listed, case, argument, label):
+    """Whether a table of patterns has ``callable.argument = label``."""
+    call = f"{case.name}.{argument}"
+    return any(
+        fnmatchcase(call, pattern) and label in labels.split(", ")
+        for pattern, labels in listed.items()
+    )

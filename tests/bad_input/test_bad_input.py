@@ -1,7 +1,6 @@
 """Every public callable says which argument is wrong: one at a time, by the table of valid ones."""
 
 import itertools
-from fnmatch import fnmatchcase
 
 import pyro
 import pytest
@@ -21,21 +20,12 @@ from tests.bad_input.cases import (
     case_of,
     joint,
 )
-from tests.bad_input.exceptions import EXCEPTIONS, FINE
+from tests.bad_input.exceptions import EXCEPTIONS, FINE, is_listed
 from tests.bad_input.judging import judge, prepared, wrong_calls
 from tests.models import make_regressor, regression_data
 
 NAMES = sorted(CALLABLES)
 OF_EVERY_ARGUMENT = 2  # wrong values in the fast tests; all of them in the slow ones
-
-
-def is_listed(listed, case, argument, label):
-    """Whether a table of patterns has ``callable.argument = label``."""
-    call = f"{case.name}.{argument}"
-    return any(
-        fnmatchcase(call, pattern) and label in labels.split(", ")
-        for pattern, labels in listed.items()
-    )
 
 
 def calls_to_judge(case):

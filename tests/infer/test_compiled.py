@@ -542,7 +542,7 @@ def test_other_objectives_need_fallback():
 def test_arguments_must_be_tensors_or_hashable():
     model, guide = make_k_tied()
     svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
-    with pytest.raises(TypeError, match="tensors or hashable, but got array"):
+    with pytest.raises(TypeError, match="tensors or hashable, but got a ndarray"):
         svi.step(torch.randn(3, 3).numpy(), torch.randn(3, 1))
 
 
