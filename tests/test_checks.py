@@ -99,13 +99,13 @@ def test_what_is_no_positive_number(value):
 
 
 def test_positive_integers_pass():
-    assert checks.check_positive_integer("rank", 1) == 1
+    checks.check("rank", 1, checks.Count)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None])
 def test_what_is_no_positive_integer(value):
     with assert_message(f"`rank` must be a whole number of at least 1, but got {value!r}."):
-        checks.check_positive_integer("rank", value)
+        checks.check("rank", value, checks.Count)
 
 
 def test_same_kind():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks.types import Count, Positive, Share, brief, check, shape_text
+from pyro_structvi._checks.types import Positive, brief, check, shape_text
 
 
 def check_shape(
@@ -32,6 +32,33 @@ def check_shape(
             f"`{name}` must have shape {meaning} = {shape_text(expected)}, "
             f"but got {shape_text(tensor.shape)}{f', beside `{by}`' if by else ''}."
         )
+
+
+def check_tensors(name: str, values: Any) -> None:
+    """Raise unless ``values`` is a tensor, or a tuple of at least one tensor, each with examples."""
+    if isinstance(values, tuple) and values:
+        for index, value in enumerate(values):
+            check_tensors(f"{name}[{index}]", value)
+    elif not isinstance(values, Tensor):
+        raise TypeError(
+            f"`{name}` must be a tensor, or a tuple for a model that takes the tensors one by one, but "
+            f"got {brief(values)}. Convert arrays with `torch.as_tensor({name})`."
+        )
+    elif not values.dim() or not len(values):
+        raise ValueError(
+            f"`{name}` must hold at least one example, in its first dimension, but got the shape "
+            f"{shape_text(values.shape)}."
+        )
+
+
+def check_elements(name: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise a ``ValueError`` if one of the parameters of a net has no elements."""
+    for each, parameter in parameters:
+        if not parameter.numel():
+            raise ValueError(
+                f"`{name}` must have elements in all its parameters, but '{each}' has the shape "
+                f"{shape_text(parameter.shape)}. Leave that layer out."
+            )
 
 
 def check_real(name: str, tensor: Tensor, dim: int = 0) -> None:
@@ -109,23 +136,6 @@ def check_positive_number(name: str, value: Any) -> float:
     """Return ``value`` as a float, or raise unless it is one finite number above zero."""
     check(name, value, Positive)
     return float(value)
-
-
-def check_boolean(name: str, value: Any) -> None:
-    """Raise a ``TypeError`` unless ``value`` is True or False."""
-    check(name, value, bool)
-
-
-def check_fraction(name: str, value: Any) -> float:
-    """Return ``value`` as a float, or raise unless it is a number of at least 0 and below 1."""
-    check(name, value, Share)
-    return float(value)
-
-
-def check_positive_integer(name: str, value: Any) -> int:
-    """Return ``value``, or raise unless it is a whole number of at least 1."""
-    check(name, value, Count)
-    return int(value)
 
 
 def check_same_kind(name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:

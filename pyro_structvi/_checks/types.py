@@ -43,13 +43,10 @@ Program = Annotated[Callable[..., Any], NO_CLASS]
 
 
 def checked(target: T) -> T:
-    """Let a function, or a class when it is made, check its arguments against its annotations.
+    """Let a function check its arguments against its annotations.
 
     Where it takes ``validate_args``, it does so only if arguments are to be validated.
     """
-    if isinstance(target, type):
-        target.__init__ = checked(target.__init__)  # type: ignore[misc]
-        return target
     loose = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     names = [name for name, own in signature(target).parameters.items() if own.kind not in loose]
     asked = "validate_args" in names
@@ -119,33 +116,6 @@ def shape_text(shape: Iterable[Any]) -> str:
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
-def check_tensors(name: str, values: Any) -> None:
-    """Raise unless ``values`` is a tensor, or a tuple of at least one tensor, each with examples."""
-    if isinstance(values, tuple) and values:
-        for index, value in enumerate(values):
-            check_tensors(f"{name}[{index}]", value)
-    elif not isinstance(values, Tensor):
-        raise TypeError(
-            f"`{name}` must be a tensor, or a tuple for a model that takes the tensors one by one, but "
-            f"got {brief(values)}.{_remedy(name, values, (Tensor,))}"
-        )
-    elif not values.dim() or not len(values):
-        raise ValueError(
-            f"`{name}` must hold at least one example, in its first dimension, but got the shape "
-            f"{shape_text(values.shape)}."
-        )
-
-
-def check_elements(name: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise a ``ValueError`` if one of the parameters of a net has no elements."""
-    for each, parameter in parameters:
-        if not parameter.numel():
-            raise ValueError(
-                f"`{name}` must have elements in all its parameters, but '{each}' has the shape "
-                f"{shape_text(parameter.shape)}. Leave that layer out."
-            )
-
-
 def brief(value: Any) -> str:
     """Say what a value is without its data: numbers and short strings as they are."""
     if isinstance(value, type):
@@ -168,7 +138,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 def _accepts(value: Any, hint: Any) -> bool:
     origin, members = get_origin(hint), get_args(hint)
-    if hint is Any or isinstance(hint, TypeVar):
+    if hint is Any:
         return True
     if origin in (Union, UnionType):
         return any(_accepts(value, each) for each in members)
@@ -185,13 +155,13 @@ def _accepts(value: Any, hint: Any) -> bool:
             and len(value) == len(members)
             and all(map(_accepts, value, members))
         )
-    if origin in (Sequence, tuple, list):
+    if origin in (Sequence, tuple):
         return (
             isinstance(value, origin)
             and not isinstance(value, str)
             and all(_accepts(each, members[0]) for each in value)
         )
-    if origin in (Callable, type) or hint is Callable:
+    if origin is Callable:
         return callable(value)
     return isinstance(value, origin or hint)
 
