@@ -8,7 +8,7 @@ from scipy.stats import wasserstein_distance
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from pyro_structvi._checks import check_shape
+from pyro_structvi._checks import check_classes, check_finite, check_real, check_shape, checked
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class ClassificationScores:
     calibration_error: float
 
 
+@checked
 def classification_scores(probabilities: Tensor, y: Tensor) -> ClassificationScores:
     """Score predicted class probabilities.
 
@@ -48,7 +49,9 @@ def classification_scores(probabilities: Tensor, y: Tensor) -> ClassificationSco
     References:
         Guo et al. (2017), "On calibration of modern neural networks", Eq. 3.
     """
-    check_shape("y", y, probabilities.shape[:1], "(N,)")
+    check_real("probabilities", probabilities, dim=2)
+    check_shape("y", y, probabilities.shape[:1], "(N,)", by="probabilities")
+    check_classes("y", y, probabilities.shape[-1])
     probabilities = _checked_probabilities(probabilities)
     right = probabilities.gather(1, y.unsqueeze(-1)).squeeze(-1)
     return ClassificationScores(
@@ -62,11 +65,6 @@ def classification_scores(probabilities: Tensor, y: Tensor) -> ClassificationSco
 
 def _checked_probabilities(probabilities: Tensor) -> Tensor:
     """Return probabilities ``(N, classes)`` in double, from 0 to 1, or raise."""
-    if probabilities.dim() != 2 or not probabilities.is_floating_point():
-        raise ValueError(
-            "`probabilities` must have shape (N, classes) and a floating-point dtype, but got "
-            f"{tuple(probabilities.shape)} and {probabilities.dtype}."
-        )
     tolerance = max(1e-3, torch.finfo(probabilities.dtype).eps ** 0.5)
     double = probabilities.double()
     beyond = torch.maximum(-double, double - 1).amax(-1)
@@ -76,8 +74,7 @@ def _checked_probabilities(probabilities: Tensor) -> Tensor:
         index = int(wrong.nonzero()[0])
         raise ValueError(
             "`probabilities` must be at least 0 and sum to 1 over the classes, but row "
-            f"{index} is {[round(value, 4) for value in double[index].tolist()][:6]} with the sum "
-            f"{double[index].sum().item():.4g}. Pass `logits.softmax(-1)` for logits."
+            f"{index} is not. Pass `logits.softmax(-1)` for logits."
         )
     return double.clamp(0, 1)
 
@@ -99,6 +96,7 @@ class PredictiveDistance:
     wasserstein: float
 
 
+@checked
 def predictive_distance(functions: Tensor, reference: Tensor) -> PredictiveDistance:
     """Compare draws of two predictive distributions, input by input.
 
@@ -120,6 +118,10 @@ def predictive_distance(functions: Tensor, reference: Tensor) -> PredictiveDista
     References:
         Villani (2009), "Optimal transport", for the Wasserstein distance.
     """
+    check_real("functions", functions, dim=2)
+    check_real("reference", reference, dim=2)
+    check_finite("functions", functions)
+    check_finite("reference", reference)
     ours, theirs = functions.flatten(1).double(), reference.flatten(1).double()
     if ours.shape[1] != theirs.shape[1]:
         raise ValueError(

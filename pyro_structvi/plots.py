@@ -6,9 +6,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from pyro_structvi._checks import check_real, checked
 from pyro_structvi.posterior.prediction import Prediction
 
 
+@checked
 def plot_regressions(
     predictions: Mapping[str, Prediction],
     grid: Tensor,
@@ -45,6 +47,19 @@ def plot_regressions(
     """
     if not predictions:
         raise ValueError("`predictions` must hold at least one prediction, but is empty.")
+    pairs = [("x", x, "y", y)] + ([] if truth is None else [("grid", grid, "truth", truth)])
+    pairs += [
+        ("grid", grid, f"predictions['{title}'].mean", own.mean)
+        for title, own in predictions.items()
+    ]
+    for name, values, other, others in pairs:
+        check_real(name, values)
+        check_real(other, others)
+        if values.numel() != others.numel():
+            raise ValueError(
+                f"`{name}` and `{other}` must have as many values, but got {values.numel()} and "
+                f"{others.numel()}."
+            )
     columns = min(len(predictions), 4)
     rows = -(-len(predictions) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.6 * rows), layout="constrained")

@@ -51,7 +51,7 @@ def test_what_is_no_vector_of_probabilities_is_refused(row, dtype):
 
 def test_probabilities_have_two_dimensions():
     for wrong in (torch.ones(2), torch.ones(2, 1).long()):
-        with pytest.raises(ValueError, match=r"must have shape \(N, classes\) and a floating"):
+        with pytest.raises(ValueError, match="`probabilities` must hold real numbers"):
             classification_scores(wrong, torch.zeros(2).long())
 
 

@@ -2,11 +2,12 @@
 
 from typing import Any, ClassVar
 
-import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import kl_divergence
+from torch.distributions import Distribution, kl_divergence
 
+from pyro_structvi._checks import checked
+from pyro_structvi.distributions.arguments import as_expanded, as_size, check_value
 from pyro_structvi.linalg.precision import autocast_off
 
 
@@ -28,17 +29,22 @@ class Auxiliary(TorchDistribution):
     has_rsample = True
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, posterior: Any, prior: Any | None = None) -> None:
-        self.posterior, self.prior = posterior, prior
+    @checked
+    def __init__(self, posterior: Distribution, prior: Distribution | None = None) -> None:
+        self.posterior: Any = posterior
+        self.prior: Any = prior
         super().__init__(posterior.batch_shape, posterior.event_shape, validate_args=False)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw the variable from its posterior."""
-        draw: Tensor = self.posterior.rsample(torch.Size(sample_shape))
+        draw: Tensor = self.posterior.rsample(as_size("sample_shape", sample_shape))
         return draw
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return ``log q - log p``, in nats; without a prior ``log q``."""
+        if self.posterior._validate_args:
+            shapes = self.batch_shape, self.event_shape
+            check_value(value, "posterior", self.posterior.mean, *shapes)
         ratio: Tensor = self.posterior.log_prob(value)
         return ratio if self.prior is None else ratio - self.prior.log_prob(value)
 
@@ -52,5 +58,6 @@ class Auxiliary(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Auxiliary":
         """Return this with a larger batch shape."""
+        batch_shape = as_expanded(batch_shape, self.batch_shape)
         prior = None if self.prior is None else self.prior.expand(batch_shape)
         return Auxiliary(self.posterior.expand(batch_shape), prior)

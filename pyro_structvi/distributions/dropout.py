@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Laplace, Normal, constraints, register_kl
 
-from pyro_structvi._checks import check_fraction
+from pyro_structvi._checks import Count, Share, Whole, checked
+from pyro_structvi.distributions.arguments import as_size
 from pyro_structvi.distributions.kl_to_normals import JoinedPrior, normal_cross_entropy
 from pyro_structvi.distributions.outputs import (
     OutputDistribution,
@@ -62,12 +63,13 @@ class BernoulliDropout(WeightDistribution):
     argument_names = ("loc",)
     has_exact_positions = True
 
+    @checked
     def __init__(
         self,
         loc: Tensor,
-        rate: float,
-        input_dim: int = 1,
-        groups: int = 1,
+        rate: Share,
+        input_dim: Whole = 1,
+        groups: Count = 1,
         validate_args: bool | None = None,
     ) -> None:
         if loc.dim() < 2:
@@ -84,8 +86,8 @@ class BernoulliDropout(WeightDistribution):
             raise ValueError(
                 f"`groups` must divide the outputs of `loc` {tuple(loc.shape)}, but got {groups}."
             )
-        self.rate = check_fraction("rate", rate)
-        self.input_dim, self.groups = input_dim, groups
+        self.rate = float(rate)
+        self.input_dim, self.groups = int(input_dim), int(groups)
         super().__init__({"loc": loc}, loc.dim(), validate_args)
 
     @property
@@ -140,7 +142,8 @@ class BernoulliDropout(WeightDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *event_shape)``."""
-        masks = _masks([*sample_shape, self.num_channels], self.rate, self.loc)
+        sample = as_size("sample_shape", sample_shape)
+        masks = _masks([*sample, self.num_channels], self.rate, self.loc)
         return self.loc * self._spread(masks)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -148,6 +151,8 @@ class BernoulliDropout(WeightDistribution):
 
         A channel of zeros does not show whether it was dropped; it counts with the mean over both.
         """
+        if self._validate_args:
+            self._validate_sample(value)
         event_dim = len(self.event_shape)
         kept, known = self._are_there(value), self._are_there(self.loc)
         expected = self.loc * self._spread(kept.to(self.loc) / (1 - self.rate))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
+from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
 from pyro_structvi.distributions.outputs import GaussianOutputs
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
 from pyro_structvi.linalg.precision import floored_sqrt
@@ -57,6 +57,7 @@ class FullNormal(GaussianWeight):
     has_exact_positions = True
     scale_tril: Tensor
 
+    @checked
     def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
         batch_dim = scale_tril.dim() - 2
         if batch_dim < 0 or loc.dim() <= batch_dim:
@@ -69,7 +70,13 @@ class FullNormal(GaussianWeight):
         super().__init__(parameters, loc.dim() - batch_dim, validate_args)
         if self._validate_args:
             size = self.event_shape.numel()
-            check_shape("scale_tril", scale_tril, (*self.batch_shape, size, size), "(*batch, D, D)")
+            check_shape(
+                "scale_tril",
+                scale_tril,
+                (*self.batch_shape, size, size),
+                "(*batch, D, D)",
+                by="loc",
+            )
             check_cholesky_factor("scale_tril", scale_tril)
 
     @property

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_positive, check_shape
+from pyro_structvi._checks import check_positive, check_shape, checked
+from pyro_structvi.distributions.arguments import check_index
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.outputs import NormalOutputs, square
@@ -57,6 +58,7 @@ class KTiedNormal(IndependentWeight):
     row_scale: Tensor
     column_scale: Tensor
 
+    @checked
     def __init__(
         self,
         loc: Tensor,
@@ -75,9 +77,15 @@ class KTiedNormal(IndependentWeight):
         if self._validate_args:
             out, size = self.as_matrix(loc).shape[-2:]
             rank = row_scale.shape[-1] if row_scale.dim() else 1
-            check_shape("row_scale", row_scale, (*self.batch_shape, out, rank), "(*batch, out, k)")
             check_shape(
-                "column_scale", column_scale, (*self.batch_shape, size, rank), "(*batch, in, k)"
+                "row_scale", row_scale, (*self.batch_shape, out, rank), "(*batch, out, k)", by="loc"
+            )
+            check_shape(
+                "column_scale",
+                column_scale,
+                (*self.batch_shape, size, rank),
+                "(*batch, in, k)",
+                by="loc and row_scale",
             )
             check_positive("row_scale", row_scale)
             check_positive("column_scale", column_scale)
@@ -121,6 +129,7 @@ class KTiedNormal(IndependentWeight):
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
         """Return the distribution of rows ``W[index]``: independent normals."""
+        check_index(self, index)
         loc, row_scale = (F.embedding(index, table) for table in (self.loc, self.row_scale))
         scale = row_scale @ self.column_scale.mT
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Laplace, Normal, register_kl
 from torch.distributions.kl import kl_divergence
 
+from pyro_structvi._checks import check_shape, checked
+from pyro_structvi.distributions.arguments import check_value
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
@@ -35,15 +37,19 @@ class JoinedPrior(Distribution):
         tensor(0.)
     """
 
-    def __init__(self, weight: Any, bias: Any) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.weight_shape = torch.Size(weight.batch_shape + weight.event_shape)
+    @checked
+    def __init__(self, weight: Distribution, bias: Distribution) -> None:
+        self.weight: Any = weight
+        self.bias: Any = bias
+        self.weight_shape = weight.batch_shape + weight.event_shape
         joined = torch.Size([self.weight_shape[0], self.weight_shape[1:].numel() + 1])
         super().__init__(torch.Size(), joined, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of ``(out, in + 1)``, in nats."""
+        if self.weight._validate_args:
+            check_value(value, "weight", self.weight.mean, self.batch_shape, self.event_shape)
+            check_shape("value", value, self.event_shape, "(out, in + 1)")
         weight, bias = value[..., :-1].reshape(self.weight_shape), value[..., -1]
         total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
         return total

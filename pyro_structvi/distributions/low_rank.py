@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import (
+    Positive,
     check_broadcastable,
-    check_event_dim,
     check_positive,
-    check_positive_number,
+    checked,
     shape_text,
 )
+from pyro_structvi.distributions.arguments import check_index
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.outputs import GaussianOutputs, meet_channels, square
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
@@ -66,12 +67,13 @@ class LowRankNormal(GaussianWeight):
     factors: Tensor
     scale: Tensor
 
+    @checked
     def __init__(
         self,
         loc: Tensor,
         factors: Tensor,
         scale: Tensor | float,
-        alpha: float | None = None,
+        alpha: Positive | None = None,
         event_dim: int | None = None,
         validate_args: bool | None = None,
     ) -> None:
@@ -82,7 +84,7 @@ class LowRankNormal(GaussianWeight):
         if self._validate_args:
             check_broadcastable("scale", scale, loc.shape, "the shape of `loc`")
             check_positive("scale", scale)
-        self.alpha = 1 / self.rank if alpha is None else check_positive_number("alpha", alpha)
+        self.alpha = 1 / self.rank if alpha is None else float(alpha)
         scale = scale.reshape(*(1 for _ in range(loc.dim() - scale.dim())), *scale.shape)
         isotropic = scale.shape[-event_dim:].numel() == 1
         self.scale = scale.expand(
@@ -240,6 +242,7 @@ class LowRankNormal(GaussianWeight):
 
     def rows(self, index: Tensor) -> "LowRankNormal":
         """Return the distribution of rows ``W[index]``: low rank plus diagonal."""
+        check_index(self, index)
         loc = F.embedding(index, self.loc)
         scale = self.scale if self.is_isotropic else F.embedding(index, self.scale)
         factors = torch.stack([F.embedding(index, factor) for factor in self.factors], 1)
@@ -304,8 +307,6 @@ class _LowRankOutputs(GaussianOutputs):
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
     """Return how many trailing dimensions are one weight, or raise if the shapes do not tell."""
-    if event_dim is not None:
-        check_event_dim(event_dim, "loc", loc)
     found = []
     for batch_dim in range(loc.dim()):
         batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]
@@ -318,7 +319,7 @@ def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
     if not found or event_dim is not None:
         raise ValueError(
             "`factors` must have shape (*batch, K, out, *rest) for `loc` (*batch, out, *rest)"
-            f"{'' if event_dim is None else f' with {event_dim} dimensions in (out, *rest)'}, but "
+            f"{'' if event_dim is None else f' with `event_dim={event_dim}`'}, but "
             f"got {given}."
         )
     if len(found) > 1 and loc.dim() > 2:

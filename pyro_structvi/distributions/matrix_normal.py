@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
+from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
 from pyro_structvi.distributions.outputs import GaussianOutputs
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
 from pyro_structvi.linalg.precision import floored_sqrt
@@ -61,6 +61,7 @@ class MatrixNormal(GaussianWeight):
     scale_tril_row: Tensor
     scale_tril_column: Tensor
 
+    @checked
     def __init__(
         self,
         loc: Tensor,
@@ -80,8 +81,10 @@ class MatrixNormal(GaussianWeight):
         if self._validate_args:
             out, size = self.as_matrix(loc).shape[-2:]
             row, column = (*self.batch_shape, out, out), (*self.batch_shape, size, size)
-            check_shape("scale_tril_row", scale_tril_row, row, "(*batch, out, out)")
-            check_shape("scale_tril_column", scale_tril_column, column, "(*batch, in, in)")
+            check_shape("scale_tril_row", scale_tril_row, row, "(*batch, out, out)", by="loc")
+            check_shape(
+                "scale_tril_column", scale_tril_column, column, "(*batch, in, in)", by="loc"
+            )
             for name, factor in factors.items():
                 check_cholesky_factor(name, factor)
         self.scale_tril_row = scale_tril_row.tril()

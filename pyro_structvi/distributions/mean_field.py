@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_broadcastable, check_positive, check_shape
+from pyro_structvi._checks import check_broadcastable, check_positive, check_shape, checked
+from pyro_structvi.distributions.arguments import check_index
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.outputs import NormalOutputs, square
 from pyro_structvi.linalg.formed_once import formed_once
@@ -46,6 +47,7 @@ class MeanFieldNormal(IndependentWeight):
     argument_names = ("loc", "scale")
     scale: Tensor
 
+    @checked
     def __init__(
         self,
         loc: Tensor,
@@ -83,6 +85,7 @@ class MeanFieldNormal(IndependentWeight):
 
     def rows(self, index: Tensor) -> "MeanFieldNormal":
         """Return the distribution of rows ``W[index]``: independent normals."""
+        check_index(self, index)
         loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
@@ -115,6 +118,7 @@ class LogScaleNormal(MeanFieldNormal):
     argument_names = ("loc", "log_scale")
     log_scale: Tensor
 
+    @checked
     def __init__(
         self,
         loc: Tensor,
@@ -150,6 +154,7 @@ class LogScaleNormal(MeanFieldNormal):
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
         """Return the distribution of rows ``W[index]``: independent normals."""
+        check_index(self, index)
         loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
         return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
 

@@ -7,7 +7,8 @@ from pyro.distributions import Delta, Distribution
 from torch import Tensor
 from torch.distributions import Independent, Normal, register_kl
 
-from pyro_structvi._checks import check_event_dim
+from pyro_structvi._checks import check_finite, check_shape, checked, validates
+from pyro_structvi.distributions.arguments import as_expanded, as_size, check_parameters
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.kl_to_normals import normal_cross_entropy
 from pyro_structvi.linalg.shapes import event_sum
@@ -24,9 +25,11 @@ class PointMass(Delta):
         event_dim: How many of its trailing dimensions are the event.
         mean: The mean that the value was drawn with, where another site of the guide drew it.
         variance: Likewise the variance of each element.
+        validate_args: Whether to check arguments; Pyro's own setting when None.
 
     Raises:
-        ValueError: If ``event_dim`` is negative, or larger than the dimensions of the value.
+        ValueError: If a tensor is not finite, or of another shape than ``value``, or if ``event_dim`` is
+            negative or larger than the dimensions of the value.
 
     Example:
         >>> from pyro.distributions import Normal
@@ -37,14 +40,24 @@ class PointMass(Delta):
         tensor(True)
     """
 
+    @checked
     def __init__(
         self,
         value: Tensor,
         event_dim: int,
         mean: Tensor | None = None,
         variance: Tensor | None = None,
+        validate_args: bool | None = None,
     ) -> None:
-        check_event_dim(event_dim, "value", value)
+        if validates(validate_args):
+            given = {"value": value, "mean": mean, "variance": variance}
+            tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+            check_parameters(self, tensors, event_dim)
+            for name, tensor in tensors.items():
+                check_finite(name, tensor)
+                check_shape(name, tensor, value.shape, "that of `value`")
+            if variance is not None and bool((variance < 0).any()):
+                raise ValueError("`variance` must be at least 0 everywhere, but is not.")
         super().__init__(value, event_dim=event_dim, validate_args=False)
         self._mean, self._variance = mean, variance
 
@@ -55,7 +68,7 @@ class PointMass(Delta):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Return a copy of the value."""
-        draw: Tensor = super().rsample(torch.Size(sample_shape))
+        draw: Tensor = super().rsample(as_size("sample_shape", sample_shape))
         return draw.clone()
 
     @property
@@ -83,9 +96,10 @@ class PointMass(Delta):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
         """Return this point with a larger batch shape, sharing memory."""
-        shape = torch.Size(batch_shape) + self.event_shape
+        shape = as_expanded(batch_shape, self.batch_shape) + self.event_shape
         moments = (None if m is None else m.expand(shape) for m in (self._mean, self._variance))
-        return PointMass(self.v.expand(shape), self.event_dim, *moments)
+        mean, variance = moments
+        return PointMass(self.v.expand(shape), self.event_dim, mean, variance, validate_args=False)
 
 
 @register_kl(PointMass, Distribution)  # Pyro's class, for which it has a rule of Delta's

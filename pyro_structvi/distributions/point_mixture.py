@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_event_dim, shape_text
+from pyro_structvi._checks import checked, shape_text, validates
+from pyro_structvi.distributions.arguments import as_size, check_parameters
 from pyro_structvi.distributions.outputs import (
     OutputDistribution,
     bias_columns,
@@ -50,6 +51,7 @@ class PointMixture(WeightDistribution):
     has_exact_positions = True
     members: Tensor
 
+    @checked
     def __init__(
         self, members: Tensor, event_dim: int | None = None, validate_args: bool | None = None
     ) -> None:
@@ -58,9 +60,10 @@ class PointMixture(WeightDistribution):
             raise ValueError(
                 "`members` must have shape (*batch, K, *event) with an event of "
                 f"{event_dim} dimensions, but got {shape_text(members.shape)}. Write "
-                "`weight.unsqueeze(0)` for a single one."
+                "`weight.unsqueeze(0)` for a single one, or pass another `event_dim`."
             )
-        check_event_dim(event_dim, "members", members)
+        if validates(validate_args):
+            check_parameters(self, {"members": members}, event_dim)
         self.members = members
         split = members.dim() - event_dim
         self._set_shapes(members.shape[: split - 1], members.shape[split:], validate_args)
@@ -89,7 +92,7 @@ class PointMixture(WeightDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw members ``(*sample_shape, *batch_shape, *event_shape)``."""
-        sample = torch.Size(sample_shape)
+        sample = as_size("sample_shape", sample_shape)
         shape = self._extended_shape(sample)
         batch, count = self.batch_shape.numel(), self.members.shape[self._member_dim]
         if count == 1:

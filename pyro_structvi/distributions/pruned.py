@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, constraints, kl_divergence, register_kl
 
-from pyro_structvi._checks import check_broadcastable
+from pyro_structvi._checks import check_broadcastable, check_mask, checked
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 
 
@@ -38,6 +38,7 @@ class PrunedNormal(MeanFieldNormal):
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.nonnegative}
 
+    @checked
     def __init__(
         self,
         loc: Tensor,
@@ -49,6 +50,7 @@ class PrunedNormal(MeanFieldNormal):
         super().__init__(loc, scale, event_dim, validate_args)
         if self._validate_args:
             check_broadcastable("kept", kept, loc.shape, "the shape of `loc`")
+            check_mask("kept", kept)
         self.loc, self.scale = (torch.where(kept, value, 0.0) for value in (loc, self.scale))
 
     @property

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_cholesky_factor, check_shape, shape_text
+from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
+from pyro_structvi.distributions.arguments import check_index
 from pyro_structvi.distributions.outputs import NormalOutputs
 from pyro_structvi.distributions.weight_distribution import GaussianWeight
 from pyro_structvi.linalg.triangular import solve_lower
@@ -52,6 +53,7 @@ class RowwiseNormal(GaussianWeight):
     argument_names = ("loc", "scale_tril")
     scale_tril: Tensor
 
+    @checked
     def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
         batch_dim = scale_tril.dim() - 3
         if batch_dim < 0 or loc.dim() <= batch_dim:
@@ -63,7 +65,9 @@ class RowwiseNormal(GaussianWeight):
         super().__init__(parameters, loc.dim() - batch_dim, validate_args)
         if self._validate_args:
             rows = self.as_matrix(loc).shape
-            check_shape("scale_tril", scale_tril, (*rows, rows[-1]), "(*batch, out, in, in)")
+            check_shape(
+                "scale_tril", scale_tril, (*rows, rows[-1]), "(*batch, out, in, in)", by="loc"
+            )
             check_cholesky_factor("scale_tril", scale_tril)
         self.scale_tril = scale_tril.tril()
 
@@ -109,6 +113,7 @@ class RowwiseNormal(GaussianWeight):
 
     def rows(self, index: Tensor) -> "RowwiseNormal":
         """Return the distribution of rows ``W[index]``: a full covariance within each."""
+        check_index(self, index)
         factors = F.embedding(index, self.scale_tril.flatten(1))
         scale_tril = factors.unflatten(-1, self.scale_tril.shape[1:])
         return RowwiseNormal(F.embedding(index, self.loc), scale_tril, validate_args=False)

@@ -8,7 +8,8 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from pyro_structvi._checks import check_positive, check_same_kind, shape_text
+from pyro_structvi._checks import check_positive, check_same_kind, checked, shape_text
+from pyro_structvi.distributions.arguments import as_expanded, as_size, check_value
 from pyro_structvi.linalg.shapes import shrink
 
 
@@ -53,6 +54,7 @@ class ScaleMixtureNormal(TorchDistribution):
     scales: Tensor
     probs: Tensor
 
+    @checked
     def __init__(self, scales: Tensor, probs: Tensor, validate_args: bool | None = None) -> None:
         if validate_args is None:
             validate_args = Distribution._validate_args
@@ -85,7 +87,7 @@ class ScaleMixtureNormal(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density, in nats, with shape ``(*sample, *batch_shape)``."""
         if self._validate_args:
-            self._validate_sample(value)
+            check_value(value, "scales", self.scales, self.batch_shape, torch.Size())
         scales, probs = self._components
         exponents = -0.5 * (value.unsqueeze(-1) / scales).square()
         logs = exponents + (probs / scales).log()
@@ -96,7 +98,7 @@ class ScaleMixtureNormal(TorchDistribution):
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw numbers ``(*sample_shape, *batch_shape)``; they carry no gradients."""
-        shape = self._extended_shape(torch.Size(sample_shape))
+        shape = self._extended_shape(as_size("sample_shape", sample_shape))
         scales, probs = (value.detach() for value in self._components)
         uniform = torch.rand((*shape, 1), dtype=scales.dtype, device=scales.device)
         chosen = (uniform >= probs.cumsum(-1)[..., :-1]).sum(-1, keepdim=True)
@@ -114,7 +116,7 @@ class ScaleMixtureNormal(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
-        batch_shape = torch.Size(batch_shape)
+        batch_shape = as_expanded(batch_shape, self.batch_shape)
         new: Self = self._get_checked_instance(type(self), _instance)
         new.scales, new.probs = (
             value.expand(*batch_shape, -1) for value in (self.scales, self.probs)

@@ -6,9 +6,10 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import constraints
 
-from pyro_structvi._checks import check_event_dim, check_same_kind
+from pyro_structvi._checks import validates
+from pyro_structvi.distributions import arguments
 from pyro_structvi.distributions.noise_columns import noise_columns
 from pyro_structvi.distributions.outputs import autocasts, bias_moments
 from pyro_structvi.distributions.required_members import check_required_members
@@ -85,18 +86,16 @@ class WeightDistribution(TorchDistribution):
     ) -> None:
         for name, value in parameters.items():
             setattr(self, name, value)
-        split = self.loc.dim() - check_event_dim(event_dim, "loc", self.loc)
+        if validates(validate_args):
+            arguments.check_parameters(self, parameters, event_dim)
+        split = self.loc.dim() - event_dim
         self._set_shapes(self.loc.shape[:split], self.loc.shape[split:], validate_args)
-        if self._validate_args:
-            for name, value in parameters.items():
-                check_same_kind(name, value, "loc", self.loc)
 
     def _set_shapes(
         self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
     ) -> None:
         super().__init__(batch_shape, event_shape, validate_args=False)
-        default: bool = Distribution._validate_args
-        self._validate_args = default if validate_args is None else validate_args
+        self._validate_args = validates(validate_args)
         self._with_grad = torch.is_grad_enabled()  # for what is formed once
 
     @constraints.dependent_property(is_discrete=False)
@@ -165,6 +164,7 @@ class WeightDistribution(TorchDistribution):
             is then drawn. Over the positions of one example the noise of independent rows is
             independent, also where an index repeats. Noise that rows share is one draw for an example.
         """
+        arguments.check_index(self, index)
         return None
 
     def split_noise(
@@ -184,7 +184,7 @@ class WeightDistribution(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
-        batch_shape = torch.Size(batch_shape)
+        batch_shape = arguments.as_expanded(batch_shape, self.batch_shape)
         new: Self = self._get_checked_instance(type(self), _instance)
         for name in self.argument_names:
             value = getattr(self, name)
@@ -206,12 +206,7 @@ class WeightDistribution(TorchDistribution):
         Raises:
             ValueError: If the last dimension of ``x``, its dtype or device do not fit the weight.
         """
-        size = self.event_shape[1:].numel()
-        if x.dim() < 1 or x.shape[-1] != size:
-            raise ValueError(
-                f"`x` must have shape (*batch, in) with in = {size}, but got {tuple(x.shape)}."
-            )
-        check_same_kind("x", x, self.argument_names[0], self._first_parameter)
+        arguments.check_input(self, x)
         return self.image_under(DenseMap(positions=False), x)
 
     def as_matrix(self, weight: Tensor) -> Tensor:
@@ -226,6 +221,10 @@ class WeightDistribution(TorchDistribution):
     def map_for_batch(self, linear_map: LinearMap) -> LinearMap:
         """Return the map for a batch of weights, for which no input has positions."""
         return linear_map.without_positions() if self.batch_shape else linear_map
+
+    def _validate_sample(self, value: Tensor) -> None:
+        name, shapes = self.argument_names[0], (self.batch_shape, self.event_shape)
+        arguments.check_value(value, name, self._first_parameter, *shapes)
 
     @property
     def _first_parameter(self) -> Tensor:
@@ -312,7 +311,9 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
-        shape = torch.Size(sample_shape) + self.batch_shape + self.noise_shape
+        shape = (
+            arguments.as_size("sample_shape", sample_shape) + self.batch_shape + self.noise_shape
+        )
         return self.loc + self.scale_noise(standard_normal(shape, self._first_parameter))
 
     def mahalanobis(self, difference: Tensor) -> Tensor:

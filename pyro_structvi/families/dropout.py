@@ -6,7 +6,7 @@ from typing import ClassVar
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from pyro_structvi._checks import check_fraction, check_positive_integer
+from pyro_structvi._checks import Share, Whole
 from pyro_structvi.distributions import BernoulliDropout, PointMass
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
@@ -43,15 +43,9 @@ class Dropout(Family):
         Gal and Ghahramani (2016), "Dropout as a Bayesian approximation".
     """
 
-    rate: float = 0.1
-    input_dim: int | None = None
+    rate: Share = 0.1
+    input_dim: Whole | None = None
     needs: ClassVar[str] = "a continuous site, and `input_dim` where that of a weight is not known"
-
-    def __post_init__(self) -> None:
-        """Check the rate."""
-        check_fraction("rate", self.rate)
-        if self.input_dim is not None and self.input_dim != 0:
-            check_positive_integer("input_dim", self.input_dim)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is continuous, and the input channels of a weight are known."""
@@ -66,7 +60,8 @@ class Dropout(Family):
         """Return the weight with dropout, or a point for what has no input channels."""
         loc = parameters["loc"]
         if not _has_inputs(site):
-            return PointMass(bijection_onto(site.support)(loc), site.event_dim)
+            value = bijection_onto(site.support)(loc)
+            return PointMass(value, site.event_dim, validate_args=False)
         input_dim = site.input_dim if self.input_dim is None else self.input_dim
         assert input_dim is not None  # as `fits` has made sure
         groups = site.groups if input_dim == site.input_dim else 1

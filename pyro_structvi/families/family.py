@@ -6,7 +6,7 @@ from typing import ClassVar
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from pyro_structvi._checks import check_boolean
+from pyro_structvi._checks import check_fields
 from pyro_structvi.families.site import LatentSite
 
 
@@ -27,6 +27,10 @@ class Family:
     needs: ClassVar[str]
     constants: ClassVar[tuple[str, ...]] = ()
     keeps_factors: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the options against their annotations."""
+        check_fields(self)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether this family can serve the site; ``needs`` says in words what it takes."""
@@ -61,7 +65,3 @@ class MatrixFamily(Family):
     """
 
     join_bias: bool = field(default=False, kw_only=True, repr=False)
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        check_boolean("join_bias", self.join_bias)

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_boolean, check_positive_integer, check_positive_number
+from pyro_structvi._checks import Count, Positive, Rule
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, WeightDistribution
 from pyro_structvi.distributions.inducing import InducingSide
 from pyro_structvi.families.bounds import capped, uncapped
@@ -19,6 +19,10 @@ from pyro_structvi.families.members import Members
 from pyro_structvi.families.site import LatentSite
 
 DIAGONAL = 1e-3
+
+InducingShape = Annotated[
+    tuple[Count, Count], Rule("(M_out, M_in), such as (64, 64)", lambda shape: True)
+]
 
 
 @dataclass(frozen=True)
@@ -66,33 +70,23 @@ class InducingWeights(MatrixFamily):
         inducing weights", section 3.
     """
 
-    shape: tuple[int, int] = (64, 64)
+    shape: InducingShape = (64, 64)
     posterior: Family = field(default_factory=MeanField)
     shared: bool = False
-    max_conditional_scale: float | None = None
-    prior_scale: float | None = None
+    max_conditional_scale: Positive | None = None
+    prior_scale: Positive | None = None
     needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
     keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        check_inducing_shape("shape", self.shape)
-        if not isinstance(self.posterior, Family):
-            raise TypeError(
-                "`posterior` must be a Family for the inducing weights, such as `MeanField()`, but got "
-                f"{self.posterior!r}."
-            )
-        check_boolean("shared", self.shared)
         if self.shared and isinstance(self.posterior, (MeanField, Members)):
             raise ValueError(
                 "`shared` is for a posterior with correlations, such as MatrixNormal(), but got "
                 f"{self.posterior}. Leave `shared` out: independent inducing weights have nothing to "
                 "share, and the members of an ensemble are whole nets anyway."
             )
-        for name in ("max_conditional_scale", "prior_scale"):
-            if getattr(self, name) is not None:
-                check_positive_number(name, getattr(self, name))
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -168,14 +162,6 @@ class InducingWeights(MatrixFamily):
 
     def _inducing_site(self, shape: Sequence[int]) -> LatentSite:
         return LatentSite("inducing", torch.Size(shape), 2, constraints.real, prior_scale=1.0)
-
-
-def check_inducing_shape(name: str, value: Any) -> None:
-    """Raise a ``ValueError`` unless a value is two whole numbers of at least 1."""
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise ValueError(f"`{name}` must be (M_out, M_in), such as (64, 64), but got {value!r}.")
-    for size in value:
-        check_positive_integer(name, size)
 
 
 def _leading_directions(matrix: Tensor, out: int, size: int) -> tuple[Tensor, Tensor]:

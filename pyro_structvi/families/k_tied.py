@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._checks import Count
 from pyro_structvi.distributions import KTiedNormal
 from pyro_structvi.families.family import MatrixFamily
 from pyro_structvi.families.site import LatentSite
@@ -38,13 +38,8 @@ class KTied(MatrixFamily):
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3 and appendix A.2.
     """
 
-    rank: int = 2
+    rank: Count = 2
     needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
-
-    def __post_init__(self) -> None:
-        """Check the rank."""
-        super().__post_init__()
-        check_positive_integer("rank", self.rank)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight matrix, or can be seen as one."""

@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive_integer, check_positive_number
+from pyro_structvi._checks import Count, Positive
 from pyro_structvi.distributions import LowRankNormal
 from pyro_structvi.families.family import MatrixFamily
 from pyro_structvi.families.site import LatentSite
@@ -46,29 +46,20 @@ class LowRank(MatrixFamily):
         neural networks", section 3. The constant exp(-10) is that of the authors' code.
     """
 
-    rank: int = 1
+    rank: Count = 1
     diagonal: Diagonal = "constant"
-    diagonal_variance: float | None = None
-    alpha: float | None = None
+    diagonal_variance: Positive | None = None
+    alpha: Positive | None = None
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        check_positive_integer("rank", self.rank)
-        if self.diagonal not in get_args(Diagonal):
+        if self.diagonal_variance is not None and self.diagonal != "constant":
             raise ValueError(
-                f'`diagonal` must be "constant", "isotropic" or "full", but got {self.diagonal!r}.'
+                f'`diagonal_variance` is for diagonal="constant"; with "{self.diagonal}" it is '
+                "learned. Leave it out, and set its start by the guide's `init_scale`."
             )
-        if self.diagonal_variance is not None:
-            check_positive_number("diagonal_variance", self.diagonal_variance)
-            if self.diagonal != "constant":
-                raise ValueError(
-                    f'`diagonal_variance` is for diagonal="constant"; with "{self.diagonal}" it is '
-                    "learned. Leave it out, and set its start by the guide's `init_scale`."
-                )
-        if self.alpha is not None:
-            check_positive_number("alpha", self.alpha)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight or a vector."""

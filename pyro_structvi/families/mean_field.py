@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive_number
+from pyro_structvi._checks import Positive
 from pyro_structvi.distributions import LogScaleNormal
 from pyro_structvi.families.bounds import capped_log, uncapped
 from pyro_structvi.families.family import Family
@@ -34,13 +34,8 @@ class MeanField(Family):
         torch.Size([3])
     """
 
-    max_scale: float | None = field(default=None, repr=False)
+    max_scale: Positive | None = field(default=None, repr=False)
     needs: ClassVar[str] = "a site with real values"
-
-    def __post_init__(self) -> None:
-        """Check the bound."""
-        if self.max_scale is not None:
-            check_positive_number("max_scale", self.max_scale)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site takes every real value."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import check_boolean, check_positive_integer
+from pyro_structvi._checks import Count
 from pyro_structvi.distributions import PointMass, PointMixture
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
@@ -36,14 +36,9 @@ class Members(Family):
         representation in deep learning with inducing weights", section 3.1.
     """
 
-    size: int = 5
+    size: Count = 5
     vectorize: bool = field(default=True, repr=False, compare=False)
     needs: ClassVar[str] = "a continuous site"
-
-    def __post_init__(self) -> None:
-        """Check the size."""
-        check_positive_integer("size", self.size)
-        check_boolean("vectorize", self.vectorize)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is continuous."""
@@ -52,12 +47,13 @@ class Members(Family):
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start the first at ``loc``, the others at its elements in random order, plus N(0, scale^2)."""
         first = bijection_onto(site.support).inv(loc)
-        members = [first.flatten()]
-        for _ in range(self.size - 1):
+        members = first.new_empty(self.size, first.numel())
+        members[0] = first.flatten()
+        for number in range(1, self.size):
             order = torch.randperm(first.numel(), device=first.device)
             noise = first.new_empty(first.numel()).normal_()
-            members.append(members[0][order] + scale * noise)
-        return {"members": torch.stack(members).reshape(self.size, *first.shape)}
+            members[number] = members[0][order] + scale * noise
+        return {"members": members.reshape(self.size, *first.shape)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMixture:
         """Return the mixture."""
@@ -73,4 +69,4 @@ class _MembersOf(PointMixture):
 
     def given(self, value: Tensor) -> PointMass:
         """Return the distribution where it is known which member it is: that member."""
-        return PointMass(value, self._event_dim)
+        return PointMass(value, self._event_dim, validate_args=False)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pyro_structvi._checks import check_positive_number
+from pyro_structvi._checks import Positive
 from pyro_structvi.families.family import MatrixFamily
 from pyro_structvi.families.site import LatentSite
 
@@ -19,12 +19,7 @@ class MemoryLimitedFamily(MatrixFamily):
         ValueError: If ``max_memory`` is not a positive number.
     """
 
-    max_memory: float = 8.0
-
-    def __post_init__(self) -> None:
-        """Check the limit."""
-        super().__post_init__()
-        check_positive_number("max_memory", self.max_memory)
+    max_memory: Positive = 8.0
 
     def check_memory(
         self, site: LatentSite, elements: str, factors: int, size: int, bytes_each: int

@@ -40,4 +40,6 @@ class PointEstimate(Family):
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMass:
         """Return the point."""
-        return PointMass(bijection_onto(site.support)(parameters["loc"]), site.event_dim)
+        return PointMass(
+            bijection_onto(site.support)(parameters["loc"]), site.event_dim, validate_args=False
+        )

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import check_boolean, check_shape
+from pyro_structvi._checks import check_mask, check_shape
 from pyro_structvi.distributions import PointMass
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.full_covariance import FullCovariance
@@ -55,18 +55,9 @@ class Subnetwork(Family):
 
     def __post_init__(self) -> None:
         """Check the types; masks' shapes are checked at the sites."""
-        if not isinstance(self.posterior, Family):
-            raise TypeError(
-                "`posterior` must be a Family for the chosen elements, such as `FullCovariance()`, but "
-                f"got {self.posterior!r}."
-            )
-        check_boolean("train_rest", self.train_rest)
+        super().__post_init__()
         for name, mask in (self.chosen or {}).items():
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                raise TypeError(
-                    f"`chosen['{name}']` must be a tensor of booleans, but got {mask!r:.60}. Write "
-                    "`index_of_weights > threshold`, or see `pyro_structvi.subnetwork`."
-                )
+            check_mask(f"chosen['{name}']", mask)
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -103,14 +94,14 @@ class PartlyChosen(PointMass):
     """The values of a site, of which some are yet to come."""
 
     def __init__(self, rest: Tensor, event_dim: int, index: Tensor) -> None:
-        super().__init__(rest, event_dim)
+        super().__init__(rest, event_dim, validate_args=False)
         self._index = index
 
     def given(self, part: ChosenPart) -> PointMass:
         """Return the distribution of the site where the chosen elements are drawn elsewhere."""
         value, mean = (self._put(self.v, chosen) for chosen in (part.value, part.mean))
         variance = self._put(torch.zeros_like(self.v), part.variance)
-        return PointMass(value, self.event_dim, mean, variance)
+        return PointMass(value, self.event_dim, mean, variance, validate_args=False)
 
     def _put(self, values: Tensor, chosen: Tensor) -> Tensor:
         flat: Tensor = values.flatten().scatter(0, self._index, chosen)

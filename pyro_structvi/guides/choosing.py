@@ -23,9 +23,9 @@ def choose_families(
     unserved = [name for name, family in chosen.items() if family is None]
     if unserved:
         raise ValueError(
-            f"No family was given for the weights {unserved}. The patterns are {list(families)}, the "
-            f"model's sites {list(sites)}. Add a pattern, for instance "
-            f"{{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
+            f"No family was given for the weights {unserved}. The patterns of "
+            f"`families` are {list(families)}, the model's sites {list(sites)}. Add a pattern, for "
+            f"instance {{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
         )
     return {name: family for name, family in chosen.items() if family is not None}
 
@@ -63,5 +63,5 @@ def check_patterns(sites: Collection[str], families: Mapping[str, Family]) -> No
     for pattern in families:
         if not any(matches(name, pattern) for name in sites):
             raise ValueError(
-                f"The pattern '{pattern}' matches none of the model's sites {list(sites)}."
+                f"The pattern '{pattern}' of `families` matches none of the model's sites {list(sites)}."
             )

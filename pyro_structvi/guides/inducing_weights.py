@@ -1,9 +1,9 @@
 """The guide of inducing weights, with each posterior of Ritter et al. (2021)."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, Unpack
 
-from pyro_structvi._checks import check_positive_integer, check_positive_number
+from pyro_structvi._checks import Count, Positive, checked
 from pyro_structvi.families import (
     Family,
     FullCovariance,
@@ -12,7 +12,7 @@ from pyro_structvi.families import (
     MeanField,
     Members,
 )
-from pyro_structvi.families.inducing import check_inducing_shape
+from pyro_structvi.families.inducing import InducingShape
 from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 
 InducingPosterior = Literal["diagonal", "matrix", "full", "ensemble"]
@@ -56,20 +56,20 @@ class InducingWeightGuide(StructuredGuide):
         inducing weights".
     """
 
+    @checked
     def __init__(
         self,
         model: Callable[..., Any],
-        inducing_shape: tuple[int, int] = (64, 64),
+        inducing_shape: InducingShape = (64, 64),
         inducing_posterior: InducingPosterior | Family = "diagonal",
         *,
-        ensemble_size: int | None = None,
+        ensemble_size: Count | None = None,
         shared: bool = False,
         max_conditional_scale: float | None = None,
-        max_inducing_scale: float | None = None,
+        max_inducing_scale: Positive | None = None,
         join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
-        check_inducing_shape("inducing_shape", inducing_shape)
         family = InducingWeights(
             inducing_shape,
             _inducing_family(inducing_posterior, ensemble_size, max_inducing_scale),
@@ -94,18 +94,10 @@ def _inducing_family(
         )
     if isinstance(posterior, Family):
         return posterior
-    if posterior not in get_args(InducingPosterior):
-        raise ValueError(
-            '`inducing_posterior` must be "diagonal", "matrix", "full", "ensemble" or a Family, but '
-            f"got {posterior!r}."
-        )
-    if max_scale is not None:
-        check_positive_number("max_inducing_scale", max_scale)
-    size = 5 if ensemble_size is None else check_positive_integer("ensemble_size", ensemble_size)
     families: dict[str, Family] = {
         "diagonal": MeanField(max_scale),
         "matrix": MatrixNormal(),
         "full": FullCovariance(),
-        "ensemble": Members(size),
+        "ensemble": Members(5 if ensemble_size is None else ensemble_size),
     }
     return families[posterior]

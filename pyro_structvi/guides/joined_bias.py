@@ -63,7 +63,9 @@ def sample_joined(
     parts: Mapping[str, Tensor] = _lazy_parts(site, joint, uses) if is_lazy else site.split(joint)
     event_dims = (len(site.bias.weight_shape), 1)
     return {
-        name: pyro.sample(name, PointMass(part, dim), infer=SiteRole(is_part=True).as_infer())
+        name: pyro.sample(
+            name, PointMass(part, dim, validate_args=False), infer=SiteRole(is_part=True).as_infer()
+        )
         for (name, part), dim in zip(parts.items(), event_dims, strict=True)
     }
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pyro_structvi._checks import Program, checked
 from pyro_structvi.guides.starts import shapes_only
 from pyro_structvi.guides.structured import StructuredGuide
 
@@ -30,9 +31,10 @@ class MemoryEstimate:
         return sum(self.parameters.values())
 
 
+@checked
 def estimate_memory(
     make_guide: Callable[..., StructuredGuide],
-    model: Callable[..., Any],
+    model: Program,
     *args: Any,
     **options: Any,
 ) -> MemoryEstimate:

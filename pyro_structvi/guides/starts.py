@@ -4,15 +4,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from pyro_structvi._checks import NO_CLASS
 from pyro_structvi.distributions.medians import example_of, median
 from pyro_structvi.guides.sites import FoundSite
 
-InitLocFn = Callable[[dict[str, Any]], Tensor | None]
+InitLocFn = Annotated[Callable[[dict[str, Any]], Tensor | None], NO_CLASS]
 
 _SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
 

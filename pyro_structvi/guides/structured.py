@@ -8,7 +8,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._checks import check_positive_number
+from pyro_structvi._checks import Positive, Program, checked
 from pyro_structvi._pyro import plates_around
 from pyro_structvi.families import Family, LatentSite, Members, SitePosterior
 from pyro_structvi.guides.choosing import check_patterns, choose_families
@@ -84,30 +84,20 @@ class StructuredGuide(nn.Module):
         True
     """
 
+    @checked
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Program,
         families: Mapping[str, Family],
         *,
-        init_scale: float = 0.01,
+        init_scale: Positive = 0.01,
         init_loc_fn: InitLocFn | None = None,
         local_reparam: LocalReparam = True,
     ) -> None:
         super().__init__()
-        if local_reparam not in (True, False, "exact", "flipout"):
-            raise ValueError(
-                '`local_reparam` must be True, False, "exact" or "flipout", but got '
-                f"{local_reparam!r}."
-            )
-        for pattern, family in families.items():
-            if not isinstance(family, Family):
-                raise TypeError(
-                    f"The family for '{pattern}' must be a Family such as `KTied(rank=2)`, but got "
-                    f"{family!r}."
-                )
         self._model = (model,)  # in a tuple, so that it does not become a submodule
         self.families = dict(families)
-        self.init_scale = check_positive_number("init_scale", init_scale)
+        self.init_scale = init_scale
         self.init_loc_fn = init_loc_fn
         self.local_reparam = local_reparam
         self.posteriors = nn.ModuleDict()
@@ -254,6 +244,7 @@ class StructuredGuide(nn.Module):
         """Return what holds the parameters: one for each site, and for what sites draw together."""
         return (module for module in self.modules() if isinstance(module, SitePosterior))
 
+    @checked
     def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, as ordinary tensors; needs no data.
 

@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from pyro_structvi._checks import checked
 from pyro_structvi.families import Family, FullCovariance, Subnetwork
 from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
 
@@ -48,6 +49,7 @@ class SubnetworkGuide(StructuredGuide):
         via subnetwork inference", ICML.
     """
 
+    @checked
     def __init__(
         self,
         model: Callable[..., Any],
@@ -64,8 +66,8 @@ class SubnetworkGuide(StructuredGuide):
             values = center.median()
             if not chosen.keys() <= values.keys():
                 raise ValueError(
-                    f"`center` must be a guide of the same model, but of the sites {list(chosen)} it "
-                    f"has only {[name for name in chosen if name in values]}."
+                    f"`center` must be a guide of the same model, but of the sites of `chosen`, "
+                    f"{list(chosen)}, it has only {[name for name in chosen if name in values]}."
                 )
             options["init_loc_fn"] = lambda site: values.get(site["name"])
         family = Subnetwork(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from pyro_structvi._checks import check_no_nan, check_positive_integer
+from pyro_structvi._checks import brief, check_no_nan
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 T = TypeVar("T")
@@ -77,8 +77,6 @@ def as_batches(
         TypeError: If the data have another type.
         ValueError: If lengths differ, the data hold NaN, or ``batch_size`` is out of place.
     """
-    if batch_size is not None:
-        check_positive_integer("batch_size", batch_size)
 
     def sampler_of(examples: Any) -> DistributedSampler[Any]:
         shuffle = batch_size is not None or ranks[1] > 1
@@ -96,17 +94,27 @@ def as_batches(
         tensors = _placed(_checked(tuple(data)), device)
         return TensorBatches(tensors, batch_size, sampler_of(tensors[0]))
     if isinstance(data, Dataset):
-        _check_length([len(data)])  # type: ignore[arg-type]
+        if not isinstance(data, Sized):
+            raise TypeError(
+                f"`data` must know its length, but {type(data).__name__} does not. Make it a Dataset "
+                "with `__len__`, or pass a sized iterable of mini-batches."
+            )
+        _check_length([len(data)])
         sampler = sampler_of(data)
         return DataLoader(data, batch_size=batch_size or len(sampler), sampler=sampler)
+    if (
+        isinstance(data, str)
+        or not isinstance(data, Iterable)
+        or not isinstance(data, Sized)
+        or not len(data)
+    ):
+        raise TypeError(
+            "`data` must be a tuple of tensors, a Dataset, or a sized iterable of mini-batches "
+            f"such as a DataLoader, but got {brief(data)}."
+        )
     if batch_size is not None:
         raise ValueError(
             "`batch_size` is for tensors and datasets; mini-batches that are given have their own."
-        )
-    if not isinstance(data, Iterable) or not isinstance(data, Sized) or not len(data):
-        raise TypeError(
-            "`data` must be a tuple of tensors, a Dataset, or a sized iterable of mini-batches "
-            f"such as a DataLoader, but got {data!r}."
         )
     return data
 
@@ -135,7 +143,7 @@ def _checked(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _check_length(lengths: list[int]) -> None:
     if len(set(lengths)) != 1 or lengths[0] == 0:
-        raise ValueError(f"The data must have one positive length, but got {lengths}.")
+        raise ValueError(f"The tensors of `data` must have one positive length, but got {lengths}.")
 
 
 def _placed(tensors: tuple[Tensor, ...], device: torch.device | None) -> tuple[Tensor, ...]:

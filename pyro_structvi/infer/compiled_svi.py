@@ -1,6 +1,5 @@
 """Stochastic variational inference of which a step is one compiled function."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from pyro.infer import ELBO
 from pyro.infer.util import torch_item
 from pyro.optim import PyroOptim
 
+from pyro_structvi._checks import Program, checked
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.finite import FiniteCheck
@@ -61,10 +61,11 @@ class CompiledSVI:
         True
     """
 
+    @checked
     def __init__(
         self,
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
+        model: Program,
+        guide: Program,
         optim: PyroOptim | torch.optim.Optimizer,
         loss: ELBO,
         *,

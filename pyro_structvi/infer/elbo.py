@@ -14,7 +14,7 @@ from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._checks import Count, NonNegative, Program, checked
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.terms import ELBOTerms, average, terms_of
@@ -60,17 +60,13 @@ class StructuredELBO(ELBO):
         ['net.bias', 'net.weight']
     """
 
+    @checked
     def __init__(
         self,
-        kl_weight: float | Schedule = 1.0,
-        num_particles: int = 1,
+        kl_weight: NonNegative | Schedule = 1.0,
+        num_particles: Count = 1,
         vectorize_particles: bool = False,
     ) -> None:
-        check_positive_integer("num_particles", num_particles)
-        if not callable(kl_weight) and not 0 <= kl_weight < math.inf:
-            raise ValueError(
-                f"`kl_weight` must be a finite number of at least 0, but got {kl_weight!r}."
-            )
         super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
         self.kl_weight = kl_weight
         self.step = 0
@@ -97,9 +93,8 @@ class StructuredELBO(ELBO):
         """Count a training step, on which the schedule of the KL's weight depends."""
         self.step += 1
 
-    def terms(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> ELBOTerms:
+    @checked
+    def terms(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> ELBOTerms:
         """Estimate the bound and return its parts, differentiable.
 
         Args:

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
-from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._checks import NO_CLASS, Count, NonNegative, check_fields, checked
 
-Schedule = Callable[[int], float]
+Schedule = Annotated[Callable[[int], float], NO_CLASS]
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,15 @@ class LinearAnnealing:
         Swiatkowski et al. (2020), appendix A.2: the k-tied Normal needs an annealed KL.
     """
 
-    num_steps: int
-    start: float = 0.0
-    end: float = 1.0
+    num_steps: Count
+    start: NonNegative = 0.0
+    end: NonNegative = 1.0
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        check_positive_integer("num_steps", self.num_steps)
-        for name in ("start", "end"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"`{name}` must be a finite number of at least 0, but got {getattr(self, name)!r}."
-                )
+        check_fields(self)
 
+    @checked
     def __call__(self, step: int) -> float:
         """Return the value at a step, counted from 0."""
         fraction = min(step / self.num_steps, 1.0)
@@ -66,13 +63,14 @@ class CosineDecay:
         (1.0, 0.55, 0.1)
     """
 
-    num_steps: int
-    end: float = 0.0
+    num_steps: Count
+    end: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        """Check the number of steps."""
-        check_positive_integer("num_steps", self.num_steps)
+        """Check the arguments."""
+        check_fields(self)
 
+    @checked
     def __call__(self, step: int) -> float:
         """Return the value at a step, counted from 0."""
         fraction = min(step / self.num_steps, 1.0)

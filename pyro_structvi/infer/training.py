@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.optim import PyroOptim
 from torch import nn
 from tqdm.auto import tqdm
 
-from pyro_structvi._checks import check_positive_integer, check_positive_number
+from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, brief, check, checked
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import Arguments, arguments, as_batches, num_examples
 from pyro_structvi.infer.elbo import StructuredELBO
@@ -32,6 +33,10 @@ from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step, StepTerms
 from pyro_structvi.nn.likelihoods import Likelihood
 
+TrainedGuide = Annotated[
+    nn.Module,
+    Rule("a torch.nn.Module (`pyro.infer.SVI` trains the guide of a function)", lambda guide: True),
+]
 Engine = Callable[[Loss, OneOptimizer, Check], Step]
 
 
@@ -73,18 +78,19 @@ class History:
         self.lr.append(lr)
 
 
+@checked
 def fit(
-    model: Callable[..., Any],
-    guide: nn.Module,
+    model: Program,
+    guide: TrainedGuide,
     data: Any,
     *,
-    num_epochs: int | None = None,
-    num_steps: int | None = None,
-    batch_size: int | None = None,
-    lr: float = 1e-3,
+    num_epochs: Count | None = None,
+    num_steps: Count | None = None,
+    batch_size: Count | None = None,
+    lr: Positive = 1e-3,
     lr_schedule: Schedule | None = None,
-    kl_weight: float | Schedule = 1.0,
-    num_particles: int = 1,
+    kl_weight: NonNegative | Schedule = 1.0,
+    num_particles: Count = 1,
     vectorize_particles: bool = False,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     progress: bool = True,
@@ -142,8 +148,13 @@ def fit(
         True
     """
     _check_modules(model, guide)
+    is_optimizer = not isinstance(optimizer, type) or issubclass(optimizer, torch.optim.Optimizer)
+    if isinstance(optimizer, PyroOptim) or not is_optimizer:
+        raise TypeError(
+            "`optimizer` must be `torch.optim.Adam` or another function of `(parameters, lr=lr)` that "
+            f"returns an optimizer of torch, but got {brief(optimizer)}. Pass Pyro's to `CompiledSVI`."
+        )
     elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles)
-    check_positive_number("lr", lr)
     device = _device_of(guide)
     loader = as_batches(data, batch_size, device, shared_seed(), world())
     total = _count_steps(num_epochs, num_steps, loader)
@@ -173,7 +184,9 @@ def _steps(
         if step is None:
             _initialize(guide, args, kwargs)
             _check_local_sites(guide, num_batches)
-            optimizer = OneOptimizer(make_optimizer([*loss.trained.values()]))
+            made = make_optimizer([*loss.trained.values()])
+            check("optimizer(parameters, lr=lr)", made, torch.optim.Optimizer)
+            optimizer = OneOptimizer(made)
             step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
         if lr_schedule is not None:
             optimizer.scale_rates(lr_schedule(number))
@@ -215,11 +228,6 @@ def _check_modules(model: Any, guide: Any) -> None:
         raise TypeError(
             "`model` must be a model, but got a guide: write `fit(model, guide, data)`."
         )
-    if not isinstance(guide, nn.Module):
-        raise TypeError(
-            f"`guide` must be a torch.nn.Module, but got {type(guide).__name__}. Train the guide "
-            "of a function with `pyro.infer.SVI`."
-        )
     if any(hasattr(parameter, "full_tensor") for parameter in guide.parameters()):
         raise TypeError(
             "`guide` must have whole parameters, but got sharded ones. Train it in a loop of your own, "
@@ -233,10 +241,7 @@ def _count_steps(num_epochs: int | None, num_steps: int | None, loader: Any) -> 
         raise ValueError(
             f"Give one of `num_epochs` and `num_steps`, but got {num_epochs!r} and {num_steps!r}."
         )
-    if num_epochs is None:
-        total = check_positive_integer("num_steps", num_steps)
-    else:
-        total = check_positive_integer("num_epochs", num_epochs) * len(loader)
+    total = num_epochs * len(loader) if num_epochs else num_steps or 0
     totals = of_all_ranks(total)
     if len(set(totals)) > 1:
         raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from pyro_structvi._checks import check_elements, checked
 from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import declared_samples, tie_site
 from pyro_structvi._torch import (
@@ -36,6 +37,7 @@ class PointEstimateWarning(UserWarning):
     """Some parameters of the net stay point estimates: they are trained, without a posterior."""
 
 
+@checked
 def bayesianize(
     net: nn.Module,
     prior: Prior = 1.0,
@@ -83,8 +85,7 @@ def bayesianize(
         >>> torch.equal(bayes_net(torch.ones(5, 4)), bayes_net(torch.ones(5, 4)))
         False
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"`net` must be a torch.nn.Module, but got {type(net).__name__}.")
+    check_elements("net", net.named_parameters())
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     converted = _convert_layers(net, {} if layers is None else layers, prior)
     own = _parameters_of_layers(net, converted)
@@ -144,11 +145,6 @@ def _convert_layers(
     """Return what takes the place of modules of the net, by the modules' identity."""
     chosen: dict[int, tuple[nn.Module, RankOne | WalshHadamard]] = {}
     for pattern, layer in layers.items():
-        if not isinstance(layer, (RankOne, WalshHadamard)):
-            raise TypeError(
-                f"The layer for '{pattern}' must be `WalshHadamard()` or `RankOne()`, but got "
-                f"{layer!r}."
-            )
         for module in _find_fitting(net, pattern, layer):
             chosen.setdefault(id(module), (module, layer))
     names = {id(module): name for name, module in net.named_modules()}

@@ -1,5 +1,6 @@
 """Likelihoods: a net becomes a model of classes or of real targets."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -10,11 +11,14 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_structvi._checks import (
+    Count,
     check_broadcastable,
     check_positive,
-    check_positive_integer,
     check_same_kind,
     check_shape,
+    checked,
+    naming,
+    shape_text,
 )
 from pyro_structvi._pyro import declared_samples, was_called
 from pyro_structvi.linalg.precision import at_least_single
@@ -39,7 +43,7 @@ class Likelihood(PyroModule):
         super().__init__()
         self.net = _check_net(net)
         self.is_num_data_given = num_data is not None
-        self.num_data = None if num_data is None else check_positive_integer("num_data", num_data)
+        self.num_data = num_data
 
     def _observe(self, likelihood: Any, y: Tensor | None) -> None:
         """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
@@ -73,7 +77,8 @@ class Classifier(Likelihood):
         torch.Size([5, 3])
     """
 
-    def __init__(self, net: nn.Module, num_data: int | None = None) -> None:
+    @checked
+    def __init__(self, net: nn.Module, num_data: Count | None = None) -> None:
         super().__init__(net, num_data)
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
@@ -89,19 +94,20 @@ class Classifier(Likelihood):
         Raises:
             ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
         """
-        logits, plates = _run_net(self.net, x)
-        if logits.dim() != plates + 2:
-            raise ValueError(
-                "A Classifier's net must return logits of shape (batch, classes), but got "
-                f"{tuple(logits.shape)}."
-            )
-        if y is not None:
-            check_shape("y", y, logits.shape[plates : plates + 1], "(batch,)")
-            if y.is_floating_point() or y.is_complex():
+        with naming("x", x):
+            logits, plates = _run_net(self.net, x)
+            if logits.dim() != plates + 2:
                 raise ValueError(
-                    f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
+                    "A Classifier's net must return logits of shape (batch, classes), but got "
+                    f"{tuple(logits.shape)}."
                 )
-        self._observe(dist.Categorical(logits=logits), y)
+            if y is not None:
+                check_shape("y", y, logits.shape[plates : plates + 1], "(batch,)")
+                if y.is_floating_point() or y.is_complex():
+                    raise ValueError(
+                        f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
+                    )
+            self._observe(_likelihood(lambda: dist.Categorical(logits=logits)), y)
         return logits
 
 
@@ -128,8 +134,12 @@ class Regressor(Likelihood):
         torch.Size([5, 1])
     """
 
+    @checked
     def __init__(
-        self, net: nn.Module, num_data: int | None = None, noise_scale: Any = None
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        noise_scale: float | Tensor | torch.distributions.Distribution | None = None,
     ) -> None:
         super().__init__(net, num_data)
         if noise_scale is None:
@@ -163,25 +173,24 @@ class Regressor(Likelihood):
             ValueError: If ``y`` has not the shape and device of the net's output, or another dtype, of
                 which half precision counts as float32.
         """
-        mean, plates = _run_net(self.net, x)
-        target = mean.shape[plates + 1 :]
-        if y is not None:
-            check_shape("y", y, mean.shape[plates:], "that of the net's output")
-            y = at_least_single(y)
-            check_same_kind("y", y, "net(x)", mean)
-        scale = self.noise_scale
-        if plates and "noise_scale" in declared_samples(self):  # (*plates, 1, *shape)
-            ones = [1 for _ in range(mean.dim() - scale.dim())]
-            scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
-        else:
-            check_broadcastable("noise_scale", scale, target, "the shape of a target")
-        self._observe(dist.Normal(mean, scale).to_event(len(target)), y)
+        with naming("x", x):
+            mean, plates = _run_net(self.net, x)
+            target = mean.shape[plates + 1 :]
+            if y is not None:
+                check_shape("y", y, mean.shape[plates:], "that of the net's output")
+                y = at_least_single(y)
+                check_same_kind("y", y, "net(x)", mean)
+            scale = self.noise_scale
+            if plates and "noise_scale" in declared_samples(self):  # (*plates, 1, *shape)
+                ones = [1 for _ in range(mean.dim() - scale.dim())]
+                scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
+            else:
+                check_broadcastable("noise_scale", scale, target, "the shape of a target")
+            self._observe(_likelihood(lambda: dist.Normal(mean, scale).to_event(len(target))), y)
         return mean
 
 
-def _check_net(net: Any) -> nn.Module:
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"`net` must be a torch.nn.Module, but got {type(net).__name__}.")
+def _check_net(net: nn.Module) -> nn.Module:
     if was_called(net):
         raise ValueError(
             "`net` was called before it became part of this model, and Pyro names sites at the "
@@ -193,9 +202,29 @@ def _check_net(net: Any) -> nn.Module:
 def _run_net(net: nn.Module, x: Any) -> tuple[Tensor, int]:
     """Return the output, in single precision at least, and how many dimensions before it are plates."""
     output, plates = run_in_plates(net, x)
+    _check_batch_of_one(x, output.shape[plates:])
     if output.dim() <= plates or output.shape[plates] == 0:
         raise ValueError(
             "`x` must hold at least one example, but the net's output has shape "
             f"{tuple(output.shape)}."
         )
     return at_least_single(output), plates
+
+
+def _likelihood(make: Callable[[], Any]) -> Any:
+    """Make a likelihood; torch's error about its parameters would print them."""
+    try:
+        return make()
+    except ValueError:
+        raise ValueError("The net's output for `x` must be finite, but holds a NaN.") from None
+
+
+def _check_batch_of_one(x: Any, shape: torch.Size) -> None:
+    """Raise a ``ValueError`` if a net has dropped the dimension of a batch that has one example."""
+    is_one = isinstance(x, Tensor) and x.dim() > 1 and len(x) == 1
+    if is_one and len(shape) < 2 and shape != (1,):
+        raise ValueError(
+            f"`x` is a batch of one example, but the net's output has shape {shape_text(shape)}: a "
+            "`squeeze()` in the net drops every dimension of size 1. Write `squeeze(-1)` there, or "
+            "leave a last batch of one out, with `DataLoader(..., drop_last=True)`."
+        )

@@ -3,14 +3,24 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
 
-from pyro_structvi._checks import check_broadcastable, check_positive, check_positive_number
+from pyro_structvi._checks import (
+    NO_CLASS,
+    NonNegative,
+    Positive,
+    brief,
+    check,
+    check_broadcastable,
+    check_fields,
+    check_positive,
+    check_positive_number,
+)
 from pyro_structvi._patterns import matches
 from pyro_structvi.distributions.medians import unwrapped
 from pyro_structvi.distributions.own_tensors import map_tensors, tensors_of
@@ -40,16 +50,13 @@ class FanIn:
         0.5
     """
 
-    scale: float = 1.0
-    vector_scale: float = 1.0
-    fan_in: float | None = None
+    scale: Positive = 1.0
+    vector_scale: Positive = 1.0
+    fan_in: Positive | None = None
 
     def __post_init__(self) -> None:
         """Check the scales."""
-        check_positive_number("scale", self.scale)
-        check_positive_number("vector_scale", self.vector_scale)
-        if self.fan_in is not None:
-            check_positive_number("fan_in", self.fan_in)
+        check_fields(self)
 
     def standard_deviation(self, parameter: Tensor, fan_in: float | None = None) -> float:
         """Return the standard deviation of each element of a parameter.
@@ -58,6 +65,8 @@ class FanIn:
             parameter: The parameter, ``(out, *rest)`` where nothing else is said.
             fan_in: Its fan-in, 0 for a vector; what the shape says when None.
         """
+        check("parameter", parameter, Tensor)
+        check("fan_in", fan_in, NonNegative | None)
         if self.fan_in is not None:
             fan_in = self.fan_in
         elif fan_in is None:
@@ -100,24 +109,23 @@ class HierarchicalScale:
     """
 
     prior: Any
-    fan_in: bool | float = False
+    fan_in: bool | Positive = False
 
     def __post_init__(self) -> None:
         """Check the prior."""
+        check_fields(self)
         if not isinstance(self.prior, torch.distributions.Distribution):
             raise TypeError(
                 "`prior` must be a distribution over positive numbers, such as "
-                f"`dist.HalfCauchy(1.0)`, but got {self.prior!r}."
+                f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)}."
             )
         support = unwrapped(self.prior).support
         lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
         if support.is_discrete or not bool((lower >= 0).all()):
             raise ValueError(
                 "`prior` must be a distribution over positive numbers, such as "
-                f"`dist.HalfCauchy(1.0)`, but got {self.prior!r} over {self.prior.support}."
+                f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)} over {self.prior.support}."
             )
-        if not isinstance(self.fan_in, bool):
-            check_positive_number("fan_in", self.fan_in)
 
 
 Prior = (
@@ -126,7 +134,7 @@ Prior = (
     | FanIn
     | HierarchicalScale
     | torch.distributions.Distribution
-    | Callable[[str, Tensor], Any]
+    | Annotated[Callable[[str, Tensor], Any], NO_CLASS]
     | Mapping[str, Any]
 )
 
@@ -187,8 +195,8 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
         return resolve_prior(prior(name, parameter), name, parameter, fan_in)
     if not isinstance(prior, (int, float)) or isinstance(prior, bool):
         raise TypeError(
-            f"The {label} must be a standard deviation, a FanIn, a HierarchicalScale, a "
-            f"distribution, a function or a mapping, but got {prior!r}."
+            f"`{label}` must be a standard deviation, a FanIn, a HierarchicalScale, a "
+            f"distribution, a function or a mapping, but got {brief(prior)}."
         )
     scale = torch.full((), check_positive_number(label, prior), dtype=parameter.dtype)
     return resolve_prior(scale, name, parameter)

@@ -10,7 +10,14 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._checks import check_positive_integer, check_same_kind, check_shape, shape_text
+from pyro_structvi._checks import (
+    Program,
+    check_no_nan,
+    check_same_kind,
+    check_shape,
+    check_tensors,
+    shape_text,
+)
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.local_latents import warn_of_local_latents
@@ -19,7 +26,7 @@ from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import as_drawn
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
 
-Posterior = Callable[..., Any] | Mapping[str, Tensor]
+Posterior = Program | Mapping[str, Tensor]
 
 DEFAULT_NUM_SAMPLES = 100
 
@@ -46,6 +53,7 @@ def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
 
 def as_arguments(x: Any) -> tuple[Any, ...]:
     """Return a model's arguments as a tuple: one input, or a tuple of them."""
+    check_tensors("x", x)
     return x if isinstance(x, tuple) else (x,)
 
 
@@ -63,8 +71,6 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     Raises:
         ValueError: If it is not a whole number of at least 1, or more than there are.
     """
-    if num_samples is not None:
-        check_positive_integer("num_samples", num_samples)
     if not isinstance(posterior, Mapping):
         ensemble = posterior.ensemble if isinstance(posterior, StructuredGuide) else None
         return num_samples or (ensemble.size if ensemble else DEFAULT_NUM_SAMPLES)
@@ -206,7 +212,7 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
         _refuse_draw(nodes, values, [], unknown)
         raise ValueError(
             f"The observed site must be one of {free}"
-            + (f", but got site='{site}'." if site else ": pass its name as `site=`.")
+            + (f", but got `site='{site}'`." if site else ": pass its name as `site=`.")
         )
     observed = str(candidates[0])
     plates = _plates_of(nodes[observed])
@@ -273,9 +279,13 @@ def left_to_the_model(
 
 def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
     """Return the log density of observations, in single precision at least, if they have its shape."""
+    check_no_nan("y", y)
     check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")
+    y, likelihood = at_least_single(y), in_single(likelihood)
+    if not likelihood.support.is_discrete:
+        check_same_kind("y", y, "prediction.mean", likelihood.mean)
     with autocast_off(y):
-        log_density: Tensor = in_single(likelihood).log_prob(at_least_single(y))
+        log_density: Tensor = likelihood.log_prob(y)
     return log_density
 
 

@@ -8,7 +8,7 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_structvi._checks import check_no_nan, check_positive_integer
+from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions import PointMass
 from pyro_structvi.guides import StructuredGuide
@@ -21,6 +21,7 @@ from pyro_structvi.posterior.draws import (
 )
 
 
+@checked
 def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
     """Return the posterior variance of each element, by site.
 
@@ -50,13 +51,14 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
     return variances
 
 
+@checked
 def laplace_variances(
-    model: Callable[..., Any],
+    model: Program,
     center: StructuredGuide,
     x: Any,
     *,
-    num_samples: int = 1,
-    batch_size: int = 32,
+    num_samples: Count = 1,
+    batch_size: Count = 32,
     site: str | None = None,
 ) -> dict[str, Tensor]:
     r"""Return the variances of a diagonal Laplace approximation around a guide's medians.
@@ -93,12 +95,7 @@ def laplace_variances(
     References:
         Daxberger et al. (2021), "Bayesian deep learning via subnetwork inference", section 4.
     """
-    check_positive_integer("num_samples", num_samples)
-    check_positive_integer("batch_size", batch_size)
     args = as_arguments(x)
-    for number, value in enumerate(args):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"`x[{number}]` must be a tensor, but got {type(value).__name__}.")
     values = center.median()
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
 
@@ -151,7 +148,8 @@ def _gradients(
     return gradients
 
 
-def largest(variances: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+@checked
+def largest(variances: Mapping[str, Tensor], size: Count) -> dict[str, Tensor]:
     """Choose the elements with the largest variances, over all sites together.
 
     Args:
@@ -168,7 +166,8 @@ def largest(variances: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
         >>> largest({"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0]])}, size=2)
         {'a': tensor([ True, False]), 'b': tensor([[True]])}
     """
-    check_positive_integer("size", size)
+    if not variances:
+        raise ValueError("`variances` must hold at least one site, but is empty.")
     flat = torch.cat([value.flatten() for value in variances.values()])
     check_no_nan("variances", flat)
     if size > len(flat):

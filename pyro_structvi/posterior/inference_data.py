@@ -1,12 +1,12 @@
 """From a guide or from NUTS to ArviZ, so that its summaries, comparisons and plots apply."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_structvi._checks import Count, Program, check_tensors, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.posterior.draws import (
@@ -23,12 +23,13 @@ from pyro_structvi.posterior.draws import (
 )
 
 
+@checked
 def to_inference_data(
-    model: Callable[..., Any],
+    model: Program,
     posterior: Posterior,
     x: Any,
     y: Tensor,
-    num_samples: int | None = None,
+    num_samples: Count | None = None,
     *,
     site: str | None = None,
 ) -> Any:
@@ -71,6 +72,7 @@ def to_inference_data(
         raise ImportError('ArviZ is needed: `pip install "pyro-structvi[diagnostics]"`.') from error
     check_posterior(model, posterior)
     args = as_arguments(x)
+    check_tensors("y", y)
     if any(len(value) != len(y) for value in args):
         raise ValueError(
             f"`x` and `y` must have the same length, but got {[len(v) for v in args]} and {len(y)}."

@@ -1,7 +1,7 @@
 """Predictions: every draw of the posterior is one consistent function of the inputs."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, OneHotCategorical
 from tqdm.auto import tqdm
 
-from pyro_structvi._checks import check_positive_integer
+from pyro_structvi._checks import Count, Program, check_tensors, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.posterior.draws import (
@@ -55,14 +55,15 @@ class Prediction:
     num_samples: int
 
 
+@checked
 def predict(
-    model: Callable[..., Any],
+    model: Program,
     posterior: Posterior,
     x: Any,
-    num_samples: int | None = None,
+    num_samples: Count | None = None,
     *,
     y: Tensor | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     stream: bool = False,
     site: str | None = None,
     progress: bool = False,
@@ -127,16 +128,13 @@ def _split(
     args: tuple[Any, ...], y: Tensor | None, batch_size: int | None
 ) -> list[tuple[tuple[Any, ...], Tensor | None]]:
     """Cut the arguments into mini-batches along the first dimension."""
-    if any(isinstance(value, Mapping) for value in args):
-        raise TypeError(
-            "`x` must be a tensor or a tuple of tensors, one for each argument of the model, but got a "
-            "dict. Write a model that takes the tensors one by one, and makes the mapping itself."
-        )
+    if y is not None:
+        check_tensors("y", y)
     size = len(args[0])
     lengths = [len(value) for value in (*args, *(() if y is None else (y,)))]
     if size == 0 or set(lengths) != {size}:
-        raise ValueError(f"Inputs and `y` must have one positive length, but got {lengths}.")
-    step = size if batch_size is None else check_positive_integer("batch_size", batch_size)
+        raise ValueError(f"`x` and `y` must have one length, but got {lengths}.")
+    step = size if batch_size is None else batch_size
     return [
         (
             tuple(value[start : start + step] for value in args),

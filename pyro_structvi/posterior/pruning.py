@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils import prune
 
-from pyro_structvi._checks import check_fraction
+from pyro_structvi._checks import Share, checked
 from pyro_structvi.families import InducingWeights, MeanField, PrunedMeanField, SitePosterior
 from pyro_structvi.guides import StructuredGuide
 
@@ -40,7 +40,8 @@ class PruningReport:
 
 
 @torch.no_grad()
-def prune_inducing_factors(guide: StructuredGuide, amount: float) -> PruningReport:
+@checked
+def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningReport:
     """Set the smallest entries of the factors Z of all inducing weights to zero, and keep them there.
 
     The prior of the weights stays what it is, and the bound a bound on the same evidence. The masks are
@@ -87,7 +88,8 @@ def prune_inducing_factors(guide: StructuredGuide, amount: float) -> PruningRepo
 
 
 @torch.no_grad()
-def prune_mean_field(guide: StructuredGuide, amount: float) -> PruningReport:
+@checked
+def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
     r"""Take the weights with the smallest ``|mean| / standard deviation`` out of a model.
 
     Of all weights and vectors with a :class:`~pyro_structvi.families.MeanField` posterior, those become
@@ -159,7 +161,7 @@ def _posteriors_of(
 
 def _target(amount: float, total: int, pruned: int) -> int:
     """Return how many numbers shall be zero, of a total, where some are already."""
-    target = round(check_fraction("amount", amount) * total)
+    target = round(amount * total)
     if target < pruned:
         raise ValueError(
             f"`amount` must be at least the {pruned / total:.3g} that is pruned already, but got "

@@ -5,12 +5,13 @@ import copy
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import check_positive, check_positive_integer
+from pyro_structvi._checks import Count, Whole, brief, check_positive, checked
 from pyro_structvi.families import Family, KTied, MeanField, SitePosterior
 from pyro_structvi.guides import StructuredGuide
 
 
-def k_tied_from_mean_field(guide: StructuredGuide, rank: int = 2) -> StructuredGuide:
+@checked
+def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> StructuredGuide:
     """Tie the standard deviations of a fitted mean-field guide.
 
     Every weight with the family ``MeanField`` gets ``KTied(rank)`` with the same means, and the factors
@@ -39,7 +40,7 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: int = 2) -> StructuredG
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.1: the standard deviations
         of fitted mean-field posteriors are of low rank.
     """
-    family = KTied(check_positive_integer("rank", rank))
+    family = KTied(rank)
     new = copy.deepcopy(guide)
     tied: dict[str, Family] = {}
     with torch.no_grad():
@@ -62,7 +63,8 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: int = 2) -> StructuredG
     return new
 
 
-def tie_scales(scale: Tensor, rank: int, steps: int = 500) -> tuple[Tensor, Tensor]:
+@checked
+def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, Tensor]:
     """Approximate a positive matrix by a product of positive factors.
 
     With one column each, the leading singular vectors, which are positive, are the best. With more, a
@@ -89,8 +91,9 @@ def tie_scales(scale: Tensor, rank: int, steps: int = 500) -> tuple[Tensor, Tens
         Gallopoulos (2008), "SVD based initialization: a head start for nonnegative matrix
         factorization".
     """
-    check_positive_integer("rank", rank)
     check_positive("scale", scale)
+    if scale.dim() != 2 or not scale.numel():
+        raise ValueError(f"`scale` must be a matrix (out, in), but got {brief(scale)}.")
     matrix = scale.double()
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     smallest = 1e-3 * (matrix.mean() / rank).sqrt()

@@ -16,7 +16,7 @@ from numpyro.infer.util import log_density
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_structvi._checks import check_no_nan, check_positive_integer
+from pyro_structvi._checks import Count, check_no_nan, check_tensors, checked
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 
@@ -69,16 +69,17 @@ class NUTSDraws(dict[str, Tensor]):
         }
 
 
+@checked
 def nuts(
     model: Any,
     x: Tensor,
     y: Tensor,
     *,
-    num_warmup: int = 500,
-    num_samples: int = 500,
-    num_chains: int = 4,
+    num_warmup: Count = 500,
+    num_samples: Count = 500,
+    num_chains: Count = 4,
     target_accept_prob: float = 0.8,
-    max_tree_depth: int = 10,
+    max_tree_depth: Count = 10,
     seed: int = 0,
     progress: bool = True,
 ) -> NUTSDraws:
@@ -139,7 +140,7 @@ def nuts(
         Analysis, 3rd edition, section 11.4.
     """
     counts = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
-    _check_settings(counts | {"max_tree_depth": max_tree_depth}, target_accept_prob)
+    _check_settings(num_samples, target_accept_prob)
     translated = to_numpyro(model)
     _check_data(model, x, y)
     example = _check_translation(model, translated, x, y)
@@ -171,13 +172,10 @@ def nuts(
     return NUTSDraws(draws, num_chains, divergences, r_hat, _largest_r_hat(chains.values()))
 
 
-def _check_settings(counts: dict[str, int], target_accept_prob: float) -> None:
-    for name, count in counts.items():
-        check_positive_integer(name, count)
-    if counts["num_samples"] < 4:
+def _check_settings(num_samples: int, target_accept_prob: float) -> None:
+    if num_samples < 4:
         raise ValueError(
-            "`num_samples` must be at least 4, so that R-hat can be computed, but got "
-            f"{counts['num_samples']}."
+            f"`num_samples` must be at least 4, so that R-hat can be computed, but got {num_samples}."
         )
     if not 0 < target_accept_prob < 1:
         raise ValueError(
@@ -185,10 +183,9 @@ def _check_settings(counts: dict[str, int], target_accept_prob: float) -> None:
         )
 
 
-def _check_data(model: Any, x: Any, y: Any) -> None:
+def _check_data(model: Any, x: Tensor, y: Tensor) -> None:
     for name, value in (("x", x), ("y", y)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, but got {type(value).__name__}.")
+        check_tensors(name, value)
         check_no_nan(name, value)
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"`{name}` must be finite, but it holds infinite values.")

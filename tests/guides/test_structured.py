@@ -88,7 +88,9 @@ def test_a_family_named_outright_must_serve_the_site():
 def test_a_pattern_without_a_site_is_an_error_before_the_first_step():
     guide = ps.StructuredGuide(make_regressor(), {"nothing.*": KTied(2), "*": MeanField()})
     before = copy.deepcopy(guide.state_dict())
-    with pytest.raises(ValueError, match=r"pattern 'nothing.\*' matches none of .*net.0.weight"):
+    with pytest.raises(
+        ValueError, match=r"'nothing.\*' of `families` matches none of .*net.0.weight"
+    ):
         make_svi(make_regressor(), guide).step(*regression_data())
     assert all(torch.equal(before[key], value) for key, value in guide.state_dict().items())
 
@@ -134,7 +136,7 @@ def test_local_reparam_must_be_known():
 
 
 def test_a_family_must_be_a_family():
-    with pytest.raises(TypeError, match=r"family for '\*' must be a Family such as `KTied"):
+    with pytest.raises(TypeError, match=r"`families\['\*'\]` must be a Family, but got the class"):
         ps.StructuredGuide(make_regressor(), {"*": ps.KTiedGuide})
 
 

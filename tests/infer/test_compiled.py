@@ -439,7 +439,7 @@ def test_optimizers_that_cannot_be_one_are_refused():
         "gamma": 0.9,
     })
     for wrong in (scheduled, torch.optim.Adam, None):
-        with pytest.raises(TypeError, match="`optim` must be an optimizer such as"):
+        with pytest.raises(TypeError, match="`optim` must be a"):
             ps.CompiledSVI(model, guide, wrong, ps.StructuredELBO())
     used = adam()
     SVI(model, guide, used, ps.StructuredELBO()).step(*regression_data())
@@ -561,7 +561,7 @@ def test_other_objectives_need_fallback():
 def test_arguments_must_be_tensors_or_hashable():
     model, guide = make_k_tied()
     svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
-    with pytest.raises(TypeError, match="tensors or hashable, but got array"):
+    with pytest.raises(TypeError, match="tensors or hashable, but got a ndarray"):
         svi.step(torch.randn(3, 3).numpy(), torch.randn(3, 1))
 
 
@@ -670,7 +670,7 @@ def test_a_fit_by_captured_steps_updates_after_its_check(as_on_a_gpu, monkeypatc
         return history.elbo, dict(guide.state_dict())
 
     expected, state = fit()
-    monkeypatch.setitem(ps.fit.__globals__, "_eager", CompiledStep)
+    monkeypatch.setattr("pyro_structvi.infer.training._eager", CompiledStep)
     losses, own = fit()
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(own, state, rtol=1e-6, atol=1e-7)

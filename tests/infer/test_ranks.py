@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyro_structvi as ps
 from pyro_structvi.guides.sites import UnusedSiteWarning
-from pyro_structvi.infer import ranks
+from pyro_structvi.infer import ranks, training
 from pyro_structvi.infer.steps.loss import Loss
 from tests.infer.two_ranks import assert_close, assert_equal, make_fit, on_two_ranks
 from tests.models import (
@@ -84,7 +84,7 @@ def one_noise(device):
 
 
 def train(guide, batch_size, options):
-    ps.fit.__globals__["noise_of_rank"] = one_noise
+    training.noise_of_rank = one_noise
     model, guide, data = make_fit(guide, **options)
     history = ps.fit(model, guide, data, num_epochs=3, batch_size=batch_size, progress=False, **SGD)
     return {name: torch.tensor(getattr(history, name)) for name in ("elbo", "kl")} | dict(
@@ -99,7 +99,7 @@ def train(guide, batch_size, options):
 def test_two_ranks_train_as_one_process_with_batches_of_twice_the_size(
     tmp_path, monkeypatch, guide, options, batch_size
 ):
-    monkeypatch.setitem(ps.fit.__globals__, "noise_of_rank", one_noise)
+    monkeypatch.setattr(training, "noise_of_rank", one_noise)
     alone = train(guide, batch_size and 2 * batch_size, options)
     for found in on_two_ranks(train, tmp_path, guide, batch_size, options):
         assert_close(found, alone)

@@ -301,7 +301,7 @@ def test_a_gradient_norm_that_overflows_is_explained():
 def compiled_fit(monkeypatch):
     """Let fit take compiled steps."""
     engine = partial(CompiledStep, backend=None)
-    return lambda: monkeypatch.setitem(ps.fit.__globals__, "_eager", engine)
+    return lambda: monkeypatch.setattr("pyro_structvi.infer.training._eager", engine)
 
 
 def test_a_fit_with_compiled_steps_is_that_with_eager_ones(compiled_fit):

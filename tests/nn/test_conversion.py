@@ -240,7 +240,7 @@ def test_a_net_without_weights(net):
 
 
 def test_a_net_that_is_none():
-    with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got function"):
+    with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got a function"):
         ps.bayesianize(lambda x: x)
 
 
@@ -260,9 +260,9 @@ def test_a_net_that_is_none():
         (
             "wide",
             TypeError,
-            "must be a standard deviation, a FanIn, a HierarchicalScale, a distribution",
+            "`prior` must be a number, a torch.Tensor, a FanIn, a HierarchicalScale, a Distribution",
         ),
-        (True, TypeError, "must be a standard deviation"),
+        (True, TypeError, "`prior` must be a number, a torch.Tensor, a FanIn"),
         (
             dist.MixtureSameFamily(
                 dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), torch.ones(2))

@@ -170,9 +170,13 @@ def test_frozen_weights_of_rank_one_stay_frozen():
         (
             {"0": "rank one"},
             TypeError,
-            r"layer for '0' must be `WalshHadamard\(\)` or `RankOne\(\)`",
+            r"`layers\['0'\]` must be a RankOne or a WalshHadamard, but got 'rank one'",
         ),
-        ({"0": ps.WalshHadamard}, TypeError, "layer for '0' must be"),
+        (
+            {"0": ps.WalshHadamard},
+            TypeError,
+            r"`layers\['0'\]` must .* an instance of it, `WalshH",
+        ),
     ],
 )
 def test_layers_that_do_not_fit(layers, error, message):

@@ -102,7 +102,7 @@ def test_noise_must_be_positive(noise_scale):
 
 @pytest.mark.parametrize("kind", [ps.Classifier, lambda net, n: ps.Regressor(net, n, 0.1)])
 def test_the_net_must_be_a_module(kind):
-    with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got function"):
+    with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got a function"):
         kind(lambda x: x, 6)
 
 

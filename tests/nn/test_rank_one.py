@@ -165,11 +165,11 @@ def test_layers_convert():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: RankOneLinear(3), TypeError, "`layer` must be an nn.Linear, but got int"),
+        (lambda: RankOneLinear(3), TypeError, "`layer` must be a torch.nn.Linear, but got 3"),
         (
             lambda: RankOneConv2d(nn.Conv1d(1, 1, 1)),
             TypeError,
-            "must be an nn.Conv2d, but got Conv1d",
+            "must be a torch.nn.Conv2d, but got a torch.nn.Conv1d",
         ),
         (lambda: RankOneLinear(nn.Linear(1, 1), 0), ValueError, "`prior_scale` must be a positive"),
         (lambda: RankOneLinear(nn.Linear(1, 1), start="one"), ValueError, "`start` must be"),

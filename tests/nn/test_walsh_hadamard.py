@@ -263,7 +263,7 @@ def test_layers_convert():
         (
             lambda: WalshHadamardConv1d(2, 2, 1, padding="half"),
             ValueError,
-            "Invalid padding string",
+            "`padding` must be .* but got 'half'",
         ),
         (
             lambda: WalshHadamardLinear(3, 2)(torch.zeros(4, 2)),

@@ -63,8 +63,8 @@ def test_what_is_no_posterior_of_the_model_is_refused():
         (model, "got the model"),
         (poutine.scale(model, scale=0.5), "got the model"),
         (make_regressor(), r"a program with the observations \['obs'\]"),
-        (None, "a NoneType"),
-        (3, "a int"),
+        (None, "but got None"),
+        (3, "but got 3"),
     ]:
         with pytest.raises(TypeError, match=message):
             ps.predict(model, posterior, x)

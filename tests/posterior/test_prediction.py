@@ -184,7 +184,7 @@ def test_the_observed_site_must_be_unique():
     draws, x = {"weight": torch.zeros(4, 1, 3)}, torch.zeros(5, 3)
     with pytest.raises(ValueError, match=r"must be one of \['a', 'b'\]: pass its name as `site=`"):
         ps.predict(model, draws, x)
-    with pytest.raises(ValueError, match=r"must be one of \['a', 'b'\], but got site='c'"):
+    with pytest.raises(ValueError, match=r"must be one of \['a', 'b'\], but got `site='c'`"):
         ps.predict(model, draws, x, site="c")
     torch.testing.assert_close(ps.predict(model, draws, x, site="b").variance, 4 * torch.ones(5))
 
@@ -195,7 +195,7 @@ def test_the_observed_site_must_be_unique():
         ({"num_samples": 0}, "`num_samples` must be a whole number of at least 1"),
         ({"num_samples": 9}, "`num_samples` must be at most the 4 draws given, but got 9"),
         ({"batch_size": 0}, "`batch_size` must be a whole number of at least 1"),
-        ({"y": torch.zeros(4, 1)}, r"must have one positive length, but got \[5, 4\]"),
+        ({"y": torch.zeros(4, 1)}, r"must have one length, but got \[5, 4\]"),
     ],
 )
 def test_options_out_of_range(options, message):

@@ -333,7 +333,7 @@ def test_data_that_are_not_finite_are_refused(model, name, value, message):
 def test_data_that_are_no_tensors_are_refused(model, name):
     data = dict(zip("xy", make_data(), strict=True))
     data[name] = data[name].numpy()
-    with pytest.raises(TypeError, match=rf"`{name}` must be a torch\.Tensor, but got ndarray"):
+    with pytest.raises(TypeError, match=rf"`{name}` must be a torch\.Tensor, but got a ndarray"):
         nuts(model, **data)
 
 

@@ -4,14 +4,17 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import constraints
 
 from pyro_structvi._checks import (
     check_broadcastable,
+    check_finite,
     check_positive,
     check_same_kind,
     check_shape,
+    validates,
 )
+from pyro_structvi.distributions.arguments import as_size
 from pyro_structvi.distributions.inducing.matheron import (
     MatheronBases,
     MatheronDraw,
@@ -147,7 +150,7 @@ class AugmentedNormal(GaussianWeight, abstract=True):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)`` by the extended Matheron rule."""
-        return self._draw(torch.Size(sample_shape)).weight()
+        return self._draw(as_size("sample_shape", sample_shape)).weight()
 
     def draw_factored(self) -> MatheronDraw:
         """Draw a weight that is not formed."""
@@ -195,7 +198,8 @@ def check_inducing(
     name: str, value: Tensor, joint: InducingPrior, validate_args: bool | None
 ) -> None:
     """Raise a ``ValueError`` unless a tensor fits a joint prior's inducing weights, if that is asked."""
-    if Distribution._validate_args if validate_args is None else validate_args:
+    if validates(validate_args):
         shape = (*joint.batch_shape, *joint.inducing_shape)
         check_shape(name, value, shape, "(*batch, M_out, M_in)")
         check_same_kind(name, value, "row_factor", joint.row_factor)
+        check_finite(name, value)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from pyro_structvi._checks import checked
 from pyro_structvi.distributions.inducing.augmented import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.inducing.prior import InducingPrior
 from pyro_structvi.distributions.point_mixture import PointMixture
@@ -40,6 +41,7 @@ class ConditionalNormal(AugmentedNormal):
         inducing weights", Eq. 7 and 11-12.
     """
 
+    @checked
     def __init__(
         self,
         joint: InducingPrior,

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import check_same_kind, check_shape
+from pyro_structvi._checks import check_finite, check_same_kind, check_shape, checked
+from pyro_structvi.distributions.arguments import as_size
 from pyro_structvi.distributions.inducing.conditional import ConditionalNormal
 from pyro_structvi.distributions.inducing.prior import InducingPrior, kronecker
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
@@ -73,6 +74,7 @@ class AugmentedMatrixNormal(InducingPrior):
         loc = rows.new_zeros(*self.batch_shape, *self.inducing_shape)
         return MatrixNormal(loc, rows, columns, validate_args=False)
 
+    @checked
     def condition(self, u: Tensor, conditional_scale: Tensor | float = 1.0) -> ConditionalNormal:
         r"""Return the distribution of W given U, its standard deviations multiplied by a number.
 
@@ -90,11 +92,12 @@ class AugmentedMatrixNormal(InducingPrior):
         shape = (*self.batch_shape, *self.inducing_shape)
         check_shape("u", u, shape, "(*batch, M_out, M_in)")
         check_same_kind("u", u, "row_factor", self.row_factor)
+        check_finite("u", u)
         return ConditionalNormal(self, self.whiten(u), conditional_scale)
 
     def rsample(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
         """Draw W and U together, with shapes ``(*sample, *batch, *event)`` of each."""
-        noise, whitened = self.draw_standard(torch.Size(sample_shape))
+        noise, whitened = self.draw_standard(as_size("sample_shape", sample_shape))
         weight = noise * self.column_scale
         inducing = self.inducing_prior().scale_noise(whitened)
         return weight.reshape(*weight.shape[:-2], *self.event_shape), inducing

@@ -5,6 +5,13 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_structvi._checks import (
+    check_broadcastable,
+    check_positive,
+    check_same_kind,
+    checked,
+    validates,
+)
 from pyro_structvi.distributions.inducing.augmented import AugmentedNormal, check_inducing
 from pyro_structvi.distributions.inducing.conditional import ConditionalNormal
 from pyro_structvi.distributions.inducing.prior import InducingPrior, kronecker
@@ -61,6 +68,7 @@ class InducingNormal(AugmentedNormal):
         inducing weights", Eq. 7-9.
     """
 
+    @checked
     def __init__(
         self,
         joint: InducingPrior,
@@ -70,10 +78,17 @@ class InducingNormal(AugmentedNormal):
         validate_args: bool | None = None,
     ) -> None:
         check_inducing("inducing_loc", inducing_loc, joint, validate_args)
+        if validates(validate_args) and isinstance(inducing_scale, Tensor):
+            shape = (*joint.batch_shape, *joint.inducing_shape)
+            check_broadcastable("inducing_scale", inducing_scale, shape, "(*batch, M_out, M_in)")
+            check_same_kind("inducing_scale", inducing_scale, "inducing_loc", inducing_loc)
+        if validates(validate_args):
+            check_positive("inducing_scale", torch.as_tensor(inducing_scale).to(inducing_loc))
         inducing = MeanFieldNormal(inducing_loc, inducing_scale, 2, validate_args)
         super().__init__(joint, inducing, conditional_scale, validate_args)
 
     @classmethod
+    @checked
     def from_inducing(
         cls,
         joint: InducingPrior,
@@ -109,6 +124,8 @@ class InducingNormal(AugmentedNormal):
         Returns:
             The conditional distribution, whose KL and density count the weight alone.
         """
+        if self._validate_args:
+            check_inducing("whitened", whitened, self.joint, True)
         return GivenInducing(self.joint, whitened, self.conditional_scale)
 
     # ---- density of W alone ----------------------------------------------------------------------

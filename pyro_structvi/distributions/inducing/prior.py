@@ -6,15 +6,18 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
 from pyro_structvi._checks import (
     check_broadcastable,
+    check_finite,
     check_positive,
     check_same_kind,
     check_shape,
+    checked,
     shape_text,
+    validates,
 )
+from pyro_structvi.distributions.arguments import as_expanded
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.linalg.factorizations import OrthonormalRows
 from pyro_structvi.linalg.formed_once import formed_once
@@ -77,6 +80,7 @@ class InducingPrior:
     given U. Factors are computed at their first use, once for the life of the object.
     """
 
+    @checked
     def __init__(
         self,
         row_factor: Tensor,
@@ -105,7 +109,7 @@ class InducingPrior:
         self.matrix_shape = torch.Size((out, size))
         self.inducing_shape = torch.Size([row_factor.shape[-2], column_factor.shape[-2]])
         self._with_grad = torch.is_grad_enabled()
-        if Distribution._validate_args if validate_args is None else validate_args:
+        if validates(validate_args):
             self._check()
 
     def _tensor(self, value: Tensor | float) -> Tensor:
@@ -119,17 +123,25 @@ class InducingPrior:
             "column_diagonal": (self.inducing_shape[1:], "(*batch, M_in)"),
         }
         for name, (expected, meaning) in shapes.items():
-            check_shape(name, getattr(self, name), (*self.batch_shape, *expected), meaning)
+            check_shape(
+                name,
+                getattr(self, name),
+                (*self.batch_shape, *expected),
+                meaning,
+                by="row_factor and column_factor",
+            )
         scales = [name for name in self.arguments if name.endswith("scale")]
         for name in scales:
             check_broadcastable(name, getattr(self, name), self.batch_shape, "(*batch,)")
         if self.event_shape[:1] != (out,) or self.event_shape[1:].numel() != size:
             raise ValueError(
                 f"`event_shape` must be (out, *rest) with out = {out} and prod(rest) = {size}, but "
-                f"got {shape_text(self.event_shape)}."
+                f"got {shape_text(self.event_shape)}, beside `row_factor` and `column_factor`."
             )
         for name, value in self.arguments.items():
             check_same_kind(name, value, "row_factor", self.row_factor)
+        for name in ("row_factor", "column_factor"):
+            check_finite(name, getattr(self, name))
         for name in ("row_diagonal", "column_diagonal", *scales):
             check_positive(name, getattr(self, name))
 
@@ -143,6 +155,7 @@ class InducingPrior:
 
     def expand(self, batch_shape: torch.Size) -> Self:
         """Return this joint prior with a larger batch shape, sharing memory."""
+        batch_shape = as_expanded(batch_shape, self.batch_shape)
         expanded = {
             name: value.expand(batch_shape + value.shape[len(self.batch_shape) :])
             for name, value in self.arguments.items()

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_structvi._checks import brief
 from pyro_structvi._torch import put_together, take_apart
 
 
@@ -35,8 +36,8 @@ class Call:
             by_value = isinstance(leaf, Hashable) and type(leaf).__hash__ is not object.__hash__
             if not (by_value or leaf is None or callable(leaf)):
                 raise TypeError(
-                    f"The arguments of a compiled step must be tensors or hashable, but got {leaf!r}. "
-                    "Pass arrays as tensors, and objects by their parts."
+                    f"The arguments of a compiled step must be tensors or hashable, but got "
+                    f"{brief(leaf)}. Pass arrays as tensors, and objects by their parts."
                 )
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -39,7 +39,8 @@ class EagerStep(Step):
             with poutine.trace(param_only=True) as capture:
                 numbers, terms = self._differentiate(args, kwargs)
             met = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
-            self.optimizer.adopt(dict.fromkeys(met))
+            if isinstance(terms, ELBOTerms):
+                self.optimizer.adopt(dict.fromkeys(met))
         else:
             numbers, terms = self._differentiate(args, kwargs)
         read = self._read((args, kwargs), numbers, terms)

@@ -95,7 +95,8 @@ class FiniteCheck:
         }
 
         def is_bad(value: Any) -> bool:
-            return isinstance(value, Tensor) and not bool(torch.isfinite(value).all())
+            has_values = isinstance(value, Tensor) and not value.is_meta
+            return has_values and not bool(torch.isfinite(value).all())
 
         return {
             kind: [name for name, value in values.items() if is_bad(value)]

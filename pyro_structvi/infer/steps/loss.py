@@ -65,6 +65,8 @@ class CheckedLoss(Loss):
         try:
             return super().forward(*args, **kwargs)
         except ValueError as error:
+            if not self.trained:
+                raise
             sums = [math.nan * parameter.sum() for parameter in self.trained.values()]
             return torch.stack(sums).sum(), error
 

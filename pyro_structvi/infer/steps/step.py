@@ -60,6 +60,7 @@ class Step(ABC):
             with ONE_THREAD, self._modules.buffers_kept_on_error():
                 numbers = self.take(args, kwargs)
         except Exception:
+            self.loss.zero_grad()
             self.optimizer.forget_gradients()
             raise
         if self.loss.is_structured:

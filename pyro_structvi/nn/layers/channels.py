@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from pyro_structvi._checks import shape_text
+from pyro_structvi._checks import check, shape_text
 from pyro_structvi._torch import forward_hooks
 from pyro_structvi.maps.calls import drawn_per_example
 
@@ -61,6 +61,7 @@ def _meet_channels(factor: Tensor, x: Tensor, channel_dim: int) -> Tensor:
 
 def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
     """Raise a ``ValueError`` unless the input of a layer has the channels that it takes."""
+    check("x", x, Tensor)
     if x.dim() < -channel_dim or x.shape[channel_dim] != channels:
         raise ValueError(
             f"`x` must have {channels} channels in its dimension {channel_dim}, but got the shape "

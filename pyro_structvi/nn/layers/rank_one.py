@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
-from pyro_structvi._checks import check_positive_number
+from pyro_structvi._checks import Positive, check, check_fields, checked, naming
 from pyro_structvi.nn.layers.channels import (
     check_channels,
     is_plain,
@@ -47,7 +47,7 @@ class RankOneLayer:
             setattr(self, name, copied)
         self.channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
         one = layer.weight.new_ones(())
-        prior = dist.Normal(one, one * check_positive_number("prior_scale", prior_scale))
+        prior = dist.Normal(one, one * prior_scale)
         self.initial_values: dict[str, Tensor] = {}
         for name, size in (("input_scale", self.channels), ("output_scale", len(layer.weight))):
             sample_from(self, name, prior, Size([size]))
@@ -56,7 +56,8 @@ class RankOneLayer:
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to a batch of inputs, or to a single one."""
         check_channels(x, self.channels, self.channel_dim)
-        return with_batch_dim(self._forward_batch, x, -self.channel_dim)
+        with naming("x", x):
+            return with_batch_dim(self._forward_batch, x, -self.channel_dim)
 
     def _forward_batch(self, x: Tensor) -> Tensor:
         hidden = self._apply_weight(scale_channels(x, self.input_scale, self.channel_dim))
@@ -101,8 +102,10 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
 
     channel_dim: ClassVar[int] = -1
 
-    def __init__(self, layer: nn.Linear, prior_scale: float = 0.1, start: Start = "ones") -> None:
-        _check_kind(layer, nn.Linear)
+    @checked
+    def __init__(
+        self, layer: nn.Linear, prior_scale: Positive = 0.1, start: Start = "ones"
+    ) -> None:
         super().__init__(layer.in_features, layer.out_features, device="meta")
         self._adopt(layer, prior_scale, start)
 
@@ -129,8 +132,9 @@ class RankOneConv(RankOneLayer):
     _torch_layer: ClassVar[type[nn.Module]]
     _conv_forward: Any
 
-    def __init__(self, layer: Any, prior_scale: float = 0.1, start: Start = "ones") -> None:
-        _check_kind(layer, self._torch_layer)
+    @checked
+    def __init__(self, layer: Any, prior_scale: Positive = 0.1, start: Start = "ones") -> None:
+        check("layer", layer, self._torch_layer)
         super().__init__(  # type: ignore[call-arg]
             layer.in_channels,
             layer.out_channels,
@@ -200,14 +204,13 @@ class RankOne:
         ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
-    prior_scale: float = 0.1
+    prior_scale: Positive = 0.1
     start: Start = "ones"
     needs: ClassVar[str] = "an nn.Linear or a convolution, without hooks or reparametrized weights"
 
     def __post_init__(self) -> None:
         """Check the options."""
-        check_positive_number("prior_scale", self.prior_scale)
-        _start_value(self.start, torch.ones(0))
+        check_fields(self)
 
     def fits(self, module: nn.Module) -> bool:
         """Whether there is a rank-1 layer for the module."""
@@ -227,16 +230,7 @@ class RankOne:
         return _LAYERS[type(module)](module, self.prior_scale, self.start)
 
 
-def _check_kind(layer: Any, expected: type) -> None:
-    if not isinstance(layer, expected):
-        raise TypeError(
-            f"`layer` must be an nn.{expected.__name__}, but got {type(layer).__name__}."
-        )
-
-
 def _start_value(start: Start, ones: Tensor) -> Tensor:
     if start == "ones":
         return ones
-    if start == "signs":
-        return torch.where(torch.rand_like(ones) < 0.5, ones, -ones)
-    raise ValueError(f'`start` must be "ones" or "signs", but got {start!r}.')
+    return torch.where(torch.rand_like(ones) < 0.5, ones, -ones)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pyro.distributions as dist
 import torch
@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
-from pyro_structvi._checks import check_positive_integer, check_positive_number
+from pyro_structvi._checks import (
+    Count,
+    Positive,
+    Whole,
+    check_same_kind,
+    check_shape,
+    checked,
+    naming,
+)
 from pyro_structvi.linalg.hadamard import walsh_hadamard_transform
 from pyro_structvi.maps.calls import drawn_per_example
 from pyro_structvi.nn.layers.channels import (
@@ -20,6 +28,10 @@ from pyro_structvi.nn.layers.channels import (
 )
 from pyro_structvi.nn.prior_sites import sample_from
 from pyro_structvi.nn.priors import resolve_prior
+
+Sizes = Count | tuple[Count, ...]
+Margins = Whole | tuple[Whole, ...] | Literal["same", "valid"]
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
 class WalshHadamardLayer(PyroModule):
@@ -51,25 +63,26 @@ class WalshHadamardLayer(PyroModule):
         out, size = self.weight_shape[0], self.weight_shape[1:].numel()
         width = 2 ** (size - 1).bit_length()
         # Random signs: with ones in S1 and S2 the blocks, H diag(g) H, would be symmetric.
-        signs = torch.randint(2, (2, math.ceil(out / width), width), device=device) * 2 - 1
+        with naming("device", device):
+            signs = torch.randint(2, (2, math.ceil(out / width), width), device=device) * 2 - 1
         diagonals = signs.to(dtype or torch.get_default_dtype())
         self.row_scale = nn.Parameter(diagonals[0].clone())
         self.column_scale = nn.Parameter(diagonals[1].clone())
-        scale = check_positive_number("prior_scale", prior_scale) * math.sqrt(width)
+        scale = prior_scale * math.sqrt(width)
         prior = dist.Normal(diagonals.new_zeros(()), diagonals.new_full((), scale))
         sample_from(self, "coefficients", prior, self.row_scale.shape)
         self.register_parameter("bias", None)
         self.initial_values: dict[str, Tensor] = {}
         self._start_like(diagonals.new_tensor(1 / (3 * size)))  # torch's own start of weights
         if bias:
-            scale = check_positive_number("bias_prior_scale", bias_prior_scale)
             initial = diagonals.new_empty(out).uniform_(-1, 1) / math.sqrt(size)
-            self._sample_bias(resolve_prior(scale, "bias", initial), initial)
+            self._sample_bias(resolve_prior(bias_prior_scale, "bias", initial), initial)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to a batch of inputs, or to a single one."""
         check_channels(x, self.weight_shape[1], self.channel_dim)
-        return with_batch_dim(self._forward_batch, x, -self.channel_dim)
+        with naming("x", x):
+            return with_batch_dim(self._forward_batch, x, -self.channel_dim)
 
     def weight(self, coefficients: Tensor) -> Tensor:
         """Return the dense weight ``(out, *rest)`` of given coefficients.
@@ -81,6 +94,8 @@ class WalshHadamardLayer(PyroModule):
             The first rows and columns of S1 H diag(g) H S2, reshaped. The entry (i, j) of H diag(g) H
             is that of H g with the number "i exclusive or j", over sqrt(D).
         """
+        check_shape("coefficients", coefficients, self.row_scale.shape, "(blocks, D)")
+        check_same_kind("coefficients", coefficients, "row_scale", self.row_scale)
         width, device = self.row_scale.shape[-1], coefficients.device
         out, size = self.weight_shape[0], self.weight_shape[1:].numel()
         rows, columns = (torch.arange(count, device=device) for count in (out, size))
@@ -172,21 +187,19 @@ class WalshHadamardLinear(WalshHadamardLayer):
 
     channel_dim: ClassVar[int] = -1
 
+    @checked
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: Count,
+        out_features: Count,
         bias: bool = True,
-        prior_scale: float = 1.0,
+        prior_scale: Positive = 1.0,
         *,
-        bias_prior_scale: float = 1.0,
-        device: Any = None,
+        bias_prior_scale: Positive = 1.0,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (
-            check_positive_integer("out_features", out_features),
-            check_positive_integer("in_features", in_features),
-        )
+        shape = (out_features, in_features)
         super().__init__(shape, bias, prior_scale, bias_prior_scale, device, dtype)
 
     def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
@@ -222,31 +235,32 @@ class WalshHadamardConv(WalshHadamardLayer):
     _torch_layer: ClassVar[type[nn.Conv1d | nn.Conv2d | nn.Conv3d]]
     _convolution: ClassVar[Callable[..., Tensor]]
 
+    @checked
     def __init__(
         self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, ...],
-        stride: int | tuple[int, ...] = 1,
-        padding: int | tuple[int, ...] | str = 0,
-        dilation: int | tuple[int, ...] = 1,
+        in_channels: Count,
+        out_channels: Count,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Margins = 0,
+        dilation: Sizes = 1,
         *,
         bias: bool = True,
-        padding_mode: str = "zeros",
+        padding_mode: PaddingMode = "zeros",
         filters_per_example: bool = False,
-        prior_scale: float = 1.0,
-        bias_prior_scale: float = 1.0,
-        device: Any = None,
+        prior_scale: Positive = 1.0,
+        bias_prior_scale: Positive = 1.0,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         geometry: Any = self._torch_layer(
-            check_positive_integer("in_channels", in_channels),
-            check_positive_integer("out_channels", out_channels),
+            in_channels,
+            out_channels,
             kernel_size,  # type: ignore[arg-type]
             stride,  # type: ignore[arg-type]
             padding,  # type: ignore[arg-type]
             dilation,  # type: ignore[arg-type]
-            padding_mode=padding_mode,  # type: ignore[arg-type]
+            padding_mode=padding_mode,
             device="meta",
         )
         shape = tuple(geometry.weight.shape)

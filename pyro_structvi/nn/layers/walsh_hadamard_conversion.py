@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import pyro.distributions as dist
 from torch import Tensor, nn
 
+from pyro_structvi._checks import check_fields
 from pyro_structvi.nn.layers.channels import is_plain
 from pyro_structvi.nn.layers.walsh_hadamard import (
     WalshHadamardConv,
@@ -48,6 +49,10 @@ class WalshHadamard:
         "an nn.Linear or a convolution without groups, with nothing frozen, and without hooks or "
         "reparametrized weights"
     )
+
+    def __post_init__(self) -> None:
+        """Check the option."""
+        check_fields(self)
 
     def fits(self, module: nn.Module) -> bool:
         """Whether there is a Walsh-Hadamard layer for the module."""

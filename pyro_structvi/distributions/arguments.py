@@ -1,0 +1,93 @@
+"""Checks of what distributions over weights, and their methods, are given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import (
+    Whole,
+    brief,
+    check,
+    check_finite,
+    check_no_nan,
+    check_real,
+    check_same_kind,
+    shape_text,
+)
+
+
+def check_parameters(q: Any, parameters: Mapping[str, Tensor], event_dim: int) -> None:
+    """Raise unless all tensors are of the first one's real dtype and device, and finite numbers."""
+    reference_name, reference = next(iter(parameters.items()))
+    if not reference.numel():
+        raise ValueError(f"`{reference_name}` must have elements, but got {brief(reference)}.")
+    if not 0 <= event_dim <= reference.dim():
+        raise ValueError(
+            f"`event_dim` must be at least 0 and at most the {reference.dim()} dimensions of "
+            f"`{reference_name}`, but got {event_dim!r}."
+        )
+    for name, value in parameters.items():
+        check_same_kind(name, value, reference_name, reference)
+        check_real(name, value)
+        if q.arg_constraints.get(name) is constraints.real:
+            check_finite(name, value)
+
+
+def check_input(q: Any, x: Tensor) -> None:
+    """Raise unless ``x (*batch, in)`` is an input of a weight."""
+    check("x", x, Tensor)
+    size = q.event_shape[1:].numel()
+    if x.dim() < 1 or x.shape[-1] != size:
+        raise ValueError(
+            f"`x` must have shape (*batch, in) with in = {size}, but got {tuple(x.shape)}."
+        )
+    check_same_kind("x", x, q.argument_names[0], q._first_parameter)
+
+
+def check_index(q: Any, index: Tensor) -> None:
+    """Raise, where a distribution validates, unless ``index`` is a tensor on its device."""
+    if q._validate_args:
+        check("index", index, Tensor)
+        if index.device != q._first_parameter.device:
+            raise ValueError(
+                f"`index` must be on {q._first_parameter.device}, but is on {index.device}."
+            )
+
+
+def check_value(
+    value: Tensor, name: str, parameter: Tensor, batch_shape: torch.Size, event_shape: torch.Size
+) -> None:
+    """Check the ``value`` of a density against a parameter, and against the shapes."""
+    check("value", value, Tensor)
+    check_same_kind("value", value, name, parameter)
+    check_no_nan("value", value)
+    shape, event_dim = batch_shape + event_shape, len(event_shape)
+    pairs = enumerate(zip(reversed(value.shape), reversed(shape), strict=False))
+    fits = all(one == own or (dim >= event_dim and 1 in (one, own)) for dim, (one, own) in pairs)
+    if not fits or value.dim() < event_dim:
+        raise ValueError(
+            "`value` must have shape (*sample, *batch, *event), where (*batch, *event) is "
+            f"{shape_text(shape)}, but got {shape_text(value.shape)}."
+        )
+
+
+def as_size(name: str, shape: Any) -> torch.Size:
+    """Return a shape, or raise unless it is a sequence of sizes."""
+    if not isinstance(shape, tuple) or shape:
+        check(name, shape, Sequence[Whole])
+    return torch.Size(shape)
+
+
+def as_expanded(shape: Any, own: torch.Size) -> torch.Size:
+    """Return a ``batch_shape`` to which one's own can be expanded, or raise."""
+    size = as_size("batch_shape", shape)
+    pairs = zip(reversed(own), reversed(size), strict=False)
+    if len(size) < len(own) or not all(mine in (1, new) for mine, new in pairs):
+        raise ValueError(
+            f"`batch_shape` must be a shape to which {shape_text(own)} can be expanded, but got "
+            f"{shape_text(size)}."
+        )
+    return size

@@ -1,0 +1,634 @@
+"""Every public callable with valid arguments, each stated once."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi import distributions as d
+from pyro_structvi import families as f
+from pyro_structvi import infer, reference
+from pyro_structvi.reference import sampling
+from pyro_structvi.testing.inducing import make_joint
+
+# ---- what is public ------------------------------------------------------------------------------
+
+MODULES = [
+    *("pyro_structvi", "pyro_structvi.distributions", "pyro_structvi.families"),
+    *("pyro_structvi.guides", "pyro_structvi.nn", "pyro_structvi.infer"),
+    *("pyro_structvi.posterior", "pyro_structvi.posterior.pruning"),
+    *("pyro_structvi.posterior.element_scores", "pyro_structvi.posterior.warm_start"),
+    *("pyro_structvi.reference", "pyro_structvi.metrics", "pyro_structvi.plots"),
+]
+
+# Made by the library and handed to users; not called by them.
+RECORDS = {
+    *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
+    *("ClassificationScores", "PredictiveDistance"),
+    *("CompileFallbackWarning", "DivergenceWarning", "PointEstimateWarning", "SampledKLWarning"),
+}
+# Base classes without instances; their subclasses are called.
+ABSTRACT = {"Family", "GaussianWeight", "MatrixFamily", "MemoryLimitedFamily", "WeightDistribution"}
+# For authors of families: the library calls them in each step with what it has made itself.
+BETWEEN_PARTS = {
+    *("JoinedBias", "LatentSite", "Plate", "SitePosterior"),
+    *("bijection_onto", "capped", "capped_log", "cholesky_factor", "initial_factor", "uncapped"),
+}
+# Methods by which the parts of the library call each other, with what they have made themselves.
+METHODS_BETWEEN_PARTS = {
+    # of distributions, for lazy weights and divergences
+    *("as_matrix", "as_weight", "draw_standard", "expected_neg_log_prob", "image_around"),
+    *("image_under", "mahalanobis", "map_for_batch", "scale_noise", "split_noise"),
+    *("ways_to_apply", "whiten"),
+    # of families, for guides
+    *("check_memory", "distribution", "fits", "init", "prior_scales"),
+    # of guides, for objectives
+    *("begin_pass", "in_pass"),
+    # of layers' descriptions, for `bayesianize`
+    "convert",
+}
+
+
+# Methods that take nothing, or refuse every call.
+WITHOUT_ARGUMENTS = {"BernoulliDropout.expand", "PointMass.__call__"}
+
+
+def public_callables():
+    """Return functions, classes and methods with arguments, by the names of the table."""
+    found = {}
+    for module in map(importlib.import_module, MODULES):
+        names = getattr(module, "__all__", None) or [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+        ]
+        for name in names:
+            value = getattr(module, name)
+            if isinstance(value, ModuleType) or name in RECORDS | ABSTRACT | BETWEEN_PARTS:
+                continue
+            label = name
+            if module.__name__.endswith("families") and name == "MatrixNormal":
+                label = "families.MatrixNormal"
+            if has_arguments(value):
+                found[label] = value
+            if inspect.isclass(value):
+                found |= {f"{label}.{method}": own for method, own in user_methods(value).items()}
+    return {name: value for name, value in found.items() if name not in WITHOUT_ARGUMENTS}
+
+
+def user_methods(cls):
+    """Return the public methods of a class that are the library's and have arguments."""
+    names = [name for name in dir(cls) if not name.startswith("_") or name == "__call__"]
+    methods = {name: getattr(cls, name) for name in names if name not in METHODS_BETWEEN_PARTS}
+    return {
+        name: method
+        for name, method in methods.items()
+        if inspect.isroutine(method)
+        and getattr(method, "__module__", "").startswith("pyro_structvi")
+        and has_arguments(method, skip=not inspect.ismethod(method))
+    }
+
+
+def has_arguments(function, skip=False):
+    return len(inspect.signature(function).parameters) > skip
+
+
+# ---- valid arguments -----------------------------------------------------------------------------
+
+SIZE = 6
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def regressor():
+    return ps.Regressor(ps.bayesianize(net(), prior=1.0), SIZE, 0.3)
+
+
+def classifier():
+    return ps.Classifier(ps.bayesianize(nn.Linear(3, 2), prior=1.0), SIZE)
+
+
+def inputs():
+    return torch.randn(SIZE, 3)
+
+
+def targets():
+    return torch.randn(SIZE, 1)
+
+
+def model_and_guide(guide=ps.MeanFieldGuide):
+    model = regressor()
+    return {"model": model, "guide": guide(model)}
+
+
+def positive(*shape):
+    return torch.rand(shape) + 0.5
+
+
+def tril(*shape):
+    return torch.randn(*shape, shape[-1]).tril(-1) + torch.diag_embed(positive(*shape))
+
+
+def draws(model):
+    guide = ps.MeanFieldGuide(model)
+    guide.draw()
+    each = [guide.draw() for _ in range(4)]
+    return {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+
+
+OPTIONS = {"init_scale": 0.01, "init_loc_fn": lambda site: None, "local_reparam": True}
+CONVOLUTION = {
+    "in_channels": 2,
+    "out_channels": 3,
+    "kernel_size": 2,
+    "stride": 1,
+    "padding": 0,
+    "dilation": 1,
+    "bias": True,
+    "padding_mode": "zeros",
+    "filters_per_example": False,
+    "prior_scale": 1.0,
+    "bias_prior_scale": 1.0,
+    "device": "cpu",
+    "dtype": torch.float64,
+}
+PERIOD = {"num_steps": 10, "end": 0.5}
+
+
+def joint():
+    return make_joint((), (4, 3), torch.float64)
+
+
+VALID: dict[str, Callable[[], dict[str, Any]]] = {
+    # making a model
+    "Classifier": lambda: {"net": ps.bayesianize(nn.Linear(3, 2)), "num_data": SIZE},
+    "Regressor": lambda: {
+        "net": ps.bayesianize(nn.Linear(3, 1)),
+        "num_data": SIZE,
+        "noise_scale": 0.3,
+    },
+    "FanIn": lambda: {"scale": 1.0, "vector_scale": 1.0, "fan_in": None},
+    "HierarchicalScale": lambda: {"prior": dist.HalfNormal(1.0), "fan_in": False},
+    "RankOne": lambda: {"prior_scale": 0.1, "start": "ones"},
+    "WalshHadamard": lambda: {"filters_per_example": False},
+    "bayesianize": lambda: {
+        "net": net(),
+        "prior": 1.0,
+        "normalization": False,
+        "layers": {"0": ps.RankOne()},
+    },
+    "RankOneLinear": lambda: {"layer": nn.Linear(3, 2), "prior_scale": 0.1, "start": "ones"},
+    **{
+        f"RankOneConv{dim}d": lambda dim=dim: {
+            "layer": getattr(nn, f"Conv{dim}d")(2, 3, 2),
+            "prior_scale": 0.1,
+            "start": "ones",
+        }
+        for dim in (1, 2, 3)
+    },
+    "WalshHadamardLinear": lambda: {
+        "in_features": 3,
+        "out_features": 2,
+        "bias": True,
+        "prior_scale": 1.0,
+        "bias_prior_scale": 1.0,
+        "device": "cpu",
+        "dtype": torch.float64,
+    },
+    **{f"WalshHadamardConv{dim}d": lambda: dict(CONVOLUTION) for dim in (1, 2, 3)},
+    # guides
+    "AutoLowRankLRT": lambda: {
+        "model": regressor(),
+        "rank": 1,
+        "diagonal": "constant",
+        "diagonal_variance": 0.1,
+        "alpha": 1.0,
+        "join_bias": False,
+        **OPTIONS,
+    },
+    "FullCovarianceGuide": lambda: {
+        "model": regressor(),
+        "join_bias": True,
+        "max_memory": 1.0,
+        **OPTIONS,
+    },
+    "RowwiseGuide": lambda: {
+        "model": regressor(),
+        "join_bias": True,
+        "max_memory": 1.0,
+        **OPTIONS,
+    },
+    "KTiedGuide": lambda: {"model": regressor(), "rank": 2, "join_bias": False, **OPTIONS},
+    "MatrixNormalGuide": lambda: {"model": regressor(), "join_bias": False, **OPTIONS},
+    "MeanFieldGuide": lambda: {"model": regressor(), **OPTIONS},
+    "MAPGuide": lambda: {"model": regressor(), **OPTIONS},
+    "EnsembleGuide": lambda: {"model": regressor(), "size": 2, "vectorize": True, **OPTIONS},
+    "MCDropoutGuide": lambda: {"model": regressor(), "rate": 0.1, **OPTIONS},
+    "InducingWeightGuide": lambda: {
+        "model": regressor(),
+        "inducing_shape": (2, 2),
+        "inducing_posterior": "diagonal",
+        "ensemble_size": None,
+        "shared": False,
+        "max_conditional_scale": 0.5,
+        "max_inducing_scale": 0.5,
+        "join_bias": True,
+        **OPTIONS,
+    },
+    "StructuredGuide": lambda: {
+        "model": regressor(),
+        "families": {"*": f.MeanField()},
+        **OPTIONS,
+    },
+    "SubnetworkGuide": lambda: {
+        "model": (model := regressor()),
+        "chosen": {"net.0.weight": torch.eye(4, 3, dtype=torch.bool)},
+        "center": ps.MAPGuide(model),
+        "posterior": f.FullCovariance(),
+        "train_rest": False,
+        "init_scale": 0.01,
+        "init_loc_fn": None,
+        "local_reparam": True,
+    },
+    "estimate_memory": lambda: {"make_guide": ps.KTiedGuide, "model": regressor(), "rank": 2},
+    # families
+    "Dropout": lambda: {"rate": 0.1, "input_dim": 1},
+    "FullCovariance": lambda: {"max_memory": 1.0, "join_bias": False},
+    "Rowwise": lambda: {"max_memory": 1.0, "join_bias": False},
+    "InducingWeights": lambda: {
+        "shape": (2, 2),
+        "posterior": f.MatrixNormal(),
+        "shared": False,
+        "max_conditional_scale": 0.5,
+        "prior_scale": 1.0,
+        "join_bias": False,
+    },
+    "KTied": lambda: {"rank": 2, "join_bias": False},
+    "LowRank": lambda: {
+        "rank": 2,
+        "diagonal": "constant",
+        "diagonal_variance": 0.1,
+        "alpha": 1.0,
+        "join_bias": False,
+    },
+    "families.MatrixNormal": lambda: {"join_bias": False},
+    "MeanField": lambda: {"max_scale": 0.5},
+    "PrunedMeanField": lambda: {"max_scale": 0.5},
+    "Members": lambda: {"size": 2, "vectorize": True},
+    "Subnetwork": lambda: {
+        "chosen": {"w": torch.eye(4, 3, dtype=torch.bool)},
+        "posterior": f.FullCovariance(),
+        "train_rest": False,
+    },
+    # fitting
+    "StructuredELBO": lambda: {
+        "kl_weight": 1.0,
+        "num_particles": 1,
+        "vectorize_particles": False,
+    },
+    "LinearAnnealing": lambda: {**PERIOD, "start": 0.0},
+    "CosineDecay": lambda: dict(PERIOD),
+    "CompiledSVI": lambda: {
+        **model_and_guide(),
+        "optim": pyro.optim.Adam({"lr": 0.01}),
+        "loss": ps.StructuredELBO(),
+        "backend": None,
+        "fallback": False,
+        "check_finite": True,
+    },
+    "fit": lambda: {
+        **model_and_guide(),
+        "data": (inputs(), targets()),
+        "num_epochs": None,
+        "num_steps": 2,
+        "batch_size": 3,
+        "lr": 0.01,
+        "lr_schedule": infer.CosineDecay(10),
+        "kl_weight": 1.0,
+        "num_particles": 1,
+        "vectorize_particles": False,
+        "optimizer": torch.optim.SGD,
+        "progress": False,
+    },
+    # using the posterior
+    "predict": lambda: {
+        "model": (model := regressor()),
+        "posterior": ps.MeanFieldGuide(model),
+        "x": inputs(),
+        "num_samples": 2,
+        "y": targets(),
+        "batch_size": 3,
+        "stream": False,
+        "site": "obs",
+        "progress": False,
+    },
+    "to_inference_data": lambda: {
+        "model": (model := regressor()),
+        "posterior": ps.MeanFieldGuide(model),
+        "x": inputs(),
+        "y": targets(),
+        "num_samples": 2,
+        "site": "obs",
+    },
+    "prune_inducing_factors": lambda: {
+        "guide": ps.InducingWeightGuide(regressor(), (2, 2)),
+        "amount": 0.5,
+    },
+    "prune_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "amount": 0.5},
+    "marginal_variances": lambda: {"guide": ps.MeanFieldGuide(regressor())},
+    "laplace_variances": lambda: {
+        "model": (model := regressor()),
+        "center": ps.MAPGuide(model),
+        "x": inputs(),
+        "num_samples": 1,
+        "batch_size": 3,
+        "site": "obs",
+    },
+    "largest": lambda: {"variances": {"w": positive(4, 3)}, "size": 2},
+    "k_tied_from_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
+    "tie_scales": lambda: {"scale": positive(4, 3), "rank": 2, "steps": 5},
+    "to_numpyro": lambda: {"model": regressor()},
+    "nuts": lambda: {
+        "model": regressor(),
+        "x": inputs(),
+        "y": targets(),
+        "num_warmup": 2,
+        "num_samples": 4,
+        "num_chains": 1,
+        "target_accept_prob": 0.8,
+        "max_tree_depth": 2,
+        "seed": 0,
+        "progress": False,
+    },
+    "classification_scores": lambda: {
+        "probabilities": torch.randn(SIZE, 3).softmax(-1),
+        "y": torch.tensor([0, 1, 2, 0, 1, 2]),
+    },
+    "predictive_distance": lambda: {
+        "functions": torch.randn(5, 4),
+        "reference": torch.randn(6, 4),
+    },
+    "plot_regressions": lambda: {
+        "predictions": {"mean field": prediction()},
+        "grid": torch.linspace(-1, 1, SIZE),
+        "x": torch.linspace(-1, 1, 4),
+        "y": torch.randn(4),
+        "truth": torch.randn(SIZE),
+        "limits": (-1.0, 1.0),
+    },
+    # distributions
+    "AugmentedMatrixNormal": lambda: {
+        "row_factor": torch.randn(2, 4),
+        "column_factor": torch.randn(2, 3),
+        "row_diagonal": positive(2),
+        "column_diagonal": positive(2),
+        "scale": positive(),
+        "bias_scale": positive(),
+        "event_shape": (4, 3),
+        "validate_args": True,
+    },
+    "Auxiliary": lambda: {
+        "posterior": dist.Normal(0.0, 1.0),
+        "prior": dist.Normal(0.0, 1.0),
+    },
+    "BernoulliDropout": lambda: {
+        "loc": torch.randn(4, 3),
+        "rate": 0.2,
+        "input_dim": 1,
+        "groups": 1,
+        "validate_args": True,
+    },
+    "ConditionalNormal": lambda: {
+        "joint": joint(),
+        "whitened": torch.randn(3, 2),
+        "conditional_scale": positive(),
+        "validate_args": True,
+    },
+    "FullNormal": lambda: {
+        "loc": torch.randn(4, 3),
+        "scale_tril": tril(12),
+        "validate_args": True,
+    },
+    "InducingNormal": lambda: {
+        "joint": joint(),
+        "inducing_loc": torch.randn(3, 2),
+        "inducing_scale": positive(3, 2),
+        "conditional_scale": positive(),
+        "validate_args": True,
+    },
+    "InducingNormal.from_inducing": lambda: {
+        "joint": joint(),
+        "inducing": d.MeanFieldNormal(torch.randn(3, 2), positive(3, 2)),
+        "conditional_scale": positive(),
+        "validate_args": True,
+    },
+    "JoinedPrior": lambda: {
+        "weight": dist.Normal(torch.zeros(4, 3), 1.0).to_event(2),
+        "bias": dist.Normal(torch.zeros(4), 1.0).to_event(1),
+    },
+    "KTiedNormal": lambda: {
+        "loc": torch.randn(4, 3),
+        "row_scale": positive(4, 2),
+        "column_scale": positive(3, 2),
+        "validate_args": True,
+    },
+    "LogScaleNormal": lambda: {
+        "loc": torch.randn(4, 3),
+        "log_scale": torch.randn(4, 3),
+        "event_dim": 2,
+        "validate_args": True,
+    },
+    "LowRankNormal": lambda: {
+        "loc": torch.randn(4, 3),
+        "factors": torch.randn(2, 4, 3),
+        "scale": positive(4, 3),
+        "alpha": 0.5,
+        "event_dim": 2,
+        "validate_args": True,
+    },
+    "MatrixNormal": lambda: {
+        "loc": torch.randn(4, 3),
+        "scale_tril_row": tril(4),
+        "scale_tril_column": tril(3),
+        "validate_args": True,
+    },
+    "MeanFieldNormal": lambda: {
+        "loc": torch.randn(4, 3),
+        "scale": positive(4, 3),
+        "event_dim": 2,
+        "validate_args": True,
+    },
+    "PointMass": lambda: {
+        "value": torch.randn(4, 3),
+        "event_dim": 2,
+        "mean": torch.randn(4, 3),
+        "variance": positive(4, 3),
+        "validate_args": True,
+    },
+    "PointMixture": lambda: {
+        "members": torch.randn(5, 4, 3),
+        "event_dim": 2,
+        "validate_args": True,
+    },
+    "PrunedNormal": lambda: {
+        "loc": torch.randn(4, 3),
+        "scale": positive(4, 3),
+        "kept": torch.rand(4, 3) > 0.5,
+        "event_dim": 2,
+        "validate_args": True,
+    },
+    "RowwiseNormal": lambda: {
+        "loc": torch.randn(4, 3),
+        "scale_tril": tril(4, 3),
+        "validate_args": True,
+    },
+    "ScaleMixtureNormal": lambda: {
+        "scales": positive(2),
+        "probs": positive(2),
+        "validate_args": True,
+    },
+}
+
+GUIDES = [name for name in VALID if name.endswith("Guide") or name == "AutoLowRankLRT"]
+
+
+def prediction():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(1, 1)), SIZE, 0.3)
+    grid = torch.linspace(-1, 1, SIZE).unsqueeze(-1)
+    return ps.predict(model, ps.MeanFieldGuide(model), grid, 2)
+
+
+# Of methods: what owns them, by the name of its class, and their arguments.
+OF_GUIDES = {
+    "initialize": lambda: {"x": inputs(), "y": targets()},
+    "forward": lambda: {"x": inputs(), "y": targets()},
+    "draw": lambda: {"local": False, "number": 0},
+}
+OF_DISTRIBUTIONS = {
+    "log_prob": lambda q: {"value": q.rsample() if q.has_rsample else q.sample()},
+    "rsample": lambda q: {"sample_shape": (2,)},
+    "sample": lambda q: {"sample_shape": (2,)},
+    "expand": lambda q: {"batch_shape": torch.Size([2])},
+    "image": lambda q: {"x": torch.randn(5, q.event_shape[1:].numel())},
+    "rows": lambda q: {"index": torch.tensor([[0, 1], [2, 3]])},
+    "condition": lambda q: {"u": torch.randn(2, 2), "conditional_scale": positive()},
+    "given": lambda q: {"whitened": torch.randn(3, 2)},
+}
+
+
+def passes():
+    return {**model_and_guide(), "x": inputs(), "y": targets()}
+
+
+OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "JoinedPrior.log_prob": lambda: {"value": torch.randn(4, 4)},
+    "Classifier.forward": lambda: {"x": inputs(), "y": torch.tensor([0, 1, 0, 1, 0, 1])},
+    "Regressor.forward": lambda: {"x": inputs(), "y": targets()},
+    "FanIn.standard_deviation": lambda: {"parameter": torch.randn(4, 3), "fan_in": None},
+    "LinearAnnealing.__call__": lambda: {"step": 3},
+    "CosineDecay.__call__": lambda: {"step": 3},
+    "CompiledSVI.step": lambda: {"x": inputs(), "y": targets()},
+    "CompiledSVI.evaluate_loss": lambda: {"x": inputs(), "y": targets()},
+    **{
+        f"StructuredELBO.{name}": passes
+        for name in ("differentiable_loss", "loss", "loss_and_grads", "terms")
+    },
+    "RankOneLinear.forward": lambda: {"x": torch.randn(5, 3)},
+    "WalshHadamardLinear.forward": lambda: {"x": torch.randn(5, 3)},
+    "WalshHadamardLinear.weight": lambda: {"coefficients": torch.randn(1, 4)},
+    **{
+        f"{kind}Conv{dim}d.forward": lambda dim=dim: {"x": torch.randn(5, 2, *[4] * dim)}
+        for kind in ("RankOne", "WalshHadamard")
+        for dim in (1, 2, 3)
+    },
+    **{
+        f"WalshHadamardConv{dim}d.weight": lambda dim=dim: {
+            "coefficients": torch.randn(1, 2 ** (dim + 1))
+        }
+        for dim in (1, 2, 3)
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A public callable with a function that makes valid arguments, new ones at each call."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Callable[[], dict[str, Any]]
+
+    @property
+    def parameters(self):
+        return inspect.signature(self.function).parameters
+
+    @property
+    def named_parameters(self):
+        """Return the parameters that a caller can name."""
+        loose = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        skipped = {"self", "_instance"}
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if parameter.kind not in loose and name not in skipped
+        ]
+
+
+def make(name):
+    """Make an instance of a class of the table."""
+    return CALLABLES[name](**VALID[name]())
+
+
+class _Unsampled:
+    """In the place of NumPyro's MCMC: the arguments have passed, and sampling would take seconds."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def run(self, *args):
+        raise StopIteration
+
+
+@functools.wraps(reference.nuts)
+def nuts_without_sampling(**arguments):
+    with mock.patch.object(sampling, "MCMC", _Unsampled), suppress(StopIteration):
+        reference.nuts(**arguments)
+
+
+def case_of(name):
+    """Return the case of a public callable, or raise a KeyError."""
+    function = CALLABLES[name]
+    if name == "nuts":
+        return Case(name, nuts_without_sampling, VALID[name])
+    if name in VALID:
+        return Case(name, function, VALID[name])
+    owner, method = name.rsplit(".", 1)
+    if name in OF_OTHERS:
+        arguments = OF_OTHERS[name]
+    elif owner in GUIDES:
+        arguments = OF_GUIDES[method]
+    else:
+        of_distribution = OF_DISTRIBUTIONS[method]
+        arguments = lambda: of_distribution(make(owner))  # noqa: E731
+
+    def call(**given):
+        return getattr(make(owner), method)(**given)
+
+    call.__signature__ = inspect.signature(function)
+    return Case(name, call, arguments)
+
+
+CALLABLES = public_callables()

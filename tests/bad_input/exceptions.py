@@ -1,0 +1,131 @@
+"""Values that are fine for an argument though they are unusual, and errors that stay as they are."""
+
+from fnmatch import fnmatchcase
+
+# By `callable.argument`, with wildcards. These are no wrong values.
+FINE = {
+    # any number in range
+    "*.rate": "zero",
+    "HierarchicalScale.fan_in": "two",
+    "FanIn*.fan_in": "number",
+    "*Dropout.input_dim": "zero",
+    "prune_*.amount": "zero",
+    "PointMass.variance": "zero",
+    "StructuredELBO.kl_weight": "zero",
+    "fit.kl_weight": "zero",
+    "LinearAnnealing.*": "zero, huge",
+    "CosineDecay.*": "zero, huge",
+    "LinearAnnealing.__call__.step": "zero, negative, huge",
+    "CosineDecay.__call__.step": "zero, negative, huge",
+    "*.draw.number": "zero, negative, huge",
+    "*.init_scale": "huge, fraction",
+    "*Guide.max_memory": "huge, fraction",
+    "nuts.seed": "zero, negative, huge",
+    "tie_scales.steps": "zero",
+    "plot_regressions.limits": "negative, fractions, huge",
+    "*.padding": "zero",
+    "*.num_data": "huge",
+    "fit.batch_size": "huge",
+    "predict.batch_size": "huge",
+    "laplace_variances.batch_size": "huge",
+    "nuts.max_tree_depth": "huge",
+    # None and "" where a later default serves
+    "*.init_loc_fn": "none",
+    "*.site": "empty",
+    # numbers in the place of tensors, and tensors of numbers
+    "*scale": "number, scalar",
+    "AugmentedMatrixNormal.*scale": "list",
+    "*.conditional_scale": "list, number, scalar",
+    "Regressor.noise_scale": "tensor",
+    "*.kept": "scalar",
+    # further dimensions in front, more rows, more columns, in any order
+    "*Normal.loc": "deeper",
+    "BernoulliDropout.loc": "deeper, longer, wider, float32",
+    "PointMixture.members": "deeper, longer, wider, float32",
+    "LowRankNormal.factors": "longer",
+    "tie_scales.scale": "longer, wider, float32",
+    "ScaleMixtureNormal.*": "deeper, longer",
+    "*.event_dim": "zero",
+    "*.log_prob.value": "deeper, infinity",  # whose density is zero
+    "Auxiliary.log_prob.value": "scalar, empty, deeper",
+    "ScaleMixtureNormal.log_prob.value": "scalar, empty, deeper, longer, wider",
+    "*.expand.batch_shape": "huge",
+    "*.image.x": "deeper, longer",
+    "*.rows.index": "longer, wider, deeper, scalar, empty",
+    "*.forward.x": "longer, wider, deeper",
+    "laplace_variances.x": "longer, deeper",
+    "predictive_distance.*": "deeper, longer, float32",
+    "FanIn.standard_deviation.parameter": (
+        "scalar, empty, deeper, complex, meta, longer, wider, whole, float32, nan, infinity"
+    ),
+    "classification_scores.probabilities": "wider, float32",
+    "plot_regressions.*": "float32, nan, infinity",
+    # what the function is there to answer
+    "estimate_memory.rank": "huge",
+    # names that nothing can know yet, or that are any text
+    "Subnetwork.chosen": "unknown key, empty",
+    "largest.variances": "unknown key",
+    "plot_regressions.predictions": "unknown key",
+    "bayesianize.layers": "empty",
+}
+
+# Errors that are not ours to word, or values that are looked at later: by the reason.
+EXCEPTIONS = {
+    "memory that is not there: torch says how many bytes": {
+        "*.rsample.sample_shape": "huge",
+        "*.sample.sample_shape": "huge",
+        "PointMass.expand.batch_shape": "huge",
+        "*.rank": "huge",
+        "*.size": "huge",
+        "*.inducing_shape": "huge",
+        "InducingWeights.shape": "huge",
+        "WalshHadamard*": "huge",
+    },
+    "a number of passes: it runs for as long as was asked, and can be interrupted": {
+        "fit.num_steps": "huge",
+        "fit.num_particles": "huge",
+        "predict.num_samples": "huge",
+        "to_inference_data.num_samples": "huge",
+        "laplace_variances.num_samples": "huge",
+        "StructuredELBO.num_particles": "huge",
+        "nuts.num_*": "huge",
+        "tie_scales.steps": "huge",
+    },
+    "values on a device are read only where they are scored, so as not to wait for it": {
+        "Classifier.forward.y": "negative, too large, meta, true",
+        "*.forward.y": "nan, infinity, none",
+        "*.initialize.y": "nan, infinity, none",
+        "*.image.x": "nan, infinity",
+        "*.forward.x": "nan, infinity",
+        "*.initialize.x": "nan, infinity",
+        "WalshHadamard*.weight.coefficients": "nan, infinity",
+    },
+    "Pyro's own errors of observed sites": {
+        "StructuredELBO.*.y": "none, nan, infinity",
+        "CompiledSVI.*.y": "none, nan, infinity",
+        "predict.y": "infinity",
+        "to_inference_data.y": "infinity",
+    },
+    "the model is the user's: a call of it with these arguments is right for some model": {
+        "CompiledSVI.*.x": "unknown, numpy",
+        "CompiledSVI.*.y": "unknown, numpy",
+        "estimate_memory.make_guide": "class",
+    },
+    "an embedding says of an index what torch's own says; other structures have no rows to give": {
+        "*.rows.index": "negative, too large, real, true, complex",
+    },
+    "layers take what torch's layers take": {
+        "RankOne*.forward.x": "float32, whole, deeper",
+        "WalshHadamard*.forward.x": "complex, float32, whole, deeper",
+    },
+    "torch.compile is asked at the first step": {"CompiledSVI.backend": "text"},
+}
+
+
+def is_listed(listed, case, argument, label):
+    """Whether a table of patterns has ``callable.argument = label``."""
+    call = f"{case.name}.{argument}"
+    return any(
+        fnmatchcase(call, pattern) and label in labels.split(", ")
+        for pattern, labels in listed.items()
+    )

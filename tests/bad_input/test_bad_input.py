@@ -1,0 +1,188 @@
+"""Every public callable says which argument is wrong: one at a time, by the table of valid ones."""
+
+import itertools
+
+import pyro
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import InducingNormal
+from pyro_structvi.families import MeanField
+from tests.bad_input.cases import (
+    ABSTRACT,
+    BETWEEN_PARTS,
+    CALLABLES,
+    METHODS_BETWEEN_PARTS,
+    RECORDS,
+    case_of,
+    joint,
+)
+from tests.bad_input.exceptions import EXCEPTIONS, FINE, is_listed
+from tests.bad_input.judging import judge, prepared, wrong_calls
+from tests.models import make_regressor, regression_data
+
+NAMES = sorted(CALLABLES)
+OF_EVERY_ARGUMENT = 2  # wrong values in the fast tests; all of them in the slow ones
+
+
+def calls_to_judge(case):
+    """Return the wrong calls by argument, without values that are fine or excepted."""
+    calls = [
+        (argument, label, value)
+        for argument, label, value in wrong_calls(case)
+        if not is_listed(FINE, case, argument, label)
+        and not any(is_listed(listed, case, argument, label) for listed in EXCEPTIONS.values())
+    ]
+    return {name: [*group] for name, group in itertools.groupby(calls, lambda call: call[0])}
+
+
+def assert_clear(case, calls):
+    verdicts = [(*call[:2], *judge(case, call[0], call[2])) for call in calls]
+    wrong = [
+        f"{name} = {label}: {verdict} {text}"
+        for name, label, verdict, text in verdicts
+        if verdict != "clear"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_callable_has_valid_arguments_for_all_its_parameters(name):
+    assert set(case_of(name).named_parameters) <= set(prepared(case_of(name)))
+
+
+def test_names_that_need_no_entry_exist():
+    """So that a name which is left out goes with what it was for."""
+
+    modules = [ps, ps.families, ps.distributions, ps.guides, ps.nn, ps.infer, ps.posterior]
+    modules += [ps.reference, ps.metrics, ps.pruning]
+    known = {name for module in modules for name in dir(module)}
+    assert known >= RECORDS | ABSTRACT | BETWEEN_PARTS
+    methods = {name for module in modules for value in vars(module).values() for name in dir(value)}
+    assert methods >= METHODS_BETWEEN_PARTS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_wrong_argument_is_named(name):
+    """A few wrong values of each argument, others for each callable."""
+    case = case_of(name)
+    calls = calls_to_judge(case)
+    start = NAMES.index(name)
+    chosen = [
+        group[(start + step) % len(group)]
+        for group in calls.values()
+        for step in range(min(OF_EVERY_ARGUMENT, len(group)))
+    ]
+    assert_clear(case, chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_wrong_argument_is_named(name):
+    case = case_of(name)
+    assert_clear(case, itertools.chain(*calls_to_judge(case).values()))
+
+
+# ---- examples ------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+def predict(x, posterior=ps.MeanFieldGuide):
+    model = make_regressor()
+    return ps.predict(model, posterior and posterior(model), x, num_samples=2)
+
+
+def fit(**options):
+    model = make_regressor()
+    options = {"data": regression_data(), "num_steps": 1, "progress": False} | options
+    return ps.fit(model, ps.MeanFieldGuide(model), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: predict(torch.zeros(5, 3), None), TypeError, "`posterior` must be a function"),
+        (lambda: predict(()), TypeError, r"`x` must be a tensor, or a tuple .* but got \(\)"),
+        (lambda: predict(torch.zeros(0, 3)), ValueError, "`x` must hold at least one example"),
+        (
+            lambda: predict(torch.zeros(5, 3).numpy()),
+            TypeError,
+            r"`x` must be .* ndarray of shape \(5, 3\).*`torch.as_tensor\(x\)`",
+        ),
+        (lambda: fit(kl_weight=None), TypeError, "`kl_weight` must be a finite number"),
+        (
+            lambda: fit(optimizer=pyro.optim.Adam({"lr": 0.1})),
+            TypeError,
+            "`optimizer` must be `torch.optim.Adam` or another function",
+        ),
+        (
+            lambda: fit(optimizer=lambda parameters, lr: None),
+            TypeError,
+            r"`optimizer\(parameters, lr=lr\)` must be an Optimizer, but got None",
+        ),
+        (lambda: fit(data=Stream()), TypeError, "`data` must know its length, but Stream does not"),
+        (
+            lambda: ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), 5, noise_scale="abc"),
+            TypeError,
+            "`noise_scale` must be a number, a torch.Tensor or a Distribution, but got 'abc'",
+        ),
+        (
+            lambda: ps.StructuredGuide(make_regressor(), {3: MeanField()}),
+            TypeError,
+            r"`families.keys\(\)` must be a string, but got 3",
+        ),
+        (
+            lambda: InducingNormal(joint(), torch.zeros(3, 2), -1, 1.0),
+            ValueError,
+            "`inducing_scale` must be positive and finite",
+        ),
+        (
+            lambda: ps.bayesianize(nn.Linear(0, 3)),
+            ValueError,
+            r"`net` must have elements .* 'weight' has the shape \(3, 0\)",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_examples(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+class Squeezed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).squeeze()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("likelihood", [ps.Classifier, lambda *args: ps.Regressor(*args, 0.1)])
+def test_a_net_that_takes_a_batch_of_one_apart(likelihood, size):
+    model = likelihood(ps.bayesianize(Squeezed(3, size)), 5)
+    message = r"`x` is a batch of one example, but .* Write `squeeze\(-1\)` there"
+    if size == 1 and likelihood is not ps.Classifier:
+        message = r"`x` is a batch of one example, but the net's output has shape \(\)"
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 3))
+
+
+def test_what_a_net_says_of_its_input_comes_with_that_input():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        make_regressor()(torch.zeros(5, 2))
+    notes = raised.value.__cause__ or raised.value
+    assert notes.__notes__ == [
+        "The argument `x` was a torch.Tensor of shape (5, 2) and dtype torch.float64."
+    ]
+
+
+def test_no_message_prints_what_a_tensor_holds():
+    for wrong in (torch.full((4, 3), 77.125), torch.full((4, 3), 77.125).numpy()):
+        with pytest.raises(ValueError, match="of shape") as raised:
+            ps.KTiedGuide(make_regressor(), rank=wrong)
+        assert "77" not in str(raised.value)
