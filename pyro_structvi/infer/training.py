@@ -1,6 +1,5 @@
 """The training loop: one optimizer, a progress bar, and a history."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -14,8 +13,11 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, brief, check, checked
+from pyro_structvi._pyro import declared_samples
+from pyro_structvi._torch import own_tensors
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import Arguments, arguments, as_batches, num_examples
+from pyro_structvi.infer.data_size import check_scale, set_num_data
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.ranks import (
     data_parallel,
@@ -31,7 +33,6 @@ from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step, StepTerms
-from pyro_structvi.nn.likelihoods import Likelihood
 
 TrainedGuide = Annotated[
     nn.Module,
@@ -42,10 +43,6 @@ Engine = Callable[[Loss, OneOptimizer, Check], Step]
 
 def _eager(loss: Loss, optimizer: OneOptimizer, check: Check) -> Step:
     return EagerStep(loss, optimizer, check, data_parallel(loss))
-
-
-class NumDataWarning(UserWarning):
-    """The model was told of another number of examples than the data have."""
 
 
 @dataclass
@@ -97,7 +94,8 @@ def fit(
 ) -> History:
     """Fit a guide, and the model's own parameters, by stochastic gradients of the ELBO.
 
-    The learning rate and the KL weight are set anew for each step. A loss or a gradient that is not
+    Model and guide are in training mode meanwhile; a part that is frozen and in evaluation mode stays
+    so. The learning rate and the KL weight are set anew for each step. A loss or a gradient that is not
     finite stops the fit *before* the parameters change. An interrupt from the keyboard ends the fit
     and returns the history so far.
 
@@ -158,14 +156,15 @@ def fit(
     device = _device_of(guide)
     loader = as_batches(data, batch_size, device, shared_seed(), world())
     total = _count_steps(num_epochs, num_steps, loader)
-    _set_num_data(poutine.unwrap(model), num_examples(loader))
+    size = num_examples(loader)
+    set_num_data(poutine.unwrap(model), size)
     make_optimizer = partial(optimizer or partial(torch.optim.Adam, fused=True), lr=lr)
     loss = CheckedLoss(model, guide, elbo)
     with _training_mode(model, guide), noise_of_rank(device):
         batches = arguments(loader, device, total)
         bar = tqdm(batches, "fit", total, disable=not progress or world()[0] > 0)
         with closing(batches), bar:
-            steps = _steps(_eager, guide, loss, make_optimizer, lr_schedule, bar, len(loader))
+            steps = _steps(_eager, guide, loss, make_optimizer, lr_schedule, bar, len(loader), size)
             return _record(steps, bar)
 
 
@@ -177,6 +176,7 @@ def _steps(
     lr_schedule: Schedule | None,
     batches: Iterable[Arguments],
     num_batches: int,
+    size: int | None,
 ) -> Iterator[tuple[StepTerms, float]]:
     """Take a step with each batch; yield its terms and its learning rate."""
     step: Step | None = None
@@ -184,6 +184,7 @@ def _steps(
         if step is None:
             _initialize(guide, args, kwargs)
             _check_local_sites(guide, num_batches)
+            check_scale(loss.parts[0], args, kwargs, num_batches, size)
             made = make_optimizer([*loss.trained.values()])
             check("optimizer(parameters, lr=lr)", made, torch.optim.Optimizer)
             optimizer = OneOptimizer(made)
@@ -211,16 +212,32 @@ def _record(steps: Iterator[tuple[StepTerms, float]], bar: Any) -> History:
 
 @contextmanager
 def _training_mode(model: Callable[..., Any], guide: nn.Module) -> Iterator[None]:
-    """Put model and guide into training mode in this block."""
+    """Put model and guide into training mode in this block, but for frozen parts in evaluation mode."""
     roots = [root for root in (poutine.unwrap(model), guide) if isinstance(root, nn.Module)]
     modes = [(part, part.training) for root in roots for part in root.modules()]
     try:
         for root in roots:
-            root.train()
+            _train(root)
         yield
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def _train(module: nn.Module) -> None:
+    if not module.training and _is_frozen(module):
+        return
+    module.training = True
+    for child in module.children():
+        _train(child)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Whether a module has tensors, and none that is trained or sampled."""
+    parts = [*module.modules()]
+    has_tensors = any(True for part in parts for _ in own_tensors(part))
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    return has_tensors and not is_trained and not any(map(declared_samples, parts))
 
 
 def _check_modules(model: Any, guide: Any) -> None:
@@ -249,26 +266,6 @@ def _count_steps(num_epochs: int | None, num_steps: int | None, loader: Any) -> 
             "as many batches, such as one with a `DistributedSampler`, or `num_steps`."
         )
     return total
-
-
-def _set_num_data(model: Any, found: int | None) -> None:
-    """Tell a model how many examples there are, or compare with what it was told."""
-    if not isinstance(model, Likelihood):
-        return
-    if not model.is_num_data_given:
-        if found is None:
-            raise ValueError(
-                "`num_data` must be given to the model, since `data` does not tell how many examples "
-                f"it has: `{type(model).__name__}(net, num_data=...)`."
-            )
-        model.num_data = found
-    elif found not in (None, model.num_data):
-        warnings.warn(
-            f"The model was told of num_data={model.num_data} examples, and `data` has {found}. The "
-            "likelihood counts as that of the former; leave `num_data` out to have it set.",
-            NumDataWarning,
-            stacklevel=3,
-        )
 
 
 def _initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
