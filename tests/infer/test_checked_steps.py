@@ -1,7 +1,10 @@
 """What every step looks at before it updates, eager or compiled: numbers, rates, parameters."""
 
 import math
+import random
+import warnings
 
+import numpy as np
 import pyro
 import pytest
 import torch
@@ -157,3 +160,36 @@ def test_parameters_of_a_net_that_a_function_knows_by_name_are_its_own():
     svi = compiled(model, guide, torch.optim.Adam([weight, *guide.parameters()], lr=0.1))
     svi.step(*data)
     assert weight.abs().min() > 0
+
+
+# ---- what a trace does not see -----------------------------------------------------------------------
+
+
+class DropsByPython(nn.Module):
+    """Skips a layer by a random number of Python's, or of NumPy's."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.last, self.draw = nn.Linear(3, 3), nn.Linear(3, 1), draw
+
+    def forward(self, x):
+        return self.last(self.first(x) if self.draw() < 0.5 else x)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.random()])  # noqa: NPY002
+def test_random_numbers_of_python_are_not_compiled(draw):
+    model = ps.Regressor(ps.bayesianize(DropsByPython(draw)), 12, 0.3)
+    guide, data = ps.MeanFieldGuide(model), regression_data()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the pass that counts uses may skip the layer
+        guide.initialize(*data)
+    svi = compiled(model, guide)
+    svi.step(*data)
+    before = states(guide)
+    with pytest.raises(RuntimeError, match="draws random numbers by Python's `random` or by NumPy"):
+        svi.step(*data)
+    torch.testing.assert_close(states(guide), before, rtol=0, atol=0)
+    svi = compiled(model, guide, fallback=True)
+    svi.step(*data)
+    with pytest.warns(UserWarning, match="The step runs uncompiled"):
+        svi.step(*data)

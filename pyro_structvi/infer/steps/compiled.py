@@ -1,10 +1,12 @@
 """The engine that compiles a step for each kind of call."""
 
+import random
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
@@ -72,6 +74,7 @@ class CompiledStep(Step):
         self._stored: list[str] = []  # names of what is found in Pyro's store
         self.kinds: dict[Hashable, ReplayedStep] = {}
         self._uncompiled: set[Hashable] = set()  # calls that have fallen back
+        self._drawing_in_python: set[Hashable] = set()
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return loss, log likelihood and KL.
@@ -100,8 +103,11 @@ class CompiledStep(Step):
 
     def _take_first(self, call: Call) -> list[float]:
         """Take an eager step, which finds parameters and plates."""
+        generators = _python_generators()
         with poutine.trace(param_only=True) as capture, SubsampleRecorder() as recorder:
             numbers = self._eager.take(call.args, call.kwargs)
+        if _python_generators() != generators:
+            self._drawing_in_python.add(call.key)
         self.loss.zero_grad()  # also of what the optimizer does not train
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
         self.optimizer.was_loaded()
@@ -143,6 +149,11 @@ class CompiledStep(Step):
             outputs = step(call)
         else:
             with self._explained():
+                if call.key in self._drawing_in_python:
+                    raise RuntimeError(
+                        "a step draws random numbers by Python's `random` or by NumPy, and would repeat "
+                        "what it has drawn once; draw them by torch"
+                    )
                 outputs = step(call)
         numbers, terms = step.unpack(outputs)
         read = self._read((call.args, call.kwargs), numbers, terms)
@@ -171,3 +182,9 @@ class CompiledStep(Step):
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
         return tuple(parts)
+
+
+def _python_generators() -> list[Any]:
+    """Return the states of the random generators that a traced step does not see."""
+    of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
+    return [random.getstate(), of_numpy[2], of_numpy[1].tobytes()]
