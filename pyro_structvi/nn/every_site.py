@@ -41,5 +41,5 @@ def _keep_values(module: PyroModule, args: Any, outputs: Any) -> None:
     own = values_of_pass(module)
     assert isinstance(own, PassValues)
     for output in take_apart(outputs)[0]:
-        if isinstance(output, Tensor) and output.requires_grad:
+        if isinstance(output, Tensor) and output.grad_fn is not None:
             own.keep_for_backward(output)

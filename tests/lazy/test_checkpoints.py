@@ -150,6 +150,21 @@ def test_a_net_that_is_checkpointed_as_a_whole():
         loss.backward()
 
 
+class ReturnsItsWeight(nn.Linear):
+    """A net whose output is what it samples."""
+
+    def forward(self, x):
+        return self.weight
+
+
+def test_nothing_is_kept_at_a_parameter_that_is_an_output():
+    net = ps.bayesianize(ReturnsItsWeight(3, 1))
+    guide = ps.MAPGuide(net)
+    for _ in range(3):
+        pyro.poutine.replay(net, pyro.poutine.trace(guide).get_trace(torch.zeros(2, 3)))(None)
+    assert not any(parameter._backward_hooks for parameter in guide.parameters())
+
+
 def test_no_gradients_no_values_are_kept():
     model, guide = make("reentrant", MeanField())
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):  # torch's own
