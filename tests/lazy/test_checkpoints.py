@@ -158,7 +158,7 @@ class ReturnsItsWeight(nn.Linear):
 
 
 def test_nothing_is_kept_at_a_parameter_that_is_an_output():
-    net = ps.bayesianize(ReturnsItsWeight(3, 1))
+    net = ps.bayesianize(ReturnsItsWeight(3, 1, bias=False))
     guide = ps.MAPGuide(net)
     for _ in range(3):
         pyro.poutine.replay(net, pyro.poutine.trace(guide).get_trace(torch.zeros(2, 3)))(None)
