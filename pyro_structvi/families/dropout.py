@@ -75,4 +75,4 @@ class Dropout(Family):
 
 def _has_inputs(site: LatentSite) -> bool:
     """Whether a site is a weight that multiplies inputs."""
-    return site.is_real and not site.plates and len(site.shape) >= 2 and site.fan_in != 0
+    return site.is_real and not site.is_batch and len(site.shape) >= 2 and site.fan_in != 0

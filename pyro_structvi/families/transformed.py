@@ -58,3 +58,24 @@ def bijection_onto(support: Any) -> Any:
     """Return the map onto the support: exp alone for positive numbers, as in a log-normal."""
     positive = isinstance(support, type(constraints.positive)) and support.lower_bound == 0
     return ExpTransform() if positive else biject_to(support)
+
+
+def bijection_at(name: str, support: Any) -> Any:
+    """Return the map onto the support of a site of a model.
+
+    Args:
+        name: The site's name, for the error.
+        support: Its support.
+
+    Raises:
+        ValueError: If none is registered, as for a sphere.
+    """
+    try:
+        return bijection_onto(support)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"The latent site '{name}' lies on {support}, onto which torch registers no bijection from "
+            "the real numbers. Reparametrize it (for a sphere: `poutine.reparam(model, "
+            f"config={{'{name}': ProjectedNormalReparam()}})`, from a ProjectedNormal), or hide it by "
+            f"`poutine.block(model, hide=['{name}'])` and write a separate guide for it."
+        ) from error

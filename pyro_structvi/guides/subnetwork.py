@@ -6,7 +6,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from pyro_structvi.families import Family, FullCovariance, Subnetwork
-from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
+from pyro_structvi.guides.options import GuideOptions
+from pyro_structvi.guides.structured import StructuredGuide
 
 
 class SubnetworkGuide(StructuredGuide):

@@ -98,7 +98,8 @@ def laplace_variances(
     for number, value in enumerate(args):
         if not isinstance(value, Tensor):
             raise TypeError(f"`x[{number}]` must be a tensor, but got {type(value).__name__}.")
-    values = center.median()
+    own = center.median()
+    values = {name: value for name, value in own.items() if not center[name].site.is_local}
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
 
     information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}
