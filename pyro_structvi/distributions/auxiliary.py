@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import kl_divergence
+from torch.distributions import constraints, kl_divergence
 
 from pyro_structvi.linalg.precision import autocast_off
 
@@ -31,6 +31,23 @@ class Auxiliary(TorchDistribution):
     def __init__(self, posterior: Any, prior: Any | None = None) -> None:
         self.posterior, self.prior = posterior, prior
         super().__init__(posterior.batch_shape, posterior.event_shape, validate_args=False)
+
+    @constraints.dependent_property(is_discrete=False)
+    def support(self) -> Any:
+        """That of the posterior."""
+        return self.posterior.support
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the posterior."""
+        mean: Tensor = self.posterior.mean
+        return mean
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each element in the posterior."""
+        variance: Tensor = self.posterior.variance
+        return variance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw the variable from its posterior."""

@@ -10,7 +10,13 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.distributions import constraints
-from pyro.infer import SVI, JitTrace_ELBO, JitTraceMeanField_ELBO, Predictive, Trace_ELBO
+from pyro.infer import (
+    SVI,
+    JitTrace_ELBO,
+    JitTraceMeanField_ELBO,
+    Predictive,
+    Trace_ELBO,
+)
 from pyro.infer.autoguide import (
     AutoGuide,
     AutoGuideList,
@@ -23,6 +29,7 @@ from pyro.infer.autoguide import (
     init_to_uniform,
     init_to_value,
 )
+from torch import nn
 from torch.distributions import Normal
 
 import pyro_structvi as ps
@@ -227,12 +234,27 @@ def test_copies_and_predictions(make_guide):
     assert Predictive(model, guide=guide, num_samples=3)(data[0])["obs"].shape == (3, 12, 1)
 
 
-@pytest.mark.parametrize("make_loss", [JitTrace_ELBO, JitTraceMeanField_ELBO])
 @pytest.mark.parametrize("posterior", ["diagonal", "ensemble"])
-def test_inducing_weights_train_under_pyros_compiled_objectives(make_loss, posterior):
+def test_pyros_compiled_objective_has_the_eager_gradients(posterior):
+    net = nn.Linear(3, 2, dtype=torch.float64)
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 12, 0.3)
+    data = torch.randn(12, 3).double(), torch.randn(12, 2).double()
+    guide = ps.InducingWeightGuide(model, (2, 2), posterior, init_scale=0.3)
+    found = []
+    for loss in (Trace_ELBO(), JitTrace_ELBO()):
+        loss.loss_and_grads(model, guide, *data)  # the compiled one compiles
+        guide.zero_grad()
+        pyro.set_rng_seed(3)
+        value = loss.loss_and_grads(model, guide, *data)
+        gradients = [p.grad.flatten() for p in guide.parameters() if p.grad is not None]
+        found.append(torch.cat([torch.tensor([value]), *gradients]))
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
+
+
+@every_guide
+def test_a_guide_trains_under_pyros_compiled_mean_field_objective(make_guide):
     model, data = make_model(), regression_data()
-    guide = ps.InducingWeightGuide(model, (2, 2), posterior)
-    losses = train(model, guide, make_loss(), data)
+    losses = train(model, make_guide(model), JitTraceMeanField_ELBO(), data)
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
@@ -293,7 +315,17 @@ def test_the_terms_of_a_batch_are_those_of_its_rows():
     assert torch.equal(trace.nodes["shift"]["fn"].mean, index.float())
 
 
-def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own():
+def make_eager(model, guide):
+    return SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), ps.StructuredELBO())
+
+
+def make_compiled(model, guide):
+    optim = pyro.optim.Adam({"lr": 0.05})
+    return ps.CompiledSVI(model, guide, optim, ps.StructuredELBO(), backend=None)
+
+
+@pytest.mark.parametrize("make_svi", [make_eager, make_compiled])
+def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(make_svi):
     def model(y):
         with pyro.plate("data", SIZE, subsample_size=3) as index:
             shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
@@ -301,15 +333,30 @@ def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own():
 
     y = torch.arange(SIZE) / 4.0
     guide = ps.MeanFieldGuide(model)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), ps.StructuredELBO())
+    svi = make_svi(model, guide)
     for _ in range(400):
         svi.step(y)
     assert (guide.median()["shift"] - y * 16 / 17).abs().max() < 0.5
 
 
+def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
+    def model(y, index):
+        with pyro.plate("data", SIZE, subsample=index):
+            shift = pyro.sample("shift", dist.Normal(0.0, 2.0))
+            pyro.sample("obs", dist.Normal(shift, 0.5), obs=y)
+
+    data = torch.arange(SIZE) / 4.0, torch.arange(SIZE)
+    options = {"num_steps": 300, "batch_size": 4, "lr": 0.05, "progress": False}
+    with pytest.raises(ValueError, match=r"'shift'.*give the guide `create_plates`"):
+        ps.fit(model, ps.MeanFieldGuide(model), data, **options)
+    guide = ps.MeanFieldGuide(model, create_plates=plate_of)
+    ps.fit(model, guide, data, **options)
+    assert (guide.median()["shift"] - data[0] * 16 / 17).abs().max() < 0.5
+
+
 def test_create_plates_must_return_plates():
     guide = ps.MeanFieldGuide(in_batches, create_plates=lambda y, index: ["data"])
-    with pytest.raises(TypeError, match="`create_plates` must return a pyro.plate or several"):
+    with pytest.raises(TypeError, match=r"`create_plates` must return a pyro.plate or several"):
         guide(torch.randn(SIZE), torch.arange(3))
 
 
@@ -329,9 +376,9 @@ SUPPORTS = {
     "positive": constraints.positive,
     "ordered": constraints.ordered_vector,
 }
-VECTORS = {
-    name: dist.ImproperUniform(support, (), (3,)) for name, support in SUPPORTS.items()
-} | {"beta": dist.Beta(2.0, 3.0).expand([3]).to_event(1)}
+VECTORS = {name: dist.ImproperUniform(support, (), (3,)) for name, support in SUPPORTS.items()} | {
+    "beta": dist.Beta(2.0, 3.0).expand([3]).to_event(1)
+}
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
@@ -403,5 +450,7 @@ def test_a_batch_in_no_plate_gets_what_takes_batches_or_an_error_that_says_what_
     expected = torch.distributions.kl_divergence(Normal(0.0, 0.01), Normal(0.0, 1.0))
     means = guide["z"].loc.square().sum() / 2
     torch.testing.assert_close(terms.kl["z"], 6 * expected + means)
-    with pytest.raises(ValueError, match=r"KTied.*'z' is a batch of shape \(2, 3\) in no plate.*2\)`"):
+    with pytest.raises(
+        ValueError, match=r"KTied.*'z' is a batch of shape \(2, 3\) in no plate.*2\)`"
+    ):
         ps.KTiedGuide(model).initialize()
