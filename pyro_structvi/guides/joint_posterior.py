@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi.distributions import WeightDistribution
+from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.distributions.quantiles import quantiles
 from pyro_structvi.families import LatentSite, SitePosterior
 from pyro_structvi.guides.coupling import Coupling, SharedPosterior
@@ -98,11 +99,15 @@ class JointPosterior:
 
     def quantiles(self, probs: Sequence[float] | Tensor) -> dict[str, Tensor]:
         """Return quantiles of each site's elements; see :meth:`StructuredGuide.quantiles`."""
+        asked = torch.as_tensor(probs, dtype=torch.float64).reshape(-1)
+        if not bool(((asked >= 0) & (asked <= 1)).all()):
+            raise ValueError(f"`quantiles` must be numbers from 0 to 1, but got {probs}.")
         found: dict[str, Tensor] = {}
-        for site, distribution in self.given("marginals", True):
+        for site, own in self.given("marginals", True):
+            distribution = in_single(own)
             mean = getattr(distribution, "base_dist", distribution).mean
             try:
-                values = quantiles(distribution, torch.as_tensor(probs).reshape(-1).to(mean))
+                values = quantiles(distribution, asked.to(mean))
             except NotImplementedError as error:
                 raise NotImplementedError(
                     f"The posterior of the site '{site.name}' has no quantiles in closed form. Take "

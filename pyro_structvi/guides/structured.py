@@ -271,6 +271,7 @@ class StructuredGuide(OwningAutoGuide):
             **kwargs: Likewise.
 
         Raises:
+            ValueError: If a number is not from 0 to 1.
             NotImplementedError: If they are not known, as for inducing weights that layers share.
 
         Example:

@@ -149,6 +149,20 @@ def test_quantiles_rise_on_every_support(support, back):
     torch.testing.assert_close(back(guide.quantiles([0.2, 0.8])["z"]), expected)
 
 
+@pytest.mark.parametrize("name", ["mean field", "k-tied", "points", "ensemble", "dropout"])
+def test_quantiles_in_half_precision_are_in_single(name):
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2).bfloat16(), prior=1.0), 12, 0.3)
+    found = GUIDES[name](model).quantiles([0.1, 0.9])["net.weight"]
+    assert found.dtype == torch.float32
+    assert bool(torch.isfinite(found).all())
+
+
+@pytest.mark.parametrize("wrong", [[1.1], [0.5, -0.1], [float("nan")]])
+def test_quantiles_are_of_probabilities(wrong):
+    with pytest.raises(ValueError, match="`quantiles` must be numbers from 0 to 1"):
+        ps.MeanFieldGuide(make_model()).quantiles(wrong)
+
+
 def test_quantiles_that_are_not_known_name_the_sites():
     guide = ps.InducingWeightGuide(make_model(), (2, 2), FullCovariance(), shared=True)
     with pytest.raises(NotImplementedError, match=r"'net.0.weight', 'net.2.weight'.*guide.draw()"):
@@ -251,10 +265,10 @@ def test_pyros_compiled_objective_has_the_eager_gradients(posterior):
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
 
 
-@every_guide
-def test_a_guide_trains_under_pyros_compiled_mean_field_objective(make_guide):
+@pytest.mark.parametrize("name", ["mean field", "inducing weights", "ensemble"])
+def test_a_guide_trains_under_pyros_compiled_mean_field_objective(name):
     model, data = make_model(), regression_data()
-    losses = train(model, make_guide(model), JitTraceMeanField_ELBO(), data)
+    losses = train(model, GUIDES[name](model), JitTraceMeanField_ELBO(), data)
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
