@@ -338,6 +338,25 @@ def make_compiled(model, guide):
     return ps.CompiledSVI(model, guide, optim, ps.StructuredELBO(), backend=None)
 
 
+def test_medians_and_quantiles_of_local_latents_are_those_of_auto_normal():
+    y, index = torch.randn(SIZE), torch.tensor([7, 2, 5])
+    theirs = AutoNormal(in_batches, create_plates=plate_of, init_scale=0.3)
+    theirs(y, index)
+    values = {name: value + 0.1 for name, value in theirs.median().items() if name != "rate"}
+    ours = ps.MeanFieldGuide(
+        in_batches,
+        create_plates=plate_of,
+        init_scale=0.3,
+        init_loc_fn=lambda site: values.get(site["name"], theirs.median()["rate"]),
+    )
+    theirs.locs.scale, theirs.locs.shift = values["scale"].log(), values["shift"]
+    ours.initialize(y, index)
+    for name, value in theirs.median().items():
+        torch.testing.assert_close(ours.median()[name], value)
+    for name, value in theirs.quantiles(PROBS).items():
+        torch.testing.assert_close(ours.quantiles(PROBS)[name], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("make_svi", [make_eager, make_compiled])
 def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(make_svi):
     def model(y):
