@@ -102,6 +102,11 @@ class LatentSite:
         return self.event_dim < len(self.shape)
 
     @property
+    def is_subsampled(self) -> bool:
+        """Whether a pass has a part of it, whose numbers its plates know."""
+        return any(plate.subsample_size is not None for plate in self.plates)
+
+    @property
     def is_real(self) -> bool:
         """Whether every real value is allowed."""
         support = self.support

@@ -173,7 +173,8 @@ class StructuredGuide(OwningAutoGuide):
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
         joint, number = self._pass or (self.begin_pass(*args, **kwargs), None)
-        left_out, local = [], self.local_site_names
+        left_out: list[str] = []
+        local = [name for name in self.local_site_names if not self[name].site.is_subsampled]
         if self._pass is None and local and self.model is not None and poutine.get_mask() is False:
             shapes = {name: self[name].site.shape for name in local}
             left_out = of_other_examples(self.model, shapes, args, kwargs)

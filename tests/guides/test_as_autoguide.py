@@ -387,6 +387,15 @@ def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
     assert (guide.median()["shift"] - data[0] * 16 / 17).abs().max() < 0.5
 
 
+def test_predictions_of_a_batch_have_its_rows():
+    index = torch.tensor([7, 2, 5])
+    guide = ps.MeanFieldGuide(in_batches, create_plates=plate_of, init_scale=1e-3)
+    guide.initialize(torch.zeros(SIZE), index)
+    guide["shift"].loc.data = torch.arange(SIZE).float()
+    drawn = Predictive(in_batches, guide=guide, num_samples=5)(torch.zeros(SIZE), index)["shift"]
+    assert (drawn - index).abs().max() < 0.1
+
+
 def test_create_plates_must_return_plates():
     guide = ps.MeanFieldGuide(in_batches, create_plates=lambda y, index: ["data"])
     with pytest.raises(TypeError, match=r"`create_plates` must return a pyro.plate or several"):
