@@ -46,8 +46,6 @@ def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family |
             "value to the model; otherwise enumerate it and hide it from the guide with "
             f"`poutine.block(model, hide=['{site.name}'])`."
         )
-    if not site.is_real:
-        bijection_at(site.name, site.support)
     whole = replace(site, event_dim=len(site.shape))
     for pattern, family in families.items():
         if not matches(site.name, pattern):
@@ -67,6 +65,7 @@ def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family |
                 "as `MeanField()`, or leave it out to get the default."
             )
     if not site.is_real:
+        bijection_at(site.name, site.support)
         return TransformedMeanField()
     return MeanField() if site.is_batch or len(site.shape) < 2 else None
 

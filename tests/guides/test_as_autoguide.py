@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributions import Normal
 
 import pyro_structvi as ps
-from pyro_structvi.families import FullCovariance
+from pyro_structvi.families import Family, FullCovariance
 from tests.models import make_regressor, regression_data
 
 pytestmark = [
@@ -465,8 +465,30 @@ def test_a_support_without_a_bijection_is_an_error_that_names_the_site(support):
     def model():
         pyro.sample("direction", dist.ImproperUniform(support, (), shape))
 
-    with pytest.raises(ValueError, match=r"'direction' lies on .*ProjectedNormalReparam"):
-        ps.MeanFieldGuide(model).initialize()
+    for make_guide in GUIDES.values():
+        with pytest.raises(ValueError, match=r"'direction' lies on .*ProjectedNormalReparam"):
+            make_guide(model).initialize()
+
+
+def test_a_family_of_ones_own_may_serve_a_support_without_a_bijection():
+    class OnTheSphere(Family):
+        needs = "a direction"
+
+        def fits(self, site):
+            return site.support is constraints.sphere
+
+        def init(self, site, loc, scale):
+            return {"loc": loc.clone()}
+
+        def distribution(self, site, loc):
+            return dist.VonMises3D(loc).mask(False)
+
+    def model():
+        pyro.sample("direction", dist.ProjectedNormal(torch.ones(3)))
+
+    guide = ps.StructuredGuide(model, {"direction": OnTheSphere()})
+    guide.initialize()
+    assert guide["direction"].loc.shape == (3,)
 
 
 # ---- batches without plates ----------------------------------------------------------------------
