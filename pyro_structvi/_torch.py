@@ -29,6 +29,15 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def inside_jit_trace() -> bool:
+    """Whether ``torch.jit.trace`` records what runs here, as Pyro's ``JitTrace_ELBO`` lets it.
+
+    Torch does not name it among what its module exports. Without it a function that writes in place,
+    which that tracer does not take, would raise.
+    """
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
+
+
 def inside_forward_derivative() -> bool:
     """Whether this code runs inside a level of forward-mode differentiation, ``forward_ad.dual_level``.
 

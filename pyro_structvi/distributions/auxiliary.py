@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, kl_divergence
+from torch.distributions import Distribution, constraints, kl_divergence
 
 from pyro_structvi._checks import checked
 from pyro_structvi.distributions.arguments import as_expanded, as_size, check_value
@@ -34,6 +34,23 @@ class Auxiliary(TorchDistribution):
         self.posterior: Any = posterior
         self.prior: Any = prior
         super().__init__(posterior.batch_shape, posterior.event_shape, validate_args=False)
+
+    @constraints.dependent_property(is_discrete=False)
+    def support(self) -> Any:
+        """That of the posterior."""
+        return self.posterior.support
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the posterior."""
+        mean: Tensor = self.posterior.mean
+        return mean
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each element in the posterior."""
+        variance: Tensor = self.posterior.variance
+        return variance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw the variable from its posterior."""

@@ -77,6 +77,12 @@ class PointMass(Delta):
         return self.v if self._mean is None else self._mean
 
     @property
+    def mode(self) -> Tensor:
+        """The value itself."""
+        value: Tensor = self.v
+        return value
+
+    @property
     def variance(self) -> Tensor:
         """The variance of each element, of the value's shape."""
         return torch.zeros_like(self.v) if self._variance is None else self._variance

@@ -79,6 +79,11 @@ class ScaleMixtureNormal(TorchDistribution):
         return self.scales.new_zeros(()).expand(self.batch_shape)
 
     @property
+    def mode(self) -> Tensor:
+        """Zero, where every component has its mode, ``(*batch_shape,)``."""
+        return self.mean
+
+    @property
     def variance(self) -> Tensor:
         """The variance, ``(*batch_shape,)``."""
         scales, probs = self._components

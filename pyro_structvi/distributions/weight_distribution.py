@@ -303,6 +303,8 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     # ---- provided --------------------------------------------------------------------------------
 
+    mode = property(lambda self: self.mean, doc="The mode, which is the mean.")
+
     @property
     def covariance_matrix(self) -> Tensor:
         """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""

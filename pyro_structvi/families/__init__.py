@@ -18,7 +18,11 @@ from pyro_structvi.families.rowwise import Rowwise
 from pyro_structvi.families.site import JoinedBias, LatentSite, Plate
 from pyro_structvi.families.site_posterior import SitePosterior
 from pyro_structvi.families.subnetwork import Subnetwork
-from pyro_structvi.families.transformed import TransformedMeanField, bijection_onto
+from pyro_structvi.families.transformed import (
+    TransformedMeanField,
+    bijection_at,
+    bijection_onto,
+)
 
 __all__ = [
     # for users
@@ -43,6 +47,7 @@ __all__ = [
     "MemoryLimitedFamily",
     "Plate",
     "SitePosterior",
+    "bijection_at",
     "bijection_onto",
     "capped",
     "capped_log",

@@ -10,7 +10,7 @@ from pyro_structvi._checks import Share, Whole
 from pyro_structvi.distributions import BernoulliDropout, PointMass
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
-from pyro_structvi.families.transformed import bijection_onto
+from pyro_structvi.families.transformed import bijection_onto, has_bijection
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Dropout(Family):
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is continuous, and the input channels of a weight are known."""
         is_known = self.input_dim is not None or site.input_dim is not None
-        return not site.support.is_discrete and (is_known or not _has_inputs(site))
+        return has_bijection(site.support) and (is_known or not _has_inputs(site))
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``."""
@@ -70,4 +70,4 @@ class Dropout(Family):
 
 def _has_inputs(site: LatentSite) -> bool:
     """Whether a site is a weight that multiplies inputs."""
-    return site.is_real and not site.plates and len(site.shape) >= 2 and site.fan_in != 0
+    return site.is_real and not site.is_batch and len(site.shape) >= 2 and site.fan_in != 0

@@ -45,7 +45,8 @@ class Family:
             scale: Its standard deviation per (unconstrained) element.
 
         Returns:
-            Tensors that nobody else holds.
+            Tensors that nobody else holds. Of a site in plates each ends with the dimensions of the
+            plates and of an unconstrained event, so that a subsample can take its rows.
         """
         raise NotImplementedError
 

@@ -52,7 +52,7 @@ class FullCovariance(MemoryLimitedFamily):
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight or a vector."""
-        return site.is_real and not site.plates and len(site.shape) >= 1
+        return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start with the covariance ``scale^2`` times the identity.

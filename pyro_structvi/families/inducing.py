@@ -95,7 +95,7 @@ class InducingWeights(MatrixFamily):
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight matrix, or can be seen as one."""
-        return site.is_real and not site.plates and len(site.shape) >= 2
+        return site.is_real and not site.is_batch and len(site.shape) >= 2
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at the best approximation of ``loc`` that the inducing weights can express."""

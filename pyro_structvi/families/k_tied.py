@@ -43,7 +43,7 @@ class KTied(MatrixFamily):
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight matrix, or can be seen as one."""
-        return site.is_real and not site.plates and len(site.shape) >= 2
+        return site.is_real and not site.is_batch and len(site.shape) >= 2
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start both factors at ``(log(scale) - log(k)) / 2`` plus N(0, 0.1^2) against symmetry."""

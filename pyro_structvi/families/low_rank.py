@@ -63,7 +63,7 @@ class LowRank(MatrixFamily):
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight or a vector."""
-        return site.is_real and not site.plates and len(site.shape) >= 1
+        return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start so that elements have the variance ``scale^2`` on average.

@@ -42,7 +42,7 @@ class MatrixNormal(MatrixFamily):
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight matrix, or can be seen as one."""
-        return site.is_real and not site.plates and len(site.shape) >= 2
+        return site.is_real and not site.is_batch and len(site.shape) >= 2
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start with the covariance ``scale^2`` times the identity, ``scale`` on each side."""

@@ -10,7 +10,7 @@ from pyro_structvi._checks import Count
 from pyro_structvi.distributions import PointMass, PointMixture
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
-from pyro_structvi.families.transformed import bijection_onto
+from pyro_structvi.families.transformed import bijection_onto, has_bijection
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Members(Family):
 
     size: Count = 5
     vectorize: bool = field(default=True, repr=False, compare=False)
-    needs: ClassVar[str] = "a continuous site"
+    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous."""
-        return not site.support.is_discrete
+        """Whether the site is continuous, with a bijection onto its support."""
+        return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start the first at ``loc``, the others at its elements in random order, plus N(0, scale^2)."""

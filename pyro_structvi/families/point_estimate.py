@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_structvi.distributions import PointMass
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
-from pyro_structvi.families.transformed import bijection_onto
+from pyro_structvi.families.transformed import bijection_onto, has_bijection
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class PointEstimate(Family):
         15
     """
 
-    needs: ClassVar[str] = "a continuous site"
+    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous."""
-        return not site.support.is_discrete
+        """Whether the site is continuous, with a bijection onto its support."""
+        return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``."""

@@ -10,11 +10,19 @@ from torch.distributions import constraints
 
 @dataclass(frozen=True)
 class Plate:
-    """A vectorized plate around a site: its name, size and dimension."""
+    """A vectorized plate around a site.
+
+    Attributes:
+        name: Its name.
+        size: Its size, all examples of a plate that is subsampled.
+        dim: The batch dimension that it takes, counted from the right.
+        subsample_size: How many examples one pass has of a plate that is subsampled.
+    """
 
     name: str
     size: int
     dim: int
+    subsample_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,9 +48,8 @@ class LatentSite:
 
     Attributes:
         name: The site's name in the model.
-        shape: Shape of a value, batch dimensions of plates in front.
-        event_dim: How many trailing dimensions are one event. Dimensions in no plate count as event,
-            whether or not the model wrote ``to_event``.
+        shape: Shape of a value, batch dimensions in front; of all examples where plates are subsampled.
+        event_dim: How many trailing dimensions are one event, as the model has it.
         support: Where values lie.
         plates: The vectorized plates around it; none for a single value.
         is_local: Whether one of the plates holds observations too: the site then belongs to the
@@ -88,6 +95,16 @@ class LatentSite:
         # Torch would return the gradient of rows that lie apart transposed, and turn it, slowly.
         weight = weight.contiguous().view(*value.shape[:-2], *self.bias.weight_shape)
         return {self.name: weight, self.bias.name: bias.squeeze(-1)}
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the site is a batch of independent events: in a plate, or without ``to_event``."""
+        return self.event_dim < len(self.shape)
+
+    @property
+    def is_subsampled(self) -> bool:
+        """Whether a pass has a part of it, whose numbers its plates know."""
+        return any(plate.subsample_size is not None for plate in self.plates)
 
     @property
     def is_real(self) -> bool:

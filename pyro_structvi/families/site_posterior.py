@@ -1,13 +1,17 @@
 """The variational parameters of one site."""
 
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
+import pyro
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
+from pyro_structvi.families.transformed import bijection_onto
 
 
 class SitePosterior(nn.Module):
@@ -75,6 +79,23 @@ class SitePosterior(nn.Module):
             copies = {name: value.clone() for name, value in values.items()}
             self._kept = copies, self.family.distribution(self.site, **copies)
         return self._kept[1]
+
+    def of_examples(self, plates: Mapping[str, Any]) -> TorchDistribution:
+        """Return the posterior of the examples that plates have drawn, of their rows of parameters.
+
+        Args:
+            plates: Pyro's plates by name, those around the site among them.
+        """
+        site = self.site
+        unconstrained = bijection_onto(site.support).inverse_shape(site.shape)
+        event_dim = len(unconstrained) - (len(site.shape) - site.event_dim)
+        with ExitStack() as stack:
+            for plate in site.plates:
+                stack.enter_context(plates[plate.name])
+            values = {
+                name: pyro.subsample(self.value(name), event_dim=event_dim) for name in self._names
+            }
+        return self.family.distribution(site, **values)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without what can be computed again, and without gradients of masks."""

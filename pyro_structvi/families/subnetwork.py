@@ -66,7 +66,7 @@ class Subnetwork(Family):
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site takes every real value."""
-        return site.is_real and not site.plates
+        return site.is_real and not site.is_batch
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``, where the chosen elements have the standard deviation ``scale``."""

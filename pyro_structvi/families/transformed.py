@@ -32,11 +32,11 @@ class TransformedMeanField(Family):
         True
     """
 
-    needs: ClassVar[str] = "a continuous site"
+    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous."""
-        return not site.support.is_discrete
+        """Whether the site is continuous, with a bijection onto its support."""
+        return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at ``loc``, with the same standard deviation for each unconstrained element."""
@@ -58,3 +58,35 @@ def bijection_onto(support: Any) -> Any:
     """Return the map onto the support: exp alone for positive numbers, as in a log-normal."""
     positive = isinstance(support, type(constraints.positive)) and support.lower_bound == 0
     return ExpTransform() if positive else biject_to(support)
+
+
+def has_bijection(support: Any) -> bool:
+    """Whether a support is continuous, with a bijection from the real numbers."""
+    if support.is_discrete:
+        return False
+    try:
+        bijection_onto(support)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def bijection_at(name: str, support: Any) -> Any:
+    """Return the map onto the support of a site of a model.
+
+    Args:
+        name: The site's name, for the error.
+        support: Its support.
+
+    Raises:
+        ValueError: If none is registered, as for a sphere.
+    """
+    try:
+        return bijection_onto(support)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"The latent site '{name}' lies on {support}, onto which torch registers no bijection from "
+            "the real numbers. Reparametrize it (for a sphere: `poutine.reparam(model, "
+            f"config={{'{name}': ProjectedNormalReparam()}})`, from a ProjectedNormal), or hide it by "
+            f"`poutine.block(model, hide=['{name}'])` and write a separate guide for it."
+        ) from error

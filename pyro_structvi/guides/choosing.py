@@ -1,9 +1,17 @@
 """Which family serves which site, by the patterns that a guide was given."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
+from pyro_structvi._checks import shape_text
 from pyro_structvi._patterns import matches
-from pyro_structvi.families import Family, LatentSite, MeanField, TransformedMeanField
+from pyro_structvi.families import (
+    Family,
+    LatentSite,
+    MeanField,
+    TransformedMeanField,
+    bijection_at,
+)
 
 
 def choose_families(
@@ -17,7 +25,8 @@ def choose_families(
 
     Raises:
         ValueError: If a weight has no family, if a family cannot serve a site that is named outright,
-            or if a site is discrete.
+            if a site is discrete or on a support that has no bijection from the real numbers, or if it
+            lacks the ``to_event`` that its family needs.
     """
     chosen = {name: _choose_family(site, families) for name, site in sites.items()}
     unserved = [name for name, family in chosen.items() if family is None]
@@ -37,11 +46,18 @@ def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family |
             "value to the model; otherwise enumerate it and hide it from the guide with "
             f"`poutine.block(model, hide=['{site.name}'])`."
         )
+    whole = replace(site, event_dim=len(site.shape))
     for pattern, family in families.items():
         if not matches(site.name, pattern):
             continue
         if family.fits(site):
             return family
+        if not site.plates and site.shape.numel() > 1 and family.fits(whole):
+            raise ValueError(
+                f"{family} needs one event, but the site '{site.name}' is a batch of shape "
+                f"{shape_text(site.shape[: len(site.shape) - site.event_dim])} in no plate. Write "
+                f"`.to_event({len(site.shape) - site.event_dim})` at its distribution in the model."
+            )
         if pattern == site.name:
             raise ValueError(
                 f"{family} needs {family.needs}, but the site '{site.name}' has shape "
@@ -49,8 +65,9 @@ def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family |
                 "as `MeanField()`, or leave it out to get the default."
             )
     if not site.is_real:
+        bijection_at(site.name, site.support)
         return TransformedMeanField()
-    return MeanField() if site.plates or len(site.shape) < 2 else None
+    return MeanField() if site.is_batch or len(site.shape) < 2 else None
 
 
 def check_patterns(sites: Collection[str], families: Mapping[str, Family]) -> None:

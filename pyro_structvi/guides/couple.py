@@ -5,6 +5,7 @@ from functools import singledispatch
 
 from torch import nn
 
+from pyro_structvi._pyro import plates_around
 from pyro_structvi.families import Family, InducingWeights, Members, SitePosterior, Subnetwork
 from pyro_structvi.guides.coupling import Coupling
 from pyro_structvi.guides.joint_subnetwork import JointSubnetwork
@@ -80,3 +81,14 @@ def couple_families(
                 "separate family."
             )
         coupling.sites += tuple(late)
+
+
+def check_no_plates_around(couplings: Iterable[Coupling]) -> None:
+    """Raise a ``NotImplementedError`` if sites that draw together stand in the plates of particles."""
+    sites = [list(each.sites) for each in couplings]
+    if sites and plates_around():
+        raise NotImplementedError(
+            f"The sites {sites} are drawn together, once for all particles, and so not inside the "
+            "plates of `vectorize_particles=True` or `parallel=True`. Leave these out, or take "
+            "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
+        )

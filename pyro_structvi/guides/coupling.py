@@ -14,8 +14,8 @@ from pyro_structvi.lazy.site_role import SiteRole
 class Coupling(nn.Module):
     """What several sites of a guide draw together, once for each pass of the model.
 
-    ``sample``, ``draw`` and ``mean`` return, by site, what the site's distribution is then taken
-    ``given``, such as the whitened inducing weights ``(M_out, M_in)`` or a member's value. Their
+    ``sample``, ``draw``, ``mean`` and ``marginals`` return, by site, what the site's distribution is
+    then taken ``given``, such as the whitened inducing weights ``(M_out, M_in)`` or a member. Their
     arguments are the distributions at the current parameters by site, one of the guide's own included,
     and the number of the pass, by which members of an ensemble take turns; None for any.
 
@@ -42,6 +42,10 @@ class Coupling(nn.Module):
     def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
         """Return the means."""
         raise NotImplementedError
+
+    def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return what gives each site's distribution by itself; nothing where it has that already."""
+        return {}
 
 
 class SharedPosterior(Coupling):
@@ -85,3 +89,7 @@ class SharedPosterior(Coupling):
         """Return the parts of the mean."""
         q = at[self.posterior.site.name]
         return self.split(q.mean, q)
+
+    def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return the parts of the mean, where these carry their variances."""
+        return self.mean(at, number)

@@ -13,7 +13,8 @@ from pyro_structvi.families import (
     Members,
 )
 from pyro_structvi.families.inducing import InducingShape
-from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
+from pyro_structvi.guides.options import GuideOptions
+from pyro_structvi.guides.structured import StructuredGuide
 
 InducingPosterior = Literal["diagonal", "matrix", "full", "ensemble"]
 

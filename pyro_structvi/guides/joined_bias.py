@@ -31,7 +31,7 @@ def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, Late
     module, _, attribute = site.name.rpartition(".")
     name = f"{module}.".lstrip(".") + attribute.replace("weight", "bias")
     bias = sites.get(name)
-    fits = bias is not None and bias.is_real and not bias.plates and bias.shape == site.shape[:1]
+    fits = bias is not None and bias.is_real and not bias.is_batch and bias.shape == site.shape[:1]
     return name if fits else ""
 
 

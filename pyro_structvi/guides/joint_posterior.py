@@ -5,9 +5,12 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import pyro
+import torch
 from torch import Tensor
 
 from pyro_structvi.distributions import WeightDistribution
+from pyro_structvi.distributions.own_tensors import in_single
+from pyro_structvi.distributions.quantiles import quantiles
 from pyro_structvi.families import LatentSite, SitePosterior
 from pyro_structvi.guides.coupling import Coupling, SharedPosterior
 from pyro_structvi.guides.joined_bias import sample_joined
@@ -44,12 +47,27 @@ class JointPosterior:
                 distribution.factorize()
 
     def sample(
-        self, number: Tensor | int | None = None, left_out: Collection[str] = ()
+        self,
+        plates: Mapping[str, Any],
+        number: Tensor | int | None = None,
+        left_out: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Sample every site but those left out, as a guide does."""
+        """Sample every site but those left out, as a guide does.
+
+        Args:
+            plates: Pyro's plates by name; of one that is subsampled its examples are sampled.
+            number: As for :meth:`given`.
+            left_out: The sites that are left to the model.
+        """
         values: dict[str, Tensor] = {}
-        plates: dict[str, Any] = {}
-        for site, distribution in self.given("sample", True, number):
+        drawn = {name for name, plate in plates.items() if plate.subsample_size != plate.size}
+        at = self._at | {
+            posterior.site.name: posterior.of_examples(plates)
+            for posterior in self._posteriors
+            if posterior.site.name not in left_out
+            and drawn.intersection(plate.name for plate in posterior.site.plates)
+        }
+        for site, distribution in self.given("sample", True, number, at):
             if site.name in left_out:
                 continue
             if site.bias is not None:
@@ -57,8 +75,6 @@ class JointPosterior:
                 continue
             with ExitStack() as stack:
                 for plate in site.plates:
-                    if plate.name not in plates:
-                        plates[plate.name] = pyro.plate(plate.name, plate.size, dim=plate.dim)
                     stack.enter_context(plates[plate.name])
                 infer = SiteRole(self._uses[site.name]).as_infer()
                 values[site.name] = pyro.sample(site.name, distribution, infer=infer)
@@ -72,32 +88,55 @@ class JointPosterior:
         return values
 
     def median(self) -> dict[str, Tensor]:
-        """Return the median of each site that is not local; for normals, the mean."""
+        """Return the median of each site; see :meth:`StructuredGuide.median`."""
         medians: dict[str, Tensor] = {}
-        for site, distribution in self.given("mean"):
+        for site, distribution in self.given("mean", True):
             value = getattr(distribution, "base_dist", distribution).mean
             for transform in getattr(distribution, "transforms", ()):
                 value = transform(value)
             medians |= site.split(value.clone())
         return medians
 
+    def quantiles(self, probs: Sequence[float] | Tensor) -> dict[str, Tensor]:
+        """Return quantiles of each site's elements; see :meth:`StructuredGuide.quantiles`."""
+        asked = torch.as_tensor(probs, dtype=torch.float64).reshape(-1)
+        if not bool(((asked >= 0) & (asked <= 1)).all()):
+            raise ValueError(f"`quantiles` must be numbers from 0 to 1, but got {probs}.")
+        found: dict[str, Tensor] = {}
+        for site, own in self.given("marginals", True):
+            distribution = in_single(own)
+            mean = getattr(distribution, "base_dist", distribution).mean
+            try:
+                values = quantiles(distribution, asked.to(mean))
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    f"The posterior of the site '{site.name}' has no quantiles in closed form. Take "
+                    "those of draws: `guide.draw()`."
+                ) from error
+            found |= site.split(values)
+        return found
+
     def given(
         self,
-        how: Literal["sample", "draw", "mean"],
+        how: Literal["sample", "draw", "mean", "marginals"],
         local: bool = False,
         number: Tensor | int | None = None,
+        at: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[LatentSite, Any]]:
         """Yield each site and its distribution given what sites draw together.
 
         Args:
-            how: Whether that is sampled as a part of a guide, drawn, or averaged.
+            how: Whether that is sampled as a part of a guide, drawn, or averaged; or whether each site's
+                distribution is by itself.
             local: Whether to yield the sites that belong to single examples too.
             number: Which of several passes it is: members of an ensemble take turns. None for any.
+            at: The distributions, where they are not those of all examples.
         """
+        at = self._at if at is None else at
         parts: dict[str, Any] = {}
         for coupling in self._couplings:
-            parts |= getattr(coupling, how)(self._at, number)
+            parts |= getattr(coupling, how)(at, number)
         for site in (posterior.site for posterior in self._posteriors):
             if local or not site.is_local:
-                q = self._at[site.name]
+                q = at[site.name]
                 yield site, q.given(parts[site.name]) if site.name in parts else q

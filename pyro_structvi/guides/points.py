@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from pyro_structvi.families import Dropout, Members, PointEstimate
-from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
+from pyro_structvi.guides.options import GuideOptions
+from pyro_structvi.guides.structured import StructuredGuide
 
 
 class MAPGuide(StructuredGuide):

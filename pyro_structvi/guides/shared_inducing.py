@@ -53,3 +53,10 @@ class SharedInducing(SharedPosterior):
             name: part[:, : shape[1]]
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
+
+    def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Refuse: a part of a draw has no variance here."""
+        raise NotImplementedError(
+            f"The sites {list(self.sites)} have one posterior of their inducing weights, of which the "
+            "guide does not compute each site's quantiles. Take those of draws: `guide.draw()`."
+        )

@@ -12,7 +12,8 @@ from pyro_structvi.families import (
     Rowwise,
 )
 from pyro_structvi.families.low_rank import Diagonal
-from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
+from pyro_structvi.guides.options import GuideOptions
+from pyro_structvi.guides.structured import StructuredGuide
 
 __all__ = [
     "AutoLowRankLRT",

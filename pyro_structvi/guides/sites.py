@@ -16,8 +16,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, outside_plates
-from pyro_structvi.distributions.medians import unwrapped
-from pyro_structvi.families import LatentSite, Plate
+from pyro_structvi.distributions.medians import feasible_point, unwrapped
+from pyro_structvi.families import LatentSite, Plate, bijection_at
 from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.site_use import SiteUse
@@ -80,7 +80,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
             site = LatentSite(
                 name,
                 shape,
-                len(shape),
+                prior.event_dim,
                 prior.support,
                 prior_scale=_scale_of(prior),
                 fan_in=layout.fan_in,
@@ -107,7 +107,7 @@ def find_sites_by_running(
         The sites by name, in the order of execution.
 
     Raises:
-        NotImplementedError: If a latent site stands in a subsampled plate.
+        ValueError: If a site has no draws, and no bijection onto its support to find a value by.
     """
     recorder = _SiteRecorder()
     with trial_run(model), recorder:
@@ -177,6 +177,15 @@ class _SiteRecorder(Messenger):
         self.num_examples: set[int] = set()
         self.counted: dict[str, CountedWeight] = {}
 
+    def _pyro_sample(self, msg: Any) -> None:
+        """Give a value to what has no draws, such as a site with an improper prior."""
+        if msg["value"] is None and not site_is_subsample(msg):
+            try:
+                msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
+            except NotImplementedError:
+                bijection_at(msg["name"], msg["fn"].support)
+                msg["value"] = feasible_point(msg["fn"])
+
     def _pyro_post_sample(self, msg: Any) -> None:
         name = msg["name"]
         if site_is_subsample(msg):
@@ -189,20 +198,14 @@ class _SiteRecorder(Messenger):
         if SiteRole.of(msg).is_observation or msg["is_observed"]:
             return
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
-        for frame in frames:
-            if frame.full_size not in (None, frame.size):
-                raise NotImplementedError(
-                    f"The latent site '{name}' stands in the plate '{frame.name}', which is "
-                    f"subsampled ({frame.size} of {frame.full_size}). Structured guides serve "
-                    "global sites and full plates. Take the site out, with "
-                    f"`poutine.block(model, hide=['{name}'])`, and write a separate guide for it."
-                )
         value: Tensor = msg["value"]
-        event_dim = msg["fn"].event_dim if frames else value.dim()
-        plates = tuple(Plate(frame.name, frame.size, frame.dim) for frame in frames)
+        event_dim, shape = msg["fn"].event_dim, list(value.shape)
+        plates = tuple(_plate_of(frame) for frame in frames)
+        for plate in plates:
+            shape[plate.dim - event_dim] = plate.size
         site = LatentSite(
             name,
-            value.shape,
+            torch.Size(shape),
             event_dim,
             msg["fn"].support,
             plates,
@@ -211,6 +214,13 @@ class _SiteRecorder(Messenger):
         use = SiteUse(name)
         self.found[name] = FoundSite(site, msg["fn"], None, use)
         msg["value"] = self.counted[name] = CountedWeight(value, use)
+
+
+def _plate_of(frame: Any) -> Plate:
+    """Return what Pyro's handlers say of a plate; its size is that of all examples."""
+    if frame.full_size in (None, frame.size):
+        return Plate(frame.name, frame.size, frame.dim)
+    return Plate(frame.name, frame.full_size, frame.dim, frame.size)
 
 
 def _scale_of(prior: Any) -> float | None:

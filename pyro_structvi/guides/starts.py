@@ -1,19 +1,17 @@
 """Where the posterior of a site starts, without a trace in the global state of random numbers."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Annotated, Any
 
 import torch
+from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
-from pyro_structvi._checks import NO_CLASS
 from pyro_structvi.distributions.medians import example_of, median
+from pyro_structvi.guides.options import InitLocFn
 from pyro_structvi.guides.sites import FoundSite
-
-InitLocFn = Annotated[Callable[[dict[str, Any]], Tensor | None], NO_CLASS]
 
 _SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
 
@@ -58,9 +56,18 @@ def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
     if _SHAPES_ONLY.get():
         dtype = None if found.initial is None else found.initial.dtype
         return torch.empty(site.shape, dtype=dtype, device="meta")
-    loc = None if init_loc_fn is None else init_loc_fn({"name": site.name, "fn": found.prior})
+    loc = None
+    if init_loc_fn is not None:
+        with suppress(
+            NotImplementedError
+        ):  # of what has no draws, which Pyro's functions begin with
+            loc = init_loc_fn({"name": site.name, "fn": found.prior})
     if loc is None:
         loc = _default_start(found)
+    for plate in site.plates:
+        dim = plate.dim - site.event_dim
+        if plate.subsample_size is not None and loc.dim() >= -dim and loc.shape[dim] < plate.size:
+            loc = periodic_repeat(loc, plate.size, dim)
     if loc.shape != site.shape:
         raise ValueError(
             f"`init_loc_fn` must return a value of shape {tuple(site.shape)} for the site "

@@ -1,23 +1,23 @@
 """A guide that puts a family on each latent site of a model."""
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Positive, Program, checked
-from pyro_structvi._pyro import plates_around
 from pyro_structvi.families import Family, LatentSite, Members, SitePosterior
 from pyro_structvi.guides.choosing import check_patterns, choose_families
-from pyro_structvi.guides.couple import couple_families
+from pyro_structvi.guides.couple import check_no_plates_around, couple_families
 from pyro_structvi.guides.coupling import Coupling
 from pyro_structvi.guides.joined_bias import check_joined, join_values, joins_with
 from pyro_structvi.guides.joint_posterior import JointPosterior
 from pyro_structvi.guides.local_latents import of_other_examples
+from pyro_structvi.guides.options import CreatePlates, InitLocFn
 from pyro_structvi.guides.parameters import declare_parameters, module_key
+from pyro_structvi.guides.pyro_autoguide import OwningAutoGuide
 from pyro_structvi.guides.row_mixing import mixes_examples
 from pyro_structvi.guides.sites import (
     FoundSite,
@@ -26,20 +26,12 @@ from pyro_structvi.guides.sites import (
     warn_of_other_rows,
     warn_of_unused,
 )
-from pyro_structvi.guides.starts import InitLocFn, separate_randomness, start_of
+from pyro_structvi.guides.starts import separate_randomness, start_of
 from pyro_structvi.lazy.site_use import LocalReparam, SiteUse
 from pyro_structvi.nn.every_site import sample_every_site
 
 
-class GuideOptions(TypedDict, total=False):
-    """Options that every guide takes; see :class:`StructuredGuide`."""
-
-    init_scale: float
-    init_loc_fn: InitLocFn | None
-    local_reparam: LocalReparam
-
-
-class StructuredGuide(nn.Module):
+class StructuredGuide(OwningAutoGuide):
     r"""A guide made of one posterior for each latent site, each of the family chosen for it.
 
     Sites that a module tree declares (``PyroSample``) have their parameters from the start, so a
@@ -67,6 +59,8 @@ class StructuredGuide(nn.Module):
             the model observes examples); "flipout" for the
             same, and flipout for independent elements elsewhere; False to draw weights always, as every
             other objective of Pyro gets them.
+        create_plates: As for Pyro's guides, a function of the model's arguments that returns a
+            ``pyro.plate`` or several, for data that are subsampled from outside.
 
     Raises:
         ValueError: If a weight has no family, if a family cannot serve a site that is named
@@ -93,12 +87,11 @@ class StructuredGuide(nn.Module):
         init_scale: Positive = 0.01,
         init_loc_fn: InitLocFn | None = None,
         local_reparam: LocalReparam = True,
+        create_plates: CreatePlates | None = None,
     ) -> None:
-        super().__init__()
-        self._model = (model,)  # in a tuple, so that it does not become a submodule
+        super().__init__(model, init_loc_fn, create_plates)
         self.families = dict(families)
         self.init_scale = init_scale
-        self.init_loc_fn = init_loc_fn
         self.local_reparam = local_reparam
         self.posteriors = nn.ModuleDict()
         self.couplings = nn.ModuleDict()
@@ -109,11 +102,6 @@ class StructuredGuide(nn.Module):
         with separate_randomness():
             self._adopt(find_declared_sites(model))
         sample_every_site(poutine.unwrap(model))
-
-    @property
-    def model(self) -> Callable[..., Any] | None:
-        """The model, or None after unpickling."""
-        return self._model[0]
 
     @property
     def site_names(self) -> list[str]:
@@ -180,14 +168,15 @@ class StructuredGuide(nn.Module):
         Raises:
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
-        if self._pass is not None:
-            joint, number = self._pass
-            return joint.sample(number)
-        joint, local = self.begin_pass(*args, **kwargs), self.local_site_names
-        if not local or self.model is None or poutine.get_mask() is not False:
-            return joint.sample()
-        shapes = {name: self[name].site.shape for name in local}
-        return joint.sample(left_out=of_other_examples(self.model, shapes, args, kwargs))
+        joint, number = self._pass or (self.begin_pass(*args, **kwargs), None)
+        left_out: list[str] = []
+        local = [name for name in self.local_site_names if not self[name].site.is_subsampled]
+        if self._pass is None and local and self.model is not None and poutine.get_mask() is False:
+            shapes = {name: self[name].site.shape for name in local}
+            left_out = of_other_examples(self.model, shapes, args, kwargs)
+        sites = (self[name].site for name in self._uses if name not in left_out)
+        plates = self.make_plates((plate for site in sites for plate in site.plates), args, kwargs)
+        return joint.sample(plates, number, left_out)
 
     def in_pass(
         self, joint: JointPosterior, number: Tensor | int | None
@@ -214,18 +203,17 @@ class StructuredGuide(nn.Module):
         """
         if not self._initialized and poutine.get_mask() is not False:
             self.initialize(*args, **kwargs)
-        if self.couplings and plates_around():
-            raise NotImplementedError(
-                f"The sites {[list(each.sites) for each in self._couplings()]} are drawn together, "
-                "once for all particles, and so not inside the plates of `vectorize_particles=True` or "
-                "`parallel=True`. Leave these out, or take "
-                "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
-            )
+        check_no_plates_around(self._couplings())
         declare_parameters(self)
         return self.joint_posterior()
 
-    def joint_posterior(self) -> JointPosterior:
-        """Return the distributions of the sites at the current parameters, if any site is known."""
+    def joint_posterior(self, *args: Any, **kwargs: Any) -> JointPosterior:
+        """Return the distributions of the sites at the current parameters.
+
+        With the model's arguments a guide that does not know its sites yet finds them.
+        """
+        if not self._initialized and (args or kwargs):
+            self.initialize(*args, **kwargs)
         if not self._uses:
             raise RuntimeError(
                 "The guide knows no latent site yet, since its model declares none before it runs. "
@@ -258,9 +246,40 @@ class StructuredGuide(nn.Module):
         return self.joint_posterior().draw(local, number)
 
     @torch.no_grad()
-    def median(self) -> dict[str, Tensor]:
-        """Return the posterior median of each site that is not local; for normals, the mean."""
-        return self.joint_posterior().median()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the posterior median of each site; for normals, the mean.
+
+        Of an ensemble and of dropout it is the mean, too: a net without noise.
+
+        Args:
+            *args: The model's arguments, which a guide takes that does not know its sites yet.
+            **kwargs: Its keyword arguments.
+        """
+        return self.joint_posterior(*args, **kwargs).median()
+
+    @torch.no_grad()
+    @checked
+    def quantiles(
+        self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Return posterior quantiles of each element of each site, ``(num, *shape)``, by site.
+
+        Args:
+            quantiles: Numbers from 0 to 1.
+            *args: As for :meth:`median`.
+            **kwargs: Likewise.
+
+        Raises:
+            ValueError: If a number is not from 0 to 1.
+            NotImplementedError: If they are not known, as for inducing weights that layers share.
+
+        Example:
+            >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize
+            >>> guide = KTiedGuide(Regressor(bayesianize(nn.Linear(3, 2)), 10, 0.1), rank=1)
+            >>> guide.quantiles([0.05, 0.5, 0.95])["net.weight"].shape
+            torch.Size([3, 2, 3])
+        """
+        return self.joint_posterior(*args, **kwargs).quantiles(quantiles)
 
     def __getitem__(self, name: str) -> SitePosterior:
         """Return the posterior of a site, which holds its parameters; a joined bias has its weight's."""
@@ -320,19 +339,3 @@ class StructuredGuide(nn.Module):
     def __contains__(self, name: str) -> bool:
         """Whether a site has a posterior."""
         return module_key(self._weight_of.get(name, name)) in self.posteriors
-
-    # ---- copies -------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the model, and without what may not pickle."""
-        for parameter in self.parameters():
-            parameter.__dict__.pop("unconstrained", None)
-        return {**self.__dict__, "_model": (None,), "init_loc_fn": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StructuredGuide":
-        """Copy the parameters; the copy is a guide of the same model."""
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        new._model, new.init_loc_fn = self._model, self.init_loc_fn
-        return new

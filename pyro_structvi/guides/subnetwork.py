@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pyro_structvi._checks import checked
 from pyro_structvi.families import Family, FullCovariance, Subnetwork
-from pyro_structvi.guides.structured import GuideOptions, StructuredGuide
+from pyro_structvi.guides.options import GuideOptions
+from pyro_structvi.guides.structured import StructuredGuide
 
 
 class SubnetworkGuide(StructuredGuide):

@@ -280,10 +280,12 @@ def _initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _check_local_sites(guide: nn.Module, num_batches: int) -> None:
     local = guide.local_site_names if isinstance(guide, StructuredGuide) else []
-    if local and (num_batches > 1 or world()[1] > 1):
+    takes_batches = getattr(guide, "create_plates", None) is not None
+    if local and ((num_batches > 1 and not takes_batches) or world()[1] > 1):
         raise ValueError(
             f"The sites {local} belong to single examples, and the guide cannot tell which examples "
-            "a mini-batch holds. Fit all examples at once (leave `batch_size` out), in one process."
+            "a mini-batch holds. Fit all examples at once (leave `batch_size` out), in one process. Or, "
+            "in one process too, let the data number the examples and give the guide `create_plates`."
         )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import inside_transform
+from pyro_structvi._torch import inside_jit_trace, inside_transform
 from pyro_structvi.linalg.shapes import event_sum
 
 
 def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Tensor:
     """Return ``outputs + coefficient * noise``, in the memory of ``outputs`` where that may be."""
-    if inside_transform():
+    if inside_transform() or inside_jit_trace():  # which takes nothing that writes in place
         return torch.addcmul(outputs, coefficient, noise)
     total: Tensor = AddScaledNoise.apply(outputs, coefficient, noise)
     return total

@@ -96,7 +96,8 @@ def laplace_variances(
         Daxberger et al. (2021), "Bayesian deep learning via subnetwork inference", section 4.
     """
     args = as_arguments(x)
-    values = center.median()
+    own = center.median()
+    values = {name: value for name, value in own.items() if not center[name].site.is_local}
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
 
     information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}

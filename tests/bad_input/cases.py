@@ -43,7 +43,15 @@ ABSTRACT = {"Family", "GaussianWeight", "MatrixFamily", "MemoryLimitedFamily", "
 # For authors of families: the library calls them in each step with what it has made itself.
 BETWEEN_PARTS = {
     *("JoinedBias", "LatentSite", "Plate", "SitePosterior"),
-    *("bijection_onto", "capped", "capped_log", "cholesky_factor", "initial_factor", "uncapped"),
+    *(
+        "bijection_at",
+        "bijection_onto",
+        "capped",
+        "capped_log",
+        "cholesky_factor",
+        "initial_factor",
+        "uncapped",
+    ),
 }
 # Methods by which the parts of the library call each other, with what they have made themselves.
 METHODS_BETWEEN_PARTS = {
@@ -54,7 +62,9 @@ METHODS_BETWEEN_PARTS = {
     # of families, for guides
     *("check_memory", "distribution", "fits", "init", "prior_scales"),
     # of guides, for objectives
-    *("begin_pass", "in_pass"),
+    *("begin_pass", "in_pass", "joint_posterior", "make_plates"),
+    # of guides, with the model's arguments as `initialize` has them
+    *("median", "call"),
     # of layers' descriptions, for `bayesianize`
     "convert",
 }
@@ -149,7 +159,12 @@ def draws(model):
     return {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
 
 
-OPTIONS = {"init_scale": 0.01, "init_loc_fn": lambda site: None, "local_reparam": True}
+OPTIONS = {
+    "init_scale": 0.01,
+    "init_loc_fn": lambda site: None,
+    "local_reparam": True,
+    "create_plates": None,
+}
 CONVOLUTION = {
     "in_channels": 2,
     "out_channels": 3,
@@ -262,6 +277,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "init_scale": 0.01,
         "init_loc_fn": None,
         "local_reparam": True,
+        "create_plates": None,
     },
     "estimate_memory": lambda: {"make_guide": ps.KTiedGuide, "model": regressor(), "rank": 2},
     # families
@@ -516,6 +532,7 @@ OF_GUIDES = {
     "initialize": lambda: {"x": inputs(), "y": targets()},
     "forward": lambda: {"x": inputs(), "y": targets()},
     "draw": lambda: {"local": False, "number": 0},
+    "quantiles": lambda: {"quantiles": [0.1, 0.5]},
 }
 OF_DISTRIBUTIONS = {
     "log_prob": lambda q: {"value": q.rsample() if q.has_rsample else q.sample()},

@@ -31,6 +31,7 @@ FINE = {
     "nuts.max_tree_depth": "huge",
     # None and "" where a later default serves
     "*.init_loc_fn": "none",
+    "*.create_plates": "none",
     "*.site": "empty",
     # numbers in the place of tensors, and tensors of numbers
     "*scale": "number, scalar",

@@ -109,15 +109,6 @@ def test_a_discrete_latent_is_an_error_that_says_what_to_write():
         ps.MeanFieldGuide(model).initialize()
 
 
-def test_a_latent_in_a_subsampled_plate_is_an_error():
-    def model():
-        with pyro.plate("data", 100, subsample_size=10):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    with pytest.raises(NotImplementedError, match=r"'z' stands in the plate 'data'.*10 of 100"):
-        ps.MeanFieldGuide(model).initialize()
-
-
 @pytest.mark.parametrize("rank", [0, -1, 1.5, True])
 def test_rank_must_be_a_whole_number(rank):
     with pytest.raises(ValueError, match=r"`rank` must be a whole number of at least 1"):

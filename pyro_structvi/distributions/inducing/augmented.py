@@ -126,6 +126,17 @@ class AugmentedNormal(GaussianWeight, abstract=True):
         return self.as_weight(self.bases.project(self.inducing.mean))
 
     @property
+    def mode(self) -> Tensor:
+        """The mode, which is the mean.
+
+        Raises:
+            NotImplementedError: For a mixture, which has none in closed form.
+        """
+        if self.is_mixture:
+            raise NotImplementedError("A mixture of normals has no mode in closed form.")
+        return self.mean
+
+    @property
     def variance(self) -> Tensor:
         """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         hidden, squared = self.bases.columns.mT, self.joint.column_scale.square().mT

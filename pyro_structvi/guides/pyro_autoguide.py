@@ -1,0 +1,103 @@
+"""What Pyro asks of its automatic guides, for guides that own their parameters."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import pyro
+from pyro.infer.autoguide import AutoGuide
+from torch import nn
+
+from pyro_structvi.families import Plate
+from pyro_structvi.guides.options import CreatePlates, InitLocFn
+
+NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
+
+
+class OwningAutoGuide(AutoGuide):
+    """An ``AutoGuide`` whose attributes are those of a torch module.
+
+    Pyro's module reads its parameters from the param store at every access, and hands its submodules to
+    ``pyro.module``, by which two guides of one class would train the same parameters.
+
+    A copy is a guide of the same model; a pickled guide has none.
+
+    Args:
+        model: The model.
+        init_loc_fn: As for :class:`~pyro_structvi.guides.StructuredGuide`.
+        create_plates: A function of the model's arguments that returns a plate or several, for data
+            that are subsampled; other plates are made as the model has them.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        init_loc_fn: InitLocFn | None,
+        create_plates: CreatePlates | None,
+    ) -> None:
+        super().__init__(model, create_plates=create_plates)
+        self.init_loc_fn = init_loc_fn
+
+    __getattr__ = nn.Module.__getattr__
+    __setattr__ = nn.Module.__setattr__
+    __delattr__ = nn.Module.__delattr__
+
+    @property
+    def model(self) -> Callable[..., Any] | None:
+        """The model, or None after unpickling."""
+        model: Callable[..., Any] | None = self._model[0]
+        return model
+
+    def make_plates(
+        self, plates: Iterable[Plate], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return Pyro's plates for one pass, by name: those of ``create_plates`` and those asked for.
+
+        As a part of an ``AutoGuideList`` a guide has the plates of the list.
+
+        Args:
+            plates: The plates of the sites that are sampled.
+            args: The model's arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            TypeError: If ``create_plates`` returns what is not a plate.
+            ValueError: If a part of an ``AutoGuideList`` has ``create_plates``.
+        """
+        if self.master is not None:
+            if self.create_plates is not None:
+                raise ValueError(
+                    "`create_plates` must be None for a guide in an AutoGuideList, whose parts have its "
+                    "plates. Write `AutoGuideList(model, create_plates=...)`."
+                )
+            own: dict[str, Any] = self.master().plates
+            return own
+        created = () if self.create_plates is None else self.create_plates(*args, **kwargs)
+        made = {}
+        for plate in [created] if isinstance(created, pyro.plate) else created:
+            if not isinstance(plate, pyro.plate):
+                raise TypeError(
+                    f"`create_plates` must return a pyro.plate or several, but got {plate!r}."
+                )
+            made[plate.name] = plate
+        for plate in plates:
+            if plate.name not in made:
+                made[plate.name] = pyro.plate(
+                    plate.name, plate.size, subsample_size=plate.subsample_size, dim=plate.dim
+                )
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the model, and without what may not pickle."""
+        for parameter in self.parameters():
+            parameter.__dict__.pop("unconstrained", None)
+        return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), "_model": (None,)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the parameters; the copy is a guide of the same model."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        for name in {*NOT_PICKLED} - {"master"}:
+            new.__dict__[name] = self.__dict__[name]
+        return new
