@@ -319,6 +319,7 @@ def test_another_number_of_particles_is_compiled_apart():
         svi.loss.num_particles = 3
 
 
+@pytest.mark.slow
 def test_modes_are_seen_behind_methods_and_closures():
     def train_with(model_of, compiled):
         pyro.clear_param_store()
@@ -390,14 +391,18 @@ def test_many_kinds_of_steps_are_said():
 # ---- optimizers ---------------------------------------------------------------------------------------
 
 
+def slow(case):
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "optim",
     [
-        lambda: pyro.optim.SGD({"lr": 1e-4, "momentum": 0.9}),
-        lambda: pyro.optim.ClippedAdam({"lr": 0.01, "clip_norm": 0.1}),
+        slow(lambda: pyro.optim.SGD({"lr": 1e-4, "momentum": 0.9})),
+        slow(lambda: pyro.optim.ClippedAdam({"lr": 0.01, "clip_norm": 0.1})),
         lambda: pyro.optim.AdamW({"lr": 0.01, "weight_decay": 0.1}, {"clip_norm": 0.5}),
         lambda: pyro.optim.Adam(lambda name: {"lr": 0.1 if name.endswith("loc") else 0.01}),
-        lambda: pyro.optim.RMSprop({"lr": 0.01}),
+        slow(lambda: pyro.optim.RMSprop({"lr": 0.01})),
     ],
     ids=["SGD", "ClippedAdam", "clipped AdamW", "rates by name", "RMSprop"],
 )
@@ -648,6 +653,7 @@ def test_a_captured_step_is_that_of_svi(name, as_on_a_gpu):
     assert_same(make, regression_data(), steps=12, rtol=RATE_RTOL, check_finite=False)
 
 
+@pytest.mark.slow
 def test_a_captured_step_reads_buffers_weights_and_subsamples(as_on_a_gpu):
     data = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
     annealed = {"loss": lambda: ps.StructuredELBO(kl_weight=ps.LinearAnnealing(10))}
@@ -657,6 +663,7 @@ def test_a_captured_step_reads_buffers_weights_and_subsamples(as_on_a_gpu):
     assert len(set(losses)) > 10
 
 
+@pytest.mark.slow
 def test_a_fit_by_captured_steps_updates_after_its_check(as_on_a_gpu, monkeypatch):
     """The graph then ends with the gradients, and no learning rate is in it."""
 

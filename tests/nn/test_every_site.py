@@ -95,11 +95,10 @@ def test_every_pass_counts_the_kl_of_every_site(make):
             torch.testing.assert_close(kl[name], expected[name], rtol=1e-12, atol=0)
 
 
-@EVERY_MODEL
-def test_the_posterior_of_a_skipped_layer_goes_to_its_prior_and_no_further(make):
-    model = make()[1]
+def test_the_posterior_of_a_skipped_layer_goes_to_its_prior_and_no_further():
+    model = bayesian_experts()[1]
     guide = make_guide(model, ps.MeanFieldGuide)
-    ps.fit(model, guide, regression_data(), num_steps=600, lr=0.05, progress=False)
+    ps.fit(model, guide, regression_data(), num_steps=300, lr=0.1, progress=False)
     skipped = [name for name in guide.site_names if "experts.1" in name]
     assert skipped
     for name in skipped:
@@ -108,8 +107,15 @@ def test_the_posterior_of_a_skipped_layer_goes_to_its_prior_and_no_further(make)
         torch.testing.assert_close(q.variance.sqrt(), torch.full_like(q.loc, 2.0), atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("local_reparam", [True, "exact", "flipout", False])
-@pytest.mark.parametrize("loss", [ps.StructuredELBO, Trace_ELBO, TraceMeanField_ELBO])
+@pytest.mark.parametrize(
+    ("loss", "local_reparam"),
+    [
+        (ps.StructuredELBO, True),
+        (ps.StructuredELBO, "flipout"),
+        (Trace_ELBO, True),
+        (TraceMeanField_ELBO, False),
+    ],
+)
 @EVERY_MODEL
 def test_layers_may_be_skipped_first_and_visited_later(make, loss, local_reparam):
     net, model = make()

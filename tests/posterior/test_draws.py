@@ -168,13 +168,15 @@ def reparametrized(group, y=None):
 @pytest.mark.parametrize(
     ("model", "site"), [(groups, "shift"), (reparametrized, "shift_decentered")]
 )
-@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, AutoNormal])
+@pytest.mark.parametrize(
+    "make_guide", [ps.MeanFieldGuide, pytest.param(AutoNormal, marks=pytest.mark.slow)]
+)
 def test_only_data_make_the_latents_of_a_plate_local(model, site, make_guide):
     group, truth = torch.arange(60) % 3, torch.tensor([3.0, -2.0, 0.5])
     y = truth[group]
     guide = make_guide(model)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
-    for _ in range(400):
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), Trace_ELBO())
+    for _ in range(200):
         svi.step(group, y)
     if make_guide is ps.MeanFieldGuide:
         assert guide.local_site_names == []

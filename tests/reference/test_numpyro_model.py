@@ -137,6 +137,7 @@ def test_log_joint_agrees_for_each_prior(prior):
     assert_same_log_joint(make_regressor(make_mlp(), prior), *make_data())
 
 
+@pytest.mark.slow
 def test_log_joint_agrees_for_a_beta_prior():
     # Weights lie in (0.1, 1.1) in the other tests.
     x, y = make_data(outputs=1)
