@@ -1,6 +1,7 @@
 """The objective and its optimization."""
 
 from pyro_structvi.infer.compiled_svi import CompiledSVI
+from pyro_structvi.infer.data_size import NumDataWarning
 from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
 from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
@@ -14,6 +15,7 @@ __all__ = [
     "ELBOTerms",
     "History",
     "LinearAnnealing",
+    "NumDataWarning",
     "SampledKLWarning",
     "StructuredELBO",
     "fit",

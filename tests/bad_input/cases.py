@@ -36,7 +36,6 @@ MODULES = [
 RECORDS = {
     *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
     *("ClassificationScores", "PredictiveDistance"),
-    *("CompileFallbackWarning", "DivergenceWarning", "PointEstimateWarning", "SampledKLWarning"),
 }
 # Base classes without instances; their subclasses are called.
 ABSTRACT = {"Family", "GaussianWeight", "MatrixFamily", "MemoryLimitedFamily", "WeightDistribution"}
@@ -85,7 +84,10 @@ def public_callables():
         ]
         for name in names:
             value = getattr(module, name)
-            if isinstance(value, ModuleType) or name in RECORDS | ABSTRACT | BETWEEN_PARTS:
+            is_warning = inspect.isclass(value) and issubclass(value, Warning)
+            if isinstance(value, ModuleType) or is_warning:
+                continue
+            if name in RECORDS | ABSTRACT | BETWEEN_PARTS:
                 continue
             label = name
             if module.__name__.endswith("families") and name == "MatrixNormal":
