@@ -109,9 +109,9 @@ class StructuredGuide(OwningAutoGuide):
         return list(self._uses)
 
     @property
-    def uses(self) -> dict[str, SiteUse]:
-        """How the model uses each site, as far as passes have shown."""
-        return dict(self._uses)
+    def uses(self) -> Mapping[str, SiteUse]:
+        """How the model uses each site, as far as passes have shown; after each pass another object."""
+        return self._uses
 
     @property
     def local_site_names(self) -> list[str]:

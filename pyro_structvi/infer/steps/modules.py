@@ -48,7 +48,7 @@ class Modules:
             if isinstance(module, SitePosterior):
                 state.append(module.family)
             elif isinstance(module, StructuredGuide):
-                state.append(tuple(map(repr, module.uses.values())))
+                state.append(Same(module.uses))
             elif isinstance(module, Likelihood):
                 state.append(module.num_data)
             for tensor in own_tensors(module):
