@@ -108,6 +108,7 @@ def squeeze(text):
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", ["dense", pytest.param("convolution", marks=pytest.mark.slow)])
 def test_gradient_variance_script_runs(net, monkeypatch, capsys, tmp_path):
     script, figure = ROOT / "docs/scripts/gradient_variance.py", tmp_path / "figure.png"

@@ -22,8 +22,8 @@ from tests.models import HandWritten, make_classifier, make_regressor, regressio
 STEPS = 7
 RATE_RTOL = 1e-6  # a graph has learning rates in single precision
 GUIDE_CASES = GUIDES | POINTS
-# Those whose steps differ: local noise, joined biases, factors, inducing weights, members, masks.
-FAST = {"k-tied, joined", "low rank", "inducing weights", "ensemble", "dropout"}
+# Those whose steps differ most: joined biases, factors, masks.
+FAST = {"k-tied, joined", "low rank", "dropout"}
 EACH_WAY = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in GUIDE_CASES
 ]
@@ -211,6 +211,7 @@ def test_other_shapes_arguments_and_modes_are_compiled_apart():
     assert len(svi._step.kinds) == 4
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_stays():
     frozen = []
 
@@ -799,6 +800,7 @@ def test_constants_of_the_host_are_copied_to_a_device_once():
     assert traced(inputs)[0].shape == (3,)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_step_is_kept():
     """Neither gradients nor the batch."""
     model, guide = make_k_tied()

@@ -142,6 +142,7 @@ def own_loop_of_a_function():
     return losses, guide.state_dict()
 
 
+@pytest.mark.slow
 def test_an_own_loop_trains_a_function(tmp_path):
     (losses, first), (others, second) = on_two_ranks(own_loop_of_a_function, tmp_path)
     assert sum(losses[-20:]) < sum(losses[:20])
@@ -172,6 +173,7 @@ def test_a_checkpoint_of_many_loads_in_one(tmp_path):
     assert ps.predict(model, guide, x, num_samples=2).mean.shape == (24, 1)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_loads_in_many(tmp_path):
     model, guide, data = make_fit()
     ps.fit(model, guide, data, num_steps=300, lr=0.05, progress=False)
