@@ -108,6 +108,7 @@ def test_the_table_of_a_net():
     assert foot == "1.00 is: step 1.00 ms, 4.00 MiB; prediction 1.00 ms, 2.00 MiB. 9 rounds."
 
 
+@pytest.mark.slow
 def test_a_method_without_predictions_is_warmed_up_and_leaves_their_columns_empty():
     steps = []
     count = methods.Method(lambda: steps.append(0), None, warm_up=4)
@@ -152,6 +153,7 @@ def test_the_page_shows_the_committed_results():
     assert shown == results
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn_from_results(tmp_path):
     results = json.loads((tables.ROOT / "benchmarks/results/scaling.json").read_text())
     scaling.draw(results, tmp_path / "figure.svg")

@@ -139,6 +139,7 @@ def test_noise_is_fresh_at_each_step():
     assert len(set(losses)) == 20
 
 
+@pytest.mark.slow
 def test_the_weight_of_the_kl_follows_its_schedule():
     def loss():
         return ps.StructuredELBO(kl_weight=ps.LinearAnnealing(5))
@@ -639,6 +640,7 @@ def as_on_a_gpu(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -346,6 +346,7 @@ def test_a_compiled_step_is_checked_before_its_update(number, compiled_fit):
     assert unchanged(guide, kept)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_names_the_sites_that_are_not_finite(compiled_fit):
     compiled_fit()
     model, guide, (x, y) = make()

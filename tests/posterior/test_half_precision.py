@@ -35,6 +35,7 @@ def in_half(kind, make):
     return model, ps.MeanFieldGuide(model, init_scale=0.1), x, context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["autocast", "net"])
 def test_moments_over_many_draws_are_those_in_double(kind):
     def make(dtype):

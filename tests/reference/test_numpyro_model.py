@@ -216,6 +216,7 @@ def test_activations_and_their_derivatives_are_torchs(activation):
     np.testing.assert_allclose(slopes, derivative.numpy(), rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -246,6 +247,7 @@ def test_log_joint_agrees_for_each_function(function):
     assert_same_log_joint(model, x, torch.zeros_like(model(x)))
 
 
+@pytest.mark.slow
 def test_log_joint_agrees_for_tied_weights():
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     net[2].weight = net[0].weight
