@@ -11,7 +11,7 @@ from pyro_structvi._checks import Program, checked
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.finite import FiniteCheck
-from pyro_structvi.infer.steps.loss import CheckedLoss
+from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 
 
@@ -79,9 +79,10 @@ class CompiledSVI:
                 "leave tensors' values unread. Write `loss=StructuredELBO()`, or use `pyro.infer.SVI`."
             )
         self.model, self.guide, self.loss = model, guide, loss
-        optimizer, checked = OneOptimizer(optim), CheckedLoss(model, guide, loss)
-        check = FiniteCheck(checked, optimizer, is_shared=False) if check_finite else None
-        self._step = CompiledStep(checked, optimizer, check, backend=backend, fallback=fallback)
+        optimizer = OneOptimizer(optim)
+        own = (CheckedLoss if check_finite else Loss)(model, guide, loss)
+        check = FiniteCheck(own, optimizer, is_shared=False) if check_finite else None
+        self._step = CompiledStep(own, optimizer, check, backend=backend, fallback=fallback)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -82,6 +82,20 @@ def test_what_is_not_checked_is_not_finite():
     assert math.isnan(loss)
 
 
+@pytest.mark.parametrize("check_finite", [True, False])
+@pytest.mark.parametrize("is_pyros", [True, False])
+def test_an_error_of_the_model_is_raised_and_changes_nothing(check_finite, is_pyros):
+    model = make_regressor()
+    guide, (x, y) = ps.KTiedGuide(model), regression_data()
+    optim = adam() if is_pyros else torch.optim.Adam(guide.parameters())
+    svi = compiled(model, guide, optim, check_finite=check_finite)
+    before = states(guide)
+    with pytest.raises(ValueError, match="`y` must have shape that of the net's output"):
+        svi.step(x, y[:, 0])
+    torch.testing.assert_close(states(guide), before, rtol=0, atol=0)
+    assert math.isfinite(svi.step(x, y))
+
+
 def test_another_objective_is_checked_too():
     model = make_regressor()
     guide, data = ps.MeanFieldGuide(model), regression_data()

@@ -135,7 +135,7 @@ class CompiledStep(Step):
             for parameter in self.optimizer.parameters
             if parameter.requires_grad and parameter.grad is None and id(parameter) not in own
         ]
-        if foreign and not self.optimizer.is_pyros:
+        if foreign and not self.optimizer.is_pyros and isinstance(terms, ELBOTerms):
             shapes = [shape_text(parameter.shape) for parameter in foreign]
             raise ValueError(
                 f"`optim` must train parameters of model and guide, but {len(foreign)} of its "
