@@ -1,7 +1,7 @@
 """Private parts of torch, each with its use and with what breaks without it."""
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -179,6 +179,83 @@ def own_tensors(module: nn.Module) -> Iterator[Tensor]:
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
             yield tensor
+
+
+class OperationGraph:
+    """Operations of torch's dispatcher, one after the other, as torch's interpreter of graphs runs them.
+
+    Only TorchScript has such an interpreter, and only tracing and compiling source code fill it in
+    public; neither takes every operation. Without it each operation of a traced step would pass through
+    Python, at four times the cost.
+    """
+
+    def __init__(self) -> None:
+        self._graph: Any = torch._C.Graph()
+
+    def input(self) -> Any:
+        """Add a tensor that the graph is called with, and return it."""
+        return self._graph.addInput()
+
+    def call(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Add an operation on values of this graph and constants; return its value, or several."""
+        schema = operation._schema
+        values = []
+        for number, argument in enumerate(schema.arguments):
+            given = kwargs.get(argument.name, argument.default_value)
+            given = args[number] if number < len(args) else given
+            values.append(self._value(given, argument.type))
+        kinds = [returned.type for returned in schema.returns]
+        results = self._node(schema.name, values, kinds)
+        return results[0] if len(results) == 1 else results
+
+    def unpacked(self, several: Any, count: int) -> list[Any]:
+        """Return the tensors of a list that an operation returned."""
+        return self._node("prim::ListUnpack", [several], [torch._C.TensorType.get()] * count)
+
+    def function(self, outputs: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the graph as a function from its inputs to these values of it."""
+        kind = torch._C.TupleType([torch._C.TensorType.get()] * len(outputs))
+        (packed,) = self._node("prim::TupleConstruct", outputs, [kind])
+        self._graph.registerOutput(packed)
+        made: Any = torch._C._create_function_from_graph("step", self._graph)
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+                outputs: tuple[Tensor, ...] = made(*inputs)  # by the very operations, as they are
+            return outputs
+
+        return run
+
+    def _value(self, given: Any, kind: Any) -> Any:
+        if isinstance(given, (list, tuple)) and any(isinstance(v, torch._C.Value) for v in given):
+            item: Any = torch._C.TensorType.get()
+            if any(value is None for value in given):
+                item = torch._C.OptionalType(item)
+            items = [self._value(value, item) for value in given]
+            return self._node("prim::ListConstruct", items, [torch._C.ListType(item)])[0]
+        if isinstance(given, torch._C.Value):
+            return given
+        if isinstance(given, (list, tuple)) and not given:
+            kind = kind.getElementType() if kind.kind() == "OptionalType" else kind
+            return self._node("prim::ListConstruct", [], [kind])[0]
+        if isinstance(given, torch.memory_format):
+            given = _MEMORY_FORMATS.index(given)
+        return self._graph.insertConstant([*given] if isinstance(given, tuple) else given)
+
+    def _node(self, name: str, values: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
+        node = self._graph.insertNode(self._graph.create(name, [*values], len(kinds)))
+        results = [*node.outputs()]
+        for result, kind in zip(results, kinds, strict=True):
+            result.setType(kind)
+        return results
+
+
+_MEMORY_FORMATS = [  # as torch numbers them
+    torch.contiguous_format,
+    torch.preserve_format,
+    torch.channels_last,
+    torch.channels_last_3d,
+]
 
 
 def changes_its_arguments(operation: Any) -> bool:

@@ -36,7 +36,8 @@ class CompiledSVI:
         optim: A Pyro optimizer such as ``pyro.optim.Adam({"lr": 1e-3})``, of which one fused torch
             optimizer is made; or a torch optimizer, which trains the parameters that it was made of.
         loss: A :class:`StructuredELBO`; with ``fallback`` any of Pyro's.
-        backend: A backend of ``torch.compile``, or None to run the traced operations one by one.
+        backend: A backend of ``torch.compile``, or None to run the traced operations one by one, by
+            torch's interpreter on the CPU, which takes no compiler.
             "auto" is "inductor" on the CPU, which needs a C++ compiler, and None on a GPU.
         fallback: Whether a step that cannot be compiled runs as ``SVI`` runs it, with a
             :class:`CompileFallbackWarning`, instead of raising.

@@ -1,13 +1,12 @@
 """What the processes of torch's default process group share while they train one guide."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 
 def world() -> tuple[int, int]:
@@ -58,23 +57,55 @@ def noise_of_rank(device: torch.device | None) -> Iterator[None]:
         yield
 
 
-def data_parallel(loss: nn.Module) -> nn.Module:
-    """Let backward passes average gradients over the ranks; parameters become those of rank 0.
+def share_start(module: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of rank 0.
 
-    A model need not visit all its sites in each pass, so parameters without gradients are looked for.
-    Torch says on the standard error if it finds none; there is always one.
+    Raises:
+        ValueError: If the ranks have different ones.
     """
     if world()[1] == 1:
-        return loss
-    loss.never_used = nn.Parameter(next(loss.parameters()).new_zeros(()))
-    return DistributedDataParallel(loss, find_unused_parameters=True, gradient_as_bucket_view=True)
+        return
+    tensors = [*module.parameters(), *module.buffers()]
+    shapes = [str([(str(value.dtype), *value.shape) for value in tensors])]
+    if len({tuple(each) for each in of_all_ranks(shapes)}) > 1:
+        raise ValueError(
+            "All ranks must have parameters and buffers of the same shapes. Make the same model and the "
+            "same guide on each, and initialize both with batches of the same form."
+        )
+    _apply_flat(tensors, lambda flat: dist.broadcast(flat, 0))
 
 
 def share_buffers(module: nn.Module) -> None:
     """Give all ranks the buffers of rank 0, such as the running statistics of its last batch."""
     if world()[1] > 1:
-        for buffer in module.buffers():
-            value = buffer.contiguous()
-            dist.broadcast(value, 0)
-            if value is not buffer:
-                buffer.copy_(value)
+        _apply_flat([*module.buffers()], lambda flat: dist.broadcast(flat, 0))
+
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Give each parameter the mean of its gradients over the ranks, absent ones counted as zero.
+
+    A parameter without a gradient on any rank stays without.
+    """
+    size = world()[1]
+    if size == 1:
+        return
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    is_there = trained[0].new_tensor([value.grad is not None for value in trained])
+    gradients = [torch.zeros_like(value) if value.grad is None else value.grad for value in trained]
+    _apply_flat([is_there, *gradients], dist.all_reduce)
+    for parameter, gradient, count in zip(trained, gradients, is_there.tolist(), strict=True):
+        parameter.grad = gradient.div_(size) if count else None
+
+
+def _apply_flat(tensors: Sequence[Tensor], communicate: Callable[[Tensor], Any]) -> None:
+    """Communicate tensors in place, those of one dtype and device as one."""
+    kinds = {(value.dtype, value.device): None for value in tensors}
+    for kind in kinds:
+        own = [value for value in tensors if (value.dtype, value.device) == kind]
+        flat = torch.cat([value.detach().reshape(-1) for value in own])
+        communicate(flat)
+        with torch.no_grad():
+            for value, part in zip(own, flat.split([v.numel() for v in own]), strict=True):
+                value.copy_(part.view(value.shape))

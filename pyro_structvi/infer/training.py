@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pyro.poutine as poutine
 import torch
@@ -20,14 +20,16 @@ from pyro_structvi.infer.batches import Arguments, arguments, as_batches, num_ex
 from pyro_structvi.infer.data_size import check_scale, set_num_data
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.ranks import (
-    data_parallel,
     noise_of_rank,
     of_all_ranks,
     share_buffers,
+    share_start,
     shared_seed,
     world,
 )
 from pyro_structvi.infer.schedules import Schedule
+from pyro_structvi.infer.steps.auto import AutoStep
+from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
@@ -39,10 +41,15 @@ TrainedGuide = Annotated[
     Rule("a torch.nn.Module (`pyro.infer.SVI` trains the guide of a function)", lambda guide: True),
 ]
 Engine = Callable[[Loss, OneOptimizer, Check], Step]
+Compiled = Literal["auto", True, False]
 
 
-def _eager(loss: Loss, optimizer: OneOptimizer, check: Check) -> Step:
-    return EagerStep(loss, optimizer, check, data_parallel(loss))
+def _engine(compiled: Compiled, num_steps: int) -> Engine:
+    """Return what makes the engine of a fit."""
+    is_shared = world()[1] > 1
+    if compiled == "auto":
+        return partial(AutoStep, is_shared=is_shared, num_steps=num_steps)
+    return partial(CompiledStep if compiled else EagerStep, is_shared=is_shared)
 
 
 @dataclass
@@ -58,6 +65,7 @@ class History:
         kl_weight: The weight of the KL in the step's loss.
         lr: The learning rate of the first parameter group.
         interrupted: Whether the fit was stopped from the keyboard.
+        compilation: What was traced or compiled, when and why, or why not, a line each.
     """
 
     elbo: list[float] = field(default_factory=list)
@@ -66,6 +74,7 @@ class History:
     kl_weight: list[float] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
     interrupted: bool = False
+    compilation: list[str] = field(default_factory=list)
 
     def _add(self, terms: StepTerms, lr: float) -> None:
         self.log_likelihood.append(terms.log_likelihood)
@@ -90,6 +99,7 @@ def fit(
     num_particles: Count = 1,
     vectorize_particles: bool = False,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    compiled: Compiled = "auto",
     progress: bool = True,
 ) -> History:
     """Fit a guide, and the model's own parameters, by stochastic gradients of the ELBO.
@@ -124,6 +134,10 @@ def fit(
         num_particles: Draws averaged in each step.
         vectorize_particles: Whether one pass runs them all; see :class:`StructuredELBO`.
         optimizer: Called with ``(parameters, lr=lr)``; fused Adam when None.
+        compiled: Whether steps run without Python, as those of :class:`CompiledSVI`. "auto" traces them
+            after a few ordinary ones and lets inductor compile the trace, each if the measured times say
+            that it pays for the steps to come; what cannot be traced runs as Python, and the history
+            says why. True does both at once, and raises where it cannot. False runs Python in each step.
         progress: Whether to show a progress bar with the ELBO, on rank 0.
 
     Returns:
@@ -164,8 +178,12 @@ def fit(
         batches = arguments(loader, device, total)
         bar = tqdm(batches, "fit", total, disable=not progress or world()[0] > 0)
         with closing(batches), bar:
-            steps = _steps(_eager, guide, loss, make_optimizer, lr_schedule, bar, len(loader), size)
-            return _record(steps, bar)
+            engine = _engine(compiled, total)
+            history = History()
+            steps = _steps(
+                engine, guide, loss, make_optimizer, lr_schedule, bar, len(loader), size, history
+            )
+            return _record(steps, bar, history)
 
 
 def _steps(
@@ -177,6 +195,7 @@ def _steps(
     batches: Iterable[Arguments],
     num_batches: int,
     size: int | None,
+    history: History,
 ) -> Iterator[tuple[StepTerms, float]]:
     """Take a step with each batch; yield its terms and its learning rate."""
     step: Step | None = None
@@ -188,16 +207,17 @@ def _steps(
             made = make_optimizer([*loss.trained.values()])
             check("optimizer(parameters, lr=lr)", made, torch.optim.Optimizer)
             optimizer = OneOptimizer(made)
+            share_start(loss)
             step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
+            history.compilation = step.notes
         if lr_schedule is not None:
             optimizer.scale_rates(lr_schedule(number))
         yield step(*args, **kwargs), optimizer.rate
     share_buffers(loss)
 
 
-def _record(steps: Iterator[tuple[StepTerms, float]], bar: Any) -> History:
+def _record(steps: Iterator[tuple[StepTerms, float]], bar: Any, history: History) -> History:
     """Take the steps and write down what happens in them."""
-    history = History()
     try:
         for number, (terms, lr) in enumerate(steps):
             history._add(terms, lr)

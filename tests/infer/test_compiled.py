@@ -14,7 +14,6 @@ import pyro_structvi as ps
 from pyro_structvi.infer import CompileFallbackWarning
 from pyro_structvi.infer.steps import replayed
 from pyro_structvi.infer.steps.call import Call
-from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.traced import Traced
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import HandWritten, make_classifier, make_regressor, regression_data
@@ -667,21 +666,19 @@ def test_a_captured_step_reads_buffers_weights_and_subsamples(as_on_a_gpu):
 
 
 @pytest.mark.slow
-def test_a_fit_by_captured_steps_updates_after_its_check(as_on_a_gpu, monkeypatch):
+def test_a_fit_by_captured_steps_updates_after_its_check(as_on_a_gpu):
     """The graph then ends with the gradients, and no learning rate is in it."""
 
-    def fit():
+    def fit(compiled):
         pyro.set_rng_seed(0)
         model, guide = make_k_tied()
         data = regression_data()
-        history = ps.fit(
-            model, guide, data, num_steps=9, lr_schedule=ps.infer.CosineDecay(9), progress=False
-        )
+        options = {"lr_schedule": ps.infer.CosineDecay(9), "progress": False}
+        history = ps.fit(model, guide, data, num_steps=9, compiled=compiled, **options)
         return history.elbo, dict(guide.state_dict())
 
-    expected, state = fit()
-    monkeypatch.setattr("pyro_structvi.infer.training._eager", CompiledStep)
-    losses, own = fit()
+    expected, state = fit(compiled=False)
+    losses, own = fit(compiled=True)
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(own, state, rtol=1e-6, atol=1e-7)
 

@@ -1,8 +1,5 @@
 """fit: what it accepts, what it trains, what it returns, and how it stops."""
 
-from functools import partial
-
-import pyro
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
@@ -11,8 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay, History
-from pyro_structvi.infer.steps import compiled
-from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.eager import EagerStep
 from tests.models import linear_function, make_classifier, make_regressor, regression_data
 
@@ -292,80 +287,3 @@ def test_a_gradient_norm_that_overflows_is_explained():
     with pytest.raises(FloatingPointError, match=r"At step 0, .*(not finite|overflows)"):
         ps.fit(model, guide, (x, y), num_steps=1, progress=False)
     assert unchanged(guide, before)
-
-
-# ---- engines -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compiled_fit(monkeypatch):
-    """Let fit take compiled steps."""
-    engine = partial(CompiledStep, backend=None)
-    return lambda: monkeypatch.setattr("pyro_structvi.infer.training._eager", engine)
-
-
-def test_a_fit_with_compiled_steps_is_that_with_eager_ones(compiled_fit):
-    """The first of three batches' sizes is traced at its second step, the other is eager and traced."""
-    histories, states = [], []
-    for engine in (lambda: None, compiled_fit):
-        pyro.set_rng_seed(0)
-        model, guide, data = make(size=25)
-        engine()
-        options = {"lr_schedule": CosineDecay(9, 0.1), "kl_weight": ps.LinearAnnealing(5)}
-        history = ps.fit(
-            model, guide, data, num_epochs=3, batch_size=10, lr=0.1, progress=False, **options
-        )
-        histories.append(history)
-        states.append(guide.state_dict())
-    eager, replayed = map(vars, histories)
-    for name in ("elbo", "log_likelihood", "kl", "kl_weight", "lr"):
-        assert replayed[name] == pytest.approx(eager[name], rel=1e-9), name
-    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_compiled_step_is_checked_before_its_update(number, compiled_fit):
-    """An eager, a traced and a replayed step."""
-    compiled_fit()
-    model, guide, (x, y) = make()
-    guide.initialize(x, y)
-    bad = y.clone()
-    bad[0] = float("nan")
-    kept = {}
-
-    class Batches(list):
-        def __iter__(self):
-            for _ in range(number):
-                yield x, y
-            kept.update(snapshot(guide))
-            yield x, bad
-
-    message = rf"At step {number}, the data \['argument 1'\] is not"
-    with pytest.raises(FloatingPointError, match=message):
-        ps.fit(model, guide, Batches([0, 0, 0]), num_steps=3, progress=False)
-    assert unchanged(guide, kept)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_names_the_sites_that_are_not_finite(compiled_fit):
-    compiled_fit()
-    model, guide, (x, y) = make()
-
-    class Batches(list):
-        def __iter__(self):
-            yield x, y
-            yield x, y
-            with torch.no_grad():
-                guide["net.2.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
-            yield x, y
-
-    with pytest.raises(FloatingPointError, match=r"At step 2, the (log|KL).*(obs|net\.2\.weight)"):
-        ps.fit(model, guide, Batches([0, 0, 0]), num_steps=3, progress=False)
-
-
-def test_compiled_steps_are_not_shared_by_processes(compiled_fit, monkeypatch):
-    compiled_fit()
-    monkeypatch.setattr(compiled, "world", lambda: (0, 2))
-    model, guide, data = make()
-    with pytest.raises(RuntimeError, match="Compiled steps train in one process, but got 2"):
-        ps.fit(model, guide, data, num_steps=1, progress=False)

@@ -14,17 +14,15 @@ from torch import Tensor
 from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import stored_parameter
 from pyro_structvi.infer.batches import Arguments
-from pyro_structvi.infer.ranks import world
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.eager import EagerStep
-from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.modules import Same
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from pyro_structvi.infer.steps.step import Check, Step
 from pyro_structvi.infer.steps.subsamples import SubsampleRecorder
-from pyro_structvi.infer.steps.traced import explain
+from pyro_structvi.infer.steps.traced import Outputs, explain
 from pyro_structvi.infer.terms import ELBOTerms
 
 MANY_KINDS = 16
@@ -34,7 +32,7 @@ class CompileFallbackWarning(UserWarning):
     """A step could not be compiled, and runs as ``SVI`` would run it."""
 
 
-class _NotCompiledError(Exception):
+class NotCompiledError(Exception):
     """A step could not be compiled; the message says why."""
 
 
@@ -45,14 +43,13 @@ class CompiledStep(Step):
         loss: The loss.
         optimizer: What updates the parameters.
         check: See :class:`Step`.
+        is_shared: Likewise.
         backend: A backend of ``torch.compile``, None, or "auto".
         fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
 
     Attributes:
+        eager: The engine of first steps.
         kinds: The steps that have been compiled, by arguments and by the state of model and guide.
-
-    Raises:
-        RuntimeError: If the steps are to be shared by several processes.
     """
 
     def __init__(
@@ -61,15 +58,12 @@ class CompiledStep(Step):
         optimizer: OneOptimizer,
         check: Check | None = None,
         *,
+        is_shared: bool = False,
         backend: str | None = "auto",
         fallback: bool = False,
     ) -> None:
-        super().__init__(loss, optimizer, check)
-        if isinstance(check, FiniteCheck) and check.is_shared and world()[1] > 1:
-            raise RuntimeError(
-                f"Compiled steps train in one process, but got {world()[1]}. Take eager steps."
-            )
-        self._eager = EagerStep(loss, optimizer, self._check_first)
+        super().__init__(loss, optimizer, check, is_shared=is_shared)
+        self.eager = EagerStep(loss, optimizer, self._check_first, is_shared=is_shared)
         self._backend, self._fallback = backend, fallback
         self._stored: list[str] = []  # names of what is found in Pyro's store
         self.kinds: dict[Hashable, ReplayedStep] = {}
@@ -84,28 +78,40 @@ class CompiledStep(Step):
         """
         call = Call(args, kwargs)
         if call.key in self._uncompiled:
-            return self._eager.take(args, kwargs)
-        if self.optimizer.was_loaded():
-            self.kinds.clear()
-        key = call.key, self._state()
-        if key not in self.kinds:
-            return self._take_first(call)
+            return self.eager.take(args, kwargs)
+        key = self.key(call)
         try:
-            return self._replay(self.kinds[key], call)
-        except _NotCompiledError as error:
+            return self.take_call(call, key)
+        except NotCompiledError as error:
             if not self._fallback:
                 raise RuntimeError(
                     f"{error} Pass `fallback=True` to go on without."
                 ) from error.__cause__
             del self.kinds[key]
             self._fall_back(call, str(error))
-        return self._eager.take(args, kwargs)
+        return self.eager.take(args, kwargs)
+
+    def key(self, call: Call) -> Hashable:
+        """Return what is equal for calls that share one compiled step."""
+        return call.key, self._state()
+
+    def take_call(self, call: Call, key: Hashable) -> list[float]:
+        """Take a step with a call and its key.
+
+        Raises:
+            NotCompiledError: If it cannot be compiled; nothing has changed.
+        """
+        if self.optimizer.was_loaded():
+            self.kinds.clear()
+        if key not in self.kinds:
+            return self._take_first(call)
+        return self._replay(self.kinds[key], call)
 
     def _take_first(self, call: Call) -> list[float]:
         """Take an eager step, which finds parameters and plates."""
         generators = _python_generators()
         with poutine.trace(param_only=True) as capture, SubsampleRecorder() as recorder:
-            numbers = self._eager.take(call.args, call.kwargs)
+            numbers = self.eager.take(call.args, call.kwargs)
         if _python_generators() != generators:
             self._drawing_in_python.add(call.key)
         self.loss.zero_grad()  # also of what the optimizer does not train
@@ -114,14 +120,14 @@ class CompiledStep(Step):
         if not self.loss.is_structured:
             self._fall_back(call, f"{type(self.loss.elbo).__name__} cannot be compiled.")
             return numbers
-        updates = self._check is None
+        updates = self._check is None and not self.is_shared
         step = ReplayedStep(self.loss, self.optimizer, recorder.draws, self._backend, updates)
         self.kinds[call.key, self._state()] = step  # now that the parameters are known
         if len(self.kinds) == MANY_KINDS:
             warnings.warn(
                 f"{MANY_KINDS} kinds of steps have been compiled, by shapes, arguments and modes. Pass "
                 "numbers that change as tensors, and pad what has many sizes.",
-                stacklevel=5,
+                stacklevel=6,
             )
         return numbers
 
@@ -149,17 +155,28 @@ class CompiledStep(Step):
             outputs = step(call)
         else:
             with self._explained():
-                if call.key in self._drawing_in_python:
-                    raise RuntimeError(
-                        "a step draws random numbers by Python's `random` or by NumPy, and would repeat "
-                        "what it has drawn once; draw them by torch"
-                    )
-                outputs = step(call)
-        numbers, terms = step.unpack(outputs)
-        read = self._read((call.args, call.kwargs), numbers, terms)
-        if not step.has_updated:
-            self.optimizer.step()
-        return read
+                outputs = self._prepare(step, call)
+        batch, (numbers, terms) = (call.args, call.kwargs), step.unpack(outputs)
+        return (self._read if step.has_updated else self._update)(batch, numbers, terms)
+
+    def _prepare(self, step: ReplayedStep, call: Call) -> Outputs:
+        """Take the next of the steps that end in a replay without Python."""
+        if call.key in self._drawing_in_python:
+            raise RuntimeError(
+                "a step draws random numbers by Python's `random` or by NumPy, and would repeat "
+                "what it has drawn once; draw them by torch"
+            )
+        before = None if step.is_traced else self._modules.plain_values()
+        outputs = step(call)
+        if before is not None:
+            after = self._modules.plain_values()
+            changed = [name for name, value in after.items() if before.get(name) != value]
+            if changed:
+                raise RuntimeError(
+                    f"a step changes {', '.join(changed[:3])}, which a replay would not; keep what "
+                    "changes in a buffer, and change it in place"
+                )
+        return outputs
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -168,7 +185,7 @@ class CompiledStep(Step):
             with self._modules.unchanged_on_error(self.optimizer.parameters):
                 yield
         except Exception as error:
-            raise _NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
+            raise NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
 
     def _fall_back(self, call: Call, reason: str) -> None:
         warnings.warn(f"{reason} The step runs uncompiled.", CompileFallbackWarning, stacklevel=5)

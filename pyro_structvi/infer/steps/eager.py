@@ -5,11 +5,10 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_structvi.infer.steps.loss import Loss, numbers_of
-from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Check, Step
+from pyro_structvi.infer.steps.loss import numbers_of
+from pyro_structvi.infer.steps.step import Step
 from pyro_structvi.infer.terms import ELBOTerms
 
 
@@ -20,18 +19,8 @@ class EagerStep(Step):
         loss: The loss.
         optimizer: What updates the parameters; one made of Pyro's adopts those that a step meets.
         check: See :class:`Step`.
-        forward: What computes the loss, such as one that all processes of a group share.
+        is_shared: Likewise.
     """
-
-    def __init__(
-        self,
-        loss: Loss,
-        optimizer: OneOptimizer,
-        check: Check | None = None,
-        forward: nn.Module | None = None,
-    ) -> None:
-        super().__init__(loss, optimizer, check)
-        self._forward = loss if forward is None else forward
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return loss, log likelihood and KL."""
@@ -43,9 +32,7 @@ class EagerStep(Step):
                 self.optimizer.adopt(dict.fromkeys(met))
         else:
             numbers, terms = self._differentiate(args, kwargs)
-        read = self._read((args, kwargs), numbers, terms)
-        self.optimizer.step()
-        return read
+        return self._update((args, kwargs), numbers, terms)
 
     def _differentiate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -54,7 +41,7 @@ class EagerStep(Step):
         if not self.loss.is_structured:
             loss = self.loss.elbo.loss_and_grads(*self.loss.parts, *args, **kwargs)
             return torch.tensor([float(loss), math.nan, math.nan]), ELBOTerms({}, {})
-        loss, terms = self._forward(*args, **kwargs)
+        loss, terms = self.loss(*args, **kwargs)
         if loss.requires_grad:
             torch.autograd.backward(loss)
         return numbers_of(loss, terms), terms

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pyro_structvi._torch import own_tensors
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.nn.likelihoods import Likelihood
 
 
 class Same:
@@ -29,6 +28,9 @@ class Same:
         return id(self._value)
 
 
+PLAIN = (bool, int, float, str, type(None))
+
+
 class Modules:
     """The modules that model and guide are, are methods of, or close over.
 
@@ -37,23 +39,45 @@ class Modules:
     """
 
     def __init__(self, parts: Iterable[Callable[..., Any]]) -> None:
-        self._roots = [root for part in parts for root in _modules_of(part)]
+        self._functions = [poutine.unwrap(part) for part in parts]
+        self._roots = [root for function in self._functions for root in _modules_of(function)]
         self._changing: list[tuple[nn.Module, str]] | None = None  # buffers; None before a step
 
     def state(self) -> list[Hashable]:
-        """Return what decides how they run: modes, numbers of ours, and which tensors they have."""
-        state: list[Hashable] = []
+        """Return what decides how they run: which modules and tensors they have, and plain values."""
+        state: list[Hashable] = [value for _, value in self._known_to_functions()]
         for module in self._all():
-            state += [Same(module), module.training]
+            state.append(Same(module))
+            state += [value for value in vars(module).values() if type(value) in PLAIN]
             if isinstance(module, SitePosterior):
                 state.append(module.family)
             elif isinstance(module, StructuredGuide):
                 state.append(Same(module.uses))
-            elif isinstance(module, Likelihood):
-                state.append(module.num_data)
             for tensor in own_tensors(module):
                 state += [Same(tensor), tensor.requires_grad, tensor.data_ptr()]
         return state
+
+    def plain_values(self) -> dict[str, Hashable]:
+        """Return the numbers, strings and switches that they may read, by name."""
+        values = dict(self._known_to_functions())
+        for number, module in enumerate(self._all()):
+            for name, value in vars(module).items():
+                if type(value) in PLAIN:
+                    values[f"`{name}` of module {number}, a {type(module).__name__}"] = value
+        return values
+
+    def _known_to_functions(self) -> Iterator[tuple[str, Hashable]]:
+        for function in self._functions:
+            code = getattr(function, "__code__", None)
+            if code is not None:
+                cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+                known = {name: function.__globals__.get(name) for name in code.co_names}
+                known |= {name: _content(cell) for name, cell in cells}
+                yield from (
+                    (f"`{name}` outside of `{function.__name__}`", value)
+                    for name, value in known.items()
+                    if type(value) in PLAIN
+                )
 
     def tensors(self) -> set[int]:
         """Return the identities of all their parameters and buffers."""
@@ -120,12 +144,19 @@ class Modules:
             yield from root.modules()
 
 
-def _modules_of(part: Callable[..., Any]) -> Iterator[nn.Module]:
-    function = poutine.unwrap(part)
-    closed_over = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+def _modules_of(function: Any) -> Iterator[nn.Module]:
+    closed_over = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
     for value in (function, getattr(function, "__self__", None), *closed_over):
         if isinstance(value, nn.Module):
             yield value
+
+
+def _content(cell: Any) -> Any:
+    """Return what a function closes over; None where it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _at(place: tuple[nn.Module, str]) -> Tensor | None:

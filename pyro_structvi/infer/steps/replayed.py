@@ -22,8 +22,8 @@ WARM_UP = 3  # steps before a GPU's are captured, as torch advises
 class ReplayedStep:
     """Terms of the loss and gradients of the parameters, without the Python that makes them.
 
-    The first call traces them. On the CPU the second compiles what was traced. On a GPU some calls warm
-    up, and the next captures everything as a CUDA graph.
+    The first call traces them. On the CPU the second compiles what was traced, or hands it to torch's
+    interpreter. On a GPU some calls warm up, and the next captures everything as a CUDA graph.
 
     Args:
         loss: The loss, of which an eager step has been taken.
@@ -54,6 +54,7 @@ class ReplayedStep:
         )  # a graph on a GPU cannot hold the host's draws
         usual = None if self._captures else "inductor"
         self._backend = usual if backend == "auto" else backend
+        self._is_prepared = False  # on the CPU
         dtype = torch.promote_types(torch.float32, self._parameters[0].dtype)
         self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
         self._traced: Traced | None = None
@@ -65,7 +66,12 @@ class ReplayedStep:
     @property
     def is_ready(self) -> bool:
         """Whether nothing is left to compile."""
-        return self._graph is not None if self._captures else self._calls >= 2
+        return self._graph is not None if self._captures else self._is_prepared
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the first call is over."""
+        return self._traced is not None
 
     @property
     def has_updated(self) -> bool:
@@ -94,7 +100,7 @@ class ReplayedStep:
         if self._traced is None:
             return self._trace(call, inputs)
         if not self._captures:
-            return self._traced(inputs)
+            return self._traced(inputs) if self._is_prepared else self._prepare(inputs)
         if self._calls <= WARM_UP:
             return self._warm_up(inputs)
         if self._updates:
@@ -119,9 +125,31 @@ class ReplayedStep:
                 "on the GPU, or before the step and pass it as an argument."
             )
         outputs, traced.outputs = traced.outputs, ()
-        if self._backend is not None:
+        if self._captures and self._backend is not None:
             traced.compile(self._backend)
         self._traced = traced
+        return outputs
+
+    def compile(self, backend: str) -> None:
+        """Let the next call compile what was traced, and all calls from then on run that.
+
+        Args:
+            backend: A backend of ``torch.compile``.
+        """
+        self._backend, self._is_prepared = backend, False
+
+    def interpret(self) -> None:
+        """Let torch's interpreter run the calls again that have run compiled."""
+        self._backend, self._is_prepared = None, False
+
+    def _prepare(self, inputs: list[Tensor]) -> Outputs:
+        assert self._traced is not None
+        if self._backend is None:
+            self._traced.interpret()
+        else:
+            self._traced.compile(self._backend)
+        outputs = self._traced(inputs)
+        self._is_prepared = True
         return outputs
 
     def _differentiate(self, call: Call, tensors: Sequence[Tensor]) -> Outputs:

@@ -1,6 +1,7 @@
 """Loss and gradients as a graph of tensor operations, without the Python that made them."""
 
 import linecache
+import operator
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,21 +55,53 @@ class Traced:
         ]
         folds_host = any(value.device.type != "cpu" for value in inputs)
         self.found = _lift_found(graph, folds_host)
-        self.graph: Callable[..., Outputs] = graph
+        self.graph = graph
+        self._run: Callable[..., Outputs] = graph
 
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """Repeat the call with other inputs of the same shapes."""
         with torch.no_grad(), autocast_off(inputs[0]):  # what is to be cast, the trace casts
-            return self.graph(*inputs, *self.found)
+            return self._run(*inputs, *self.found)
 
     def compile(self, backend: str) -> None:
         """Let ``torch.compile`` fuse the operations; draws stay those of torch's generators."""
         own: Any = {"options": {"fallback_random": True}} if backend == "inductor" else {}
-        self.graph = torch.compile(self.graph, backend=backend, dynamic=False, **own)
+        self._run = torch.compile(self.graph, backend=backend, dynamic=False, **own)
+
+    def interpret(self) -> None:
+        """Let torch's interpreter run the operations one by one, without what Python takes for each."""
+        self._run = _interpreted(self.graph)
 
     def random_on(self, kind: str) -> list[str]:
         """Return the random operations whose results are on a kind of device."""
         return [name for name, device in self._random if device == kind]
+
+
+def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
+    """Return a graph of operations on tensors as torch's interpreter runs it."""
+    own = _torch.OperationGraph()
+    values: dict[fx.Node, Any] = {}
+    outputs: Sequence[fx.Node | None] = ()
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = own.input()
+        elif node.target is operator.getitem:
+            values[node] = fx.map_arg(node.args[0], values.__getitem__)[node.args[1]]
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = own.call(node.target, args, kwargs)
+            if isinstance(node.meta["val"], list):
+                values[node] = own.unpacked(values[node], len(node.meta["val"]))
+        else:
+            outputs = node.args[0]
+    run = own.function([values[node] for node in outputs if node is not None])
+    is_given = [node is not None for node in outputs]
+
+    def interpreted(*tensors: Tensor) -> Outputs:
+        given = iter(run(*tensors))
+        return tuple(next(given) if is_there else None for is_there in is_given)
+
+    return interpreted
 
 
 class _RefusesPython(TorchFunctionMode):

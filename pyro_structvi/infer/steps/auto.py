@@ -1,0 +1,210 @@
+"""The engine that takes each step in the way that measured times say pays."""
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from pyro_structvi.infer.steps.call import Call
+from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
+from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.step import Check, Step
+
+Way = Literal["eager", "traced", "compiled"]
+
+TIMED = 5  # steps of each way, whose median counts
+EAGER = 4  # steps before any other; the first is not timed
+STEPS_FOR_TRACING = (
+    300  # tracing takes what 100 to 200 eager steps take, and saves half of each or more
+)
+MOST_KINDS = 15  # that are kept
+
+# Inductor takes some 25 times as long as tracing did, and saves a third of a traced step or more.
+COMPILING_PER_TRACING = 25.0
+SAVED_BY_COMPILING = 1 / 3
+
+
+@dataclass
+class Kind:
+    """What is known of the steps of one kind: that share shapes, arguments and modes.
+
+    Attributes:
+        way: How they are taken.
+        is_settled: Whether that is how they will be taken.
+        count: How many have been taken.
+        seconds: What steps took, each way.
+        preparing: The seconds that each way took to prepare.
+    """
+
+    way: Way = "eager"
+    is_settled: bool = False
+    count: int = 1
+    seconds: dict[Way, list[float]] = field(default_factory=dict)
+    preparing: dict[Way, float] = field(default_factory=dict)
+
+    def add(self, seconds: float, was_ready: bool) -> None:
+        """Note what a step took."""
+        self.count += 1
+        if was_ready:
+            self.seconds.setdefault(self.way, []).append(seconds)
+        else:
+            self.preparing[self.way] = self.preparing.get(self.way, 0.0) + seconds
+
+    def usual(self, way: Way) -> float:
+        """Return the seconds that a step usually takes, one way."""
+        return median(self.seconds[way])
+
+
+class AutoStep(Step):
+    """Takes eager steps, replays what it traces of them, and compiles that, where each pays.
+
+    A kind of step is traced after a few eager ones if many are to come, and compiled if the steps to
+    come save more time than compiling takes. What turns out slower than what it replaces goes back, and
+    what cannot be traced stays eager. Every step is a real one, and draws the noise that an eager step
+    would draw.
+
+    Args:
+        loss: The loss.
+        optimizer: What updates the parameters.
+        check: See :class:`Step`.
+        is_shared: Likewise.
+        num_steps: How many steps there will be.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: OneOptimizer,
+        check: Check | None = None,
+        *,
+        is_shared: bool = False,
+        num_steps: int,
+    ) -> None:
+        super().__init__(loss, optimizer, check, is_shared=is_shared)
+        self._engine = CompiledStep(loss, optimizer, check, is_shared=is_shared, backend=None)
+        self._on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
+        self._num_steps, self._taken = num_steps, 0
+        self._kinds: dict[Hashable, Kind] = {}
+        self._is_off = False
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+        """Take a step that is not counted; return loss, log likelihood and KL."""
+        if self._is_off:
+            return self._engine.eager.take(args, kwargs)
+        self._taken += 1
+        try:
+            call = Call(args, kwargs)
+        except TypeError as error:
+            self._turn_off(str(error))
+            return self._engine.eager.take(args, kwargs)
+        key = self._engine.key(call)
+        kind = self._kinds.get(key)
+        if kind is None:
+            return self._take_first(call, key)
+        if kind.is_settled and kind.way == "eager":
+            return self._engine.eager.take(args, kwargs)
+        start = time.perf_counter()
+        was_ready = kind.way == "eager" or self._engine.kinds[key].is_ready
+        numbers = (self._take_eager if kind.way == "eager" else self._take_replayed)(
+            kind, call, key
+        )
+        kind.add(time.perf_counter() - start, was_ready)
+        if not kind.is_settled:
+            self._decide(kind, key)
+        return numbers
+
+    def _take_first(self, call: Call, key: Hashable) -> list[float]:
+        if len(self._kinds) == MOST_KINDS:
+            self._turn_off(
+                f"there are more than {MOST_KINDS} kinds of steps, by shapes, arguments and modes"
+            )
+            return self._engine.eager.take(call.args, call.kwargs)
+        numbers = self._engine.take_call(call, key)
+        self._kinds[self._engine.key(call)] = Kind()  # now that the parameters are known
+        return numbers
+
+    def _take_eager(self, kind: Kind, call: Call, key: Hashable) -> list[float]:
+        """Take an eager step, and see whether it changes what a replay would not."""
+        before = self._modules.plain_values()
+        numbers = self._engine.eager.take(call.args, call.kwargs)
+        changed = [
+            name
+            for name, value in self._modules.plain_values().items()
+            if before.get(name) != value
+        ]
+        if changed:
+            self._turn_off(f"a step changes {', '.join(changed[:3])}, which a replay would not")
+        return numbers
+
+    def _take_replayed(self, kind: Kind, call: Call, key: Hashable) -> list[float]:
+        """Take a step without Python, or prepare it; where that fails, in the way before."""
+        try:
+            return self._engine.take_call(call, key)
+        except NotCompiledError as error:
+            if kind.way == "traced":
+                self._settle(kind, str(error))
+                return self._engine.eager.take(call.args, call.kwargs)
+            self._uncompile(kind, key, str(error))
+            return self._engine.take_call(call, key)
+
+    # ---- decisions -------------------------------------------------------------------------------
+
+    def _decide(self, kind: Kind, key: Hashable) -> None:
+        """Choose the way of the next step of a kind."""
+        if kind.way == "eager":
+            if kind.count >= EAGER and self._steps_to_come(kind) >= STEPS_FOR_TRACING:
+                kind.way = "traced"
+        elif len(kind.seconds.get(kind.way, [])) >= TIMED:
+            if kind.way == "compiled":
+                self._judge_compiled(kind, key)
+            elif kind.usual("traced") > kind.usual("eager"):
+                self._settle(kind, f"traced steps take longer: {_compared(kind, 'eager')}")
+            else:
+                self._note(f"traced {_compared(kind, 'eager')}")
+                self._consider_compiling(kind, key)
+
+    def _consider_compiling(self, kind: Kind, key: Hashable) -> None:
+        saved = self._steps_to_come(kind) * SAVED_BY_COMPILING * kind.usual("traced")
+        if self._on_cpu and saved > COMPILING_PER_TRACING * kind.preparing["traced"]:
+            self._engine.kinds[key].compile("inductor")
+            kind.way = "compiled"
+        else:
+            kind.is_settled = True
+
+    def _judge_compiled(self, kind: Kind, key: Hashable) -> None:
+        if kind.usual("compiled") > kind.usual("traced"):
+            self._uncompile(kind, key, f"compiled steps take longer: {_compared(kind, 'traced')}")
+        else:
+            self._note(f"compiled {_compared(kind, 'traced')}")
+            kind.is_settled = True
+
+    def _uncompile(self, kind: Kind, key: Hashable, reason: str) -> None:
+        self._engine.kinds[key].interpret()
+        kind.way, kind.is_settled = "traced", True
+        self._note(f"not compiled: {reason}")
+
+    def _settle(self, kind: Kind, reason: str) -> None:
+        """Let the steps of a kind be eager from now on."""
+        kind.way, kind.is_settled = "eager", True
+        self._note(f"eager: {reason}")
+
+    def _turn_off(self, reason: str) -> None:
+        """Let all steps be eager from now on."""
+        self._is_off = True
+        self._kinds.clear()
+        self._engine.kinds.clear()
+        self._note(f"eager: {reason}")
+
+    def _steps_to_come(self, kind: Kind) -> float:
+        return (self._num_steps - self._taken) * kind.count / self._taken
+
+    def _note(self, text: str) -> None:
+        self.notes.append(f"Step {self._taken}: {text}")
+
+
+def _compared(kind: Kind, other: Way) -> str:
+    """Say what a way took to prepare, and what a step takes beside another way."""
+    own, others = 1e3 * kind.usual(kind.way), 1e3 * kind.usual(other)
+    return f"in {kind.preparing[kind.way]:.2g} s, {own:.3g} ms a step, {others:.3g} ms {other}"

@@ -1,0 +1,323 @@
+"""The engines of fit: which way a step is taken, that it is the same step, and what is said of it."""
+
+import random
+import re
+from types import SimpleNamespace
+
+import pyro
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.infer import CosineDecay
+from pyro_structvi.infer.steps import auto
+from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
+from pyro_structvi.infer.steps.eager import EagerStep
+from tests.infer.test_training import make, snapshot, unchanged
+from tests.infer.two_ranks import assert_close, make_fit, on_two_ranks
+from tests.models import make_regressor, regression_data
+
+FOREVER = 10**9
+
+
+@pytest.fixture
+def traced_fit(monkeypatch):
+    """Let fit trace after two eager steps, whatever that takes, and stay with it."""
+    trace_at_once(monkeypatch.setattr)
+
+
+def trace_at_once(set_attribute):
+    set_attribute(auto, "STEPS_FOR_TRACING", 0)
+    set_attribute(auto, "EAGER", 2)
+    set_attribute(auto, "TIMED", FOREVER)
+
+
+def ways(history):
+    """Return what the notes of a fit begin with, behind the number of the step."""
+    return [note.split(": ")[1].split()[0] for note in history.compilation]
+
+
+# ---- the same step --------------------------------------------------------------------------------
+
+
+def test_a_fit_with_traced_steps_is_that_with_eager_ones(traced_fit):
+    """Both sizes of batches are taken twice as Python, and then traced."""
+    histories, states = [], []
+    for compiled in (False, "auto"):
+        pyro.set_rng_seed(0)
+        model, guide, data = make(size=25)
+        options = {"lr_schedule": CosineDecay(18, 0.1), "kl_weight": ps.LinearAnnealing(5)}
+        options |= {"compiled": compiled, "progress": False}
+        histories.append(ps.fit(model, guide, data, num_epochs=6, batch_size=10, lr=0.1, **options))
+        states.append(snapshot(guide))
+    eager, replayed = map(vars, histories)
+    for name in ("elbo", "log_likelihood", "kl", "kl_weight", "lr"):
+        assert replayed[name] == pytest.approx(eager[name], rel=1e-9), name
+    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4])
+def test_a_step_of_every_kind_is_checked_before_its_update(number, traced_fit):
+    """Two eager steps, a traced one, and two replayed ones."""
+    model, guide, (x, y) = make()
+    guide.initialize(x, y)
+    bad = y.clone()
+    bad[0] = float("nan")
+    kept = {}
+
+    class Batches(list):
+        def __iter__(self):
+            for _ in range(number):
+                yield x, y
+            kept.update(snapshot(guide))
+            yield x, bad
+
+    message = rf"At step {number}, the data \['argument 1'\] is not"
+    with pytest.raises(FloatingPointError, match=message):
+        ps.fit(model, guide, Batches([0] * 5), num_steps=5, progress=False)
+    assert unchanged(guide, kept)
+
+
+@pytest.mark.slow
+def test_a_traced_step_names_the_sites_that_are_not_finite(traced_fit):
+    model, guide, (x, y) = make()
+
+    class Batches(list):
+        def __iter__(self):
+            for _ in range(4):
+                yield x, y
+            with torch.no_grad():
+                guide["net.2.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
+            yield x, y
+
+    with pytest.raises(FloatingPointError, match=r"At step 4, the (log|KL).*(obs|net\.2\.weight)"):
+        ps.fit(model, guide, Batches([0] * 5), num_steps=5, progress=False)
+
+
+def train(compiled):
+    trace_at_once(setattr)
+    model, guide, data = make_fit()
+    options = {"batch_size": 6, "num_steps": 6, "lr": 0.1, "progress": False}
+    history = ps.fit(model, guide, data, compiled=compiled, **options)
+    return history.elbo, history.compilation, guide.state_dict()
+
+
+@pytest.mark.slow
+def test_ranks_share_the_gradients_of_traced_steps(tmp_path):
+    (tmp_path / "eager").mkdir()
+    (tmp_path / "auto").mkdir()
+    expected = on_two_ranks(train, tmp_path / "eager", False)
+    own = on_two_ranks(train, tmp_path / "auto", "auto")
+    for (elbo, notes, state), (eager, _, eager_state) in zip(own, expected, strict=True):
+        assert elbo == pytest.approx(eager, rel=1e-9)
+        assert notes == []
+        assert_close(state, eager_state)
+
+
+# ---- what stays eager, and why --------------------------------------------------------------------
+
+
+class Deciding(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        return out if out.sum() > 0 else -out  # the line at fault
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 if self.calls < 100 else 2)
+
+
+class Gambling(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if random.random() < 0.5 else super().forward(-x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Deciding, r"reads a tensor's value, at .*test_engines\.py:\d+, `.*the line at fault`"),
+        (Counting, r"a step changes `calls` of module \d+, a .*Counting, which a replay would not"),
+        (Gambling, r"random numbers by Python's `random`"),
+    ],
+)
+def test_what_cannot_be_replayed_stays_eager_and_the_history_says_why(layer, reason, traced_fit):
+    results = []
+    for compiled in (False, "auto"):
+        pyro.set_rng_seed(0)
+        model = ps.Regressor(ps.bayesianize(layer(3, 1), prior=1.0), 12, noise_scale=0.3)
+        guide = ps.MeanFieldGuide(model)
+        history = ps.fit(
+            model, guide, regression_data(), num_steps=8, compiled=compiled, progress=False
+        )
+        results.append((history.elbo, snapshot(guide)))
+    (note,) = history.compilation
+    assert re.search(r"^Step \d: eager: .*" + reason, note), note
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+
+
+def test_a_setting_that_changes_between_steps_is_another_kind(traced_fit):
+    """So does a number that a model closes over."""
+    factor = 1.0
+    inner = make_regressor()
+
+    def model(x, y):
+        return inner(x * factor, y)
+
+    x, y = regression_data()
+
+    class Batches(list):
+        def __iter__(self):
+            nonlocal factor
+            for step in range(8):
+                factor = 1.0 if step < 5 else 3.0
+                yield x, y
+
+    def elbos(compiled):
+        pyro.set_rng_seed(0)
+        guide = ps.KTiedGuide(model)
+        return ps.fit(
+            model, guide, Batches([0]), num_steps=8, compiled=compiled, progress=False
+        ).elbo
+
+    assert elbos("auto") == pytest.approx(elbos(False), rel=1e-9)
+
+
+def test_arguments_that_cannot_be_compared_leave_steps_eager():
+    model, _, (x, y) = make()
+
+    def with_notes(x, y, notes):
+        return model(x, y)
+
+    own = ps.KTiedGuide(with_notes)
+    data = [(x, y, {1, 2})]
+    history = ps.fit(with_notes, own, data, num_steps=4, progress=False)
+    assert ways(history) == ["eager"]
+    assert "tensors or hashable" in history.compilation[0]
+
+
+def test_many_kinds_leave_steps_eager():
+    model = make_regressor(40)
+    data = [tuple(value[:size] for value in regression_data(40)) for size in range(20, 40)]
+    history = ps.fit(model, ps.KTiedGuide(model), data, num_epochs=2, progress=False)
+    assert ways(history) == ["eager"]
+    assert "more than 15 kinds" in history.compilation[0]
+
+
+# ---- decisions ------------------------------------------------------------------------------------
+
+
+class Timed:
+    """Steps that take the seconds that they are said to take, on a clock that only they move."""
+
+    def __init__(self, monkeypatch, eager=0.004, traced=0.001, compiled=0.0005, preparing=0.5):
+        self.seconds = {"eager": eager, "traced": traced, "compiled": compiled}
+        self.preparing, self.now, self.backends = preparing, 0.0, []
+        self.refuses: set[str] = set()
+        monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(EagerStep, "take", lambda step, args, kwargs: self.take("eager"))
+        monkeypatch.setattr(CompiledStep, "take_call", self.take_call(CompiledStep.take_call))
+
+    def take(self, way):
+        self.now += self.seconds[way]
+        return [1.0, 2.0, 3.0]
+
+    def take_call(self, first):
+        def taken(engine, call, key):
+            if key not in engine.kinds:
+                numbers = first(engine, call, key)
+                for kind, step in engine.kinds.items():
+                    engine.kinds[kind] = Replayed(self)
+                    assert step is not None
+                return numbers
+            return engine.kinds[key].take()
+
+        return taken
+
+
+class Replayed:
+    def __init__(self, timed):
+        self.timed, self.way, self.to_prepare = timed, "traced", 2
+
+    @property
+    def is_ready(self):
+        return self.to_prepare == 0
+
+    def compile(self, backend):
+        self.timed.backends.append(backend)
+        self.way, self.to_prepare = "compiled", 1
+
+    def interpret(self):
+        self.timed.backends.append(None)
+        self.way, self.to_prepare = "traced", 1
+
+    def take(self):
+        if self.to_prepare:
+            if self.way in self.timed.refuses:
+                raise NotCompiledError(f"{self.way} fails")
+            self.timed.now += self.timed.preparing * (25 if self.way == "compiled" else 0.5)
+            self.to_prepare -= 1
+        return self.timed.take(self.way)
+
+
+def fit_timed(num_steps):
+    model, guide, data = make()
+    return ps.fit(model, guide, data, num_steps=num_steps, progress=False)
+
+
+def test_few_steps_are_eager(monkeypatch):
+    timed = Timed(monkeypatch)
+    assert fit_timed(200).compilation == []
+    assert timed.now == pytest.approx(200 * 0.004)
+
+
+def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):
+    """Compiling is to take 0.125 s, so 375 steps to come pay for it, which save a third of 1 ms each."""
+    timed = Timed(monkeypatch)
+    assert fit_timed(310).compilation == ["Step 11: traced in 0.5 s, 1 ms a step, 4 ms eager"]
+    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
+    assert ways(fit_timed(380)) == ["traced"]
+    assert timed.backends == []
+    notes = fit_timed(390).compilation
+    assert notes[1] == "Step 17: compiled in 13 s, 0.5 ms a step, 1 ms traced"
+    assert timed.backends == ["inductor"]
+
+
+def test_a_way_that_is_slower_is_left(monkeypatch):
+    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
+    Timed(monkeypatch, traced=0.005)
+    (note,) = fit_timed(400).compilation
+    assert note == "Step 11: eager: traced steps take longer: in 0.51 s, 5 ms a step, 4 ms eager"
+    timed = Timed(monkeypatch, compiled=0.002)
+    notes = fit_timed(400).compilation
+    assert notes[1].startswith("Step 17: not compiled: compiled steps take longer")
+    assert timed.backends == ["inductor", None]
+
+
+def test_a_way_that_fails_is_left(monkeypatch):
+    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
+    timed = Timed(monkeypatch)
+    timed.refuses = {"compiled"}
+    assert fit_timed(400).compilation[1] == "Step 12: not compiled: compiled fails"
+    assert timed.backends == ["inductor", None]
+    timed.refuses = {"traced"}
+    assert fit_timed(400).compilation == ["Step 5: eager: traced fails"]
+
+
+@pytest.mark.slow
+def test_a_fit_that_compiles_is_that_with_eager_steps(monkeypatch):
+    monkeypatch.setattr(auto, "STEPS_FOR_TRACING", 0)
+    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.0)
+    elbos = []
+    for compiled in (False, "auto"):
+        pyro.set_rng_seed(0)
+        model, guide, data = make()
+        history = ps.fit(model, guide, data, num_steps=25, compiled=compiled, progress=False)
+        elbos.append(history.elbo)
+    assert elbos[1] == pytest.approx(elbos[0], rel=1e-9)
+    assert any("compiled" in note for note in history.compilation)
