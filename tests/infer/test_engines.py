@@ -14,6 +14,7 @@ from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.steps import auto
 from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
 from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.replayed import ReplayedStep
 from tests.infer.test_training import make, snapshot, unchanged
 from tests.infer.two_ranks import assert_close, make_fit, on_two_ranks
 from tests.models import make_regressor, regression_data
@@ -215,86 +216,74 @@ def test_many_kinds_leave_steps_eager():
 class Timed:
     """Steps that take the seconds that they are said to take, on a clock that only they move."""
 
-    def __init__(self, monkeypatch, eager=0.004, traced=0.001, compiled=0.0005, preparing=0.5):
+    def __init__(self, monkeypatch, eager=0.004, traced=0.001, compiled=0.0005):
         self.seconds = {"eager": eager, "traced": traced, "compiled": compiled}
-        self.preparing, self.now, self.backends = preparing, 0.0, []
-        self.refuses: set[str] = set()
+        self.now, self.backends, self.refuses = 0.0, [], set()
         monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(EagerStep, "take", lambda step, args, kwargs: self.take("eager"))
-        monkeypatch.setattr(CompiledStep, "take_call", self.take_call(CompiledStep.take_call))
-
-    def take(self, way):
-        self.now += self.seconds[way]
-        return [1.0, 2.0, 3.0]
-
-    def take_call(self, first):
-        def taken(engine, call, key):
-            if key not in engine.kinds:
-                numbers = first(engine, call, key)
-                for kind, step in engine.kinds.items():
-                    engine.kinds[kind] = Replayed(self)
-                    assert step is not None
-                return numbers
-            return engine.kinds[key].take()
-
-        return taken
-
-
-class Replayed:
-    def __init__(self, timed):
-        self.timed, self.way, self.to_prepare = timed, "traced", 2
-
-    @property
-    def is_ready(self):
-        return self.to_prepare == 0
+        monkeypatch.setattr(
+            CompiledStep, "replay", lambda engine, step, call: self.replay(engine, step)
+        )
+        monkeypatch.setattr(ReplayedStep, "compile", lambda step, backend: self.compile(backend))
+        monkeypatch.setattr(ReplayedStep, "interpret", lambda step: self.interpret())
+        monkeypatch.setattr(ReplayedStep, "is_ready", property(lambda step: self.to_prepare == 0))
+        self.way, self.to_prepare = "traced", 2
 
     def compile(self, backend):
-        self.timed.backends.append(backend)
+        self.backends.append(backend)
         self.way, self.to_prepare = "compiled", 1
 
     def interpret(self):
-        self.timed.backends.append(None)
+        self.backends.append(None)
         self.way, self.to_prepare = "traced", 1
 
-    def take(self):
+    def take(self, way):
+        self.now += self.seconds[way]
+        return [1.0, 2.0, 3.0, 4.0]
+
+    def replay(self, engine, step):
+        assert step in engine.kinds.values()
         if self.to_prepare:
-            if self.way in self.timed.refuses:
+            if self.way in self.refuses:
                 raise NotCompiledError(f"{self.way} fails")
-            self.timed.now += self.timed.preparing * (25 if self.way == "compiled" else 0.5)
+            self.now += 12.5 if self.way == "compiled" else 0.25
             self.to_prepare -= 1
-        return self.timed.take(self.way)
+        return self.take(self.way)
 
 
-def fit_timed(num_steps):
+def fit_timed(timed, num_steps):
+    timed.way, timed.to_prepare = "traced", 2
     model, guide, data = make()
     return ps.fit(model, guide, data, num_steps=num_steps, progress=False)
 
 
 def test_few_steps_are_eager(monkeypatch):
     timed = Timed(monkeypatch)
-    assert fit_timed(200).compilation == []
+    assert fit_timed(timed, 200).compilation == []
     assert timed.now == pytest.approx(200 * 0.004)
 
 
 def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):
     """Compiling is to take 0.125 s, so 375 steps to come pay for it, which save a third of 1 ms each."""
     timed = Timed(monkeypatch)
-    assert fit_timed(310).compilation == ["Step 11: traced in 0.5 s, 1 ms a step, 4 ms eager"]
+    assert fit_timed(timed, 310).compilation == [
+        "Step 11: traced in 0.5 s, 1 ms a step, 4 ms eager"
+    ]
     monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
-    assert ways(fit_timed(380)) == ["traced"]
+    assert ways(fit_timed(timed, 380)) == ["traced"]
     assert timed.backends == []
-    notes = fit_timed(390).compilation
+    notes = fit_timed(timed, 390).compilation
     assert notes[1] == "Step 17: compiled in 13 s, 0.5 ms a step, 1 ms traced"
     assert timed.backends == ["inductor"]
 
 
 def test_a_way_that_is_slower_is_left(monkeypatch):
     monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
-    Timed(monkeypatch, traced=0.005)
-    (note,) = fit_timed(400).compilation
+    timed = Timed(monkeypatch, traced=0.005)
+    (note,) = fit_timed(timed, 400).compilation
     assert note == "Step 11: eager: traced steps take longer: in 0.51 s, 5 ms a step, 4 ms eager"
     timed = Timed(monkeypatch, compiled=0.002)
-    notes = fit_timed(400).compilation
+    notes = fit_timed(timed, 400).compilation
     assert notes[1].startswith("Step 17: not compiled: compiled steps take longer")
     assert timed.backends == ["inductor", None]
 
@@ -303,10 +292,10 @@ def test_a_way_that_fails_is_left(monkeypatch):
     monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
     timed = Timed(monkeypatch)
     timed.refuses = {"compiled"}
-    assert fit_timed(400).compilation[1] == "Step 12: not compiled: compiled fails"
+    assert fit_timed(timed, 400).compilation[1] == "Step 12: not compiled: compiled fails"
     assert timed.backends == ["inductor", None]
     timed.refuses = {"traced"}
-    assert fit_timed(400).compilation == ["Step 5: eager: traced fails"]
+    assert fit_timed(timed, 400).compilation == ["Step 5: eager: traced fails"]
 
 
 @pytest.mark.slow

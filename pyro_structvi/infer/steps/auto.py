@@ -1,7 +1,6 @@
 """The engine that takes each step in the way that measured times say pays."""
 
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.replayed import ReplayedStep
 from pyro_structvi.infer.steps.step import Check, Step
 
 Way = Literal["eager", "traced", "compiled"]
@@ -86,11 +86,11 @@ class AutoStep(Step):
         self._engine = CompiledStep(loss, optimizer, check, is_shared=is_shared, backend=None)
         self._on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
         self._num_steps, self._taken = num_steps, 0
-        self._kinds: dict[Hashable, Kind] = {}
+        self._kinds: dict[ReplayedStep, Kind] = {}
         self._is_off = False
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step that is not counted; return loss, log likelihood and KL."""
+        """Take a step that is not counted; return its numbers."""
         if self._is_off:
             return self._engine.eager.take(args, kwargs)
         self._taken += 1
@@ -99,33 +99,31 @@ class AutoStep(Step):
         except TypeError as error:
             self._turn_off(str(error))
             return self._engine.eager.take(args, kwargs)
-        key = self._engine.key(call)
-        kind = self._kinds.get(key)
-        if kind is None:
-            return self._take_first(call, key)
+        step = self._engine.kind_of(call)
+        if step is None:
+            return self._take_first(call)
+        kind = self._kinds.setdefault(step, Kind())
         if kind.is_settled and kind.way == "eager":
             return self._engine.eager.take(args, kwargs)
-        start = time.perf_counter()
-        was_ready = kind.way == "eager" or self._engine.kinds[key].is_ready
-        numbers = (self._take_eager if kind.way == "eager" else self._take_replayed)(
-            kind, call, key
-        )
+        start, was_ready = time.perf_counter(), kind.way == "eager" or step.is_ready
+        if kind.way == "eager":
+            numbers = self._take_eager(call)
+        else:
+            numbers = self._take_replayed(kind, step, call)
         kind.add(time.perf_counter() - start, was_ready)
-        if not kind.is_settled:
-            self._decide(kind, key)
+        if not kind.is_settled and not self._is_off:
+            self._decide(kind, step)
         return numbers
 
-    def _take_first(self, call: Call, key: Hashable) -> list[float]:
-        if len(self._kinds) == MOST_KINDS:
+    def _take_first(self, call: Call) -> list[float]:
+        if len(self._engine.kinds) == MOST_KINDS:
             self._turn_off(
                 f"there are more than {MOST_KINDS} kinds of steps, by shapes, arguments and modes"
             )
             return self._engine.eager.take(call.args, call.kwargs)
-        numbers = self._engine.take_call(call, key)
-        self._kinds[self._engine.key(call)] = Kind()  # now that the parameters are known
-        return numbers
+        return self._engine.take_first(call)
 
-    def _take_eager(self, kind: Kind, call: Call, key: Hashable) -> list[float]:
+    def _take_eager(self, call: Call) -> list[float]:
         """Take an eager step, and see whether it changes what a replay would not."""
         before = self._modules.plain_values()
         numbers = self._engine.eager.take(call.args, call.kwargs)
@@ -138,50 +136,50 @@ class AutoStep(Step):
             self._turn_off(f"a step changes {', '.join(changed[:3])}, which a replay would not")
         return numbers
 
-    def _take_replayed(self, kind: Kind, call: Call, key: Hashable) -> list[float]:
+    def _take_replayed(self, kind: Kind, step: ReplayedStep, call: Call) -> list[float]:
         """Take a step without Python, or prepare it; where that fails, in the way before."""
         try:
-            return self._engine.take_call(call, key)
+            return self._engine.replay(step, call)
         except NotCompiledError as error:
             if kind.way == "traced":
                 self._settle(kind, str(error))
                 return self._engine.eager.take(call.args, call.kwargs)
-            self._uncompile(kind, key, str(error))
-            return self._engine.take_call(call, key)
+            self._uncompile(kind, step, str(error))
+            return self._engine.replay(step, call)
 
     # ---- decisions -------------------------------------------------------------------------------
 
-    def _decide(self, kind: Kind, key: Hashable) -> None:
+    def _decide(self, kind: Kind, step: ReplayedStep) -> None:
         """Choose the way of the next step of a kind."""
         if kind.way == "eager":
             if kind.count >= EAGER and self._steps_to_come(kind) >= STEPS_FOR_TRACING:
                 kind.way = "traced"
         elif len(kind.seconds.get(kind.way, [])) >= TIMED:
             if kind.way == "compiled":
-                self._judge_compiled(kind, key)
+                self._judge_compiled(kind, step)
             elif kind.usual("traced") > kind.usual("eager"):
                 self._settle(kind, f"traced steps take longer: {_compared(kind, 'eager')}")
             else:
                 self._note(f"traced {_compared(kind, 'eager')}")
-                self._consider_compiling(kind, key)
+                self._consider_compiling(kind, step)
 
-    def _consider_compiling(self, kind: Kind, key: Hashable) -> None:
+    def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:
         saved = self._steps_to_come(kind) * SAVED_BY_COMPILING * kind.usual("traced")
         if self._on_cpu and saved > COMPILING_PER_TRACING * kind.preparing["traced"]:
-            self._engine.kinds[key].compile("inductor")
+            step.compile("inductor")
             kind.way = "compiled"
         else:
             kind.is_settled = True
 
-    def _judge_compiled(self, kind: Kind, key: Hashable) -> None:
+    def _judge_compiled(self, kind: Kind, step: ReplayedStep) -> None:
         if kind.usual("compiled") > kind.usual("traced"):
-            self._uncompile(kind, key, f"compiled steps take longer: {_compared(kind, 'traced')}")
+            self._uncompile(kind, step, f"compiled steps take longer: {_compared(kind, 'traced')}")
         else:
             self._note(f"compiled {_compared(kind, 'traced')}")
             kind.is_settled = True
 
-    def _uncompile(self, kind: Kind, key: Hashable, reason: str) -> None:
-        self._engine.kinds[key].interpret()
+    def _uncompile(self, kind: Kind, step: ReplayedStep, reason: str) -> None:
+        step.interpret()
         kind.way, kind.is_settled = "traced", True
         self._note(f"not compiled: {reason}")
 

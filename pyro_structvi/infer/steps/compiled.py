@@ -71,7 +71,7 @@ class CompiledStep(Step):
         self._drawing_in_python: set[Hashable] = set()
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step that is not counted; return loss, log likelihood and KL.
+        """Take a step that is not counted; return its numbers.
 
         Raises:
             RuntimeError: If the step cannot be compiled; nothing has changed.
@@ -79,36 +79,27 @@ class CompiledStep(Step):
         call = Call(args, kwargs)
         if call.key in self._uncompiled:
             return self.eager.take(args, kwargs)
-        key = self.key(call)
+        step = self.kind_of(call)
+        if step is None:
+            return self.take_first(call)
         try:
-            return self.take_call(call, key)
+            return self.replay(step, call)
         except NotCompiledError as error:
             if not self._fallback:
                 raise RuntimeError(
                     f"{error} Pass `fallback=True` to go on without."
                 ) from error.__cause__
-            del self.kinds[key]
             self._fall_back(call, str(error))
         return self.eager.take(args, kwargs)
 
-    def key(self, call: Call) -> Hashable:
-        """Return what is equal for calls that share one compiled step."""
-        return call.key, self._state()
-
-    def take_call(self, call: Call, key: Hashable) -> list[float]:
-        """Take a step with a call and its key.
-
-        Raises:
-            NotCompiledError: If it cannot be compiled; nothing has changed.
-        """
+    def kind_of(self, call: Call) -> ReplayedStep | None:
+        """Return the step that a call shares with others of its kind, or None before the first."""
         if self.optimizer.was_loaded():
             self.kinds.clear()
-        if key not in self.kinds:
-            return self._take_first(call)
-        return self._replay(self.kinds[key], call)
+        return self.kinds.get((call.key, self._state()))
 
-    def _take_first(self, call: Call) -> list[float]:
-        """Take an eager step, which finds parameters and plates."""
+    def take_first(self, call: Call) -> list[float]:
+        """Take the first step of a kind, an eager one, which finds parameters and plates."""
         generators = _python_generators()
         with poutine.trace(param_only=True) as capture, SubsampleRecorder() as recorder:
             numbers = self.eager.take(call.args, call.kwargs)
@@ -121,13 +112,16 @@ class CompiledStep(Step):
             self._fall_back(call, f"{type(self.loss.elbo).__name__} cannot be compiled.")
             return numbers
         updates = self._check is None and not self.is_shared
-        step = ReplayedStep(self.loss, self.optimizer, recorder.draws, self._backend, updates)
+        checks = self._check is not None
+        step = ReplayedStep(
+            self.loss, self.optimizer, recorder.draws, self._backend, updates, checks
+        )
         self.kinds[call.key, self._state()] = step  # now that the parameters are known
         if len(self.kinds) == MANY_KINDS:
             warnings.warn(
                 f"{MANY_KINDS} kinds of steps have been compiled, by shapes, arguments and modes. Pass "
                 "numbers that change as tensors, and pad what has many sizes.",
-                stacklevel=6,
+                stacklevel=5,
             )
         return numbers
 
@@ -150,7 +144,12 @@ class CompiledStep(Step):
             )
         return self._read(batch, numbers, terms)
 
-    def _replay(self, step: ReplayedStep, call: Call) -> list[float]:
+    def replay(self, step: ReplayedStep, call: Call) -> list[float]:
+        """Take a step as a former one of its kind, or prepare that.
+
+        Raises:
+            NotCompiledError: If it cannot be prepared; nothing has changed.
+        """
         if step.is_ready:
             outputs = step(call)
         else:

@@ -28,23 +28,20 @@ class FiniteCheck:
     def __call__(
         self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
     ) -> list[float]:
-        """Return loss, log likelihood and KL as means over the ranks.
+        """Return loss, log likelihood, KL and the gradients' norm as means over the ranks.
 
         Args:
             batch: The arguments of the step.
-            numbers: Loss, log likelihood and KL on this rank, ``(3,)``.
+            numbers: The same of this rank, ``(4,)``.
             terms: The terms of the bound, or the error of the distribution that refused a value.
 
         Raises:
             FloatingPointError: If a term or a gradient is not finite.
             ValueError: If a distribution refused a value that is finite.
         """
-        gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).to(numbers)
-        found = torch.cat([numbers, norm.unsqueeze(0)])
-        *means, norm_mean = (mean_over_ranks(found) if self.is_shared else found).tolist()
-        judged = means[1:] if self._loss.is_structured else means[:1]
-        if not math.isfinite(sum(judged) + norm_mean):
+        means: list[float] = (mean_over_ranks(numbers) if self.is_shared else numbers).tolist()
+        loss, *others, norm = means
+        if not math.isfinite(sum([*others, norm] if self._loss.is_structured else [loss, norm])):
             raise self._error(batch, terms)
         return means
 

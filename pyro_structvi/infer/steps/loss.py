@@ -1,7 +1,7 @@
 """The loss of a step as a module, with the terms that it is made of."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pyro.poutine as poutine
@@ -71,10 +71,16 @@ class CheckedLoss(Loss):
             return torch.stack(sums).sum(), error
 
 
-def numbers_of(loss: Tensor, terms: ELBOTerms | ValueError) -> Tensor:
-    """Return loss, log likelihood and KL as one tensor, ``(3,)``, all NaN for an error."""
+def numbers_of(
+    loss: Tensor, terms: ELBOTerms | ValueError, gradients: Iterable[Tensor | None]
+) -> Tensor:
+    """Return loss, log likelihood, KL and the norm of all gradients as one tensor, ``(4,)``.
+
+    For an error in the place of the terms the first three are NaN.
+    """
+    norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None]).to(loss)
     if isinstance(terms, ValueError):
-        return loss.detach().expand(3).clone()
+        return torch.stack([loss, loss, loss, norm]).detach()
     likelihood = ELBOTerms(terms.log_likelihood, {}).elbo
     kl = -ELBOTerms({}, terms.kl).elbo  # not a difference of large numbers
-    return torch.stack([loss, likelihood.to(loss), kl.to(loss)]).detach()
+    return torch.stack([loss, likelihood.to(loss), kl.to(loss), norm]).detach()

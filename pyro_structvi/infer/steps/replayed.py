@@ -31,6 +31,7 @@ class ReplayedStep:
         draws: How the plates draw their subsamples.
         backend: A backend of ``torch.compile``, None, or "auto".
         updates: Whether a CUDA graph is to hold the optimizer's update too.
+        checks: Whether the gradients' norm is asked for; otherwise it is 0.
 
     Raises:
         RuntimeError: In a call, if it cannot be compiled.
@@ -43,12 +44,14 @@ class ReplayedStep:
         draws: Sequence[Callable[[], Tensor]],
         backend: str | None,
         updates: bool,
+        checks: bool,
     ) -> None:
         self._loss, self._optimizer = loss, optimizer
         self._parameters = [p for p in optimizer.parameters if p.requires_grad]
         self._device = self._parameters[0].device
         self._captures = self._device.type == GRAPH_DEVICE
         self._updates = updates and self._captures
+        self._checks = checks
         self._draws = (
             draws if self._captures else []
         )  # a graph on a GPU cannot hold the host's draws
@@ -88,7 +91,7 @@ class ReplayedStep:
         return outputs
 
     def unpack(self, outputs: Outputs) -> tuple[Tensor, ELBOTerms]:
-        """Give the parameters their gradients; return loss, log likelihood and KL, and the terms."""
+        """Give the parameters their gradients; return the numbers and the terms."""
         if not self.has_updated:
             self._set_gradients(outputs)
         numbers, *values = (value for value in outputs if value is not None)
@@ -163,7 +166,8 @@ class ReplayedStep:
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         self._sites = [*terms.log_likelihood], [*terms.kl]
         values = (*terms.log_likelihood.values(), *terms.kl.values())
-        return numbers_of(loss, terms), *(value.detach() for value in values), *gradients
+        numbers = numbers_of(loss, terms, gradients if self._checks else ())
+        return numbers, *(value.detach() for value in values), *gradients
 
     def _set_gradients(self, outputs: Outputs) -> None:
         for parameter, gradient in zip(

@@ -80,12 +80,12 @@ class Step(ABC):
             raise
         if self.loss.is_structured:
             self.loss.elbo.advance()
-        loss, likelihood, kl = numbers
+        loss, likelihood, kl, _ = numbers
         return StepTerms(loss, likelihood, kl, weight)
 
     @abstractmethod
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step that is not counted; return loss, log likelihood and KL."""
+        """Take a step that is not counted; return its numbers, those of ``numbers_of``."""
 
     def _update(
         self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
