@@ -197,7 +197,11 @@ class OperationGraph:
         return self._graph.addInput()
 
     def call(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Add an operation on values of this graph and constants; return its value, or several."""
+        """Add an operation on values of this graph and constants; return its value, or several.
+
+        Raises:
+            NotImplementedError: If the interpreter does not know it with such arguments.
+        """
         schema = operation._schema
         values = []
         for number, argument in enumerate(schema.arguments):
@@ -205,6 +209,8 @@ class OperationGraph:
             given = args[number] if number < len(args) else given
             values.append(self._value(given, argument.type))
         kinds = [returned.type for returned in schema.returns]
+        if is_copy(operation) and isinstance(args[0], (bool, int, float)):
+            values[0] = self._graph.insertConstant(torch.tensor(args[0]))
         results = self._node(schema.name, values, kinds)
         return results[0] if len(results) == 1 else results
 
@@ -240,22 +246,43 @@ class OperationGraph:
             return self._node("prim::ListConstruct", [], [kind])[0]
         if isinstance(given, torch.memory_format):
             given = _MEMORY_FORMATS.index(given)
-        return self._graph.insertConstant([*given] if isinstance(given, tuple) else given)
+        try:
+            return self._graph.insertConstant([*given] if isinstance(given, tuple) else given)
+        except TypeError as error:
+            raise NotImplementedError(f"a constant of type {type(given).__name__}") from error
 
     def _node(self, name: str, values: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
         node = self._graph.insertNode(self._graph.create(name, [*values], len(kinds)))
+        if not name.startswith("prim::") and node.schema() == _NO_SCHEMA:
+            raise NotImplementedError(name)
         results = [*node.outputs()]
         for result, kind in zip(results, kinds, strict=True):
             result.setType(kind)
         return results
 
 
+_NO_SCHEMA = "(no schema)"
 _MEMORY_FORMATS = [  # as torch numbers them
     torch.contiguous_format,
     torch.preserve_format,
     torch.channels_last,
     torch.channels_last_3d,
 ]
+
+
+def all_modules(root: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules in it, each once.
+
+    Torch's public generator takes several times as long, and a compiled step asks for them. Without it a
+    compiled step would not see that a module was replaced.
+    """
+    found, waiting = {root: None}, [root]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return [*found]
 
 
 def changes_its_arguments(operation: Any) -> bool:

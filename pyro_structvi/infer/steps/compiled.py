@@ -17,7 +17,6 @@ from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.loss import Loss
-from pyro_structvi.infer.steps.modules import Same
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from pyro_structvi.infer.steps.step import Check, Step
@@ -116,6 +115,7 @@ class CompiledStep(Step):
         step = ReplayedStep(
             self.loss, self.optimizer, recorder.draws, self._backend, updates, checks
         )
+        step.keeps = [*self._modules.parts(), *map(stored_parameter, self._stored)]
         self.kinds[call.key, self._state()] = step  # now that the parameters are known
         if len(self.kinds) == MANY_KINDS:
             warnings.warn(
@@ -194,7 +194,7 @@ class CompiledStep(Step):
         """Return what decides how model and guide run, besides their arguments."""
         parts = self._modules.state()
         parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
-        parts += [Same(stored_parameter(name)) for name in self._stored]
+        parts += [id(stored_parameter(name)) for name in self._stored]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
         return tuple(parts)

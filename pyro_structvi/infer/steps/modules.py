@@ -8,25 +8,9 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._torch import own_tensors
+from pyro_structvi._torch import all_modules, own_tensors
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.guides import StructuredGuide
-
-
-class Same:
-    """A key that is equal only for one and the same object, which it keeps."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -44,18 +28,27 @@ class Modules:
         self._changing: list[tuple[nn.Module, str]] | None = None  # buffers; None before a step
 
     def state(self) -> list[Hashable]:
-        """Return what decides how they run: which modules and tensors they have, and plain values."""
+        """Return what decides how they run: which modules and tensors they have, and plain values.
+
+        Objects are told apart by ``id``, as long as something keeps them alive, such as :meth:`parts`.
+        """
         state: list[Hashable] = [value for _, value in self._known_to_functions()]
         for module in self._all():
-            state.append(Same(module))
+            state.append(id(module))
             state += [value for value in vars(module).values() if type(value) in PLAIN]
             if isinstance(module, SitePosterior):
                 state.append(module.family)
             elif isinstance(module, StructuredGuide):
-                state.append(Same(module.uses))
+                state.append(id(module.uses))
             for tensor in own_tensors(module):
-                state += [Same(tensor), tensor.requires_grad, tensor.data_ptr()]
+                state += [id(tensor), tensor.requires_grad, tensor.data_ptr()]
         return state
+
+    def parts(self) -> list[object]:
+        """Return the objects by whose ``id`` states are told apart."""
+        modules = [*self._all()]
+        uses = [module.uses for module in modules if isinstance(module, StructuredGuide)]
+        return [*modules, *uses, *(tensor for module in modules for tensor in own_tensors(module))]
 
     def plain_values(self) -> dict[str, Hashable]:
         """Return the numbers, strings and switches that they may read, by name."""
@@ -141,7 +134,7 @@ class Modules:
 
     def _all(self) -> Iterator[nn.Module]:
         for root in self._roots:
-            yield from root.modules()
+            yield from all_modules(root)
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:

@@ -33,9 +33,14 @@ class ReplayedStep:
         updates: Whether a CUDA graph is to hold the optimizer's update too.
         checks: Whether the gradients' norm is asked for; otherwise it is 0.
 
+    Attributes:
+        keeps: What must stay alive with this step.
+
     Raises:
         RuntimeError: In a call, if it cannot be compiled.
     """
+
+    keeps: Sequence[object] = ()
 
     def __init__(
         self,

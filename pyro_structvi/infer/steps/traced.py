@@ -69,8 +69,11 @@ class Traced:
         self._run = torch.compile(self.graph, backend=backend, dynamic=False, **own)
 
     def interpret(self) -> None:
-        """Let torch's interpreter run the operations one by one, without what Python takes for each."""
-        self._run = _interpreted(self.graph)
+        """Let torch's interpreter run the operations, or Python where it does not know one of them."""
+        try:
+            self._run = _interpreted(self.graph)
+        except NotImplementedError:
+            self._run = self.graph
 
     def random_on(self, kind: str) -> list[str]:
         """Return the random operations whose results are on a kind of device."""
