@@ -8,14 +8,15 @@ INSTALLED_DOCS := .venv/installed-docs
 INSTALLED_MUTATION := .venv/installed-mutation
 PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 SMOKE ?=
+ALL ?=
 
 .PHONY: help demo test test-all mutation lint docs bench bench-scaling clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(INSTALLED) ## posteriors beside NUTS, and handwritten digits; SMOKE=1 for a few steps only
-	$(BIN)/python examples/demo.py $(if $(SMOKE),--smoke)
+demo: $(INSTALLED) ## posteriors beside NUTS, and handwritten digits; ALL=1 for every guide, SMOKE=1 for a few steps
+	$(BIN)/python examples/demo.py $(if $(SMOKE),--smoke) $(if $(ALL),--all)
 
 test: $(INSTALLED) ## the fast tests; PYTEST="--slow-sample" adds a sample of the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 $(PYTEST)

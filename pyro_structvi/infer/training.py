@@ -110,8 +110,8 @@ def fit(
     and returns the history so far.
 
     Where torch's default process group is initialized, as in a script under ``torchrun``, all its
-    processes train one guide by ``DistributedDataParallel``, each with its share of the data and noise
-    that differs; the noise follows from rank 0's seed. See "More than one device" in the documentation.
+    processes train one guide, each with its share of the data and noise that differs, by the mean of their
+    gradients; the noise follows from rank 0's seed. See "More than one device" in the documentation.
 
     Tensors are kept on a GPU if they take at most a quarter of its free memory. Otherwise, and for data
     in other forms, a thread loads the next batch, pins it and copies it to the GPU during a step.

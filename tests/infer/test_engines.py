@@ -267,13 +267,13 @@ def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):
     """Compiling is to take 0.125 s, so 375 steps to come pay for it, which save a third of 1 ms each."""
     timed = Timed(monkeypatch)
     assert fit_timed(timed, 310).compilation == [
-        "Step 11: traced in 0.5 s, 1 ms a step, 4 ms eager"
+        "Step 10: traced in 0.5 s, 1 ms a step, 4 ms eager"
     ]
     monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
     assert ways(fit_timed(timed, 380)) == ["traced"]
     assert timed.backends == []
     notes = fit_timed(timed, 390).compilation
-    assert notes[1] == "Step 17: compiled in 13 s, 0.5 ms a step, 1 ms traced"
+    assert notes[1] == "Step 16: compiled in 13 s, 0.5 ms a step, 1 ms traced"
     assert timed.backends == ["inductor"]
 
 
@@ -281,10 +281,10 @@ def test_a_way_that_is_slower_is_left(monkeypatch):
     monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
     timed = Timed(monkeypatch, traced=0.005)
     (note,) = fit_timed(timed, 400).compilation
-    assert note == "Step 11: eager: traced steps take longer: in 0.51 s, 5 ms a step, 4 ms eager"
+    assert note == "Step 10: eager: traced steps take longer: in 0.51 s, 5 ms a step, 4 ms eager"
     timed = Timed(monkeypatch, compiled=0.002)
     notes = fit_timed(timed, 400).compilation
-    assert notes[1].startswith("Step 17: not compiled: compiled steps take longer")
+    assert notes[1].startswith("Step 16: not compiled: compiled steps take longer")
     assert timed.backends == ["inductor", None]
 
 
@@ -292,10 +292,10 @@ def test_a_way_that_fails_is_left(monkeypatch):
     monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
     timed = Timed(monkeypatch)
     timed.refuses = {"compiled"}
-    assert fit_timed(timed, 400).compilation[1] == "Step 12: not compiled: compiled fails"
+    assert fit_timed(timed, 400).compilation[1] == "Step 11: not compiled: compiled fails"
     assert timed.backends == ["inductor", None]
     timed.refuses = {"traced"}
-    assert fit_timed(timed, 400).compilation == ["Step 5: eager: traced fails"]
+    assert fit_timed(timed, 400).compilation == ["Step 4: eager: traced fails"]
 
 
 @pytest.mark.slow

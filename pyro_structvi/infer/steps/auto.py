@@ -199,7 +199,7 @@ class AutoStep(Step):
         return (self._num_steps - self._taken) * kind.count / self._taken
 
     def _note(self, text: str) -> None:
-        self.notes.append(f"Step {self._taken}: {text}")
+        self.notes.append(f"Step {self._taken - 1}: {text}")
 
 
 def _compared(kind: Kind, other: Way) -> str:
