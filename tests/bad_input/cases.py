@@ -637,6 +637,12 @@ def case_of(name):
     owner, method = name.rsplit(".", 1)
     if name in OF_OTHERS:
         arguments = OF_OTHERS[name]
+    elif owner in GUIDES and method == "load_state_dict":
+        arguments = lambda: {  # noqa: E731
+            "state_dict": make(owner).state_dict(),
+            "strict": True,
+            "assign": False,
+        }
     elif owner in GUIDES:
         arguments = OF_GUIDES[method]
     else:
