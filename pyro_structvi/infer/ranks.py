@@ -1,13 +1,15 @@
 """What the processes of torch's default process group share while they train one guide."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
 
 
 def world() -> tuple[int, int]:
@@ -78,3 +80,21 @@ def share_buffers(module: nn.Module) -> None:
             dist.broadcast(value, 0)
             if value is not buffer:
                 buffer.copy_(value)
+
+
+def by_first_rank(function: Callable[[], T]) -> T:
+    """Call a function on rank 0; return what it returns, or raise what it raises, on all ranks."""
+    rank, size = world()
+    if size == 1:
+        return function()
+    found: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            found = [function(), None]
+        except Exception as error:
+            found = [None, error]
+    dist.broadcast_object_list(found, 0)
+    if found[1] is not None:
+        raise found[1]
+    value: T = found[0]
+    return value

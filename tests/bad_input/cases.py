@@ -3,9 +3,11 @@
 import functools
 import importlib
 import inspect
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -119,6 +121,7 @@ def has_arguments(function, skip=False):
 # ---- valid arguments -----------------------------------------------------------------------------
 
 SIZE = 6
+FILES = tempfile.TemporaryDirectory()
 
 
 def net():
@@ -340,6 +343,9 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "vectorize_particles": False,
         "optimizer": torch.optim.SGD,
         "progress": False,
+        "checkpoint": Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt",
+        "every": 5,
+        "resume": True,
     },
     # using the posterior
     "predict": lambda: {

@@ -26,6 +26,8 @@ FINE = {
     "*.padding": "zero",
     "*.num_data": "huge",
     "fit.batch_size": "huge",
+    "fit.every": "huge",
+    "fit.checkpoint": "text",
     "predict.batch_size": "huge",
     "laplace_variances.batch_size": "huge",
     "nuts.max_tree_depth": "huge",
