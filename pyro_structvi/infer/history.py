@@ -7,7 +7,7 @@ from pyro_structvi.infer.steps.step import StepTerms
 
 @dataclass
 class History:
-    """What happened in each step of a fit; lists have one entry a step.
+    """What happened in each step of a fit; lists have one entry a step, those of validations one each.
 
     On several processes the terms are means over them.
 
@@ -17,6 +17,8 @@ class History:
         kl: Its KL divergence.
         kl_weight: The weight of the KL in the step's loss.
         lr: The learning rate of the first parameter group.
+        validation: The values of the metric on the validation data.
+        validation_steps: After how many steps each was measured.
         interrupted: Whether the fit was stopped from the keyboard.
     """
 
@@ -25,6 +27,8 @@ class History:
     kl: list[float] = field(default_factory=list)
     kl_weight: list[float] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    validation_steps: list[int] = field(default_factory=list)
     interrupted: bool = False
 
     def add(self, terms: StepTerms, lr: float) -> None:

@@ -1,6 +1,6 @@
-"""What modules are made of, as copies that can be put back: parameters, buffers, extra states."""
+"""What guide and model are made of, to be kept and put back: parameters, buffers, extra states."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,41 +13,62 @@ from pyro_structvi.families.saved_options import KEY, check_options
 MOST_NAMED = 3
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict and, by ``buffers``, what that leaves out.
+def parts_of(loss: nn.Module) -> dict[str, nn.Module]:
+    """Return guide and model of a loss, those that are modules."""
+    children = dict(loss.named_children())
+    return {name: children[name] for name in ("guide", "model") if name in children}
+
+
+def parts_state(loss: nn.Module, copy: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the state dicts of ``guide`` and ``model`` and, by ``buffers``, what these leave out.
 
     Args:
-        module: The module. Buffers that are not persistent are kept too, since steps may change them.
+        loss: The loss of guide and model.
+        copy: From a name and a state to what is kept of it.
     """
-    state = module.state_dict()
-    others = {name: value for name, value in module.named_buffers() if name not in state}
-    return {"state": dict(state), "buffers": others}
+    state: dict[str, Any] = {"guide": None, "model": None, "buffers": {}}
+    for name, part in parts_of(loss).items():
+        own = part.state_dict()
+        # Steps may change buffers that are not persistent, too.
+        others = {key: value for key, value in part.named_buffers() if key not in own}
+        state[name] = copy(name, dict(own))
+        state["buffers"][name] = copy(name, others)
+    return state
 
 
-def load_module_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Put a module into a state that ``module_state`` returned."""
-    module.load_state_dict(saved["state"])
-    buffers = dict(module.named_buffers())
-    with torch.no_grad():
-        for name, value in saved["buffers"].items():
-            if name in buffers:
-                buffers[name].copy_(value)
+def load_parts(loss: nn.Module, state: Mapping[str, Any]) -> None:
+    """Put guide and model into a state that ``parts_state`` returned."""
+    for name, part in parts_of(loss).items():
+        part.load_state_dict(state[name])
+        buffers = dict(part.named_buffers())
+        with torch.no_grad():
+            for key, value in state["buffers"][name].items():
+                if key in buffers:
+                    buffers[key].copy_(value)
 
 
-def check_module_state(name: str, module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` unless a saved state has exactly a module's tensors.
+def cloned(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with copies of its tensors, on their devices."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
 
-    Args:
-        name: What the module is, for the error.
-        module: The module; it does not change.
-        saved: What ``module_state`` returned.
+
+def check_parts(loss: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise unless a state has exactly the tensors of guide and model, which do not change.
 
     Raises:
         RuntimeError: If families have other options.
         ValueError: If names, shapes or dtypes differ.
     """
-    check_options(module, saved["state"], "")
-    differences = [*_differences(module.state_dict(), saved["state"])]
+    for name, part in parts_of(loss).items():
+        _check_part(name, part, state[name] or {})
+
+
+def _check_part(name: str, module: nn.Module, saved: Mapping[str, Any]) -> None:
+    check_options(module, saved, "")
+    differences = [*_differences(module.state_dict(), saved)]
     if differences:
         more = len(differences) - MOST_NAMED
         raise ValueError(

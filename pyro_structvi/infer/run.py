@@ -7,26 +7,22 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
 
 from pyro_structvi._checks import naming
 from pyro_structvi.infer.batches import Arguments
+from pyro_structvi.infer.callbacks import Callbacks, call_all, close_all
 from pyro_structvi.infer.checkpoint import CheckpointFile
 from pyro_structvi.infer.feed import Feed, Place
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.interrupts import interrupts_between_steps
-from pyro_structvi.infer.module_states import (
-    check_module_state,
-    load_module_state,
-    module_state,
-    plain,
-)
+from pyro_structvi.infer.module_states import check_parts, load_parts, parts_state, plain
 from pyro_structvi.infer.random_states import random_states, set_random_states, unchanged_randomness
 from pyro_structvi.infer.ranks import of_all_ranks, world
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import StepTerms
+from pyro_structvi.infer.validation import Validation
 
 # Options of an optimizer that say how it computes, or that are compared otherwise.
 NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable"}
@@ -40,17 +36,27 @@ class Run:
         device: The guide's device.
         file: Where checkpoints are kept, if they are.
         every: How many steps apart.
+        validation: What measures the guide, if something does.
+        callbacks: Functions that see the history after each step.
 
     Attributes:
         history: What happened so far.
         total: The number of steps, once it is known.
+        done: How many of them were taken.
     """
 
     def __init__(
-        self, loss: Loss, device: torch.device | None, file: CheckpointFile | None, every: int
+        self,
+        loss: Loss,
+        device: torch.device | None,
+        file: CheckpointFile | None,
+        every: int,
+        validation: Validation | None,
+        callbacks: Callbacks,
     ) -> None:
         self.history = History()
         self.total = 0
+        self._validation, self._callbacks = validation, callbacks
         self._loss, self._device, self._file, self._every = loss, device, file, every
         self._saved = None if file is None else file.saved
         self._settings: dict[str, Any] = {"the number of processes": world()[1]}
@@ -80,14 +86,16 @@ class Run:
             set_random_states(self._before, self._device)
             raise
 
-    def check(self, total: int, settings: Mapping[str, Any]) -> None:
+    def check(self, total: int, num_batches: int, settings: Mapping[str, Any]) -> None:
         """Raise a ``ValueError`` if a checkpoint was begun with other settings, or has more steps.
 
         Args:
             total: The number of steps.
+            num_batches: How many steps a pass through the data takes.
             settings: What has to be the same, by its name in the error.
         """
         self.total = total
+        self._num_batches = num_batches
         self._settings |= settings
         if self._file is not None:
             self._file.check(self._settings)
@@ -129,6 +137,8 @@ class Run:
     def begin(self, optimizer: OneOptimizer, lr_schedule: Schedule | None) -> None:
         """Load the checkpoint, or write the first one, by which a run goes on that was soon killed.
 
+        What the start of the guide is worth is measured before.
+
         Raises:
             RuntimeError: If the guide's families have other options; nothing is loaded.
             ValueError: If parameters, optimizer or schedules are others; nothing is loaded.
@@ -138,38 +148,50 @@ class Run:
             with naming("checkpoint", self._saved["path"]):
                 self._check_saved(self._saved, optimizer, lr_schedule)
                 self._load(self._saved, optimizer)
-        elif self._file is not None:
+        self._validate()
+        if self._saved is None and self._file is not None:
             self._write()
 
     # ---- between the steps -----------------------------------------------------------------------
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Run the steps in this block: with checkpoints, an interrupt waits for the end of a step."""
-        if self._file is None or world()[1] > 1:
+        """Take the steps in this block: with checkpoints, an interrupt waits for the end of a step."""
+        with ExitStack() as stack:
+            stack.callback(close_all, self._callbacks)
+            if self._file is not None and world()[1] == 1:
+                self._interrupted = stack.enter_context(interrupts_between_steps())
             yield
-            return
-        with interrupts_between_steps() as self._interrupted:
-            yield
+            if self._validation is not None:
+                self._validation.restore_best()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no further step to take."""
+        has_waited = self._validation is not None and self._validation.is_over
+        return has_waited or self.done == self.total
 
     def after_step(self, terms: StepTerms, lr: float) -> bool:
-        """Write down a step, and keep a checkpoint where one is due; say whether to stop."""
+        """Write down a step, and do what is due after it; say whether to stop."""
         self.history.add(terms, lr)
         self.done += 1
-        is_interrupted = self.history.interrupted = self._interrupted()
-        stops = is_interrupted
-        if self._file is not None and (
-            stops or self.done == self.total or self.done % self._every == 0
-        ):
+        self._validate()
+        stops = call_all(self._callbacks, self.history)
+        self.history.interrupted = self._interrupted()
+        stops = stops or self.is_over or self.history.interrupted
+        if self._file is not None and (stops or self.done % self._every == 0):
             self._write()
         return stops
 
-    # ---- checkpoints -----------------------------------------------------------------------------
+    def _validate(self) -> None:
+        validation = self._validation
+        if validation is None or not validation.is_due(self.history, self.total, self._num_batches):
+            return
+        assert self._feed is not None
+        self._feed.place()  # waits for what may draw meanwhile
+        validation.add_to(self.history)
 
-    @property
-    def _parts(self) -> dict[str, nn.Module]:
-        children = dict(self._loss.named_children())
-        return {name: children[name] for name in ("guide", "model") if name in children}
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def _write(self) -> None:
         assert self._file is not None
@@ -184,14 +206,12 @@ class Run:
         assert self._optimizer is not None
         assert self._optimizer.torch is not None
         made = self._optimizer.torch
-        parts = {name: plain(name, module_state(part)) for name, part in self._parts.items()}
+        validation = self._validation
         return {
             "settings": self._settings,
             "steps": self.done,
-            "guide": None,
-            "model": None,
-            **{name: part["state"] for name, part in parts.items()},
-            "buffers": {name: part["buffers"] for name, part in parts.items()},
+            **parts_state(self._loss, plain),
+            "validation": None if validation is None else validation.state(),
             "trained": self._trained,
             "optimizer": {
                 "class": type(made).__name__,
@@ -203,8 +223,7 @@ class Run:
     def _check_saved(
         self, saved: Mapping[str, Any], optimizer: OneOptimizer, lr_schedule: Schedule | None
     ) -> None:
-        for name, part in self._parts.items():
-            check_module_state(name, part, {"state": saved[name] or {}})
+        check_parts(self._loss, saved)
         _check_same("the parameters that are trained", self._trained, saved["trained"])
         _check_same("`optimizer`", type(optimizer.torch).__name__, saved["optimizer"]["class"])
         groups = saved["optimizer"]["state"]["param_groups"]
@@ -212,6 +231,9 @@ class Run:
         for own, given in zip(plain("optimizer", optimizer.options), groups, strict=True):
             for name in own.keys() - NOT_COMPARED:
                 _check_same(f"the option `{name}` of `optimizer`", own[name], given.get(name))
+        if self._validation is not None and saved["validation"] is not None:
+            for name, own in self._validation.settings.items():
+                _check_same(name, own, saved["validation"]["settings"][name])
         self._check_schedules(saved["history"], optimizer, lr_schedule)
 
     def _check_schedules(
@@ -232,8 +254,9 @@ class Run:
 
     def _load(self, saved: Mapping[str, Any], optimizer: OneOptimizer) -> None:
         assert optimizer.torch is not None
-        for name, part in self._parts.items():
-            load_module_state(part, {"state": saved[name], "buffers": saved["buffers"][name]})
+        load_parts(self._loss, saved)
+        if self._validation is not None and saved["validation"] is not None:
+            self._validation.load(saved["validation"])
         optimizer.torch.load_state_dict(saved["optimizer"]["state"])
         self._loss.elbo.step = self.done
         for name, values in saved["history"].items():

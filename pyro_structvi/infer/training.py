@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, brief, check, checked
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import as_batches, num_examples
+from pyro_structvi.infer.callbacks import Callbacks
 from pyro_structvi.infer.checkpoint import CheckpointFile
 from pyro_structvi.infer.data_size import check_scale, set_num_data
 from pyro_structvi.infer.elbo import StructuredELBO
@@ -36,6 +37,7 @@ from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step, StepTerms
 from pyro_structvi.infer.training_mode import training_mode
+from pyro_structvi.infer.validation import Metric, Validation, ValidationData
 
 TrainedGuide = Annotated[
     nn.Module,
@@ -67,6 +69,11 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     every: Count = 1000,
     resume: bool = False,
+    validation: ValidationData | None = None,
+    metric: Metric | None = None,
+    validate_every: Count | None = None,
+    patience: Count | None = None,
+    callbacks: Callbacks = (),
 ) -> History:
     """Fit a guide, and the model's own parameters, by stochastic gradients of the ELBO.
 
@@ -109,6 +116,18 @@ def fit(
         resume: Whether to go on from the checkpoint where there is one; otherwise it must be a new file.
             Data, batch size, processes, parameters, optimizer and schedules must be those that it was
             begun with; ``num_steps`` or ``num_epochs`` count from the beginning and may be larger.
+        validation: Inputs and observations ``(x, y)`` on which the guide is measured; for several inputs
+            ``x`` is a tuple. They are kept on the guide's device and run in mini-batches of
+            ``batch_size``.
+        metric: What is measured: a function of a :class:`~pyro_structvi.posterior.prediction.Prediction`
+            (of 20 draws, or of each member of an ensemble) and ``y``, higher is better. The mean log
+            predictive density of an example, in nats, when None.
+        validate_every: How many steps the measurements are apart, besides one before the first step and
+            one after the last; when None once an epoch, and every 100 steps at most.
+        patience: How many measurements that are no better end the fit. Guide and model then have, also
+            where the fit ends otherwise, the parameters and buffers of the best one.
+        callbacks: Functions of the history, called after each step (on rank 0), such as a
+            :class:`TensorBoard`; one that returns True ends the fit.
 
     Returns:
         The history, of all steps from the beginning.
@@ -142,12 +161,15 @@ def fit(
         )
     if resume and checkpoint is None:
         raise ValueError("`resume=True` needs `checkpoint`, the path to go on from, but got None.")
+    _check_validation(validation, metric=metric, validate_every=validate_every, patience=patience)
     elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles)
     device = _device_of(guide)
     make_optimizer = partial(optimizer or partial(torch.optim.Adam, fused=True), lr=lr)
     loss = CheckedLoss(model, guide, elbo)
     file = None if checkpoint is None else CheckpointFile(checkpoint, resume)
-    run = Run(loss, device, file, every)
+    own = (metric, validate_every, patience, batch_size, device)
+    measured = None if validation is None else Validation(loss, validation, *own)
+    run = Run(loss, device, file, every, measured, callbacks)
     with run.beginning():
         loader = as_batches(data, batch_size, device, shared_seed(), world())
         size, total = num_examples(loader), _count_steps(num_epochs, num_steps, loader)
@@ -161,7 +183,7 @@ def fit(
         }
         if device is not None:
             settings["the device of `guide`"] = device.type
-        run.check(total, settings)
+        run.check(total, len(loader), settings)
     set_num_data(poutine.unwrap(model), size)
     with training_mode(model, guide), noise_of_rank(device):
         feed = run.feed(loader)
@@ -172,8 +194,8 @@ def fit(
                 _eager, guide, loss, make_optimizer, lr_schedule, feed, len(loader), size, run
             )
             history = _record(steps, run, bar)
-            share_buffers(loss)
-            return history
+        share_buffers(loss)
+        return history
 
 
 def _steps(
@@ -197,7 +219,7 @@ def _steps(
         optimizer = OneOptimizer(made)
         run.begin(optimizer, lr_schedule)
     step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
-    for number, (args, kwargs) in enumerate(batches, run.done):
+    for number, (args, kwargs) in enumerate(() if run.is_over else batches, run.done):
         if lr_schedule is not None:
             optimizer.scale_rates(lr_schedule(number))
         yield step(*args, **kwargs), optimizer.rate
@@ -218,6 +240,14 @@ def _record(steps: Iterator[tuple[StepTerms, float]], run: Run, bar: Any) -> His
             raise
         run.history.interrupted = True
     return run.history
+
+
+def _check_validation(data: ValidationData | None, **options: Any) -> None:
+    unused = [name for name, value in options.items() if value is not None]
+    if data is None and unused:
+        raise ValueError(
+            f"`{unused[0]}` needs `validation`, a tuple `(x, y)` to measure the guide on, but got None."
+        )
 
 
 def _check_modules(model: Any, guide: Any) -> None:

@@ -346,7 +346,13 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "checkpoint": Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt",
         "every": 5,
         "resume": True,
+        "validation": (inputs(), targets()),
+        "metric": lambda prediction, y: 0.0,
+        "validate_every": 2,
+        "patience": 5,
+        "callbacks": [lambda history: None],
     },
+    "TensorBoard": lambda: {"folder": FILES.name, "every": 2},
     # using the posterior
     "predict": lambda: {
         "model": (model := regressor()),
@@ -565,6 +571,7 @@ OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "FanIn.standard_deviation": lambda: {"parameter": torch.randn(4, 3), "fan_in": None},
     "LinearAnnealing.__call__": lambda: {"step": 3},
     "CosineDecay.__call__": lambda: {"step": 3},
+    "TensorBoard.__call__": lambda: {"history": infer.History(*[[1.0]] * 5)},
     "CompiledSVI.step": lambda: {"x": inputs(), "y": targets()},
     "CompiledSVI.evaluate_loss": lambda: {"x": inputs(), "y": targets()},
     **{

@@ -232,6 +232,7 @@ def test_a_run_that_was_killed_before_the_first_interval_has_its_start(path):
 @pytest.mark.parametrize("guide", [AutoNormal, ps.KTiedGuide, ps.EnsembleGuide])
 def test_guides_of_functions_and_of_pyro_go_on(guide, path):
     def fit(steps, seed=0, model=linear_function, **options):
+        pyro.clear_param_store()  # in which Pyro's guides find each other's parameters
         pyro.set_rng_seed(seed)
         own = guide(model)
         x, y = make_data()
@@ -290,6 +291,7 @@ def test_an_interrupt_waits_for_the_step_and_keeps_it(path, monkeypatch, usual_i
 
     monkeypatch.setattr(EagerStep, "take", interrupted)
     assert len(train(checkpoint=path)["elbo"]) == 6
+    assert torch.load(path, weights_only=True)["steps"] == 6
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_same(train(seed=1, checkpoint=path, resume=True), expected)
 
