@@ -136,7 +136,9 @@ def run_regression(titles: Sequence[str], output: Path, job: "Job") -> None:
         with job.part(f"Regression, {title}", REGRESSION_STEPS) as step:
             ps.fit(
                 *(model, guide, (x, y)),
-                **{"num_steps": steps, "lr": 0.01, "lr_schedule": CosineDecay(steps)},
+                num_steps=steps,
+                lr=0.01,
+                lr_schedule=CosineDecay(steps),
                 callbacks=[step],
                 progress=False,
             )
@@ -286,6 +288,7 @@ class Job:
         self._start = self._last = time.monotonic()
 
     def write(self, line: str) -> None:
+        """Print a line above the progress."""
         tqdm.write(line, sys.stdout)
         sys.stdout.flush()
 
@@ -314,6 +317,7 @@ class Job:
             print(f"{share:4.0%}  {now - self._start:3.0f} s  {title}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Say how long it took."""
         self._bar.close()
         self.write(f"\nThat took {time.monotonic() - self._start:.0f} s.")
 
@@ -332,6 +336,7 @@ class Table:
         self.add(["-" * width for width in self._widths])
 
     def add(self, row: Sequence[str]) -> None:
+        """Print a row."""
         cells = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
         self._job.write("  ".join(cells).rstrip())
 

@@ -14,7 +14,7 @@ from pyro_structvi.guides import (
 )
 from pyro_structvi.guides import short_forms as _short_forms
 from pyro_structvi.guides.short_forms import *  # noqa: F403  (its `__all__`: one line for a new guide)
-from pyro_structvi.infer import CompiledSVI, LinearAnnealing, StructuredELBO, fit
+from pyro_structvi.infer import CompiledSVI, LinearAnnealing, StructuredELBO, TensorBoard, fit
 from pyro_structvi.nn import (
     Classifier,
     FanIn,
@@ -58,6 +58,7 @@ __all__ = [
     "CompiledSVI",
     "LinearAnnealing",
     "StructuredELBO",
+    "TensorBoard",
     "fit",
     # using the posterior
     "predict",

@@ -18,7 +18,7 @@ OPTIONAL = {"reference", "metrics", "plots"}
 ORDER = [
     *("_checks", "_patterns", "_torch", "_pyro"),
     *("linalg", "maps", "distributions", "nn", "lazy", "families", "guides"),
-    *("infer", "posterior", "reference", "metrics", "plots", "testing"),
+    *("posterior", "infer", "reference", "metrics", "plots", "testing"),
 ]
 
 PRIVATE = re.compile(

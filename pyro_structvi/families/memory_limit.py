@@ -1,6 +1,6 @@
 """A limit to the memory that dense covariances take in training."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pyro_structvi._checks import Positive
 from pyro_structvi.families.family import MatrixFamily
@@ -19,7 +19,7 @@ class MemoryLimitedFamily(MatrixFamily):
         ValueError: If ``max_memory`` is not a positive number.
     """
 
-    max_memory: Positive = 8.0
+    max_memory: Positive = field(default=8.0, compare=False)  # no part of what a posterior is
 
     def check_memory(
         self, site: LatentSite, elements: str, factors: int, size: int, bytes_each: int

@@ -10,12 +10,15 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
 from pyro_structvi.families.family import Family
+from pyro_structvi.families.saved_options import as_tensor, check_options
 from pyro_structvi.families.site import LatentSite
 from pyro_structvi.families.transformed import bijection_onto
 
 
 class SitePosterior(nn.Module):
     """The variational parameters of one site; calling it gives the posterior as it stands now.
+
+    Its state holds the family's options beside the parameters, since these mean nothing without.
 
     Args:
         family: The kind of posterior.
@@ -45,6 +48,14 @@ class SitePosterior(nn.Module):
                 self.register_buffer(name, value.detach())
             else:
                 self.register_parameter(name, nn.Parameter(value.detach()))
+        self.register_load_state_dict_pre_hook(check_options)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the family's options, for the state dict."""
+        return as_tensor(self.family)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Leave the family as it is: a state with another one was refused before anything changed."""
 
     def value(self, name: str) -> Tensor:
         """Return a parameter or constant as it stands, masks and parametrizations applied."""

@@ -48,7 +48,7 @@ class Subnetwork(Family):
         via subnetwork inference".
     """
 
-    chosen: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    chosen: Mapping[str, Tensor] | None = field(default=None, repr=False, compare=False)
     posterior: Family = field(default_factory=FullCovariance)
     train_rest: bool = False
     needs: ClassVar[str] = "a site with real values, in no plate"

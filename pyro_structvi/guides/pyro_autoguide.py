@@ -1,14 +1,16 @@
 """What Pyro asks of its automatic guides, for guides that own their parameters."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import pyro
 from pyro.infer.autoguide import AutoGuide
 from torch import nn
 
+from pyro_structvi._checks import checked, naming
 from pyro_structvi.families import Plate
+from pyro_structvi.families.saved_options import KEY, check_options
 from pyro_structvi.guides.options import CreatePlates, InitLocFn
 
 NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
@@ -37,6 +39,7 @@ class OwningAutoGuide(AutoGuide):
     ) -> None:
         super().__init__(model, create_plates=create_plates)
         self.init_loc_fn = init_loc_fn
+        self.register_load_state_dict_pre_hook(check_options)
 
     __getattr__ = nn.Module.__getattr__
     __setattr__ = nn.Module.__setattr__
@@ -47,6 +50,36 @@ class OwningAutoGuide(AutoGuide):
         """The model, or None after unpickling."""
         model: Callable[..., Any] | None = self._model[0]
         return model
+
+    @checked
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what :meth:`state_dict` of a guide with the same families and options returned.
+
+        Where it does not fit, nothing changes.
+
+        Args:
+            state_dict: Parameters, buffers and the families' options, by name.
+            strict: Whether the names must be exactly the guide's.
+            assign: Whether the guide takes the tensors themselves, not their values.
+
+        Returns:
+            The names that are missing, and those that are not known, as from torch's.
+
+        Raises:
+            RuntimeError: If families or options differ, whether strict or not; if names or shapes do.
+        """
+        check_options(self, state_dict, "")
+        own = self.state_dict()
+        fits = {name: _fits(name, value, own) for name, value in state_dict.items()}
+        wrong_names = strict and (own.keys() != fits.keys())
+        with naming("state_dict", state_dict):
+            if wrong_names or not all(fit for name, fit in fits.items() if name in own):
+                # Torch says what is wrong, and has only what is there already to load.
+                kept = {name: own[name] if fit else state_dict[name] for name, fit in fits.items()}
+                super().load_state_dict(kept, strict)
+            return super().load_state_dict(state_dict, strict, assign)
 
     def make_plates(
         self, plates: Iterable[Plate], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -101,3 +134,9 @@ class OwningAutoGuide(AutoGuide):
         for name in {*NOT_PICKLED} - {"master"}:
             new.__dict__[name] = self.__dict__[name]
         return new
+
+
+def _fits(name: str, value: Any, own: Mapping[str, Any]) -> bool:
+    """Whether torch would load an entry of a state dict; options may be texts of any length."""
+    shape = getattr(value, "shape", None)
+    return name in own and (name.endswith(KEY) or shape == own[name].shape)

@@ -3,10 +3,12 @@
 from pyro_structvi.infer.compiled_svi import CompiledSVI
 from pyro_structvi.infer.data_size import NumDataWarning
 from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
+from pyro_structvi.infer.history import History
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
 from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
+from pyro_structvi.infer.tensorboard import TensorBoard
 from pyro_structvi.infer.terms import ELBOTerms
-from pyro_structvi.infer.training import History, fit
+from pyro_structvi.infer.training import fit
 
 __all__ = [
     "CompileFallbackWarning",
@@ -18,5 +20,6 @@ __all__ = [
     "NumDataWarning",
     "SampledKLWarning",
     "StructuredELBO",
+    "TensorBoard",
     "fit",
 ]

@@ -1,11 +1,8 @@
-"""Mini-batches: from the data as they are given to arguments of the model on the guide's device."""
+"""Mini-batches, from the data as they are given: which examples each has, and where they are kept."""
 
-import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +12,6 @@ from torch.utils.data.distributed import DistributedSampler
 from pyro_structvi._checks import brief, check_no_nan
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-T = TypeVar("T")
 
 SHARE_OF_FREE_MEMORY = 0.25  # that tensors may take on a GPU; the rest is for the training
 
@@ -41,10 +37,14 @@ class TensorBatches:
         return math.ceil(len(self.sampler) / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return self.after(0)
+
+    def after(self, number: int) -> Iterator[tuple[Tensor, ...]]:
+        """Return the batches of the sampler's epoch without the first ones."""
         if len(self.sampler) == len(self.tensors[0]) <= self.batch_size:
-            yield self.tensors
+            yield from [self.tensors][number:]
             return
-        for chosen in self._order().to(self.device).split(self.batch_size):
+        for chosen in self._order().to(self.device).split(self.batch_size)[number:]:
             yield tuple(tensor[chosen] for tensor in self.tensors)
 
     def _order(self) -> Tensor:
@@ -158,95 +158,3 @@ def _free_memory(device: torch.device | None) -> float:
     if device is None or device.type != "cuda":
         return math.inf
     return torch.cuda.mem_get_info(device)[0]
-
-
-def arguments(
-    loader: Any, device: torch.device | None, total: int
-) -> Generator[Arguments, None, None]:
-    """Go through the batches again and again, as arguments on the device.
-
-    For a GPU a thread has the next batch ready, loaded and copied, while the last one is used.
-
-    Args:
-        loader: The batches; if it has a ``sampler`` with epochs, each pass is one.
-        device: The guide's device.
-        total: How many batches to take.
-
-    Raises:
-        ValueError: If a pass gives no batch.
-    """
-    with closing(_passes(loader)) as passes:
-        batches = itertools.islice(passes, total)
-        is_there = isinstance(loader, TensorBatches) and loader.device == device
-        if device is None or device.type != "cuda" or is_there:
-            yield from (_arguments(batch, lambda value: value.to(device)) for batch in batches)
-        else:
-            with closing(_copied_ahead(batches, device)) as copies:
-                yield from copies
-
-
-def _passes(loader: Any) -> Generator[Any, None, None]:
-    sampler: Any = getattr(loader, "sampler", None)
-    set_epoch = getattr(sampler, "set_epoch", lambda epoch: None)
-    for epoch in itertools.count(getattr(sampler, "epoch", 0)):
-        set_epoch(epoch)
-        batch = None
-        try:
-            for batch in loader:
-                yield batch
-        finally:
-            set_epoch(epoch + 1)  # where another fit goes on
-        if batch is None:
-            raise ValueError(
-                "A pass through `data` gave no mini-batch. Pass something that can be gone through "
-                "again and again, such as a DataLoader or a list."
-            )
-
-
-def _arguments(batch: Any, move: Callable[[Tensor], Tensor]) -> Arguments:
-    def moved(value: Any) -> Any:
-        return move(value) if isinstance(value, Tensor) else value
-
-    if isinstance(batch, dict):
-        return (), {name: moved(value) for name, value in batch.items()}
-    values = batch if isinstance(batch, (tuple, list)) else (batch,)
-    return tuple(moved(value) for value in values), {}
-
-
-def one_ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """Yield the items; a thread gets the next one while the last is used."""
-    with ThreadPoolExecutor(1) as thread:
-
-        def start() -> Future[list[T]]:
-            return thread.submit(lambda: [*itertools.islice(items, 1)])
-
-        upcoming = start()
-        while ready := upcoming.result():
-            upcoming = start()
-            yield ready.pop()
-
-
-def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Generator[Arguments, None, None]:
-    """Copy batches to a GPU from pinned memory, each on a stream beside that of the last one's step."""
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))  # for data that are still being computed
-
-    def copy(value: Tensor) -> Tensor:
-        pinned = value.pin_memory() if value.device.type == "cpu" else value
-        return pinned.to(device, non_blocking=True)
-
-    def copies() -> Iterator[tuple[Arguments, torch.cuda.Event]]:
-        torch.cuda.set_stream(side)  # of the thread that runs this
-        for batch in batches:
-            yield _arguments(batch, copy), side.record_event()
-
-    with closing(one_ahead(copies())) as copied:
-        for (args, kwargs), is_copied in copied:
-            current = torch.cuda.current_stream(device)
-            current.wait_event(is_copied)
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor):
-                    value.record_stream(
-                        current
-                    )  # so that its memory is not used for a copy too soon
-            yield args, kwargs

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 def world() -> tuple[int, int]:
@@ -109,3 +111,21 @@ def _apply_flat(tensors: Sequence[Tensor], communicate: Callable[[Tensor], Any])
         with torch.no_grad():
             for value, part in zip(own, flat.split([v.numel() for v in own]), strict=True):
                 value.copy_(part.view(value.shape))
+
+
+def by_first_rank(function: Callable[[], T]) -> T:
+    """Call a function on rank 0; return what it returns, or raise what it raises, on all ranks."""
+    rank, size = world()
+    if size == 1:
+        return function()
+    found: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            found = [function(), None]
+        except Exception as error:
+            found = [None, error]
+    dist.broadcast_object_list(found, 0)
+    if found[1] is not None:
+        raise found[1]
+    value: T = found[0]
+    return value

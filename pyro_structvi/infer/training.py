@@ -1,8 +1,8 @@
 """The training loop: one optimizer, a progress bar, and a history."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -13,12 +13,14 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, brief, check, checked
-from pyro_structvi._pyro import declared_samples
-from pyro_structvi._torch import own_tensors
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.infer.batches import Arguments, arguments, as_batches, num_examples
+from pyro_structvi.infer.batches import as_batches, num_examples
+from pyro_structvi.infer.callbacks import Callbacks
+from pyro_structvi.infer.checkpoint import CheckpointFile
 from pyro_structvi.infer.data_size import check_scale, set_num_data
 from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.feed import Feed
+from pyro_structvi.infer.history import History
 from pyro_structvi.infer.ranks import (
     noise_of_rank,
     of_all_ranks,
@@ -27,6 +29,7 @@ from pyro_structvi.infer.ranks import (
     shared_seed,
     world,
 )
+from pyro_structvi.infer.run import Run
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.steps.auto import AutoStep
 from pyro_structvi.infer.steps.compiled import CompiledStep
@@ -35,6 +38,8 @@ from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step, StepTerms
+from pyro_structvi.infer.training_mode import training_mode
+from pyro_structvi.infer.validation import Metric, Validation, ValidationData
 
 TrainedGuide = Annotated[
     nn.Module,
@@ -50,38 +55,6 @@ def _engine(compiled: Compiled, num_steps: int) -> Engine:
     if compiled == "auto":
         return partial(AutoStep, is_shared=is_shared, num_steps=num_steps)
     return partial(CompiledStep if compiled else EagerStep, is_shared=is_shared)
-
-
-@dataclass
-class History:
-    """What happened in each step of a fit; all lists have one entry a step.
-
-    On several processes the terms are means over them.
-
-    Attributes:
-        elbo: The estimated evidence lower bound, in nats, with the KL at full weight.
-        log_likelihood: Its expected log likelihood, scaled to all data.
-        kl: Its KL divergence.
-        kl_weight: The weight of the KL in the step's loss.
-        lr: The learning rate of the first parameter group.
-        interrupted: Whether the fit was stopped from the keyboard.
-        compilation: What was traced or compiled, when and why, or why not, a line each.
-    """
-
-    elbo: list[float] = field(default_factory=list)
-    log_likelihood: list[float] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)
-    kl_weight: list[float] = field(default_factory=list)
-    lr: list[float] = field(default_factory=list)
-    interrupted: bool = False
-    compilation: list[str] = field(default_factory=list)
-
-    def _add(self, terms: StepTerms, lr: float) -> None:
-        self.log_likelihood.append(terms.log_likelihood)
-        self.kl.append(terms.kl)
-        self.elbo.append(terms.log_likelihood - terms.kl)
-        self.kl_weight.append(terms.kl_weight)
-        self.lr.append(lr)
 
 
 @checked
@@ -101,6 +74,14 @@ def fit(
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     compiled: Compiled = "auto",
     progress: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: Count = 1000,
+    resume: bool = False,
+    validation: ValidationData | None = None,
+    metric: Metric | None = None,
+    validate_every: Count | None = None,
+    patience: Count | None = None,
+    callbacks: Callbacks = (),
 ) -> History:
     """Fit a guide, and the model's own parameters, by stochastic gradients of the ELBO.
 
@@ -110,8 +91,8 @@ def fit(
     and returns the history so far.
 
     Where torch's default process group is initialized, as in a script under ``torchrun``, all its
-    processes train one guide, each with its share of the data and noise that differs, by the mean of their
-    gradients; the noise follows from rank 0's seed. See "More than one device" in the documentation.
+    processes train one guide by the mean of their gradients, each with its share of the data and noise
+    that differs; the noise follows from rank 0's seed. See "More than one device" in the documentation.
 
     Tensors are kept on a GPU if they take at most a quarter of its free memory. Otherwise, and for data
     in other forms, a thread loads the next batch, pins it and copies it to the GPU during a step.
@@ -139,14 +120,38 @@ def fit(
             that it pays for the steps to come; what cannot be traced runs as Python, and the history
             says why. True does both at once, and raises where it cannot. False runs Python in each step.
         progress: Whether to show a progress bar with the ELBO, on rank 0.
+        checkpoint: The path of a file that has what it takes to go on as if nothing had happened. It is
+            written before the first step, every so many steps, at the end, and at an interrupt from the
+            keyboard, which then waits for the end of a step; it is whole at any time. See "Training that
+            loses nothing" in the documentation.
+        every: How many steps the checkpoints are apart.
+        resume: Whether to go on from the checkpoint where there is one; otherwise it must be a new file.
+            Data, batch size, processes, parameters, optimizer and schedules must be those that it was
+            begun with; ``num_steps`` or ``num_epochs`` count from the beginning and may be larger.
+        validation: Inputs and observations ``(x, y)`` on which the guide is measured; for several inputs
+            ``x`` is a tuple. They are kept on the guide's device and run in mini-batches of
+            ``batch_size``.
+        metric: What is measured: a function of a :class:`~pyro_structvi.posterior.prediction.Prediction`
+            (of 20 draws, or of each member of an ensemble) and ``y``, higher is better. The mean log
+            predictive density of an example, in nats, when None.
+        validate_every: How many steps the measurements are apart, besides one before the first step and
+            one after the last; when None once an epoch, and every 100 steps at most.
+        patience: How many measurements that are no better end the fit. Guide and model then have, also
+            where the fit ends otherwise, the parameters and buffers of the best one.
+        callbacks: Functions of the history, called after each step (on rank 0), such as a
+            :class:`TensorBoard`; one that returns True ends the fit.
 
     Returns:
-        The history.
+        The history, of all steps from the beginning.
 
     Raises:
-        TypeError: If the guide is not a module, or was sharded.
+        TypeError: If the guide is not a module, or was sharded; if an optimizer's state cannot be kept.
         ValueError: If an argument is out of range, lengths differ, the data hold NaN, processes have
-            different numbers of batches, or nothing tells the model's ``num_data``.
+            different numbers of batches, nothing tells the model's ``num_data``, or a checkpoint was
+            begun with something else.
+        FileExistsError: If there is a checkpoint, and ``resume`` is false.
+        OSError: If a checkpoint cannot be written; the last one is still there.
+        RuntimeError: If the guide of a checkpoint has families of other options.
         FloatingPointError: If the loss or a gradient is not finite, on all processes if on one; the
             message names sites and step, and the parameters are the last good ones.
 
@@ -166,24 +171,44 @@ def fit(
             "`optimizer` must be `torch.optim.Adam` or another function of `(parameters, lr=lr)` that "
             f"returns an optimizer of torch, but got {brief(optimizer)}. Pass Pyro's to `CompiledSVI`."
         )
+    if resume and checkpoint is None:
+        raise ValueError("`resume=True` needs `checkpoint`, the path to go on from, but got None.")
+    _check_validation(validation, metric=metric, validate_every=validate_every, patience=patience)
     elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles)
     device = _device_of(guide)
-    loader = as_batches(data, batch_size, device, shared_seed(), world())
-    total = _count_steps(num_epochs, num_steps, loader)
-    size = num_examples(loader)
-    set_num_data(poutine.unwrap(model), size)
     make_optimizer = partial(optimizer or partial(torch.optim.Adam, fused=True), lr=lr)
     loss = CheckedLoss(model, guide, elbo)
-    with _training_mode(model, guide), noise_of_rank(device):
-        batches = arguments(loader, device, total)
-        bar = tqdm(batches, "fit", total, disable=not progress or world()[0] > 0)
-        with closing(batches), bar:
-            engine = _engine(compiled, total)
-            history = History()
+    file = None if checkpoint is None else CheckpointFile(checkpoint, resume)
+    own = (metric, validate_every, patience, batch_size, device)
+    measured = None if validation is None else Validation(loss, validation, *own)
+    run = Run(loss, device, file, every, measured, callbacks)
+    with run.beginning():
+        loader = as_batches(data, batch_size, device, shared_seed(), world())
+        size, total = num_examples(loader), _count_steps(num_epochs, num_steps, loader)
+        settings = {
+            "the kind of `data`": type(loader).__name__,
+            "the number of examples in `data`": size,
+            "the number of mini-batches in `data`": len(loader),
+            "`batch_size`": batch_size,
+            "`num_particles`": num_particles,
+            "`vectorize_particles`": vectorize_particles,
+        }
+        if device is not None:
+            settings["the device of `guide`"] = device.type
+        run.check(total, len(loader), settings)
+    set_num_data(poutine.unwrap(model), size)
+    with training_mode(model, guide), noise_of_rank(device):
+        feed = run.feed(loader)
+        is_silent = not progress or world()[0] > 0
+        bar = tqdm(desc="fit", total=total, initial=run.done, disable=is_silent)
+        with closing(feed), bar, run.steps():
+            engine = _engine(compiled, total - run.done)
             steps = _steps(
-                engine, guide, loss, make_optimizer, lr_schedule, bar, len(loader), size, history
+                engine, guide, loss, make_optimizer, lr_schedule, feed, len(loader), size, run
             )
-            return _record(steps, bar, history)
+            history = _record(steps, run, bar)
+        share_buffers(loss)
+        return history
 
 
 def _steps(
@@ -192,72 +217,52 @@ def _steps(
     loss: Loss,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     lr_schedule: Schedule | None,
-    batches: Iterable[Arguments],
+    batches: Feed,
     num_batches: int,
     size: int | None,
-    history: History,
+    run: Run,
 ) -> Iterator[tuple[StepTerms, float]]:
     """Take a step with each batch; yield its terms and its learning rate."""
-    step: Step | None = None
-    for number, (args, kwargs) in enumerate(batches):
-        if step is None:
-            _initialize(guide, args, kwargs)
-            _check_local_sites(guide, num_batches)
-            check_scale(loss.parts[0], args, kwargs, num_batches, size)
-            made = make_optimizer([*loss.trained.values()])
-            check("optimizer(parameters, lr=lr)", made, torch.optim.Optimizer)
-            optimizer = OneOptimizer(made)
-            share_start(loss)
-            step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
-            history.compilation = step.notes
+    with run.unchanged_on_error(), run.first_arguments() as (args, kwargs):
+        _initialize(guide, args, kwargs)
+        _check_local_sites(guide, num_batches)
+        check_scale(loss.parts[0], args, kwargs, num_batches, size)
+        made = make_optimizer([*loss.trained.values()])
+        check("optimizer(parameters, lr=lr)", made, torch.optim.Optimizer)
+        optimizer = OneOptimizer(made)
+        share_start(loss)
+        run.begin(optimizer, lr_schedule)
+    step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
+    run.history.compilation = step.notes
+    for number, (args, kwargs) in enumerate(() if run.is_over else batches, run.done):
         if lr_schedule is not None:
             optimizer.scale_rates(lr_schedule(number))
         yield step(*args, **kwargs), optimizer.rate
-    share_buffers(loss)
 
 
-def _record(steps: Iterator[tuple[StepTerms, float]], bar: Any, history: History) -> History:
+def _record(steps: Iterator[tuple[StepTerms, float]], run: Run, bar: Any) -> History:
     """Take the steps and write down what happens in them."""
     try:
-        for number, (terms, lr) in enumerate(steps):
-            history._add(terms, lr)
-            if number % 10 == 0 or number == bar.total - 1:
-                bar.set_postfix(elbo=f"{history.elbo[-1]:.4g}", refresh=False)
+        for terms, lr in steps:
+            stops = run.after_step(terms, lr)
+            if run.done % 10 == 1 or run.done == run.total:
+                bar.set_postfix(elbo=f"{run.history.elbo[-1]:.4g}", refresh=False)
+            bar.update()
+            if stops:
+                break
     except KeyboardInterrupt:
         if world()[1] > 1:  # the others wait for this process, and must see it end
             raise
-        history.interrupted = True
-    return history
+        run.history.interrupted = True
+    return run.history
 
 
-@contextmanager
-def _training_mode(model: Callable[..., Any], guide: nn.Module) -> Iterator[None]:
-    """Put model and guide into training mode in this block, but for frozen parts in evaluation mode."""
-    roots = [root for root in (poutine.unwrap(model), guide) if isinstance(root, nn.Module)]
-    modes = [(part, part.training) for root in roots for part in root.modules()]
-    try:
-        for root in roots:
-            _train(root)
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
-def _train(module: nn.Module) -> None:
-    if not module.training and _is_frozen(module):
-        return
-    module.training = True
-    for child in module.children():
-        _train(child)
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    """Whether a module has tensors, and none that is trained or sampled."""
-    parts = [*module.modules()]
-    has_tensors = any(True for part in parts for _ in own_tensors(part))
-    is_trained = any(parameter.requires_grad for parameter in module.parameters())
-    return has_tensors and not is_trained and not any(map(declared_samples, parts))
+def _check_validation(data: ValidationData | None, **options: Any) -> None:
+    unused = [name for name, value in options.items() if value is not None]
+    if data is None and unused:
+        raise ValueError(
+            f"`{unused[0]}` needs `validation`, a tuple `(x, y)` to measure the guide on, but got None."
+        )
 
 
 def _check_modules(model: Any, guide: Any) -> None:

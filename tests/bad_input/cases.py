@@ -3,9 +3,11 @@
 import functools
 import importlib
 import inspect
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -119,6 +121,7 @@ def has_arguments(function, skip=False):
 # ---- valid arguments -----------------------------------------------------------------------------
 
 SIZE = 6
+FILES = tempfile.TemporaryDirectory()
 
 
 def net():
@@ -340,7 +343,16 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "vectorize_particles": False,
         "optimizer": torch.optim.SGD,
         "progress": False,
+        "checkpoint": Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt",
+        "every": 5,
+        "resume": True,
+        "validation": (inputs(), targets()),
+        "metric": lambda prediction, y: 0.0,
+        "validate_every": 2,
+        "patience": 5,
+        "callbacks": [lambda history: None],
     },
+    "TensorBoard": lambda: {"folder": FILES.name, "every": 2},
     # using the posterior
     "predict": lambda: {
         "model": (model := regressor()),
@@ -559,6 +571,7 @@ OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "FanIn.standard_deviation": lambda: {"parameter": torch.randn(4, 3), "fan_in": None},
     "LinearAnnealing.__call__": lambda: {"step": 3},
     "CosineDecay.__call__": lambda: {"step": 3},
+    "TensorBoard.__call__": lambda: {"history": infer.History(*[[1.0]] * 5)},
     "CompiledSVI.step": lambda: {"x": inputs(), "y": targets()},
     "CompiledSVI.evaluate_loss": lambda: {"x": inputs(), "y": targets()},
     **{
@@ -637,6 +650,12 @@ def case_of(name):
     owner, method = name.rsplit(".", 1)
     if name in OF_OTHERS:
         arguments = OF_OTHERS[name]
+    elif owner in GUIDES and method == "load_state_dict":
+        arguments = lambda: {  # noqa: E731
+            "state_dict": make(owner).state_dict(),
+            "strict": True,
+            "assign": False,
+        }
     elif owner in GUIDES:
         arguments = OF_GUIDES[method]
     else:

@@ -26,6 +26,12 @@ FINE = {
     "*.padding": "zero",
     "*.num_data": "huge",
     "fit.batch_size": "huge",
+    "fit.every": "huge",
+    "fit.validate_every": "huge",
+    "fit.patience": "huge",
+    "fit.checkpoint": "text",
+    "TensorBoard.folder": "text",
+    "TensorBoard.every": "huge",
     "predict.batch_size": "huge",
     "laplace_variances.batch_size": "huge",
     "nuts.max_tree_depth": "huge",
@@ -118,6 +124,11 @@ EXCEPTIONS = {
     "layers take what torch's layers take": {
         "RankOne*.forward.x": "float32, whole, deeper",
         "WalshHadamard*.forward.x": "complex, float32, whole, deeper",
+    },
+    "torch lists all names that are missing, however many": {
+        "*.load_state_dict.state_dict": (
+            "unknown key, text as entry, none as entry, class as entry, empty"
+        ),
     },
     "torch.compile is asked at the first step": {"CompiledSVI.backend": "text"},
 }

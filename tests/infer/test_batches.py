@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import pyro_structvi as ps
-from pyro_structvi.infer import batches
-from pyro_structvi.infer.batches import TensorBatches, arguments, as_batches, one_ahead
-from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer import batches, feed
+from pyro_structvi.infer.batches import TensorBatches, as_batches
+from pyro_structvi.infer.feed import Feed, OneAhead
+from pyro_structvi.infer.steps.step import Step
 from tests.models import make_regressor, regression_data
 
 
@@ -68,7 +69,7 @@ def test_examples_of_one_batch_in_one_process_are_left_as_they_are():
 def test_the_epoch_of_a_sampler_is_set():
     data = TensorDataset(torch.arange(20))
     loader = DataLoader(data, batch_size=20, sampler=DistributedSampler(data, 1, 0, seed=3))
-    ((first,), _), ((second,), _) = arguments(loader, None, 2)
+    ((first,), _), ((second,), _) = Feed(loader, None, 2)
     assert first.tolist() != second.tolist()
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(20))
 
@@ -83,7 +84,7 @@ def test_no_more_batches_are_loaded_than_steps_are_taken():
                 loaded.append(batch)
                 yield batch
 
-    values = [args[0].item() for args, _ in arguments(Counted(data), torch.device("cpu"), 4)]
+    values = [args[0].item() for args, _ in Feed(Counted(data), torch.device("cpu"), 4)]
     assert values == [0, 1, 2, 0]
     assert len(loaded) == 4
 
@@ -92,7 +93,7 @@ def test_no_more_batches_are_loaded_than_steps_are_taken():
 
 
 def test_on_a_cpu_nothing_waits_in_a_thread(monkeypatch):
-    monkeypatch.setattr(batches, "one_ahead", None)
+    monkeypatch.setattr(feed, "OneAhead", None)
     model = make_regressor()
     ps.fit(model, ps.MeanFieldGuide(model), [regression_data()], num_steps=3, progress=False)
 
@@ -142,16 +143,32 @@ class Recorded:
             self.closed = True
 
 
+class Taken:
+    """Iterates as a feed does: the next item is asked for when one was taken."""
+
+    def __init__(self, source):
+        self.items = OneAhead(iter(source))
+        self.close = self.items.close
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        item = self.items.take()
+        self.items.start()
+        return item
+
+
 @pytest.mark.parametrize("total", [0, 1, 2, 7])
 def test_order_is_kept_and_nothing_lost(total):
     source = Recorded(total)
-    assert list(one_ahead(iter(source))) == list(range(total))
+    assert list(Taken(source)) == list(range(total))
     assert source.closed
 
 
 def test_one_item_is_ready_while_another_is_used():
     source = Recorded(5)
-    with closing(one_ahead(iter(source))) as items:
+    with closing(Taken(source)) as items:
         for number in range(4):
             assert next(items) == number
             give_up = time.monotonic() + 5
@@ -165,7 +182,7 @@ def test_one_item_is_ready_while_another_is_used():
 
 
 def test_an_error_of_the_loader_comes_in_its_turn():
-    items = one_ahead(iter(Recorded(5, fails_at=2)))
+    items = Taken(Recorded(5, fails_at=2))
     assert [next(items), next(items)] == [0, 1]
     with pytest.raises(OSError, match="the disk is full"):
         next(items)
@@ -183,7 +200,7 @@ def test_the_loader_is_closed_where_the_fit_ends_early(monkeypatch):
             return 5
 
     guide = ps.MeanFieldGuide(model)
-    monkeypatch.setattr(EagerStep, "__call__", lambda *_: 1 / 0)
+    monkeypatch.setattr(Step, "__call__", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ps.fit(model, guide, Loader(), num_steps=5, progress=False)
     assert source.made == [0]
@@ -219,11 +236,11 @@ def test_data_that_come_from_the_host_train_as_data_on_the_gpu(monkeypatch, kind
 
 @pytest.mark.gpu
 def test_tensors_that_fit_are_kept_on_the_gpu_and_wait_in_no_thread(monkeypatch):
-    monkeypatch.setattr(batches, "one_ahead", None)
+    monkeypatch.setattr(feed, "OneAhead", None)
     device = torch.device("cuda", torch.cuda.current_device())
     loader = as_batches(image_data(), 24, device)
     assert {tensor.device for tensor in loader.tensors} == {device}
-    assert all(x.device == device for (x, _), _ in arguments(loader, device, 6))
+    assert all(x.device == device for (x, _), _ in Feed(loader, device, 6))
 
 
 @pytest.mark.gpu
@@ -234,7 +251,7 @@ def test_no_copy_is_used_before_it_is_there_or_after_it_is_gone(pinned):
     busy = torch.randn(2048, 2048, device=device)
     sums = []
     loader = [batch.pin_memory() for batch in data] if pinned else data
-    for (x,), _ in arguments(loader, device, 60):
+    for (x,), _ in Feed(loader, device, 60):
         for _ in range(5):  # the step is behind the copies
             busy = torch.tanh(busy @ busy)
         sums.append(torch.stack([x.min(), x.max()]))
@@ -254,7 +271,7 @@ def test_batches_that_a_loader_makes_on_the_gpu_are_finished_before_they_are_use
                 yield {"x": (scale * square) @ square}
 
     scales = [1.0, 2.0, 3.0]
-    for scale, (_, kwargs) in zip(scales, arguments(Loader(scales), device, 3), strict=True):
+    for scale, (_, kwargs) in zip(scales, Feed(Loader(scales), device, 3), strict=True):
         torch.testing.assert_close(kwargs["x"], (scale * square) @ square)
 
 
@@ -282,7 +299,7 @@ def test_a_samplers_epochs_go_on_where_they_were():
     seen = []
     sampler.set_epoch = lambda epoch: seen.append(epoch) or setattr(sampler, "epoch", epoch)
     for total in (4, 1, 2):
-        assert len([*arguments(loader, None, total)]) == total
+        assert len([*Feed(loader, None, total)]) == total
     assert sampler.epoch == 9
     assert [*dict.fromkeys(seen)] == [5, 6, 7, 8, 9]
 
