@@ -20,11 +20,12 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.guides.joint_posterior import JointPosterior, stack_draws
 from pyro_structvi.guides.local_latents import warn_of_local_latents
-from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import as_drawn
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
+from pyro_structvi.nn.likelihoods import Likelihood
 
 Posterior = Program | Mapping[str, Tensor]
 
@@ -85,30 +86,39 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     return num_samples or available
 
 
-def iterate_draws(
-    posterior: Posterior, num_samples: int, args: tuple[Any, ...]
-) -> Iterator[dict[str, Tensor]]:
-    """Yield joint draws of all sites, each an ordinary tensor by site.
+class Draws:
+    """Joint draws of all sites, taken some at a time and stacked, as ordinary tensors.
+
+    Those of a :class:`StructuredGuide` are of its parameters as they are when the first is taken.
 
     Args:
         posterior: A :class:`StructuredGuide`, any other guide, or draws by site.
-        num_samples: How many; of given draws, evenly spaced ones.
+        total: How many there will be; of given draws, evenly spaced ones.
         args: Arguments for a guide that needs them.
-
-    Yields:
-        One draw at a time.
     """
-    if isinstance(posterior, Mapping):
-        available = count_draws(posterior, None)
-        step = (available - 1) / max(num_samples - 1, 1)
-        for index in (round(step * number) for number in range(num_samples)):
-            yield {name: draws[index] for name, draws in posterior.items()}
-        return
-    for number in range(num_samples):
-        if isinstance(posterior, StructuredGuide):
-            yield posterior.draw(local=True, number=number)
-        else:
-            yield _draw_from_guide(posterior, args)
+
+    def __init__(self, posterior: Posterior, total: int, args: tuple[Any, ...]) -> None:
+        self.posterior, self.total, self.args = posterior, total, args
+        self.taken = 0
+        self._joint: JointPosterior | None = None
+
+    @property
+    def left(self) -> int:
+        """How many were not taken yet."""
+        return self.total - self.taken
+
+    def take(self, count: int) -> dict[str, Tensor]:
+        """Return the next draws, ``(count, *shape)`` by site."""
+        numbers = range(self.taken, self.taken + count)
+        self.taken += count
+        if isinstance(self.posterior, Mapping):
+            step = (count_draws(self.posterior, None) - 1) / max(self.total - 1, 1)
+            chosen = [round(step * number) for number in numbers]
+            return {name: draws[chosen] for name, draws in self.posterior.items()}
+        if isinstance(self.posterior, StructuredGuide):
+            self._joint = self._joint or self.posterior.joint_posterior()
+            return self._joint.draw_many(numbers, local=True)
+        return stack_draws([_draw_from_guide(self.posterior, self.args) for _ in numbers])
 
 
 def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -138,16 +148,24 @@ class _AtDraw(Messenger):
 
     What the model observes, or is conditioned on, stays. A value of another shape is left out: it may be
     that of a local latent, for other examples.
+
+    Args:
+        values: The draw, by site.
+        leaves_out: Whether observations are left out, with NaN in their place.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], leaves_out: bool) -> None:
         super().__init__()
-        self.values = values
+        self.values, self.leaves_out = values, leaves_out
 
     def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"]:
+            return
         value = self.values.get(msg["name"])
-        if value is not None and not msg["is_observed"] and value.shape == msg["fn"].shape():
+        if value is not None and value.shape == msg["fn"].shape():
             msg["value"], msg["is_observed"] = value, True
+        elif self.leaves_out and SiteRole.of(msg).is_observation:
+            msg["value"] = torch.tensor(torch.nan).expand(msg["fn"].shape())
 
 
 def run_at_draw(
@@ -155,15 +173,18 @@ def run_at_draw(
     values: dict[str, Tensor],
     args: tuple[Any, ...],
     new: Collection[str] = (),
+    leaves_out: bool = False,
 ) -> Any:
     """Run the model at a draw of its latent sites and return the trace.
 
-    Sites without a value, and the ``new`` ones, are drawn from the model.
+    Sites without a value, and the ``new`` ones, are drawn from the model. With ``leaves_out`` a
+    :class:`Likelihood` does not draw its observations, of which it makes no use.
     """
+    leaves_out = leaves_out and isinstance(poutine.unwrap(model), Likelihood)
     given = {name: value for name, value in values.items() if name not in new}
     try:
         with poutine.block(), poutine.mask(mask=False):
-            return poutine.trace(_AtDraw(given)(model)).get_trace(*args)
+            return poutine.trace(_AtDraw(given, leaves_out)(model)).get_trace(*args)
     except RuntimeError as error:
         _explain_mismatch(values, args, error)
         raise
@@ -248,32 +269,24 @@ def _refuse_draw(
 
 
 def left_to_the_model(
-    model: Callable[..., Any],
-    posterior: Posterior,
-    args: tuple[Any, ...],
-    site: str | None,
-    is_whole: bool,
+    trace: Any, observed: Any, values: Mapping[str, Tensor], is_whole: bool
 ) -> set[str]:
     """Return the latents of single examples that are to be drawn from the model, and say so.
 
     Args:
-        model: The model.
-        posterior: What the draws are of.
-        args: The model's arguments.
-        site: The observed site's name if the caller gave it.
-        is_whole: Whether these are all examples, and not a mini-batch of them.
+        trace: The trace of a run of the model at a draw.
+        observed: Its node of the observation.
+        values: The draw, by site.
+        is_whole: Whether the run had all examples, and not a mini-batch of them.
 
     Returns:
-        Their names: none where ``posterior`` was fitted to as many examples as there are here.
+        Their names: none where the posterior was fitted to as many examples as there are here.
     """
-    with separate_randomness():
-        values = next(iterate_draws(posterior, 1, args))
-        trace = run_at_draw(model, values, args)
-    plates = _plates_of(trace.nodes[find_observation(trace, values, site)])
+    plates = _plates_of(observed)
     local = [name for name in values if plates & _plates_of(trace.nodes[name])]
     kept = [name for name in local if is_whole and trace.nodes[name]["is_observed"]]
     new = [name for name in local if name not in kept]
-    warn_of_local_latents(kept, new, stacklevel=3)
+    warn_of_local_latents(kept, new, stacklevel=6)  # as the user's line
     return {*new}
 
 
