@@ -29,22 +29,6 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-@contextmanager
-def no_slow_vmap() -> Iterator[None]:
-    """Let vmap raise at an operation for which torch has no rule.
-
-    Torch would otherwise warn, and run that operation once for each element. Without it what cannot be
-    vectorized would take longer than one after another, and say so to the user.
-    """
-    functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_enabled(before)
-
-
 def inside_jit_trace() -> bool:
     """Whether ``torch.jit.trace`` records what runs here, as Pyro's ``JitTrace_ELBO`` lets it.
 

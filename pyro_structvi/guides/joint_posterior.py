@@ -1,15 +1,15 @@
 """All sites of a guide together, at one state of its parameters: their distributions and joint draws."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pyro
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import no_slow_vmap
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.distributions.quantiles import quantiles
@@ -18,6 +18,8 @@ from pyro_structvi.guides.coupling import Coupling, SharedPosterior
 from pyro_structvi.guides.joined_bias import sample_joined
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.site_use import SiteUse
+
+T = TypeVar("T")
 
 
 class JointPosterior:
@@ -93,12 +95,12 @@ class JointPosterior:
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
         """Draw all sites once for each number, stacked; together, where torch can vectorize that."""
         if len(numbers) > 1 and not self._draws_in_turn:
+            self.factorize()
             state = (value for own in self._posteriors for value in own.state_dict().values())
             each = torch.tensor(numbers, device=next(state).device)
             draw = partial(self.draw, local)
             try:
-                with no_slow_vmap():
-                    return torch.func.vmap(draw, randomness="different")(each)
+                return in_one_pass(draw, each)
             except Exception:  # what is wrong in any case, a single draw says itself
                 self._draws_in_turn = True
         return stack_draws([self.draw(local, number) for number in numbers])
@@ -156,6 +158,17 @@ class JointPosterior:
             if local or not site.is_local:
                 q = at[site.name]
                 yield site, q.given(parts[site.name]) if site.name in parts else q
+
+
+def in_one_pass(run: Callable[[Any], T], values: Any) -> T:
+    """Run a function of a draw at several that are stacked, each with random numbers of its own.
+
+    Operations that torch runs one after another do not warn: what it cannot map at all would not either.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        results: T = torch.func.vmap(run, randomness="different")(values)
+    return results
 
 
 def stack_draws(draws: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

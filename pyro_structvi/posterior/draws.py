@@ -18,14 +18,16 @@ from pyro_structvi._checks import (
     check_tensors,
     shape_text,
 )
+from pyro_structvi._torch import take_apart
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.joint_posterior import JointPosterior, stack_draws
 from pyro_structvi.guides.local_latents import warn_of_local_latents
+from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.lazy.weight import as_drawn
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
-from pyro_structvi.nn.likelihoods import Likelihood
 
 Posterior = Program | Mapping[str, Tensor]
 
@@ -151,12 +153,13 @@ class _AtDraw(Messenger):
 
     Args:
         values: The draw, by site.
-        leaves_out: Whether observations are left out, with NaN in their place.
+        unused: A site of which the model makes no use: it is not drawn, and NaN stands in its place.
+        counts: Whether to count the uses of what is drawn from the model.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], leaves_out: bool) -> None:
+    def __init__(self, values: Mapping[str, Tensor], unused: str | None, counts: bool) -> None:
         super().__init__()
-        self.values, self.leaves_out = values, leaves_out
+        self.values, self.unused, self.counts = values, unused, counts
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"]:
@@ -164,8 +167,11 @@ class _AtDraw(Messenger):
         value = self.values.get(msg["name"])
         if value is not None and value.shape == msg["fn"].shape():
             msg["value"], msg["is_observed"] = value, True
-        elif self.leaves_out and SiteRole.of(msg).is_observation:
+        elif msg["name"] == self.unused:
             msg["value"] = torch.tensor(torch.nan).expand(msg["fn"].shape())
+        elif self.counts and msg["value"] is None and not site_is_subsample(msg):
+            drawn = msg["fn"](*msg["args"], **msg["kwargs"])
+            msg["value"] = CountedWeight(drawn, SiteUse(msg["name"]))
 
 
 def run_at_draw(
@@ -173,21 +179,29 @@ def run_at_draw(
     values: dict[str, Tensor],
     args: tuple[Any, ...],
     new: Collection[str] = (),
-    leaves_out: bool = False,
+    unused: str | None = None,
+    counts: bool = False,
 ) -> Any:
     """Run the model at a draw of its latent sites and return the trace.
 
-    Sites without a value, and the ``new`` ones, are drawn from the model. With ``leaves_out`` a
-    :class:`Likelihood` does not draw its observations, of which it makes no use.
+    Sites without a value, and the ``new`` ones, are drawn from the model; not so an ``unused`` one. With
+    ``counts`` the trace tells of what is drawn whether it :func:`is_unused`.
     """
-    leaves_out = leaves_out and isinstance(poutine.unwrap(model), Likelihood)
     given = {name: value for name, value in values.items() if name not in new}
     try:
         with poutine.block(), poutine.mask(mask=False):
-            return poutine.trace(_AtDraw(given, leaves_out)(model)).get_trace(*args)
+            return poutine.trace(_AtDraw(given, unused, counts)(model)).get_trace(*args)
     except RuntimeError as error:
         _explain_mismatch(values, args, error)
         raise
+
+
+def is_unused(trace: Any, node: Any) -> bool:
+    """Whether a model neither uses nor returns what it drew at a node of a trace that counts."""
+    value = node["value"]
+    returned, _ = take_apart(trace.nodes["_RETURN"]["value"])
+    is_counted = isinstance(value, CountedWeight)
+    return is_counted and value.use.count == 0 and not any(each is value for each in returned)
 
 
 def _explain_mismatch(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import pyro
@@ -13,11 +14,15 @@ from torch.distributions import Distribution
 from torch.distributions.constraints import is_dependent
 from torch.nn.modules.module import register_module_forward_hook
 
-from pyro_structvi._torch import no_slow_vmap, take_apart
+from pyro_structvi._torch import take_apart
+from pyro_structvi.guides.joint_posterior import in_one_pass
+from pyro_structvi.guides.starts import separate_randomness
+from pyro_structvi.lazy.weight import as_drawn
 from pyro_structvi.posterior.draws import (
     Draws,
     Posterior,
     find_observation,
+    is_unused,
     left_to_the_model,
     run_at_draw,
 )
@@ -75,8 +80,9 @@ class Passes:
         self._model, self._posterior, self._batches = model, posterior, batches
         self._site, self._read, self._max_bytes = site, read, max_memory * 2**30
         self._new: set[str] = set()
-        self.observed = ""
+        self._unused: str | None = None
         self._in_turn = False
+        self.observed = ""
 
     def run(self, total: int) -> Iterator[Pass]:
         """Yield the passes of so many draws: those of some draws at all mini-batches before the next."""
@@ -106,7 +112,9 @@ class Passes:
     def _run_first(self, values: Values) -> Values:
         """Run one draw, and again if that shows latents that are left to the model."""
         own = _only(values)
-        trace, node = self._trace(own, 0)
+        with separate_randomness():  # it draws what the others leave out
+            trace, node = self._trace(own, 0, counts=True)
+        self._unused = self.observed if is_unused(trace, node) else None
         self._new = left_to_the_model(trace, node, own, len(self._batches) == 1)
         return self._run(values, 0) if self._new else _stacked(self._outputs(trace, node, 0))
 
@@ -115,7 +123,7 @@ class Passes:
         if _count(values) > 1 and not self._in_turn:
             try:
                 outputs, is_valid = self._run_together(values, batch)
-                if bool(is_valid.all()):
+                if is_valid.all():
                     return outputs
             except Exception:  # what is wrong in any case, a draw by itself says
                 self._in_turn = True
@@ -131,19 +139,19 @@ class Passes:
             is_valid = _is_valid(trace, node, self._batches[batch][1])
             return self._outputs(trace, node, batch), is_valid
 
-        with pyro.validation_enabled(False), no_slow_vmap():
-            outputs: tuple[Values, Tensor] = torch.func.vmap(run, randomness="different")(values)
-        return outputs
+        with pyro.validation_enabled(False):
+            return in_one_pass(run, values)
 
-    def _trace(self, values: Values, batch: int) -> tuple[Any, Any]:
+    def _trace(self, values: Values, batch: int, counts: bool = False) -> tuple[Any, Any]:
         """Run the model at a draw; return the trace, and its node of the observation."""
         args, _ = self._batches[batch]
-        trace = run_at_draw(self._model, values, args, self._new, leaves_out=True)
+        trace = run_at_draw(self._model, values, args, self._new, self._unused, counts)
         self.observed = find_observation(trace, values, self._site)
         return trace, trace.nodes[self.observed]
 
     def _outputs(self, trace: Any, node: Any, batch: int) -> Values:
-        return self._read(node["fn"], trace.nodes["_RETURN"]["value"], self._batches[batch][1])
+        returned = as_drawn(trace.nodes["_RETURN"]["value"])
+        return self._read(node["fn"], returned, self._batches[batch][1])
 
 
 def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:
@@ -156,7 +164,7 @@ def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:
     checks = [check for distribution in drawn for check in _checks_of(distribution)]
     if y is not None:
         checks.append(observed["fn"].support.check(y).all())
-    return torch.stack([check.reshape(()) for check in checks]).all()
+    return reduce(torch.logical_and, checks, torch.tensor(True))
 
 
 def _checks_of(distribution: Any) -> Iterator[Tensor]:
