@@ -10,15 +10,9 @@ from torch import Tensor
 from pyro_structvi._checks import Count, Positive, Program, check_tensors, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.linalg.precision import at_least_single
-from pyro_structvi.posterior.draws import (
-    Posterior,
-    as_arguments,
-    check_posterior,
-    count_draws,
-    evaluation_mode,
-    observed_log_prob,
-)
+from pyro_structvi.posterior.draws import Posterior, as_arguments, check_posterior, count_draws
 from pyro_structvi.posterior.passes import Passes
+from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
 
 
 @checked

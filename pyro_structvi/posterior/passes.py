@@ -18,9 +18,8 @@ from pyro_structvi._torch import take_apart
 from pyro_structvi.guides.joint_posterior import in_one_pass
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.weight import as_drawn
-from pyro_structvi.posterior.draws import (
-    Draws,
-    Posterior,
+from pyro_structvi.posterior.draws import Draws, Posterior
+from pyro_structvi.posterior.runs import (
     find_observation,
     is_unused,
     left_to_the_model,

@@ -12,15 +12,9 @@ from tqdm.auto import tqdm
 from pyro_structvi._checks import Count, Positive, Program, check_tensors, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions.own_tensors import in_single
-from pyro_structvi.posterior.draws import (
-    Posterior,
-    as_arguments,
-    check_posterior,
-    count_draws,
-    evaluation_mode,
-    observed_log_prob,
-)
+from pyro_structvi.posterior.draws import Posterior, as_arguments, check_posterior, count_draws
 from pyro_structvi.posterior.passes import Passes
+from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pyro_structvi as ps
 from pyro_structvi.posterior import passes as passes_module
 from pyro_structvi.posterior import prediction as prediction_module
 from pyro_structvi.posterior.passes import Passes
+from pyro_structvi.posterior.runs import evaluation_mode
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import (
     hierarchical_function,
@@ -118,7 +119,7 @@ def test_given_draws_give_what_they_give_one_by_one(case, batch_size):
     model, guide, x, y = make(case)
     draws = draws_of(guide, 9)
     counting, runs = counted(model)
-    with ps.posterior.draws.evaluation_mode(model):
+    with evaluation_mode(model):
         together = ps.predict(counting, draws, x, y=y, batch_size=batch_size)
         batches = -(-len(x) // (batch_size or len(x)))
         assert len(runs) == 2 * batches  # the first draw, and all others
