@@ -1,7 +1,7 @@
 """All sites of a guide together, at one state of its parameters: their distributions and joint draws."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import pyro
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.distributions.own_tensors import in_single
@@ -42,8 +43,9 @@ class JointPosterior:
     ) -> None:
         self._posteriors, self._couplings, self._uses = posteriors, couplings, uses
         shared = [each.posterior for each in couplings if isinstance(each, SharedPosterior)]
+        self._every = (*posteriors, *shared)
+        self._at = {each.site.name: each() for each in self._every}
         self._draws_in_turn = False
-        self._at = {each.site.name: each() for each in (*posteriors, *shared)}
 
     def factorize(self) -> None:
         """Factor what draws need, before an objective maps over draws."""
@@ -94,10 +96,10 @@ class JointPosterior:
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
         """Draw all sites once for each number, stacked; together, where torch can vectorize that."""
-        if len(numbers) > 1 and not self._draws_in_turn:
+        state = [value for own in self._every for value in (*own.parameters(), *own.buffers())]
+        if len(numbers) > 1 and not self._draws_in_turn and are_plain(state):
             self.factorize()
-            state = (value for own in self._posteriors for value in own.state_dict().values())
-            each = torch.tensor(numbers, device=next(state).device)
+            each = torch.tensor(numbers, device=state[0].device)
             draw = partial(self.draw, local)
             try:
                 return in_one_pass(draw, each)
@@ -158,6 +160,12 @@ class JointPosterior:
             if local or not site.is_local:
                 q = at[site.name]
                 yield site, q.given(parts[site.name]) if site.name in parts else q
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether no value is a tensor of a subclass, such as a sharded one, of which vmap may not know."""
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
 def in_one_pass(run: Callable[[Any], T], values: Any) -> T:

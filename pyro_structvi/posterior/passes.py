@@ -15,7 +15,7 @@ from torch.distributions.constraints import is_dependent
 from torch.nn.modules.module import register_module_forward_hook
 
 from pyro_structvi._torch import take_apart
-from pyro_structvi.guides.joint_posterior import in_one_pass
+from pyro_structvi.guides.joint_posterior import are_plain, in_one_pass
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.weight import as_drawn
 from pyro_structvi.posterior.draws import Draws, Posterior
@@ -24,6 +24,7 @@ from pyro_structvi.posterior.runs import (
     is_unused,
     left_to_the_model,
     run_at_draw,
+    tensors_in,
 )
 
 Values = dict[str, Tensor]
@@ -111,6 +112,11 @@ class Passes:
     def _run_first(self, values: Values) -> Values:
         """Run one draw, and again if that shows latents that are left to the model."""
         own = _only(values)
+        self._in_turn = not are_plain([
+            *own.values(),
+            *self._batches[0][0],
+            *tensors_in(self._model),
+        ])
         with separate_randomness():  # it draws what the others leave out
             trace, node = self._trace(own, 0, counts=True)
         self._unused = self.observed if is_unused(trace, node) else None

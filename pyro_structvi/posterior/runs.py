@@ -11,7 +11,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, shape_text
-from pyro_structvi._torch import take_apart
+from pyro_structvi._torch import own_tensors, take_apart
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.guides.local_latents import warn_of_local_latents
 from pyro_structvi.lazy.counting import CountedWeight
@@ -191,12 +191,20 @@ def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
     return log_density
 
 
+def tensors_in(model: Any) -> list[Tensor]:
+    """Return the parameters and buffers of a model, which may be a function or under handlers."""
+    return [tensor for module in _modules_of(model) for tensor in own_tensors(module)]
+
+
+def _modules_of(model: Any) -> list[nn.Module]:
+    module = poutine.unwrap(model)
+    return [*module.modules()] if isinstance(module, nn.Module) else []
+
+
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Switch dropout off and freeze running statistics, without gradients; put back after."""
-    module = poutine.unwrap(model)
-    modules = list(module.modules()) if isinstance(module, nn.Module) else []
-    training = [module for module in modules if module.training]
+    training = [module for module in _modules_of(model) if module.training]
     try:
         for module in training:
             module.training = False

@@ -391,3 +391,26 @@ def test_what_a_model_does_not_use_is_not_drawn(monkeypatch):
     draws = draws_of(ps.MeanFieldGuide(model), 6)
     ps.predict(model, draws, x, y=y, max_memory=ONE_BY_ONE)
     assert len(drawn) == 1
+
+
+class Marked(torch.Tensor):
+    """As a sharded tensor: of a subclass."""
+
+
+@pytest.mark.parametrize("where", ["draws", "inputs", "parameters", "guide"])
+def test_tensors_of_a_subclass_never_meet_vmap(where, monkeypatch):
+    model, (x, _) = normalized(), regression_data()
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    posterior: object = draws_of(guide, 6)
+    mark = lambda value: value.as_subclass(Marked)  # noqa: E731
+    if where == "draws":
+        posterior = {name: mark(value) for name, value in posterior.items()}
+    elif where == "inputs":
+        x = mark(x)
+    elif where == "parameters":
+        model.net[1].weight = nn.Parameter(mark(model.net[1].weight.detach()))
+    else:
+        posterior, own = guide, guide["net.0.weight"]
+        own.loc = nn.Parameter(mark(own.loc.detach()))
+    monkeypatch.setattr(torch.func, "vmap", lambda *args, **options: pytest.fail("vmap was called"))
+    assert ps.predict(model, posterior, x, 6).functions.shape == (6, 12, 1)
