@@ -169,7 +169,7 @@ def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:
     checks = [check for distribution in drawn for check in _checks_of(distribution)]
     if y is not None:
         checks.append(observed["fn"].support.check(y).all())
-    return reduce(torch.logical_and, checks, torch.tensor(True))
+    return reduce(torch.logical_and, checks) if checks else torch.tensor(True)
 
 
 def _checks_of(distribution: Any) -> Iterator[Tensor]:

@@ -65,6 +65,7 @@ def predict(
     mini-batches. Latents of single examples (in a plate with observations) take the posterior's values
     where the plate has the size that it was fitted to, and are drawn from the model elsewhere; a
     :class:`LocalLatentWarning` says which. The model runs in evaluation mode and without gradients.
+    One pass has many draws where :func:`torch.func.vmap` can map it; its Python code runs once for them.
 
     Args:
         model: A model that samples its observations when called with inputs only.
