@@ -79,8 +79,9 @@ def predict(
             does not grow with the number of draws.
         site: The observed site's name, where it cannot be told from the model.
         max_memory: How much memory the weights and the layers' outputs may take, in GiB, of draws that
-            run in one pass: by default 32 MiB. More is often faster on a GPU. Draws run one by one where
-            a single one takes more, or where torch cannot vectorize the model; only the time differs.
+            run in one pass: by default 32 MiB. What torch needs beside, such as noise, may take as much
+            again. More is often faster on a GPU. Draws run one by one where a single one takes more, or
+            where torch cannot vectorize the model; only the time differs.
         progress: Whether to show a progress bar.
 
     Returns:
