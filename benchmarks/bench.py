@@ -82,7 +82,7 @@ def measure_net(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     x, y = net.make_batch(device)
-    memory = {title: peak_bytes(live(net, make, x, y)) for title, make in methods.items()}
+    memory = {title: peak_bytes(live(net, make, x, y, samples)) for title, make in methods.items()}
     ready = {title: make(net.make().to(device), x, y) for title, make in methods.items()}
     for one in ready.values():
         for _ in range(one.warm_up):
@@ -107,12 +107,12 @@ def list_tasks(method: Method, samples: int) -> dict[str, Callable[[], Any]]:
     return step if predict is None else step | {"prediction": lambda: predict(samples)}
 
 
-def live(net: Net, make: MakeMethod, x: Tensor, y: Tensor) -> Iterator[str]:
-    """Predict and train; a draw beyond the second adds to a prediction its outputs only."""
+def live(net: Net, make: MakeMethod, x: Tensor, y: Tensor, samples: int) -> Iterator[str]:
+    """Predict and train."""
     method = make(net.make().to(x.device), x, y)
     yield "start"
     if method.predict is not None:
-        method.predict(2)
+        method.predict(samples)
     yield "prediction"
     for _ in range(method.warm_up):
         method.step()

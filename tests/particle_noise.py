@@ -33,6 +33,27 @@ def terms_in_a_loop(elbo, model, guide, *args):
             return elbo.terms(model, guide, *args)
 
 
+def draws_together(joint, count):
+    """Return the draws of a joint posterior in one pass, each with the noise of its number."""
+    vmap = torch.func.vmap
+    with _noise_of_particles() as noise:
+
+        def numbered(function, **options):
+            return vmap(lambda number: noise.run(function, number), **options)
+
+        with patch("torch.func.vmap", numbered):
+            return joint.draw_many(range(count), local=True)
+
+
+def draws_in_a_loop(joint, count):
+    """Return the draws one after another, each with the noise of its number."""
+    with _noise_of_particles() as noise:
+        each = [
+            noise.run(lambda number: joint.draw(True, number), number) for number in range(count)
+        ]
+    return {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+
+
 class _Noise:
     """Noise in place of torch's: for each draw of a pass one table with a row for each particle."""
 

@@ -1,11 +1,13 @@
 """Base class of normals with independent elements."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from pyro_structvi.distributions import arguments
 from pyro_structvi.distributions.weight_distribution import GaussianWeight
+from pyro_structvi.linalg.shapes import standard_normal
 
 
 class IndependentWeight(GaussianWeight, abstract=True):
@@ -46,6 +48,14 @@ class IndependentWeight(GaussianWeight, abstract=True):
     def scale_noise(self, noise: Tensor) -> Tensor:
         """Return the noise times the standard deviations."""
         return noise * self.stddev
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        samples = arguments.as_size("sample_shape", sample_shape)
+        noise = standard_normal(
+            samples + self.batch_shape + self.event_shape, self._first_parameter
+        )
+        return torch.addcmul(self.loc, noise, self.stddev)  # one pass over memory, not two
 
     def whiten(self, difference: Tensor) -> Tensor:
         """Return the difference in standard deviations."""

@@ -1,12 +1,15 @@
 """All sites of a guide together, at one state of its parameters: their distributions and joint draws."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import pyro
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.distributions.own_tensors import in_single
@@ -16,6 +19,8 @@ from pyro_structvi.guides.coupling import Coupling, SharedPosterior
 from pyro_structvi.guides.joined_bias import sample_joined
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.site_use import SiteUse
+
+T = TypeVar("T")
 
 
 class JointPosterior:
@@ -38,7 +43,9 @@ class JointPosterior:
     ) -> None:
         self._posteriors, self._couplings, self._uses = posteriors, couplings, uses
         shared = [each.posterior for each in couplings if isinstance(each, SharedPosterior)]
-        self._at = {each.site.name: each() for each in (*posteriors, *shared)}
+        self._every = (*posteriors, *shared)
+        self._at = {each.site.name: each() for each in self._every}
+        self._draws_in_turn = False
 
     def factorize(self) -> None:
         """Factor what draws need, before an objective maps over draws."""
@@ -80,12 +87,25 @@ class JointPosterior:
                 values[site.name] = pyro.sample(site.name, distribution, infer=infer)
         return values
 
-    def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
+    def draw(self, local: bool = False, number: Tensor | int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, as ordinary tensors; see :meth:`StructuredGuide.draw`."""
         values: dict[str, Tensor] = {}
         for site, distribution in self.given("draw", local, number):
             values |= site.split(distribution.rsample())
         return values
+
+    def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
+        """Draw all sites once for each number, stacked; together, where torch can vectorize that."""
+        state = [value for own in self._every for value in (*own.parameters(), *own.buffers())]
+        if len(numbers) > 1 and not self._draws_in_turn and are_plain(state):
+            self.factorize()
+            each = torch.tensor(numbers, device=state[0].device)
+            draw = partial(self.draw, local)
+            try:
+                return in_one_pass(draw, each)
+            except Exception:  # what is wrong in any case, a single draw says itself
+                self._draws_in_turn = True
+        return stack_draws([self.draw(local, number) for number in numbers])
 
     def median(self) -> dict[str, Tensor]:
         """Return the median of each site; see :meth:`StructuredGuide.median`."""
@@ -140,3 +160,27 @@ class JointPosterior:
             if local or not site.is_local:
                 q = at[site.name]
                 yield site, q.given(parts[site.name]) if site.name in parts else q
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether no value is a tensor of a subclass, such as a sharded one, of which vmap may not know."""
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+
+
+def in_one_pass(run: Callable[[Any], T], values: Any) -> T:
+    """Run a function of a draw at several that are stacked, each with random numbers of its own.
+
+    Operations that torch runs one after another do not warn: what it cannot map at all would not either.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        results: T = torch.func.vmap(run, randomness="different")(values)
+    return results
+
+
+def stack_draws(draws: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return draws by site in one dictionary, ``(len(draws), *shape)`` each."""
+    if len(draws) == 1:
+        return {name: value.unsqueeze(0) for name, value in draws[0].items()}
+    return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}

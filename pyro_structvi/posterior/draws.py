@@ -1,30 +1,17 @@
-"""Joint draws of a posterior, given as a guide or as draws by site, and runs of the model at them."""
+"""Joint draws of a posterior, given as a guide or as draws by site."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
-import torch
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_structvi._checks import (
-    Program,
-    check_no_nan,
-    check_same_kind,
-    check_shape,
-    check_tensors,
-    shape_text,
-)
-from pyro_structvi.distributions.own_tensors import in_single
+from pyro_structvi._checks import Program, check_tensors
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.guides.local_latents import warn_of_local_latents
-from pyro_structvi.guides.starts import separate_randomness
+from pyro_structvi.guides.joint_posterior import JointPosterior, stack_draws
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import as_drawn
-from pyro_structvi.linalg.precision import at_least_single, autocast_off
 
 Posterior = Program | Mapping[str, Tensor]
 
@@ -85,30 +72,39 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     return num_samples or available
 
 
-def iterate_draws(
-    posterior: Posterior, num_samples: int, args: tuple[Any, ...]
-) -> Iterator[dict[str, Tensor]]:
-    """Yield joint draws of all sites, each an ordinary tensor by site.
+class Draws:
+    """Joint draws of all sites, taken some at a time and stacked, as ordinary tensors.
+
+    Those of a :class:`StructuredGuide` are of its parameters as they are when the first is taken.
 
     Args:
         posterior: A :class:`StructuredGuide`, any other guide, or draws by site.
-        num_samples: How many; of given draws, evenly spaced ones.
+        total: How many there will be; of given draws, evenly spaced ones.
         args: Arguments for a guide that needs them.
-
-    Yields:
-        One draw at a time.
     """
-    if isinstance(posterior, Mapping):
-        available = count_draws(posterior, None)
-        step = (available - 1) / max(num_samples - 1, 1)
-        for index in (round(step * number) for number in range(num_samples)):
-            yield {name: draws[index] for name, draws in posterior.items()}
-        return
-    for number in range(num_samples):
-        if isinstance(posterior, StructuredGuide):
-            yield posterior.draw(local=True, number=number)
-        else:
-            yield _draw_from_guide(posterior, args)
+
+    def __init__(self, posterior: Posterior, total: int, args: tuple[Any, ...]) -> None:
+        self.posterior, self.total, self.args = posterior, total, args
+        self.taken = 0
+        self._joint: JointPosterior | None = None
+
+    @property
+    def left(self) -> int:
+        """How many were not taken yet."""
+        return self.total - self.taken
+
+    def take(self, count: int) -> dict[str, Tensor]:
+        """Return the next draws, ``(count, *shape)`` by site."""
+        numbers = range(self.taken, self.taken + count)
+        self.taken += count
+        if isinstance(self.posterior, Mapping):
+            step = (count_draws(self.posterior, None) - 1) / max(self.total - 1, 1)
+            chosen = [round(step * number) for number in numbers]
+            return {name: draws[chosen] for name, draws in self.posterior.items()}
+        if isinstance(self.posterior, StructuredGuide):
+            self._joint = self._joint or self.posterior.joint_posterior()
+            return self._joint.draw_many(numbers, local=True)
+        return stack_draws([_draw_from_guide(self.posterior, self.args) for _ in numbers])
 
 
 def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -131,175 +127,3 @@ def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> dict[s
         for name, site in sites.items()
         if not SiteRole.of(site).is_auxiliary
     }
-
-
-class _AtDraw(Messenger):
-    """Gives a model's latent sites the values of a draw, where these have the sites' shapes.
-
-    What the model observes, or is conditioned on, stays. A value of another shape is left out: it may be
-    that of a local latent, for other examples.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, msg: Any) -> None:
-        value = self.values.get(msg["name"])
-        if value is not None and not msg["is_observed"] and value.shape == msg["fn"].shape():
-            msg["value"], msg["is_observed"] = value, True
-
-
-def run_at_draw(
-    model: Callable[..., Any],
-    values: dict[str, Tensor],
-    args: tuple[Any, ...],
-    new: Collection[str] = (),
-) -> Any:
-    """Run the model at a draw of its latent sites and return the trace.
-
-    Sites without a value, and the ``new`` ones, are drawn from the model.
-    """
-    given = {name: value for name, value in values.items() if name not in new}
-    try:
-        with poutine.block(), poutine.mask(mask=False):
-            return poutine.trace(_AtDraw(given)(model)).get_trace(*args)
-    except RuntimeError as error:
-        _explain_mismatch(values, args, error)
-        raise
-
-
-def _explain_mismatch(
-    values: dict[str, Tensor], args: tuple[Any, ...], error: RuntimeError
-) -> None:
-    """Raise a clear error if an input is of another device or dtype than the draws."""
-    name, draw = next(iter(values.items()), ("", None))
-    for index, value in enumerate(args if draw is not None else ()):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            try:
-                assert draw is not None
-                check_same_kind(f"x[{index}]" if len(args) > 1 else "x", value, name, draw)
-            except ValueError as mismatch:
-                raise mismatch from error
-
-
-def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:
-    """Return the name of the observed site of a model that was run at a draw without observations.
-
-    Args:
-        trace: The trace of that run.
-        values: The draw, by site.
-        site: The name if the caller gave it.
-
-    Returns:
-        The name.
-
-    Raises:
-        ValueError: If there is no such site, if several could be meant, or if the draw does not have
-            exactly the model's latent sites, those of single examples aside.
-    """
-    nodes = {
-        name: node
-        for name, node in trace.nodes.items()
-        if node["type"] == "sample" and not site_is_subsample(node)
-    }
-    unknown = [name for name in values if name not in nodes]
-    drawn = [name for name, node in nodes.items() if not node["is_observed"]]
-    free = [name for name in drawn if name not in values]
-    marked = [name for name in free if SiteRole.of(nodes[name]).is_observation]
-    candidates = [name for name in free if name == site] if site else marked or free
-    if len(candidates) != 1:
-        _refuse_draw(nodes, values, [], unknown)
-        raise ValueError(
-            f"The observed site must be one of {free}"
-            + (f", but got `site='{site}'`." if site else ": pass its name as `site=`.")
-        )
-    observed = str(candidates[0])
-    plates = _plates_of(nodes[observed])
-    missing = [name for name in drawn if name != observed and not plates & _plates_of(nodes[name])]
-    _refuse_draw(nodes, values, missing, unknown)
-    return observed
-
-
-def _plates_of(node: Any) -> set[str]:
-    return {frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
-
-
-def _refuse_draw(
-    nodes: Mapping[str, Any],
-    values: Mapping[str, Tensor],
-    missing: Sequence[str],
-    unknown: Sequence[str],
-) -> None:
-    """Raise a ``ValueError`` if a draw lacks sites of the model, or has sites that it does not have."""
-    for name in missing:
-        if name in values:
-            expected = shape_text(nodes[name]["fn"].shape())
-            raise ValueError(
-                f"`posterior` must give the site '{name}' values of the model's shape {expected}, but "
-                f"got {shape_text(values[name].shape)}."
-            )
-    if missing or unknown:
-        raise ValueError(
-            "`posterior` must have the latent sites of the model, but these are missing in it: "
-            f"{[*missing]}, and these are not in the model: {[*unknown]}. Pass the guide of this very "
-            "model, or rename the draws."
-        )
-
-
-def left_to_the_model(
-    model: Callable[..., Any],
-    posterior: Posterior,
-    args: tuple[Any, ...],
-    site: str | None,
-    is_whole: bool,
-) -> set[str]:
-    """Return the latents of single examples that are to be drawn from the model, and say so.
-
-    Args:
-        model: The model.
-        posterior: What the draws are of.
-        args: The model's arguments.
-        site: The observed site's name if the caller gave it.
-        is_whole: Whether these are all examples, and not a mini-batch of them.
-
-    Returns:
-        Their names: none where ``posterior`` was fitted to as many examples as there are here.
-    """
-    with separate_randomness():
-        values = next(iterate_draws(posterior, 1, args))
-        trace = run_at_draw(model, values, args)
-    plates = _plates_of(trace.nodes[find_observation(trace, values, site)])
-    local = [name for name in values if plates & _plates_of(trace.nodes[name])]
-    kept = [name for name in local if is_whole and trace.nodes[name]["is_observed"]]
-    new = [name for name in local if name not in kept]
-    warn_of_local_latents(kept, new, stacklevel=3)
-    return {*new}
-
-
-def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
-    """Return the log density of observations, in single precision at least, if they have its shape."""
-    check_no_nan("y", y)
-    check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")
-    y, likelihood = at_least_single(y), in_single(likelihood)
-    if not likelihood.support.is_discrete:
-        check_same_kind("y", y, "prediction.mean", likelihood.mean)
-    with autocast_off(y):
-        log_density: Tensor = likelihood.log_prob(y)
-    return log_density
-
-
-@contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """Switch dropout off and freeze running statistics, without gradients; put back after."""
-    module = poutine.unwrap(model)
-    modules = list(module.modules()) if isinstance(module, nn.Module) else []
-    training = [module for module in modules if module.training]
-    try:
-        for module in training:
-            module.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

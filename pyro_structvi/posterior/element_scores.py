@@ -13,12 +13,8 @@ from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions import PointMass
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.linalg.precision import at_least_single
-from pyro_structvi.posterior.draws import (
-    as_arguments,
-    evaluation_mode,
-    find_observation,
-    run_at_draw,
-)
+from pyro_structvi.posterior.draws import as_arguments
+from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
 
 
 @checked

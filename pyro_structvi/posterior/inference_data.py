@@ -1,26 +1,18 @@
 """From a guide or from NUTS to ArviZ, so that its summaries, comparisons and plots apply."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import Count, Program, check_tensors, checked
+from pyro_structvi._checks import Count, Positive, Program, check_tensors, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.linalg.precision import at_least_single
-from pyro_structvi.posterior.draws import (
-    Posterior,
-    as_arguments,
-    check_posterior,
-    count_draws,
-    evaluation_mode,
-    find_observation,
-    iterate_draws,
-    left_to_the_model,
-    observed_log_prob,
-    run_at_draw,
-)
+from pyro_structvi.posterior.draws import Posterior, as_arguments, check_posterior, count_draws
+from pyro_structvi.posterior.passes import Passes
+from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
 
 
 @checked
@@ -32,6 +24,7 @@ def to_inference_data(
     num_samples: Count | None = None,
     *,
     site: str | None = None,
+    max_memory: Positive = 1 / 32,
 ) -> Any:
     """Draw from a posterior and put what ArviZ needs into its InferenceData.
 
@@ -43,6 +36,7 @@ def to_inference_data(
         y: Observations, ``(N, *event)``.
         num_samples: Number of draws; None for all that are given, or 100 of a guide.
         site: The observed site's name, where it cannot be told from the model.
+        max_memory: As for :func:`predict`.
 
     Returns:
         An ``arviz.InferenceData`` with the groups ``posterior`` (each site under its own
@@ -83,27 +77,26 @@ def to_inference_data(
         raise ValueError(
             f"`num_samples` must be a multiple of the {chains} chains, but got {num_samples}."
         )
-    latents: list[dict[str, Tensor]] = []
-    predictive, log_likelihood = [], []
     with ONE_THREAD, evaluation_mode(model):
-        new = left_to_the_model(model, posterior, args, site, is_whole=True)
-        for values in iterate_draws(posterior, total, args):
-            trace = run_at_draw(model, values, args, new)
-            name = find_observation(trace, values, site)
-            likelihood = trace.nodes[name]["fn"]
-            latents.append({key: values[key] for key in values if key not in new})
-            predictive.append(likelihood.sample())
-            log_likelihood.append(observed_log_prob(likelihood, y))
+        passes = Passes(model, posterior, [(args, y)], site, _read, max_memory)
+        done = [*passes.run(total)]
 
-    def stacked(draws: list[Tensor]) -> Any:
-        values = at_least_single(torch.stack(draws)).detach().cpu().numpy()
+    def joined(draws: Iterable[Tensor]) -> Any:
+        values = at_least_single(torch.cat([*draws])).detach().cpu().numpy()
         if np.issubdtype(values.dtype, np.floating):
             values = values.astype(np.float64)
         return values.reshape(chains, total // chains, *values.shape[1:])
 
+    name = passes.observed
     return arviz.from_dict(
-        posterior={key: stacked([draw[key] for draw in latents]) for key in latents[0]},
-        posterior_predictive={name: stacked(predictive)},
-        log_likelihood={name: stacked(log_likelihood)},
+        posterior={key: joined(each.values[key] for each in done) for key in done[0].values},
+        posterior_predictive={name: joined(each.outputs["sample"] for each in done)},
+        log_likelihood={name: joined(each.outputs["log_prob"] for each in done)},
         observed_data={name: at_least_single(y).cpu().numpy()},
     )
+
+
+def _read(likelihood: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
+    """Draw observations, and score those that were made."""
+    assert y is not None
+    return {"sample": likelihood.sample(), "log_prob": observed_log_prob(likelihood, y)}

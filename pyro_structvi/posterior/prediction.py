@@ -1,7 +1,6 @@
 """Predictions: every draw of the posterior is one consistent function of the inputs."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +9,12 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, OneHotCategorical
 from tqdm.auto import tqdm
 
-from pyro_structvi._checks import Count, Program, check_tensors, checked
+from pyro_structvi._checks import Count, Positive, Program, check_tensors, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions.own_tensors import in_single
-from pyro_structvi.posterior.draws import (
-    Posterior,
-    as_arguments,
-    check_posterior,
-    count_draws,
-    evaluation_mode,
-    find_observation,
-    iterate_draws,
-    left_to_the_model,
-    observed_log_prob,
-    run_at_draw,
-)
+from pyro_structvi.posterior.draws import Posterior, as_arguments, check_posterior, count_draws
+from pyro_structvi.posterior.passes import Passes
+from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
 
 
 @dataclass(frozen=True)
@@ -66,6 +56,7 @@ def predict(
     batch_size: Count | None = None,
     stream: bool = False,
     site: str | None = None,
+    max_memory: Positive = 1 / 32,
     progress: bool = False,
 ) -> Prediction:
     """Predict with draws of a posterior.
@@ -74,6 +65,7 @@ def predict(
     mini-batches. Latents of single examples (in a plate with observations) take the posterior's values
     where the plate has the size that it was fitted to, and are drawn from the model elsewhere; a
     :class:`LocalLatentWarning` says which. The model runs in evaluation mode and without gradients.
+    One pass has many draws where :func:`torch.func.vmap` can map it; its Python code runs once for them.
 
     Args:
         model: A model that samples its observations when called with inputs only.
@@ -86,6 +78,10 @@ def predict(
         stream: Whether to drop each draw's function values once they were averaged; memory then
             does not grow with the number of draws.
         site: The observed site's name, where it cannot be told from the model.
+        max_memory: How much memory the weights and the layers' outputs may take, in GiB, of draws that
+            run in one pass: by default 32 MiB. What torch needs beside, such as noise, may take as much
+            again. More is often faster on a GPU. Draws run one by one where a single one takes more, or
+            where torch cannot vectorize the model; only the time differs.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -108,20 +104,24 @@ def predict(
     args = as_arguments(x)
     batches = _split(args, y, batch_size)
     total = count_draws(posterior, num_samples)
-    accumulator = _Accumulator()
-    functions = []
-    with ONE_THREAD, evaluation_mode(model):
-        new = left_to_the_model(model, posterior, batches[0][0], site, len(batches) == 1)
-        draws = iterate_draws(posterior, total, batches[0][0])
-        for values in tqdm(draws, total=total, desc="predict", disable=not progress):
-            outputs = [
-                _run(model, values, new, arguments, target, site) for arguments, target in batches
-            ]
-            joined = _Conditional.join(outputs)
-            accumulator.add(joined)
+    averages = [_Averages() for _ in batches]
+    functions: list[list[Tensor]] = [[] for _ in batches]
+    with ONE_THREAD, evaluation_mode(model), _bar(total, progress) as bar:
+        passes = Passes(model, posterior, batches, site, _read, max_memory)
+        for done in passes.run(total):
+            averages[done.batch].add(done.outputs)
             if not stream:
-                functions.append(joined.function)
-    return accumulator.result(torch.stack(functions) if functions else None)
+                functions[done.batch].append(done.outputs["function"])
+            if done.batch == len(batches) - 1:
+                bar.update(len(done.outputs["mean"]))
+    joined = _join([own.result() for own in averages])
+    if not stream:
+        joined["functions"] = torch.cat([torch.cat(own) for own in functions], 1)
+    return Prediction(**joined, num_samples=total)
+
+
+def _bar(total: int, progress: bool) -> Any:
+    return tqdm(total=total, desc="predict", disable=not progress)
 
 
 def _split(
@@ -144,46 +144,17 @@ def _split(
     ]
 
 
-@dataclass
-class _Conditional:
-    """What the model says of the observations, given one draw of its global sites."""
-
-    function: Tensor
-    mean: Tensor
-    variance: Tensor
-    entropy: Tensor | None
-    log_density: Tensor | None
-
-    @staticmethod
-    def join(parts: "list[_Conditional]") -> "_Conditional":
-        """Put the mini-batches back together."""
-        joined = {
-            name: None if value is None else torch.cat([getattr(part, name) for part in parts])
-            for name, value in vars(parts[0]).items()
-        }
-        return _Conditional(**joined)  # type: ignore[arg-type]
-
-
-def _run(
-    model: Callable[..., Any],
-    values: dict[str, Tensor],
-    new: set[str],
-    args: tuple[Any, ...],
-    y: Tensor | None,
-    site: str | None,
-) -> _Conditional:
-    trace = run_at_draw(model, values, args, new)
-    likelihood = in_single(trace.nodes[find_observation(trace, values, site)]["fn"])
+def _read(distribution: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
+    """Return what a model says of the observations at a draw."""
+    likelihood = in_single(distribution)
     mean, variance, is_categorical = _moments(likelihood)
-    returned = trace.nodes["_RETURN"]["value"]
     per_example = isinstance(returned, Tensor) and returned.shape[:1] == mean.shape[:1]
-    return _Conditional(
-        function=returned if per_example else mean,
-        mean=mean,
-        variance=variance,
-        entropy=_entropy(mean) if is_categorical else None,
-        log_density=None if y is None else observed_log_prob(likelihood, y),
-    )
+    found = {"function": returned if per_example else mean, "mean": mean, "variance": variance}
+    if is_categorical:
+        found["entropy"] = _entropy(mean)
+    if y is not None:
+        found["log_density"] = observed_log_prob(likelihood, y)
+    return found
 
 
 def _moments(likelihood: Any) -> tuple[Tensor, Tensor, bool]:
@@ -191,9 +162,11 @@ def _moments(likelihood: Any) -> tuple[Tensor, Tensor, bool]:
     while isinstance(base, Independent):
         base = base.base_dist
     if isinstance(base, (Categorical, OneHotCategorical)):
-        probs = base.probs / base.probs.sum(
+        has_logits = isinstance(base, Categorical) and "probs" not in vars(base)
+        probs = base.logits.exp() if has_logits else base.probs  # a softmax takes longer
+        probs = probs / probs.sum(
             -1, keepdim=True
-        )  # as after a softmax in half precision
+        )  # which is not 1 after a softmax in half precision
         return probs, probs * (1 - probs), base is likelihood
     return likelihood.mean, likelihood.variance, False
 
@@ -203,50 +176,64 @@ def _entropy(probabilities: Tensor) -> Tensor:
     return entropies.sum(-1)
 
 
-class _Accumulator:
-    """Averages over draws, one draw at a time (Welford's update for the variance)."""
+class _Averages:
+    """Averages over draws, which come some at a time.
+
+    References:
+        Chan, Golub and LeVeque (1983), "Algorithms for computing the sample variance", Eq. 2.1.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self.averages: _Conditional | None = None
+        self.averages: dict[str, Tensor] = {}
         self.squares: Tensor
-        self.log_density_sum: Tensor | None = None
+        self.log_density: Tensor | None = None
 
-    def add(self, new: _Conditional) -> None:
-        self.count += 1
-        if self.averages is None:
-            self.averages = new
-            self.squares = torch.zeros_like(new.mean)
-            self.log_density_sum = new.log_density
+    def add(self, new: dict[str, Tensor]) -> None:
+        """Add what was read at several draws, ``(draws, *shape)`` each."""
+        added, before = len(new["mean"]), self.count
+        self.count += added
+        averages = {name: new[name].mean(0) for name in _AVERAGED if name in new}
+        squares = (new["mean"] - averages["mean"]).square().sum(0)
+        density = new["log_density"].logsumexp(0) if "log_density" in new else None
+        if not before:
+            self.averages, self.squares, self.log_density = averages, squares, density
             return
-        old = self.averages
-        change = new.mean - old.mean
-        old.mean = old.mean + change / self.count
-        self.squares += change * (new.mean - old.mean)
-        old.variance = old.variance + (new.variance - old.variance) / self.count
-        if old.entropy is not None and new.entropy is not None:
-            old.entropy = old.entropy + (new.entropy - old.entropy) / self.count
-        if self.log_density_sum is not None and new.log_density is not None:
-            self.log_density_sum = torch.logaddexp(self.log_density_sum, new.log_density)
+        change = {name: averages[name] - own for name, own in self.averages.items()}
+        self.squares += squares + change["mean"].square() * (before * added / self.count)
+        for name, own in self.averages.items():
+            own += change[name] * (added / self.count)
+        if self.log_density is not None and density is not None:
+            self.log_density = torch.logaddexp(self.log_density, density)
 
-    def result(self, functions: Tensor | None) -> Prediction:
-        averages = self.averages
-        assert averages is not None
+    def result(self) -> dict[str, Tensor | None]:
+        """Return what a prediction has of one mini-batch."""
         function_variance = self.squares / self.count
-        entropy = information = None
-        if averages.entropy is not None:
-            entropy = _entropy(averages.mean)
-            information = (entropy - averages.entropy).clamp_min(0)
-        log_density = self.log_density_sum
-        if log_density is not None:
-            log_density = log_density - math.log(self.count)
-        return Prediction(
-            mean=averages.mean,
-            variance=averages.variance + function_variance,
-            function_variance=function_variance,
-            entropy=entropy,
-            mutual_information=information,
-            log_density=log_density,
-            functions=functions,
-            num_samples=self.count,
-        )
+        found: dict[str, Tensor | None] = {
+            "mean": self.averages["mean"],
+            "variance": self.averages["variance"] + function_variance,
+            "function_variance": function_variance,
+            "entropy": None,
+            "mutual_information": None,
+            "log_density": None,
+            "functions": None,
+        }
+        if "entropy" in self.averages:
+            entropy = _entropy(self.averages["mean"])
+            found["entropy"] = entropy
+            found["mutual_information"] = (entropy - self.averages["entropy"]).clamp_min(0)
+        if self.log_density is not None:
+            found["log_density"] = self.log_density - math.log(self.count)
+        return found
+
+
+_AVERAGED = ("mean", "variance", "entropy")
+
+
+def _join(parts: list[dict[str, Tensor | None]]) -> dict[str, Any]:
+    """Put mini-batches together."""
+    columns = {name: [part[name] for part in parts] for name in parts[0]}
+    return {
+        name: None if own[0] is None else torch.cat([part for part in own if part is not None])
+        for name, own in columns.items()
+    }

@@ -363,6 +363,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "batch_size": 3,
         "stream": False,
         "site": "obs",
+        "max_memory": 1.0,
         "progress": False,
     },
     "to_inference_data": lambda: {
@@ -372,6 +373,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "y": targets(),
         "num_samples": 2,
         "site": "obs",
+        "max_memory": 1.0,
     },
     "prune_inducing_factors": lambda: {
         "guide": ps.InducingWeightGuide(regressor(), (2, 2)),

@@ -19,7 +19,7 @@ FINE = {
     "CosineDecay.__call__.step": "zero, negative, huge",
     "*.draw.number": "zero, negative, huge",
     "*.init_scale": "huge, fraction",
-    "*Guide.max_memory": "huge, fraction",
+    "*.max_memory": "huge, fraction",
     "nuts.seed": "zero, negative, huge",
     "tie_scales.steps": "zero",
     "plot_regressions.limits": "negative, fractions, huge",

@@ -70,15 +70,6 @@ def test_batches_and_streaming_change_nothing(batch_size):
         torch.testing.assert_close(getattr(streamed, name), getattr(whole, name))
 
 
-def test_streaming_keeps_no_draw(monkeypatch):
-    model, x = make_classifier(), torch.randn(9, 3)
-    stacked = []
-    stack = torch.stack
-    monkeypatch.setattr(torch, "stack", lambda *args: (stacked.append(1), stack(*args))[1])
-    ps.predict(model, ps.MeanFieldGuide(model), x, 5, stream=True)
-    assert not stacked
-
-
 def test_the_predictive_of_a_linear_model_is_the_closed_form():
     """A draw is a function of all inputs: outputs at different inputs have the weight's correlation."""
     guide = ps.MeanFieldGuide(linear_function, init_scale=0.5)

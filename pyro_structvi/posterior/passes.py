@@ -1,0 +1,222 @@
+"""A model at many draws of a posterior, as many in one pass as a memory budget allows."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.constraints import is_dependent
+from torch.nn.modules.module import register_module_forward_hook
+
+from pyro_structvi._torch import take_apart
+from pyro_structvi.guides.joint_posterior import are_plain, in_one_pass
+from pyro_structvi.guides.starts import separate_randomness
+from pyro_structvi.lazy.weight import as_drawn
+from pyro_structvi.posterior.draws import Draws, Posterior
+from pyro_structvi.posterior.runs import (
+    find_observation,
+    is_unused,
+    left_to_the_model,
+    run_at_draw,
+    tensors_in,
+)
+
+Values = dict[str, Tensor]
+Batch = tuple[tuple[Any, ...], Tensor | None]
+Read = Callable[[Any, Any, Tensor | None], Values]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Several draws at one mini-batch.
+
+    Attributes:
+        batch: The number of the mini-batch.
+        values: The draws, ``(draws, *shape)`` by site, without what is drawn from the model.
+        outputs: What was read, ``(draws, *shape)`` by name.
+    """
+
+    batch: int
+    values: Values
+    outputs: Values
+
+
+class Passes:
+    """Runs of a model at draws of a posterior, several draws in a pass.
+
+    The first draw runs by itself: it tells what is left to the model, and how much memory a draw takes.
+    The others run together by :func:`torch.func.vmap`, under which nothing can be validated. Where an
+    argument or an observation is not what its distribution takes, the draws of a pass are run again, one
+    by one, so that errors are the usual ones; and so is, from then on, what torch cannot vectorize.
+
+    Args:
+        model: The model.
+        posterior: A guide, or draws by site.
+        batches: Mini-batches: the model's arguments, and observations or None.
+        site: The observed site's name, where it cannot be told from the model.
+        read: What to keep of a run, by name, of the distribution of the observation, the model's return
+            value, and the observations.
+        max_memory: How much the weights and layers' outputs of draws in one pass may take, in GiB.
+
+    Attributes:
+        observed: The name of the observed site, after the first pass.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        posterior: Posterior,
+        batches: Sequence[Batch],
+        site: str | None,
+        read: Read,
+        max_memory: float,
+    ) -> None:
+        self._model, self._posterior, self._batches = model, posterior, batches
+        self._site, self._read, self._max_bytes = site, read, max_memory * 2**30
+        self._new: set[str] = set()
+        self._unused: str | None = None
+        self._in_turn = False
+        self.observed = ""
+
+    def run(self, total: int) -> Iterator[Pass]:
+        """Yield the passes of so many draws: those of some draws at all mini-batches before the next."""
+        draws = Draws(self._posterior, total, self._batches[0][0])
+        first = draws.take(1)
+        with _counted_bytes() as layers:
+            outputs = self._run_first(first)
+        yield Pass(0, self._kept(first), outputs)
+        yield from self._run_batches(first, 1)
+        weights = _bytes_of(first)
+        at_once = self._fitting(weights)  # whatever the inputs: a seed then gives the same draws
+        in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs))
+        while draws.left:
+            for part in _split(draws.take(min(at_once, draws.left)), in_pass):
+                yield from self._run_batches(part)
+
+    def _kept(self, values: Values) -> Values:
+        return {name: value for name, value in values.items() if name not in self._new}
+
+    def _fitting(self, bytes_each: int) -> int:
+        return max(1, int(self._max_bytes / max(1, bytes_each)))
+
+    def _run_batches(self, values: Values, start: int = 0) -> Iterator[Pass]:
+        for batch in range(start, len(self._batches)):
+            yield Pass(batch, self._kept(values), self._run(values, batch))
+
+    def _run_first(self, values: Values) -> Values:
+        """Run one draw, and again if that shows latents that are left to the model."""
+        own = _only(values)
+        self._in_turn = not are_plain([
+            *own.values(),
+            *self._batches[0][0],
+            *tensors_in(self._model),
+        ])
+        with separate_randomness():  # it draws what the others leave out
+            trace, node = self._trace(own, 0, counts=True)
+        self._unused = self.observed if is_unused(trace, node) else None
+        self._new = left_to_the_model(trace, node, own, len(self._batches) == 1)
+        return self._run(values, 0) if self._new else _stacked(self._outputs(trace, node, 0))
+
+    def _run(self, values: Values, batch: int) -> Values:
+        """Run draws together where that can be, else one by one."""
+        if _count(values) > 1 and not self._in_turn:
+            try:
+                outputs, is_valid = self._run_together(values, batch)
+                if is_valid.all():
+                    return outputs
+            except Exception:  # what is wrong in any case, a draw by itself says
+                self._in_turn = True
+        each = (self._trace(_only(one), batch) for one in _split(values, 1))
+        runs = [_stacked(self._outputs(*pair, batch)) for pair in each]
+        return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
+
+    def _run_together(self, values: Values, batch: int) -> tuple[Values, Tensor]:
+        """Run draws in one pass, and say of each whether it is valid."""
+
+        def run(own: Values) -> tuple[Values, Tensor]:
+            trace, node = self._trace(own, batch)
+            is_valid = _is_valid(trace, node, self._batches[batch][1])
+            return self._outputs(trace, node, batch), is_valid
+
+        with pyro.validation_enabled(False):
+            return in_one_pass(run, values)
+
+    def _trace(self, values: Values, batch: int, counts: bool = False) -> tuple[Any, Any]:
+        """Run the model at a draw; return the trace, and its node of the observation."""
+        args, _ = self._batches[batch]
+        trace = run_at_draw(self._model, values, args, self._new, self._unused, counts)
+        self.observed = find_observation(trace, values, self._site)
+        return trace, trace.nodes[self.observed]
+
+    def _outputs(self, trace: Any, node: Any, batch: int) -> Values:
+        returned = as_drawn(trace.nodes["_RETURN"]["value"])
+        return self._read(node["fn"], returned, self._batches[batch][1])
+
+
+def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:
+    """Whether what is drawn from the model has valid arguments, and its observations are possible."""
+    drawn = [
+        node["fn"]
+        for node in trace.nodes.values()
+        if node["type"] == "sample" and not node["is_observed"] and not site_is_subsample(node)
+    ]
+    checks = [check for distribution in drawn for check in _checks_of(distribution)]
+    if y is not None:
+        checks.append(observed["fn"].support.check(y).all())
+    return reduce(torch.logical_and, checks) if checks else torch.tensor(True)
+
+
+def _checks_of(distribution: Any) -> Iterator[Tensor]:
+    """Yield whether the arguments of a distribution and its parts obey their constraints."""
+    for name, constraint in distribution.arg_constraints.items():
+        is_given = name in vars(distribution)
+        if is_given and not is_dependent(constraint):
+            yield constraint.check(getattr(distribution, name)).all()
+    for value in vars(distribution).values():
+        if isinstance(value, Distribution):
+            yield from _checks_of(value)
+
+
+@contextmanager
+def _counted_bytes() -> Iterator[list[int]]:
+    """Count the bytes of the outputs of all modules that run in this block."""
+    found: list[int] = []
+
+    def count(module: Any, args: Any, outputs: Any) -> None:
+        found.append(_bytes_of(dict(enumerate(take_apart(outputs)[0]))))
+
+    handle = register_module_forward_hook(count)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _bytes_of(values: Mapping[Any, Any]) -> int:
+    tensors = (value for value in values.values() if isinstance(value, Tensor))
+    return sum(value.numel() * value.itemsize for value in tensors)
+
+
+def _count(values: Values) -> int:
+    return len(next(iter(values.values())))
+
+
+def _split(values: Values, size: int) -> list[Values]:
+    """Return stacked draws in parts of a size."""
+    parts = {name: value.split(size) for name, value in values.items()}
+    return [dict(zip(parts, part, strict=True)) for part in zip(*parts.values(), strict=True)]
+
+
+def _only(values: Values) -> Values:
+    """Return the one draw that is stacked."""
+    return {name: value.squeeze(0) for name, value in values.items()}
+
+
+def _stacked(values: Values) -> Values:
+    return {name: value.unsqueeze(0) for name, value in values.items()}
