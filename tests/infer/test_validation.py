@@ -175,6 +175,14 @@ def test_it_changes_neither_the_training_nor_its_random_numbers_nor_modes():
     assert others == with_others
 
 
+def test_model_and_guide_are_evaluated_in_evaluation_mode():
+    model, guide, data = make(model=noisy_model)
+    options = {"validation": held_out(), "metric": lambda prediction, y: float(guide.training)}
+    history = ps.fit(model, guide, data, num_steps=2, progress=False, **options)
+    assert history.validation == [0.0, 0.0]
+    assert guide.training
+
+
 # ---- patience ------------------------------------------------------------------------------------
 
 
@@ -281,6 +289,13 @@ def test_a_run_that_has_stopped_stays_so_and_goes_on_with_more_patience(tmp_path
     more, _, _ = fit_in_part(VALUES[6:], path, None, patience=4, seed=3)
     whole, _, _ = fit_in_part(VALUES, None, None, patience=4)
     assert vars(more) == vars(whole)
+
+
+def test_patience_that_is_asked_for_later_begins_then(tmp_path):
+    path = tmp_path / "run.pt"
+    assert fit_in_part(VALUES, path, 5, patience=None) is None
+    history, _, _ = fit_in_part([2.0, 1.0, 1.0, 1.0], path, None)
+    assert history.validation == [0.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0]
 
 
 def test_the_best_is_in_the_file(tmp_path):
