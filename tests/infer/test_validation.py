@@ -175,6 +175,17 @@ def test_it_changes_neither_the_training_nor_its_random_numbers_nor_modes():
     assert others == with_others
 
 
+def test_validation_data_are_run_in_mini_batches():
+    model, guide, data = make()
+    sizes = []
+    model.register_forward_pre_hook(
+        lambda module, args: None if module.training else sizes.append(len(args[0]))
+    )
+    options = {"validation": held_out(), "batch_size": 5, "progress": False}
+    ps.fit(model, guide, data, num_steps=1, **options)
+    assert {*sizes} == {5, 4}
+
+
 def test_model_and_guide_are_evaluated_in_evaluation_mode():
     model, guide, data = make(model=noisy_model)
     options = {"validation": held_out(), "metric": lambda prediction, y: float(guide.training)}
