@@ -93,7 +93,8 @@ class Validation:
         self._loss, self._device, self._batch_size = loss, device, batch_size
         self._metric = metric or mean_log_density
         self._every, self._patience = every, patience
-        self._best, self._waited = -math.inf, 0
+        self._best: float | None = None
+        self._waited = 0
         self._best_state: Mapping[str, Any] | None = None
 
     @property
@@ -117,7 +118,7 @@ class Validation:
         value = by_first_rank(self._measure)
         history.validation.append(value)
         history.validation_steps.append(len(history.elbo))
-        if value > self._best or self._best_state is None:
+        if self._best is None or value > self._best:
             self._best, self._waited = value, 0
             if self._patience is not None:
                 self._best_state = parts_state(self._loss, cloned)
@@ -146,9 +147,10 @@ class Validation:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` returned."""
-        self._best, self._waited = state["value"], state["waited"]
-        self._best_state = state["best"]
+        """Go on from what :meth:`state` returned, if parameters were kept there."""
+        if state["best"] is not None:
+            self._best, self._waited = state["value"], state["waited"]
+            self._best_state = state["best"]
 
     def _measure(self) -> float:
         model, guide = self._loss.parts

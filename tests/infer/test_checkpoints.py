@@ -205,6 +205,16 @@ def until(stop):
     return lambda step: 1 / 0 if step == stop else CosineDecay(20, 0.1)(step)
 
 
+@pytest.mark.parametrize(("stop", "loaded"), [(3, 25), (4, 25), (6, 0)])
+def test_no_more_is_loaded_again_than_the_pass_needs(stop, loaded, path, monkeypatch):
+    """Of three batches a pass: none of one that had come to its end, and all of one that had not."""
+    train(stop, "epochs", checkpoint=path)
+    seen, original = [], Noisy.__getitem__
+    monkeypatch.setattr(Noisy, "__getitem__", lambda *args: seen.append(1) or original(*args))
+    train(max(6, stop), "epochs", checkpoint=path, resume=True)
+    assert len(seen) == (loaded or 10), "a batch for the guide to find its sites by"
+
+
 def test_checkpoints_change_nothing(path):
     assert_same(train(checkpoint=path, every=2), train())
 
@@ -343,7 +353,7 @@ def kill_at_random_times(path, steps, most):
 
 
 def test_a_run_that_is_killed_again_and_again_is_the_run_in_one_part(path):
-    assert kill_at_random_times(path, 60, 4) >= 2
+    assert kill_at_random_times(path, 40, 3) >= 2
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_several_inputs():
         ({"num_steps": 5, "validate_every": 2}, [0, 2, 4, 5]),
         ({"num_steps": 4, "validate_every": 2}, [0, 2, 4]),
         ({"num_steps": 1, "validate_every": 50}, [0, 1]),
-        ({"num_epochs": 2, "batch_size": 1, "size": 120}, [0, 120, 240]),
+        ({"num_epochs": 1, "batch_size": 1, "size": 110}, [0, 110]),
     ],
 )
 def test_how_often(options, steps):
@@ -173,6 +173,25 @@ def test_it_changes_neither_the_training_nor_its_random_numbers_nor_modes():
     assert elbo == with_elbo
     assert_equal(state, with_state)
     assert others == with_others
+
+
+def test_validation_data_are_run_in_mini_batches():
+    model, guide, data = make()
+    sizes = []
+    model.register_forward_pre_hook(
+        lambda module, args: None if module.training else sizes.append(len(args[0]))
+    )
+    options = {"validation": held_out(), "batch_size": 5, "progress": False}
+    ps.fit(model, guide, data, num_steps=1, **options)
+    assert {*sizes} == {5, 4}
+
+
+def test_model_and_guide_are_evaluated_in_evaluation_mode():
+    model, guide, data = make(model=noisy_model)
+    options = {"validation": held_out(), "metric": lambda prediction, y: float(guide.training)}
+    history = ps.fit(model, guide, data, num_steps=2, progress=False, **options)
+    assert history.validation == [0.0, 0.0]
+    assert guide.training
 
 
 # ---- patience ------------------------------------------------------------------------------------
@@ -281,6 +300,13 @@ def test_a_run_that_has_stopped_stays_so_and_goes_on_with_more_patience(tmp_path
     more, _, _ = fit_in_part(VALUES[6:], path, None, patience=4, seed=3)
     whole, _, _ = fit_in_part(VALUES, None, None, patience=4)
     assert vars(more) == vars(whole)
+
+
+def test_patience_that_is_asked_for_later_begins_then(tmp_path):
+    path = tmp_path / "run.pt"
+    assert fit_in_part(VALUES, path, 5, patience=None) is None
+    history, _, _ = fit_in_part([2.0, 1.0, 1.0, 1.0], path, None)
+    assert history.validation == [0.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0]
 
 
 def test_the_best_is_in_the_file(tmp_path):
