@@ -69,8 +69,8 @@ REGIONS = {
 }
 
 NUTS_DRAWS = 200  # of each of four chains; with 250 to warm up, R-hat is below 1.01
-REGRESSION_STEPS, DIGITS_EPOCHS, STEPS_PER_EPOCH = 10_000, 250, 12
-NUTS_STEPS = 20_000  # what NUTS counts as in the progress: it takes as long
+REGRESSION_STEPS, DIGITS_EPOCHS, STEPS_PER_EPOCH = 6_000, 250, 12
+NUTS_STEPS = 15_000  # what NUTS counts as in the progress: it takes as long
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ def run_regression(titles: Sequence[str], output: Path, job: "Job") -> None:
             ps.fit(
                 *(model, guide, (x, y)),
                 num_steps=steps,
-                lr=0.01,
+                lr=0.02,
                 lr_schedule=CosineDecay(steps),
                 callbacks=[step],
                 progress=False,

@@ -49,11 +49,16 @@ Engine = Callable[[Loss, OneOptimizer, Check], Step]
 Compiled = Literal["auto", True, False]
 
 
-def _engine(compiled: Compiled, num_steps: int) -> Engine:
-    """Return what makes the engine of a fit."""
+def _engine(compiled: Compiled, num_steps: int, has_checkpoints: bool) -> Engine:
+    """Return what makes the engine of a fit.
+
+    Traced steps are those of Python to the last bit. Compiled ones round otherwise, and a run that goes
+    on from a checkpoint would compile at another step.
+    """
     is_shared = world()[1] > 1
     if compiled == "auto":
-        return partial(AutoStep, is_shared=is_shared, num_steps=num_steps)
+        may_compile = not has_checkpoints
+        return partial(AutoStep, is_shared=is_shared, num_steps=num_steps, may_compile=may_compile)
     return partial(CompiledStep if compiled else EagerStep, is_shared=is_shared)
 
 
@@ -118,7 +123,8 @@ def fit(
         compiled: Whether steps run without Python, as those of :class:`CompiledSVI`. "auto" traces them
             after a few ordinary ones and lets inductor compile the trace, each if the measured times say
             that it pays for the steps to come; what cannot be traced runs as Python, and the history
-            says why. True does both at once, and raises where it cannot. False runs Python in each step.
+            says why. With ``checkpoint`` it only traces, which changes no bit of what comes out. True
+            does both at once, and raises where it cannot. False runs Python in each step.
         progress: Whether to show a progress bar with the ELBO, on rank 0.
         checkpoint: The path of a file that has what it takes to go on as if nothing had happened. It is
             written before the first step, every so many steps, at the end, and at an interrupt from the
@@ -202,7 +208,7 @@ def fit(
         is_silent = not progress or world()[0] > 0
         bar = tqdm(desc="fit", total=total, initial=run.done, disable=is_silent)
         with closing(feed), bar, run.steps():
-            engine = _engine(compiled, total - run.done)
+            engine = _engine(compiled, total - run.done, file is not None)
             steps = _steps(
                 engine, guide, loss, make_optimizer, lr_schedule, feed, len(loader), size, run
             )

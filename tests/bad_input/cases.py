@@ -342,6 +342,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "num_particles": 1,
         "vectorize_particles": False,
         "optimizer": torch.optim.SGD,
+        "compiled": "auto",
         "progress": False,
         "checkpoint": Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt",
         "every": 5,

@@ -71,6 +71,7 @@ class AutoStep(Step):
         check: See :class:`Step`.
         is_shared: Likewise.
         num_steps: How many steps there will be.
+        may_compile: Whether inductor may compile; its roundings are others.
     """
 
     def __init__(
@@ -81,10 +82,12 @@ class AutoStep(Step):
         *,
         is_shared: bool = False,
         num_steps: int,
+        may_compile: bool = True,
     ) -> None:
         super().__init__(loss, optimizer, check, is_shared=is_shared)
         self._engine = CompiledStep(loss, optimizer, check, is_shared=is_shared, backend=None)
-        self._on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
+        on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
+        self._may_compile = may_compile and on_cpu
         self._num_steps, self._taken = num_steps, 0
         self._kinds: dict[ReplayedStep, Kind] = {}
         self._is_off = False
@@ -165,7 +168,7 @@ class AutoStep(Step):
 
     def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:
         saved = self._steps_to_come(kind) * SAVED_BY_COMPILING * kind.usual("traced")
-        if self._on_cpu and saved > COMPILING_PER_TRACING * kind.preparing["traced"]:
+        if self._may_compile and saved > COMPILING_PER_TRACING * kind.preparing["traced"]:
             step.compile("inductor")
             kind.way = "compiled"
         else:
