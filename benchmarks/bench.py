@@ -10,8 +10,8 @@ quartiles. A step is loss, gradients and Adam, for the net without a posterior t
 ``predict`` with S function draws on the batch; it is divided by S forward passes of the net, in
 evaluation mode and without gradients, and the mean of their class probabilities. Memory is the peak of
 live tensors, parameters included, in a step, or in a prediction before any training, over that of the
-net. ``--compiled`` adds steps of ``CompiledSVI``, and the net's own step compiled likewise; they predict
-as their guides do. Compiling is not timed.
+net. ``--compiled`` adds steps that are traced, as those of ``fit``, steps of ``CompiledSVI``, and the
+net's own step compiled likewise; they predict as their guides do. Compiling is not timed.
 
 ``make`` also tells glibc to keep freed memory: getting large tensors from the system page by page
 would be a good part of some steps, and is no part of the work.
@@ -33,6 +33,7 @@ from benchmarks.methods import (
     METHODS,
     ONLY,
     PYRO_METHODS,
+    TRACED_METHODS,
     MakeMethod,
     Method,
 )
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--net", choices=NETS, action="append", help="default: every net")
     parser.add_argument("--guide", choices=METHODS, action="append", help="default: every guide")
     parser.add_argument("--against", choices=["pyro"], help="Pyro's autoguides too, under its SVI")
-    parser.add_argument("--compiled", action="store_true", help="steps of CompiledSVI too")
+    parser.add_argument("--compiled", action="store_true", help="steps of fit and CompiledSVI too")
     parser.add_argument("--rounds", type=int, help="default: by the net")
     parser.add_argument("--samples", type=int, default=10, help="draws of a prediction")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
@@ -57,8 +58,9 @@ def main() -> None:
     titles = [DETERMINISTIC, *(options.guide or METHODS)]
     methods = {title: METHODS[title] for title in titles}
     if options.compiled:
-        chosen = [f"{title}, compiled" for title in titles]
-        methods |= {title: make for title, make in COMPILED_METHODS.items() if title in chosen}
+        chosen = [f"{title}, {how}" for how in ("traced", "compiled") for title in titles]
+        faster = TRACED_METHODS | COMPILED_METHODS
+        methods |= {title: make for title, make in faster.items() if title in chosen}
     methods |= PYRO_METHODS if options.against else {}
     results: dict[str, Any] = {
         "machine": describe_machine(),

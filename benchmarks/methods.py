@@ -96,6 +96,15 @@ def step_compiled(
     return lambda: svi.step(x, y)
 
 
+def step_traced(
+    model: ps.Classifier, guide: ps.StructuredGuide, x: Tensor, y: Tensor
+) -> Callable[[], float]:
+    """As ``fit`` does it once it has traced a step."""
+    optim = pyro.optim.Adam({"lr": 1e-4})
+    svi = ps.CompiledSVI(model, guide, optim, ps.StructuredELBO(), backend=None)
+    return lambda: svi.step(x, y)
+
+
 def make_deterministic_compiled(net: nn.Module, x: Tensor, y: Tensor) -> Method:
     """As ``CompiledSVI`` does it: by inductor on a CPU, as one graph with the update on a GPU."""
     loss = lambda: F.cross_entropy(net(x), y)  # noqa: E731
@@ -213,6 +222,12 @@ COMPILED_METHODS = {
         DETERMINISTIC: make_deterministic_compiled,
         **make_methods({title: GUIDES[title] for title in COMPILED}, step_compiled),
     }.items()
+}
+TRACED_METHODS = {
+    f"{title}, traced": compiled(make)
+    for title, make in make_methods(
+        {title: GUIDES[title] for title in COMPILED}, step_traced
+    ).items()
 }
 # Compiling takes 5 s to 30 s a method and net, inducing the most; on LeNet it takes over a minute, on
 # ResNet-18 and the LSTM longer still. Beside the methods of huge there is no memory for these.
