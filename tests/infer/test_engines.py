@@ -15,6 +15,7 @@ from pyro_structvi.infer.steps import auto
 from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
 from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.replayed import ReplayedStep
+from pyro_structvi.linalg import blocks
 from tests.infer.test_training import make, snapshot, unchanged
 from tests.infer.two_ranks import assert_close, make_fit, on_two_ranks
 from tests.models import make_regressor, regression_data
@@ -42,8 +43,9 @@ def ways(history):
 # ---- the same step --------------------------------------------------------------------------------
 
 
-def test_a_fit_with_traced_steps_is_that_with_eager_ones_to_the_last_bit(traced_fit):
-    """Both sizes of batches are taken twice as Python, and then traced."""
+def test_a_fit_with_traced_steps_is_that_with_eager_ones_to_the_last_bit(traced_fit, monkeypatch):
+    """Both sizes of batches are taken twice as Python, and then traced; large weights go by blocks."""
+    monkeypatch.setattr(blocks, "BLOCK", 8)
     histories, states = [], []
     for compiled in (False, "auto"):
         pyro.set_rng_seed(0)

@@ -1,6 +1,7 @@
 """A step for one kind of call, each time run in the fastest way known so far."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -14,6 +15,7 @@ from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.subsamples import SubsamplePlayer
 from pyro_structvi.infer.steps.traced import Outputs, Traced
 from pyro_structvi.infer.terms import ELBOTerms
+from pyro_structvi.linalg.blocks import rows_in_one
 
 GRAPH_DEVICE = "cuda"
 WARM_UP = 3  # steps before a GPU's are captured, as torch advises
@@ -165,7 +167,8 @@ class ReplayedStep:
         kl_weight, *given = tensors
         subsamples, given = given[: len(self._draws)], given[len(self._draws) :]
         args, kwargs = call.with_tensors(given)
-        with pyro.validation_enabled(False), SubsamplePlayer(subsamples):
+        blocks = nullcontext() if self._backend is None else rows_in_one()
+        with pyro.validation_enabled(False), SubsamplePlayer(subsamples), blocks:
             terms = self._loss.terms(*args, **kwargs)
         loss = -terms.weighted(kl_weight)
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
