@@ -1,5 +1,6 @@
 """The squared distance of a posterior's mean from the prior's."""
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -30,11 +31,10 @@ class SquaredDistance(torch.autograd.Function):
         if loc.numel() > 1 or mean.dim() > event_dim:
             difference = mean - loc
             return event_sum(difference.mul_(difference), event_dim)
-        total = mean.new_zeros(())
-        for block in blocks_of_rows(mean.reshape(-1, 1), 1):
-            difference = block - loc.reshape(1, 1)
-            total = total + difference.mul_(difference).sum()
-        return total
+        differences = (
+            block - loc.reshape(1, 1) for block in blocks_of_rows(mean.reshape(-1, 1), 1)
+        )
+        return reduce(torch.add, (each.mul_(each).sum() for each in differences))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:

@@ -90,6 +90,8 @@ def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
             values[node] = own.input()
         elif node.target is operator.getitem:
             values[node] = fx.map_arg(node.args[0], values.__getitem__)[node.args[1]]
+        elif _is_identity(node):
+            values[node] = fx.map_arg(node.args[0], values.__getitem__)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = own.call(node.target, args, kwargs)
@@ -105,6 +107,24 @@ def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
         return tuple(next(given) if is_there else None for is_there in is_given)
 
     return interpreted
+
+
+def _is_identity(node: fx.Node) -> bool:
+    """Whether an operation returns its argument as it is, as much of what autograd records does."""
+    if node.target not in _SAME_ELEMENTS:
+        return False
+    before, after = (getattr(of, "meta", {}).get("val") for of in (node.args[0], node))
+    return before is not None and _layout(before) == _layout(after)
+
+
+_SAME_ELEMENTS = {
+    *(torch.ops.aten.alias.default, torch.ops.aten.detach.default),
+    *(torch.ops.aten.expand.default, torch.ops.aten.view.default),
+}
+
+
+def _layout(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype
 
 
 class _RefusesPython(TorchFunctionMode):
