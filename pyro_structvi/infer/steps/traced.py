@@ -113,8 +113,8 @@ def _is_identity(node: fx.Node) -> bool:
     """Whether an operation returns its argument as it is, as much of what autograd records does."""
     if node.target not in _SAME_ELEMENTS:
         return False
-    before, after = (getattr(of, "meta", {}).get("val") for of in (node.args[0], node))
-    return before is not None and _layout(before) == _layout(after)
+    before: Tensor | None = getattr(node.args[0], "meta", {}).get("val")
+    return before is not None and _layout(before) == _layout(node.meta["val"])
 
 
 _SAME_ELEMENTS = {
