@@ -2,30 +2,36 @@
 
 Part 1 is the regression of Ritter et al. (2021), section 4.1: two clusters of inputs, a net with 50
 tanh units, whose exact posterior NUTS can sample. Part 2 classifies the 8 x 8 digits that ship with
-scikit-learn. Six guides are compared; ``--all`` takes every one.
+scikit-learn. Six guides are compared, two at a time; ``--all`` takes every one.
 """
 
 import argparse
+import multiprocessing
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpyro
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import pyro_structvi as ps
-from pyro_structvi import reference, subnetwork
+from pyro_structvi import subnetwork
 from pyro_structvi.families import Dropout, PointEstimate
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.metrics import PredictiveDistance, classification_scores, predictive_distance
-from pyro_structvi.plots import plot_regressions
 from pyro_structvi.testing import guides_for, points_for
 
 METHODS: dict[str, Callable[[Any], nn.Module]] = {
@@ -68,9 +74,9 @@ REGIONS = {
     "outside": ((-2, -1), (1, 2)),
 }
 
-NUTS_DRAWS = 200  # of each of four chains; with 250 to warm up, R-hat is below 1.01
-REGRESSION_STEPS, DIGITS_EPOCHS, STEPS_PER_EPOCH = 6_000, 250, 12
-NUTS_STEPS = 15_000  # what NUTS counts as in the progress: it takes as long
+NUTS_WARMUP, NUTS_DRAWS = 250, 200  # of each of four chains; R-hat is then below 1.01
+REGRESSION_STEPS, DIGITS_EPOCHS, STEPS_PER_EPOCH = 6_000, 200, 12
+DIGITS_STEPS = DIGITS_EPOCHS * STEPS_PER_EPOCH
 
 
 def main() -> None:
@@ -82,88 +88,124 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    numpyro.set_host_device_count(4)  # so that the four chains run side by side
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # nets this small only lose by more
     every = [*METHODS, SUBNETWORK]
     regression = every if options.all else SIX
     digits = [*every, *LAYERS] if options.all else SIX
     digits = [title for title in digits if title not in REGRESSION_ONLY]
-    steps = [
-        NUTS_STEPS,
-        len(regression) * REGRESSION_STEPS,
-        len(digits) * DIGITS_EPOCHS * STEPS_PER_EPOCH,
-    ]
-    job = Job(options.smoke, sum(steps))
-    run_regression(regression, options.output, job)
-    run_digits(digits, job)
-    job.close()
+    counts = [len(titles) + (SUBNETWORK in titles) for titles in (regression, digits)]
+    of_each = (20, STEPS_PER_EPOCH) if options.smoke else (REGRESSION_STEPS, DIGITS_STEPS)
+    steps = sum(count * own for count, own in zip(counts, of_each, strict=True))
+    context = multiprocessing.get_context("spawn")
+    done = context.Value("q", 0)
+    with (
+        Progress(steps, done) as progress,
+        ProcessPoolExecutor(2, context, begin_process, (done,)) as pool,
+    ):
+        fits = start(pool, fit_regression, regression, options.smoke, options.output)
+        others = start(pool, fit_digits, digits, options.smoke)
+        show_regression(fits, options.output, options.smoke, progress)
+        show_digits(others, progress)
+
+
+def start(
+    pool: Executor, fit: Callable[..., Any], titles: Iterable[str], *args: Any
+) -> dict[str, Future[Any]]:
+    return {title: pool.submit(fit, title, *args) for title in titles}
 
 
 # ---- part 1: regression --------------------------------------------------------------------------
 
 
-def run_regression(titles: Sequence[str], output: Path, job: "Job") -> None:
-    x, y = make_regression()
-    grid = torch.linspace(-2, 2, 201).unsqueeze(-1)
-    net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
-    bayes_net = ps.bayesianize(net, prior=ps.FanIn(scale=4.0, vector_scale=1.0))
-    model = ps.Regressor(bayes_net, num_data=len(x), noise_scale=0.1)
+class Regression(NamedTuple):
+    """What a guide reaches on the regression."""
 
-    job.write("Regression, 100 examples, a net of 50 tanh units; the reference is NUTS.")
-    draws = 20 if job.is_smoke else NUTS_DRAWS
-    with job.part("NUTS, four chains", NUTS_STEPS):
-        nuts = reference.nuts(
-            model, x, y, num_warmup=draws * 5 // 4, num_samples=draws, progress=False
+    parameters: int
+    elbo: float
+    milliseconds: float
+    prediction: Any
+
+
+def fit_regression(title: str, smoke: bool, output: Path) -> Regression:
+    model, x, y = make_regression()
+    torch.manual_seed(0)  # so that no row depends on another
+    steps, draws = (20, 80) if smoke else (REGRESSION_STEPS, 4 * NUTS_DRAWS)
+
+    def fit(guide: nn.Module) -> nn.Module:
+        ps.fit(
+            *(model, guide, (x, y)),
+            num_steps=steps,
+            lr=0.02,
+            lr_schedule=CosineDecay(steps),
+            callbacks=[count_step],
+            progress=False,
         )
-    job.write(
-        f"NUTS: {nuts.num_chains} chains x {draws} draws, R-hat of the function at the data "
-        f"{nuts.r_hat:.3f}, {nuts.divergences} divergences.\n"
+        return guide
+
+    guide = make_guide(title, model, fit, x)
+    start = time.process_time()
+    fit(guide)
+    milliseconds = 1e3 * (time.process_time() - start) / steps
+    prediction = ps.predict(model, guide, make_grid(), num_samples=draws)
+    data = ps.to_inference_data(model, guide, x, y, num_samples=draws)
+    data.to_netcdf(output / f"{file_name(title)}.nc")
+    with torch.no_grad():
+        objective = ps.StructuredELBO(num_particles=20 if smoke else 500)
+        elbo = float(objective.terms(model, guide, x, y).elbo)
+    return Regression(count_parameters(guide), elbo, milliseconds, prediction)
+
+
+def show_regression(
+    fits: dict[str, Future[Regression]], output: Path, smoke: bool, progress: "Progress"
+) -> None:
+    from pyro_structvi.metrics import PredictiveDistance  # the processes do without
+    from pyro_structvi.plots import plot_regressions
+
+    progress.write("Regression, 100 examples, a net of 50 tanh units; the reference is NUTS.")
+    model, x, y = make_regression()
+    grid = make_grid()
+    with ThreadPoolExecutor(1) as thread:
+        sampled = thread.submit(sample_reference, model, x, y, smoke)
+        ((_, nuts),) = as_they_come({"NUTS": sampled}, progress)
+    progress.write(
+        f"NUTS: {nuts.num_chains} chains of {len(nuts['net.0.weight']) // nuts.num_chains} draws, "
+        f"R-hat of the function at the data {nuts.r_hat:.3f}, {nuts.divergences} divergences.\n"
     )
-    predictions = {"NUTS": ps.predict(model, nuts, grid)}
     ps.to_inference_data(model, nuts, x, y).to_netcdf(output / "nuts.nc")
+    predictions = {"NUTS": ps.predict(model, nuts, grid)}
 
-    job.write("Distance of the function's posterior to that of NUTS: difference of means, ratio of")
-    job.write("standard deviations, 1-Wasserstein distance.")
-    table = Table(job, ["guide", "parameters", "ELBO", "ms/step", *REGIONS], titles)
-    guides: dict[str, nn.Module] = {}
+    progress.write("Distance of the function's posterior to that of NUTS: difference of means,")
+    progress.write("ratio of standard deviations, 1-Wasserstein distance. Milliseconds are of CPU.")
+    table = Table(progress, ["guide", "parameters", "ELBO", "ms/step", *REGIONS], fits)
     between: dict[str, PredictiveDistance] = {}
-    for title in titles:
-        torch.manual_seed(0)  # so that no row depends on another
-        guides[title] = guide = make_guide(title, model, guides, x)
-        steps = 20 if job.is_smoke else REGRESSION_STEPS
-        start = time.perf_counter()
-        with job.part(f"Regression, {title}", REGRESSION_STEPS) as step:
-            ps.fit(
-                *(model, guide, (x, y)),
-                num_steps=steps,
-                lr=0.02,
-                lr_schedule=CosineDecay(steps),
-                callbacks=[step],
-                progress=False,
-            )
-        milliseconds = 1e3 * (time.perf_counter() - start) / steps
-        predictions[title] = ps.predict(model, guide, grid, num_samples=draws * 4)
-        ps.to_inference_data(model, guide, x, y, num_samples=4 * draws).to_netcdf(
-            output / f"{file_name(title)}.nc"
-        )
-        with torch.no_grad():
-            objective = ps.StructuredELBO(num_particles=20 if job.is_smoke else 500)
-            bound = objective.terms(model, guide, x, y).elbo
+    for title, found in as_they_come(fits, progress):
+        predictions[title] = found.prediction
         distances = distances_by_region(
-            grid, predictions[title].functions, predictions["NUTS"].functions
+            grid, found.prediction.functions, predictions["NUTS"].functions
         )
         between[title] = distances["between"]
-        elbo = "-" if title in NO_BOUND else f"{bound:.1f}"
+        elbo = "-" if title in NO_BOUND else f"{found.elbo:.1f}"
         cells = [" ".join(f"{number:.2f}" for number in astuple(d)) for d in distances.values()]
-        table.add([title, count_parameters(guide), elbo, f"{milliseconds:.2f}", *cells])
-    job.write(reading_of_distances(between))
-    figure = plot_regressions(predictions, grid, x, y, truth=true_function(grid), limits=(-3, 3))
+        table.add([title, str(found.parameters), elbo, f"{found.milliseconds:.2f}", *cells])
+    progress.write(reading_of_distances(between))
+    ordered = {title: predictions[title] for title in ["NUTS", *fits]}
+    figure = plot_regressions(ordered, grid, x, y, truth=true_function(grid), limits=(-3, 3))
     figure.savefig(output / "regression.png", dpi=150)
-    job.write(f"The figure is {output / 'regression.png'}; draws for ArviZ are beside it.\n")
+    progress.write(f"The figure is {output / 'regression.png'}; draws for ArviZ are beside it.\n")
 
 
-def reading_of_distances(between: dict[str, PredictiveDistance]) -> str:
+def sample_reference(model: Any, x: Tensor, y: Tensor, smoke: bool) -> Any:
+    import numpyro  # the processes do without
+
+    from pyro_structvi import reference
+
+    numpyro.set_host_device_count(4)  # so that the four chains run side by side
+    warmup, draws = (25, 20) if smoke else (NUTS_WARMUP, NUTS_DRAWS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", reference.DivergenceWarning)  # what is printed counts them
+        return reference.nuts(model, x, y, num_warmup=warmup, num_samples=draws, progress=False)
+
+
+def reading_of_distances(between: dict[str, Any]) -> str:
     distances = {title: distance.wasserstein for title, distance in between.items()}
     first, last = (
         min(distances, key=distances.__getitem__),
@@ -176,35 +218,38 @@ def reading_of_distances(between: dict[str, PredictiveDistance]) -> str:
     )
 
 
-def make_guide(title: str, model: Any, fitted: dict[str, nn.Module], x: Tensor) -> nn.Module:
-    """Make a guide; that of a subnetwork is chosen by Laplace variances around the fitted MAP."""
+def make_guide(
+    title: str, model: Any, fit: Callable[[nn.Module], nn.Module], x: Tensor
+) -> nn.Module:
+    """Make a guide; that of a subnetwork is chosen by Laplace variances around a fitted MAP."""
     if title != SUBNETWORK:
         return METHODS[title](model)
-    variances = subnetwork.laplace_variances(model, fitted["MAP"], x, num_samples=10)
-    return ps.SubnetworkGuide(model, subnetwork.largest(variances, size=50), fitted["MAP"])
+    best = fit(METHODS["MAP"](model))
+    variances = subnetwork.laplace_variances(model, best, x, num_samples=10)
+    return ps.SubnetworkGuide(model, subnetwork.largest(variances, size=50), best)
 
 
-def make_regression(size: int = 100) -> tuple[Tensor, Tensor]:
+def make_regression(size: int = 100) -> tuple[Any, Tensor, Tensor]:
+    torch.manual_seed(0)
     left, right = -1 + 0.3 * torch.rand(size // 2, 1), 0.5 + 0.5 * torch.rand(size // 2, 1)
     x = torch.cat([left, right])
-    return x, true_function(x) + 0.1 * torch.randn_like(x)
+    y = true_function(x) + 0.1 * torch.randn_like(x)
+    net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+    bayes_net = ps.bayesianize(net, prior=ps.FanIn(scale=4.0, vector_scale=1.0))
+    return ps.Regressor(bayes_net, num_data=size, noise_scale=0.1), x, y
+
+
+def make_grid() -> Tensor:
+    return torch.linspace(-2, 2, 201).unsqueeze(-1)
 
 
 def true_function(x: Tensor) -> Tensor:
     return torch.cos(4 * x + 0.8)
 
 
-def count_parameters(*roots: nn.Module) -> str:
-    return str(sum(parameter.numel() for root in roots for parameter in root.parameters()))
+def distances_by_region(grid: Tensor, functions: Tensor, exact: Tensor) -> dict[str, Any]:
+    from pyro_structvi.metrics import predictive_distance  # the processes do without
 
-
-def file_name(title: str) -> str:
-    return title.replace(",", "").replace(" = ", "").replace(" ", "_").replace("-", "_")
-
-
-def distances_by_region(
-    grid: Tensor, functions: Tensor, exact: Tensor
-) -> dict[str, PredictiveDistance]:
     distances = {}
     for name, intervals in REGIONS.items():
         inside = torch.zeros(len(grid), dtype=torch.bool)
@@ -217,116 +262,148 @@ def distances_by_region(
 # ---- part 2: digits ------------------------------------------------------------------------------
 
 
-def run_digits(titles: Sequence[str], job: "Job") -> None:
+class Digits(NamedTuple):
+    """What a guide reaches on the digits."""
+
+    parameters: int
+    probabilities: Tensor
+    labels: Tensor
+
+
+def fit_digits(title: str, smoke: bool) -> Digits:
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16
     y = torch.tensor(digits.target, dtype=torch.long)
+    torch.manual_seed(0)
     order = torch.randperm(len(x))
     test, train = order[:360], order[360:]
     net = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
     # Of the prior scales 1.4, 3, 5 and 8, this one has the largest ELBO.
-    prior = ps.FanIn(scale=5.0)
-    model = ps.Classifier(ps.bayesianize(net, prior), num_data=len(train))
+    layers = {"*": LAYERS[title][0]} if title in LAYERS else None
+    model = ps.Classifier(ps.bayesianize(net, ps.FanIn(scale=5.0), layers=layers))
+    epochs = 1 if smoke else DIGITS_EPOCHS
 
-    job.write(f"Digits, {len(train)} images to learn from and {len(test)} to test on.")
+    def fit(guide: nn.Module) -> nn.Module:
+        ps.fit(
+            *(model, guide, (x[train], y[train])),
+            num_epochs=epochs,
+            batch_size=128,
+            lr=1e-2,
+            lr_schedule=CosineDecay(STEPS_PER_EPOCH * epochs),
+            kl_weight=ps.LinearAnnealing(STEPS_PER_EPOCH * epochs // 2),
+            callbacks=[count_step],
+            progress=False,
+        )
+        return guide
+
+    is_layer = title in LAYERS
+    guide = LAYERS[title][1](model) if is_layer else make_guide(title, model, fit, x[train])
+    fit(guide)
+    prediction = ps.predict(model, guide, x[test], num_samples=100)
+    return Digits(count_parameters(guide, model), prediction.mean, y[test])
+
+
+def show_digits(fits: dict[str, Future[Digits]], progress: "Progress") -> None:
+    from pyro_structvi.metrics import classification_scores
+
+    progress.write("Digits, 1437 images to learn from and 360 to test on.")
     header = ["guide", "parameters", "accuracy", "NLL (nats)", "calibration error"]
-    table = Table(job, header, titles)
-    guides: dict[str, nn.Module] = {}
-    scores = {}
-    for title in titles:
-        torch.manual_seed(0)
-        if title in LAYERS:
-            layer, make = LAYERS[title]
-            bayes_net = ps.bayesianize(net, prior, layers={"*": layer})
-            model = ps.Classifier(bayes_net, num_data=len(train))
-            guide = make(model)
-        else:
-            guide = make_guide(title, model, guides, x[train])
-        guides[title] = guide
-        epochs = 1 if job.is_smoke else DIGITS_EPOCHS
-        with job.part(f"Digits, {title}", DIGITS_EPOCHS * STEPS_PER_EPOCH) as step:
-            ps.fit(
-                *(model, guide, (x[train], y[train])),
-                num_epochs=epochs,
-                batch_size=128,
-                lr=1e-2,
-                lr_schedule=CosineDecay(STEPS_PER_EPOCH * epochs),
-                kl_weight=ps.LinearAnnealing(STEPS_PER_EPOCH * epochs // 2),
-                callbacks=[step],
-                progress=False,
-            )
-        prediction = ps.predict(model, guide, x[test], num_samples=100)
-        own = scores[title] = classification_scores(prediction.mean, y[test])
+    table, scores = Table(progress, header, fits), {}
+    for title, found in as_they_come(fits, progress):
+        own = scores[title] = classification_scores(found.probabilities, found.labels)
         cells = [f"{own.accuracy:.3f}", f"{own.nll:.3f}", f"{own.calibration_error:.3f}"]
-        table.add([title, count_parameters(guide, model), *cells])
+        table.add([title, str(found.parameters), *cells])
     best = min(scores, key=lambda title: scores[title].nll)
     accuracy = scores[best].accuracy
-    error = (accuracy * (1 - accuracy) / len(test)) ** 0.5
-    job.write(
+    error = (accuracy * (1 - accuracy) / len(found.labels)) ** 0.5
+    progress.write(
         f"{best} gives the test labels the most probability ({scores[best].nll:.3f} nats an image); "
         f"accuracies that differ by less than two standard errors, {2 * error:.3f}, are alike."
     )
 
 
+# ---- processes -----------------------------------------------------------------------------------
+
+steps_taken: Any = None  # of all processes
+
+
+def begin_process(counter: Any) -> None:
+    global steps_taken
+    steps_taken = counter
+    torch.set_num_threads(1)  # nets this small only lose by more
+
+
+def count_step(history: Any) -> None:
+    with steps_taken.get_lock():
+        steps_taken.value += 1
+
+
+def as_they_come(fits: dict[str, Future[Any]], progress: "Progress") -> Iterator[tuple[str, Any]]:
+    """Yield what the processes return, by title, as soon as it is there."""
+    title_of = {future: title for title, future in fits.items()}
+    while title_of:
+        done, _ = wait(title_of, timeout=0.2, return_when=FIRST_COMPLETED)
+        progress.show()
+        for future in [each for each in title_of if each in done]:
+            yield title_of.pop(future), future.result()
+
+
+def count_parameters(*roots: nn.Module) -> int:
+    return sum(parameter.numel() for root in roots for parameter in root.parameters())
+
+
+def file_name(title: str) -> str:
+    return title.replace(",", "").replace(" = ", "").replace(" ", "_").replace("-", "_")
+
+
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-class Job:
-    """Prints lines above one line of progress; without a terminal, the progress every few seconds.
+class Progress:
+    """Lines above one line of progress; without a terminal, the progress is a line now and then.
 
     Args:
-        is_smoke: Whether to take a few steps only.
-        steps: How many there are in full size.
+        total: How many steps will be taken, in all processes.
+        done: How many have been taken.
     """
 
     EVERY = 5.0  # seconds
 
-    def __init__(self, is_smoke: bool, steps: int) -> None:
-        self.is_smoke = is_smoke
-        self._bar = tqdm(total=steps, unit=" steps", leave=False, disable=not sys.stderr.isatty())
-        self._done, self._steps = 0, steps
+    def __init__(self, total: int, done: Any) -> None:
+        self._bar = tqdm(
+            desc="fits", total=total, leave=False, unit=" steps", disable=not sys.stderr.isatty()
+        )
+        self._total, self._done = total, done
         self._start = self._last = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+        if error[0] is None:
+            self.write(f"\nThat took {time.monotonic() - self._start:.0f} s.")
 
     def write(self, line: str) -> None:
         """Print a line above the progress."""
         tqdm.write(line, sys.stdout)
         sys.stdout.flush()
 
-    @contextmanager
-    def part(self, title: str, steps: int) -> Iterator[Callable[[Any], None]]:
-        """Show the progress of a part; yield what counts one of its steps."""
-        begin = self._done
-        self._bar.set_description(title)
-        self._show(title)
-
-        def step(history: Any) -> None:
-            if not self.is_smoke:
-                self._done += 1
-                self._bar.update()
-            self._show(title)
-
-        yield step
-        self._bar.update(begin + steps - self._done)
-        self._done = begin + steps
-
-    def _show(self, title: str) -> None:
+    def show(self) -> None:
+        """Show how far the fits are."""
+        self._bar.update(self._done.value - self._bar.n)
         now = time.monotonic()
         if self._bar.disable and now - self._last > self.EVERY:
             self._last = now
-            share = self._done / self._steps
-            print(f"{share:4.0%}  {now - self._start:3.0f} s  {title}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Say how long it took."""
-        self._bar.close()
-        self.write(f"\nThat took {time.monotonic() - self._start:.0f} s.")
+            share = self._done.value / self._total
+            print(f"{share:4.0%} of all steps, {now - self._start:.0f} s", file=sys.stderr)
 
 
 class Table:
     """Prints rows as they come, in columns as wide as what is known to come."""
 
-    def __init__(self, job: Job, header: Sequence[str], titles: Iterable[str]) -> None:
-        self._job = job
+    def __init__(self, progress: Progress, header: Sequence[str], titles: Iterable[str]) -> None:
+        self._progress = progress
         self._widths = [max(map(len, titles)), *(max(len(cell), 10) for cell in header[1:])]
         self._widths = [
             max(width, len("-0.00 0.00 0.00")) if name in REGIONS else width
@@ -338,7 +415,7 @@ class Table:
     def add(self, row: Sequence[str]) -> None:
         """Print a row."""
         cells = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
-        self._job.write("  ".join(cells).rstrip())
+        self._progress.write("  ".join(cells).rstrip())
 
 
 if __name__ == "__main__":
