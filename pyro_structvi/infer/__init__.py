@@ -1,7 +1,7 @@
 """The objective and its optimization."""
 
 from pyro_structvi.infer.compiled_svi import CompiledSVI
-from pyro_structvi.infer.data_size import NumDataWarning
+from pyro_structvi.infer.data.data_size import NumDataWarning
 from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing

@@ -14,12 +14,11 @@ from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, brief, check, checked
 from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.infer.batches import as_batches, num_examples
 from pyro_structvi.infer.callbacks import Callbacks
-from pyro_structvi.infer.checkpoint import CheckpointFile
-from pyro_structvi.infer.data_size import check_scale, set_num_data
+from pyro_structvi.infer.data.batches import as_batches, num_examples
+from pyro_structvi.infer.data.data_size import check_scale, set_num_data
+from pyro_structvi.infer.data.feed import Feed
 from pyro_structvi.infer.elbo import StructuredELBO
-from pyro_structvi.infer.feed import Feed
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.ranks import (
     noise_of_rank,
@@ -29,7 +28,8 @@ from pyro_structvi.infer.ranks import (
     shared_seed,
     world,
 )
-from pyro_structvi.infer.run import Run
+from pyro_structvi.infer.runs.checkpoint import CheckpointFile
+from pyro_structvi.infer.runs.run import Run
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.steps.auto import AutoStep
 from pyro_structvi.infer.steps.compiled import CompiledStep

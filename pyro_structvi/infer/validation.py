@@ -21,9 +21,9 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.history import History
-from pyro_structvi.infer.module_states import cloned, load_parts, parts_state, plain
-from pyro_structvi.infer.random_states import unchanged_randomness
 from pyro_structvi.infer.ranks import by_first_rank
+from pyro_structvi.infer.runs.module_states import cloned, load_parts, parts_state, plain
+from pyro_structvi.infer.runs.random_states import unchanged_randomness
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.posterior import predict
 from pyro_structvi.posterior.prediction import Prediction

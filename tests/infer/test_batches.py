@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import pyro_structvi as ps
-from pyro_structvi.infer import batches, feed
-from pyro_structvi.infer.batches import TensorBatches, as_batches
-from pyro_structvi.infer.feed import Feed, OneAhead
+from pyro_structvi.infer.data import batches, feed
+from pyro_structvi.infer.data.batches import TensorBatches, as_batches
+from pyro_structvi.infer.data.feed import Feed, OneAhead
 from pyro_structvi.infer.steps.step import Step
 from tests.models import make_regressor, regression_data
 

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import pyro_structvi as ps
-from pyro_structvi.infer import CosineDecay, checkpoint, feed
+from pyro_structvi.infer import CosineDecay
+from pyro_structvi.infer.data import feed
+from pyro_structvi.infer.runs import checkpoint
 from pyro_structvi.infer.steps.eager import EagerStep
 from tests.infer.two_ranks import on_two_ranks
 from tests.models import linear_function, make_regressor, regression_data

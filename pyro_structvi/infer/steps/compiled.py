@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import stored_parameter
-from pyro_structvi.infer.batches import Arguments
+from pyro_structvi.infer.data.batches import Arguments
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.loss import Loss

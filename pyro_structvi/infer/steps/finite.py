@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi.infer.batches import Arguments
+from pyro_structvi.infer.data.batches import Arguments
 from pyro_structvi.infer.ranks import mean_over_ranks, of_all_ranks
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer

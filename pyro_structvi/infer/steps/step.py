@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi.infer.batches import Arguments
+from pyro_structvi.infer.data.batches import Arguments
 from pyro_structvi.infer.ranks import average_gradients, share_buffers
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.modules import Modules

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 
 from pyro_structvi._checks import naming
-from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.callbacks import Callbacks, call_all, close_all
-from pyro_structvi.infer.checkpoint import CheckpointFile
-from pyro_structvi.infer.feed import Feed, Place
+from pyro_structvi.infer.data.batches import Arguments
+from pyro_structvi.infer.data.feed import Feed, Place
 from pyro_structvi.infer.history import History
-from pyro_structvi.infer.interrupts import interrupts_between_steps
-from pyro_structvi.infer.module_states import check_parts, load_parts, parts_state, plain
-from pyro_structvi.infer.random_states import random_states, set_random_states, unchanged_randomness
 from pyro_structvi.infer.ranks import of_all_ranks, world
+from pyro_structvi.infer.runs.checkpoint import CheckpointFile
+from pyro_structvi.infer.runs.interrupts import interrupts_between_steps
+from pyro_structvi.infer.runs.module_states import check_parts, load_parts, parts_state, plain
+from pyro_structvi.infer.runs.random_states import (
+    random_states,
+    set_random_states,
+    unchanged_randomness,
+)
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer

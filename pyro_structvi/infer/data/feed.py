@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from pyro_structvi.infer.batches import Arguments, TensorBatches
-from pyro_structvi.infer.one_ahead import InTurn, OneAhead
-from pyro_structvi.infer.random_states import host_states, set_host_states
+from pyro_structvi.infer.data.batches import Arguments, TensorBatches
+from pyro_structvi.infer.data.one_ahead import InTurn, OneAhead
+from pyro_structvi.infer.runs.random_states import host_states, set_host_states
 
 States = tuple[dict[str, Any], list[Tensor]]
 
