@@ -26,8 +26,8 @@ from pyro_structvi.infer.random_states import unchanged_randomness
 from pyro_structvi.infer.ranks import by_first_rank
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.posterior import predict
-from pyro_structvi.posterior.draws import evaluation_mode
 from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.posterior.runs import evaluation_mode
 
 NUM_DRAWS = 20  # of the guide, the same ones' noise at each validation
 SEED = 0
