@@ -13,7 +13,8 @@ from torch import Tensor
 def multiply_each(matrices: Tensor, images: Tensor) -> Tensor:
     """Return ``matrices (g, n, c)`` times ``images (batch, g, c, p)``, ``(batch, g, n, p)``."""
     repeated = matrices.expand(len(images), -1, -1, -1)
-    return torch.bmm(repeated.flatten(0, 1), images.flatten(0, 1)).unflatten(0, images.shape[:2])
+    products = torch.bmm(repeated.flatten(0, 1), images.flatten(0, 1))
+    return products.reshape(*images.shape[:2], *products.shape[1:])
 
 
 def add_shifted(
@@ -43,7 +44,9 @@ def add_shifted(
         pairs = [(before[d] - starts[d], after[d] + starts[d] - ends[d]) for d in reversed(dims)]
         margins = [number for pair in pairs for number in pair]
         shifted.append(F.pad(part, margins) if any(margins) else part)
-    return reduce(torch.add, shifted)[(..., *(slice(None, None, every) for every in strides))]
+    sums: Tensor = reduce(torch.add, shifted)
+    every: Any = [slice(None, None, step) for step in strides]
+    return sums[(..., *every)]
 
 
 def _for_each_dim(value: Any, kernel: Sequence[int]) -> tuple[int, ...]:
