@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
+from pyro_structvi.linalg.precision import is_half
 from pyro_structvi.maps.bias_column import BiasColumnMap
 from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.maps.shifts import add_shifted, multiply_each
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,29 @@ class ConvolutionMap(LinearMap):
         return self._convolve(x, matrix.reshape(-1, *self.kernel_shape), bias)
 
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Convolve with the same filters in every group."""
-        return self(
-            x, matrix.repeat(self.groups, 1), None if bias is None else bias.repeat(self.groups)
-        )
+        """Convolve with the same filters in every group.
+
+        A few filters are applied at all places of the kernel by one product, whose parts are shifted and
+        added: a convolution would take longer to lay out its input than to apply them.
+        """
+        bias = None if bias is None else bias.repeat(self.groups)
+        if not self._multiplies_first(x, matrix):
+            return self(x, matrix.repeat(self.groups, 1), bias)
+        hidden = self._shift_products(x, matrix)
+        return hidden if bias is None else hidden + bias.reshape(-1, *self._ones)
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Convolve with ``matrix (out, M)`` as filters of one pixel."""
-        pointwise = matrix.reshape(*matrix.shape, *self._ones)
-        # By the strides of a transposed matrix torch would take all for channels-last, and copy.
-        return self.function(hidden, pointwise.contiguous(), bias, groups=self.groups)
+        """Multiply the channels at each position by ``matrix (out, M)``."""
+        batch, space = self._split(hidden)
+        count, pixels = matrix.shape[1], space.numel()
+        if count > pixels or not hidden.is_contiguous():
+            # By the strides of a transposed matrix torch would take all for channels-last, and copy.
+            pointwise = matrix.reshape(*matrix.shape, *self._ones).contiguous()
+            return self.function(hidden, pointwise, bias, groups=self.groups)
+        channels = hidden.reshape(batch.numel(), self.groups, count, pixels)
+        mixed = multiply_each(matrix.unflatten(0, (self.groups, -1)), channels)
+        outputs = mixed.reshape(*batch, len(matrix), *space)
+        return outputs if bias is None else outputs + bias.reshape(-1, *self._ones)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
         """Sum the squares of each patch, by a convolution of the squares with ones."""
@@ -120,6 +135,30 @@ class ConvolutionMap(LinearMap):
         return self.function(
             x, filters, bias, self.stride, self.padding, self.dilation, self.groups
         )
+
+    def _multiplies_first(self, x: Tensor, matrix: Tensor) -> bool:
+        """Whether filters at all places of the kernel are no more channels than the input has."""
+        places = Size(self.kernel_shape[1:]).numel()
+        is_few = len(matrix) * places <= self.kernel_shape[0]
+        return is_few and x.is_contiguous() and not is_half(x)
+
+    def _shift_products(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Multiply by all filters at each place of the kernel, then shift the products and add."""
+        batch, space = self._split(x)
+        count, (channels, *kernel) = len(matrix), self.kernel_shape
+        places, images = Size(kernel).numel(), batch.numel() * self.groups
+        filters = matrix.reshape(count, channels, places).permute(2, 0, 1).flatten(0, 1)
+        pixels = x.reshape(images, 1, channels, space.numel())
+        products = multiply_each(filters.unsqueeze(0), pixels).reshape(
+            images, places, count, *space
+        )
+        sums = add_shifted(products.unbind(1), kernel, self.stride, self.padding, self.dilation)
+        return sums.reshape(*batch, self.groups * count, *sums.shape[2:])
+
+    def _split(self, x: Tensor) -> tuple[Size, Size]:
+        """Return the shapes of batch and space."""
+        channel = x.dim() + self.channel_dim
+        return x.shape[:channel], x.shape[channel + 1 :]
 
     @property
     def _ones(self) -> list[int]:

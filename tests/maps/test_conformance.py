@@ -28,6 +28,12 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, check_stride=False)
 
 
+@pytest.fixture(params=[False, True], ids=["convolves", "multiplies"])
+def multiplies(request, monkeypatch):
+    """Either way of a bank, whatever the sizes are."""
+    monkeypatch.setattr(ConvolutionMap, "_multiplies_first", lambda *sizes: request.param)
+
+
 @dataclass
 class Subject:
     """A map with an input, and the patches ``(*batch, groups, positions, in)`` that it cuts out."""
@@ -145,7 +151,7 @@ def test_a_weight_meets_every_patch(subject):
     close(subject.linear_map(subject.x, matrix, bias), subject.outputs(matrix, bias))
 
 
-def test_bank_and_mix_are_the_map_of_the_product(subject):
+def test_bank_and_mix_are_the_map_of_the_product(subject, multiplies):
     filters, shift = subject.randn(COUNT), torch.randn(COUNT)
     mixing, bias = torch.randn(OUT, COUNT), torch.randn(OUT)
     linear_map, x = subject.linear_map, subject.x
@@ -154,6 +160,40 @@ def test_bank_and_mix_are_the_map_of_the_product(subject):
     close(hidden, subject.bank(filters, torch.zeros(COUNT)))
     close(linear_map.mix(hidden, mixing), subject.outputs(mixing @ filters))
     close(linear_map.mix(hidden, mixing, bias), subject.outputs(mixing @ filters, bias))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_few_filters_have_the_gradients_and_layout_of_a_convolution(layout):
+    """Also of the second order, and for an empty batch."""
+    linear_map = ConvolutionMap(F.conv2d, (20, 3, 2), stride=(1, 2), padding=1)
+    x = torch.randn(2, 20, 6, 5).contiguous(memory_format=layout)
+    filters, mixing = torch.randn(3, 120), torch.randn(OUT, 3)
+    assert linear_map._multiplies_first(x, filters) == (layout is torch.contiguous_format)
+    outputs = linear_map.mix(linear_map.bank(x, filters), mixing)
+    assert outputs.is_contiguous(memory_format=layout)
+    inputs = [value.requires_grad_() for value in (x, filters, mixing)]
+    composed = linear_map.mix(linear_map.bank(x, filters), mixing)
+    direct = linear_map(x, mixing @ filters)
+    close(composed, direct)
+    sensitivity = torch.randn_like(direct)
+    of_composed, of_direct = (
+        torch.autograd.grad(outputs.square(), inputs, sensitivity, create_graph=True)
+        for outputs in (composed, direct)
+    )
+    second = [
+        torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+        for first in (of_composed, of_direct)
+    ]
+    for actual, expected in zip((*of_composed, *second[0]), (*of_direct, *second[1]), strict=True):
+        close(actual, expected)
+    assert linear_map.bank(x[:0], filters).shape == (0, 3, *direct.shape[2:])
+
+
+def test_few_filters_meet_many_channels_under_vmap():
+    linear_map = ConvolutionMap(F.conv1d, (20, 3), padding="same", groups=2)
+    x, filters = torch.randn(4, 2, 40, 7), torch.randn(4, 3, 60)
+    each = [linear_map.bank(*pair) for pair in zip(x, filters, strict=True)]
+    close(torch.vmap(linear_map.bank)(x, filters), torch.stack(each))
 
 
 def test_squared_norms_are_those_of_the_patches(subject):
