@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 SMOKE ?=
 ALL ?=
 
-.PHONY: help demo test test-all mutation lint docs bench bench-scaling clean
+.PHONY: help demo test test-all mutation lint docs bench bench-scaling convergence clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,9 @@ bench: $(INSTALLED) ## cost of steps and predictions beside the deterministic ne
 
 bench-scaling: $(INSTALLED) ## how the cost of a layer grows with its sizes
 	$(BIN)/python -m benchmarks.scaling $(BENCH)
+
+convergence: $(INSTALLED) ## the ELBO against steps, by recipes of training; BENCH="--guide rowwise --data FILE.npz"
+	$(BIN)/python -m benchmarks.convergence $(BENCH)
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist demo_output docs/_build .mypy_cache .pytest_cache .ruff_cache

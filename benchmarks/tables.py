@@ -1,22 +1,40 @@
-"""Tables of committed results: ``python -m benchmarks.tables`` writes them into docs/benchmarks.md."""
+"""Tables of committed results: ``python -m benchmarks.tables`` writes them into the documentation."""
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+# A posterior, and one that contains it, whose best ELBO is at least as high.
+NESTED = [
+    ("k-tied 1", "k-tied 2"),
+    ("k-tied 2", "mean field"),
+    ("k-tied 1", "matrix normal"),
+    ("matrix normal", "full"),
+    ("mean field", "rowwise"),
+    ("rowwise", "full"),
+    ("low rank 1", "low rank 2"),
+    ("low rank 2", "low rank 2, full diagonal"),
+    ("mean field", "low rank 2, full diagonal"),
+    ("low rank 2, full diagonal", "full"),
+    ("FFG-U", "FCG-U"),
+]
+
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/benchmarks.md"
+PAGES = [ROOT / "docs/benchmarks.md", ROOT / "docs/training.md"]
 GENERATED = re.compile(r"(<!-- from (?P<file>\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=PAGE)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="a folder")
     options = parser.parse_args()
-    options.output.write_text(render(PAGE.read_text()))
-    print(options.output.read_text())
+    for page in PAGES:
+        text = render(page.read_text())
+        (options.output / page.name).write_text(text)
+        print(text)
 
 
 def write_results(results: dict[str, Any], path: Path) -> None:
@@ -32,7 +50,7 @@ def render(text: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         results = json.loads((ROOT / match["file"]).read_text())
-        write = scaling_tables if "sweeps" in results else all_nets
+        write = next(write for kind, write in WRITERS.items() if kind in results)
         return f"{match[1]}\n{write(results)}\n\n{match[3]}"
 
     return GENERATED.sub(replace, text)
@@ -104,6 +122,67 @@ def exponents_row(title: str, fit: dict[str, Any]) -> list[str]:
     measured = [f"{fit[task][0]:.2f} ± {fit[task][1]:.2f}" for task in ("gradients", "step")]
     counted = [f"{fit[source]:.2f}" if source in fit else "" for source in ("paper", "ours")]
     return [title, *ends, *measured, *counted]
+
+
+# ---- of training ---------------------------------------------------------------------------------
+
+
+def convergence_tables(results: dict[str, Any]) -> str:
+    """Return a table for each problem, the ELBO after numbers of steps, and the pairs out of order."""
+    parts = [f"{machine_line(results)}; ELBOs of {results['particles']} particles."]
+    head = ["guide", "recipe", *(f"{steps:,} steps" for steps in results["steps"]), "seconds"]
+    for problem in results["convergence"].values():
+        recipes = problem["recipes"]
+        rows = [
+            [guide, recipe, *training_cells(recipes[recipe][guide], len(results["steps"]))]
+            for guide in dict.fromkeys(guide for rows in recipes.values() for guide in rows)
+            for recipe in recipes
+            if guide in recipes[recipe]
+        ]
+        known = problem["evidence"]
+        line = "" if known is None else f"\n\nThe log evidence is {known:.2f}."
+        lines = "".join(
+            f"\n- {recipe}: {out_of_order(own)}"
+            for recipe, own in recipes.items()
+            if violations(own)[1]
+        )
+        pairs = f"Nested pairs of which the larger ends lower:\n{lines}"
+        parts.append(f"### {problem['title']}\n\n{markdown(head, rows)}{line}\n\n{pairs}")
+    return "\n\n".join(parts)
+
+
+def training_cells(row: dict[str, list[float]], count: int) -> list[str]:
+    cells = [f"{a:.1f} ± {b:.1f}" for a, b in zip(row["elbo"], row["error"], strict=True)]
+    cells += ["diverged"] * (count - len(cells))
+    return [*cells, f"{row['seconds'][-1]:.1f}" if row["seconds"] else ""]
+
+
+def out_of_order(rows: dict[str, Any]) -> str:
+    """Return the pairs of which the larger posterior ends lower, in words, by how many nats."""
+    found, pairs = violations(rows)
+    text = "; ".join(f"{large} below {small} by {below:.1f}" for small, large, below in found)
+    return f"{text or 'none'} (of {pairs})"
+
+
+def violations(rows: dict[str, Any]) -> tuple[list[tuple[str, str, float]], int]:
+    """Return the nested pairs of which the larger one ends below, and how many pairs there are.
+
+    Below means by more than twice the standard error of the difference, and by 0.1 nats. A pair of
+    which one diverged is left out.
+    """
+    last = max((len(row["elbo"]) for row in rows.values()), default=0) - 1
+    ended = {name: row for name, row in rows.items() if len(row["elbo"]) > last >= 0}
+    pairs = [pair for pair in NESTED if ended.keys() >= set(pair)]
+    found = []
+    for small, large in pairs:
+        below = ended[small]["elbo"][last] - ended[large]["elbo"][last]
+        noise = 2 * math.hypot(*(ended[name]["error"][last] for name in (small, large)))
+        if below > max(noise, 0.1):
+            found.append((small, large, below))
+    return found, len(pairs)
+
+
+WRITERS = {"sweeps": scaling_tables, "nets": all_nets, "convergence": convergence_tables}
 
 
 if __name__ == "__main__":

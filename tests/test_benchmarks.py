@@ -2,10 +2,24 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, measure, methods, nets, scaling, sweeps, tables
+import pyro_structvi as ps
+from benchmarks import (
+    bench,
+    convergence,
+    measure,
+    methods,
+    natural,
+    nets,
+    problems,
+    recipes,
+    scaling,
+    sweeps,
+    tables,
+)
 
 
 def test_the_exponent_of_a_power_law_is_exact():
@@ -143,10 +157,11 @@ def test_results_come_back_from_their_file(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text()) == results
 
 
-def test_the_page_shows_the_committed_results():
-    text = tables.PAGE.read_text()
-    assert tables.render(text) == text, "python -m benchmarks.tables writes the tables"
-    shown = {match["file"] for match in tables.GENERATED.finditer(text)}
+def test_the_pages_show_the_committed_results():
+    texts = [page.read_text() for page in tables.PAGES]
+    for text in texts:
+        assert tables.render(text) == text, "python -m benchmarks.tables writes the tables"
+    shown = {match["file"] for text in texts for match in tables.GENERATED.finditer(text)}
     results = {
         str(path.relative_to(tables.ROOT)) for path in tables.ROOT.glob("benchmarks/results/*")
     }
@@ -158,3 +173,127 @@ def test_the_figure_is_drawn_from_results(tmp_path):
     results = json.loads((tables.ROOT / "benchmarks/results/scaling.json").read_text())
     scaling.draw(results, tmp_path / "figure.svg")
     assert "low rank" in (tmp_path / "figure.svg").read_text()
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def ended(elbo, error=0.0):
+    return {"elbo": [-900.0, elbo], "error": [1.0, error], "seconds": [1.0, 2.0]}
+
+
+def test_a_pair_is_out_of_order_where_the_larger_ends_below_by_more_than_noise():
+    rows = {
+        "k-tied 1": ended(-10.0, 0.3),
+        "k-tied 2": ended(-10.9, 0.4),  # within twice 0.5
+        "mean field": ended(-12.0, 0.3),  # 1.1 below, twice 0.5
+        "full": ended(-99.0),
+        "rowwise": ended(-11.95),
+    }
+    found, pairs = tables.violations(rows)
+    assert found == [("k-tied 2", "mean field", pytest.approx(1.1)), ("rowwise", "full", 87.05)]
+    assert pairs == 4
+    text = "mean field below k-tied 2 by 1.1; full below rowwise by 87.0 (of 4)"
+    assert tables.out_of_order(rows) == text.replace("87.0", f"{87.05:.1f}")
+
+
+def test_every_pair_is_of_guides_that_are_trained():
+    assert {name for pair in tables.NESTED for name in pair} <= set(recipes.GUIDES)
+
+
+def test_a_table_has_a_row_for_each_guide_and_recipe_and_says_what_diverged():
+    rows = {"mean field": ended(-10.0), "rowwise": {"elbo": [], "error": [], "seconds": []}}
+    problem = {"title": "A problem", "evidence": -9.5, "recipes": {"default": rows}}
+    machine = {"torch": "2", "pyro": "1", "device": "cpu", "threads": 1}
+    results = {
+        "machine": machine,
+        "steps": [100, 1000],
+        "particles": 50,
+        "convergence": {"a": problem},
+    }
+    text = tables.convergence_tables(results)
+    assert "| guide | recipe | 100 steps | 1,000 steps | seconds |" in text
+    assert "| mean field | default | -900.0 ± 1.0 | -10.0 ± 0.0 | 2.0 |" in text
+    assert "| rowwise | default | diverged | diverged |  |" in text
+    assert "The log evidence is -9.50." in text
+
+
+def test_the_bound_of_a_fitted_full_covariance_is_the_log_evidence():
+    """The posterior of a linear regression is a normal: its ELBO has no variance but that of draws."""
+    torch.manual_seed(0)
+    problem = problems.linear()
+    guide = recipes.GUIDES["full"](problem.model)
+    problem.model.num_data = len(problem.x)
+    x = torch.cat([problem.x, torch.ones(60, 1)], -1)
+    precision = x.T @ x / 0.5**2 + torch.eye(9)
+    posterior = guide["net.weight"]
+    tril = torch.linalg.cholesky(torch.linalg.inv(precision))
+    diagonal = tril.diagonal()
+    with torch.no_grad():
+        posterior.loc.copy_(torch.linalg.solve(precision, x.T @ problem.y / 0.5**2).T)
+        posterior.log_diagonal.copy_(diagonal.log())
+        rows, columns = torch.tril_indices(9, 9, -1)
+        posterior.lower.copy_((tril / diagonal.unsqueeze(-1))[rows, columns])
+    elbo, error = convergence.bound(problem, guide, 2000)
+    assert abs(elbo - problem.evidence) < 5 * error < 1.0
+
+
+def test_a_recipe_starts_each_site_at_its_share_of_the_prior():
+    problem = problems.cosine()
+    guide = recipes.GUIDES["mean field"](problem.model)
+    loc = guide["net.0.weight"].loc.detach().clone()
+    recipes.RECIPES["prior/10, lr 0.05"].prepare(guide)
+    for name, scale in (("net.0.weight", 4.0), ("net.2.weight", 4 / 50**0.5), ("net.2.bias", 1.0)):
+        actual = guide[name]().scale
+        torch.testing.assert_close(actual, torch.full_like(actual, scale / 10))
+    assert torch.equal(guide["net.0.weight"].loc, loc)
+
+
+def test_a_recipe_gives_kinds_of_parameters_rates_of_their_own():
+    guide = recipes.GUIDES["rowwise"](problems.cosine().model)  # rows of 2, and one of 51
+    expected = {"log_diagonal": 0.15, "loc": 0.05}
+    kinds = {"log_": 3.0, "lower": 1.0}
+    adam = recipes.adam_by_kind(guide, kinds, [*guide.parameters()], lr=0.05)
+    rates = {id(group["params"][0]): group["lr"] for group in adam.param_groups}
+    for path, value in guide.named_parameters():
+        rows = 50 if path.startswith("posteriors.net/2") else 1
+        own = expected.get(path.rpartition(".")[2], 0.05 / rows**0.5)
+        assert rates[id(value)] == pytest.approx(own)
+
+
+def test_natural_steps_find_the_best_independent_normals():
+    """Of a quadratic loss: means at its minimum, precisions its diagonal."""
+    net = ps.bayesianize(torch.nn.Linear(3, 1, bias=False), prior=1.0)
+    guide = ps.MeanFieldGuide(ps.Regressor(net, 1, 0.1), init_scale=0.3)
+    posterior = guide["net.weight"]
+    hessian, best = torch.tensor([1.0, 10.0, 100.0]), torch.tensor([1.0, 2.0, 3.0])
+    optimizer = natural.NaturalSteps(guide, lr=0.3, rate=0.5)
+    for _ in range(300):
+        optimizer.zero_grad()
+        variance = (2 * posterior.log_scale).exp()
+        loss = (hessian * ((posterior.loc - best).square() + variance) / 2).sum()
+        (loss - posterior.log_scale.sum()).backward()
+        optimizer.step()
+    torch.testing.assert_close(posterior.loc.squeeze(), best)
+    torch.testing.assert_close(posterior().scale.squeeze() ** -2, hessian)
+    with pytest.raises(ValueError, match="`guide` must have mean field at every site"):
+        natural.NaturalSteps(ps.KTiedGuide(ps.Regressor(net, 1, 0.1)), 0.1, 0.1)
+
+
+def test_an_average_is_of_the_steps_after_the_first():
+    layer = torch.nn.Linear(1, 1, bias=False)
+    average = convergence.Average(layer, first=2)
+    for step in range(1, 5):
+        layer.weight.data.fill_(step)
+        average.add(step, last=4)
+    assert layer.weight.item() == 3.5
+
+
+def test_data_from_a_file_are_standardized_and_split(tmp_path):
+    generator = np.random.default_rng(0)
+    data = {"x": 3 + generator.normal(size=(30, 4)), "y": 5 * generator.normal(size=30)}
+    np.savez(tmp_path / "own.npz", **data, train_idx=np.arange(20)[None])
+    problem = problems.from_file(tmp_path / "own.npz")
+    assert (problem.x.shape, problem.y.shape) == ((20, 4), (20, 1))
+    assert abs(problem.x.mean()) < 1e-5
+    assert problem.y.std(correction=0) == pytest.approx(1)

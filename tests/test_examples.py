@@ -19,7 +19,11 @@ SCRIPTS = {
         *("--net", "small", "--net", "lstm", "--rounds", "2", "--samples", "2"),
         *("--against", "pyro", "--output", "{folder}/bench.json"),
     ],
-    "benchmarks/tables.py": ["--output", "{folder}/benchmarks.md"],
+    "benchmarks/convergence.py": [
+        *("--problem", "linear", "--steps", "30", "--particles", "20"),
+        *("--guide", "k-tied 1", "--recipe", "default", "--output", "{folder}/convergence.json"),
+    ],
+    "benchmarks/tables.py": ["--output", "{folder}"],
     "benchmarks/scaling.py": [
         *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),
         *("--output", "{folder}/scaling.json", "--figure", "{folder}/scaling.svg"),

@@ -13,6 +13,8 @@ from pyro_structvi.families.site import LatentSite
 
 Diagonal = Literal["constant", "isotropic", "full"]
 
+CONSTANT = 0.1  # what a constant diagonal has of 1 / sqrt(fan-in), and at most of the prior
+
 
 @dataclass(frozen=True)
 class LowRank(MatrixFamily):
@@ -25,7 +27,9 @@ class LowRank(MatrixFamily):
         rank: The number K of directions, at least 1.
         diagonal: The diagonal part of the covariance: "constant" is ELRG-VI, "full" ELRG-D-VI;
             "isotropic" learns one variance for each site.
-        diagonal_variance: The variance of a constant diagonal; exp(-10) when None.
+        diagonal_variance: The variance of a constant diagonal; that of the paper is exp(-10). When None,
+            its standard deviation is 0.1 over the root of the fan-in, so that outputs have little noise,
+            and at most a tenth of the prior's.
         alpha: What multiplies the low-rank part; 1/K when None, as in the paper.
         join_bias: Whether a layer's bias is a further column of its weight.
 
@@ -52,6 +56,12 @@ class LowRank(MatrixFamily):
     alpha: Positive | None = None
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
+    @property
+    def constants(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The name of the constant diagonal's scale, where it follows from the site."""
+        follows = self.diagonal == "constant" and self.diagonal_variance is None
+        return ("diagonal_scale",) if follows else ()
+
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
@@ -77,6 +87,8 @@ class LowRank(MatrixFamily):
             "loc": loc.clone(),
             "factors": spread * loc.new_empty(self.rank, *loc.shape).normal_(),
         }
+        if self.constants:
+            parameters["diagonal_scale"] = loc.new_tensor(_constant_scale(site))
         if not constant:
             shape = loc.shape if self.diagonal == "full" else ()
             parameters["log_scale"] = loc.new_full(shape, math.log(part))
@@ -85,9 +97,10 @@ class LowRank(MatrixFamily):
     def distribution(self, site: LatentSite, **parameters: Tensor) -> LowRankNormal:
         """Return the low-rank Normal."""
         loc = parameters["loc"]
-        if self.diagonal == "constant":
-            variance = math.exp(-10) if self.diagonal_variance is None else self.diagonal_variance
-            scale = loc.new_full((), math.sqrt(variance))
+        if self.constants:
+            scale = parameters["diagonal_scale"]
+        elif self.diagonal_variance is not None:
+            scale = loc.new_full((), math.sqrt(self.diagonal_variance))
         else:
             scale = parameters["log_scale"].exp()
         return LowRankNormal(
@@ -97,3 +110,10 @@ class LowRank(MatrixFamily):
     @property
     def _alpha(self) -> float:
         return 1 / self.rank if self.alpha is None else self.alpha
+
+
+def _constant_scale(site: LatentSite) -> float:
+    """Return the standard deviation of a constant diagonal that nobody has chosen."""
+    inputs = site.fan_in or site.shape[1:].numel()
+    most = math.inf if site.prior_scale is None else site.prior_scale
+    return CONSTANT * min(1 / math.sqrt(inputs), most)

@@ -163,14 +163,17 @@ class RowwiseGuide(StructuredGuide):
 class AutoLowRankLRT(StructuredGuide):
     """Low rank plus diagonal at every weight and vector, drawn by local reparameterization.
 
-    With a constant diagonal this is ELRG-VI, with a full one ELRG-D-VI.
+    With a constant diagonal this is ELRG-VI, for which the paper takes ``diagonal_variance=exp(-10)``;
+    with a full one it is ELRG-D-VI.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         rank: The number K of directions in which the elements of a site vary together.
         diagonal: The diagonal part: "constant", "isotropic" (one learned number for each site) or
             "full".
-        diagonal_variance: The variance of a constant diagonal; exp(-10) when None.
+        diagonal_variance: The variance of a constant diagonal; that of the paper is exp(-10), which
+            costs a nat for each element and factor of e by which the posterior is wider. When None, the
+            standard deviation is 0.1 over the root of the fan-in, and at most a tenth of the prior's.
         alpha: What multiplies the low-rank part; 1/K when None.
         join_bias: Whether a layer's bias is a further column of its weight, so that both vary
             together.

@@ -73,7 +73,7 @@ ON_AVERAGE = {
     "k-tied": (math.exp(0.04) + math.exp(0.02)) / 2,
     "k-tied, joined": (math.exp(0.04) + math.exp(0.02)) / 2,
     # a constant diagonal is added to the variance of the directions
-    "low rank": 1 + math.exp(-10) / SCALE**2,
+    "low rank": 1 + 0.1**2 / SHAPE[1] / SCALE**2,
     "low rank and constant diagonal": 1 + 0.01 / SCALE**2,
     "low rank and full diagonal, joined": 1.0,
     "low rank and isotropic diagonal": 1.0,

@@ -11,6 +11,7 @@ from collections import namedtuple
 from functools import partial
 from itertools import pairwise
 
+import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from pyro_structvi.infer import CosineDecay
 from tests.lazy_weights import lazy
 
 SIZE, NUM_DATA, PRIOR, NOISE = 7, 20, 2.0, 0.3
+DEFAULT = 0.1**2 / SIZE  # variance of a constant diagonal
 SPECTRUM = (2.0, 1.0, 0.5, 0.2, 0.12, 0.06, 0.03)  # of the posterior covariance
 
 
@@ -190,14 +192,33 @@ def test_parameters_are_loc_factors_and_a_learned_diagonal(options, count):
     assert sum(parameter.numel() for parameter in guide.parameters()) == count
 
 
-def test_a_constant_diagonal_has_no_parameter_and_stays(regression):
-    model, guide = make_guide(2)
+@pytest.mark.parametrize(
+    ("options", "variance"), [({"diagonal_variance": math.exp(-10)}, math.exp(-10)), ({}, DEFAULT)]
+)
+def test_a_constant_diagonal_has_no_parameter_and_stays(options, variance, regression):
+    model, guide = make_guide(2, **options)
     posterior = guide["net.weight"]
     before = posterior().scale.clone()
     assert {name for name, _ in posterior.named_parameters()} == {"loc", "factors"}
     ps.fit(model, guide, (regression.x, regression.y), num_steps=20, lr=0.1, progress=False)
     assert torch.equal(posterior().scale, before)
-    assert before.square().item() == pytest.approx(math.exp(-10), rel=1e-15)
+    assert before.square().item() == pytest.approx(variance, rel=1e-15)
+
+
+def test_a_constant_diagonal_follows_fan_in_and_prior_of_each_site():
+    prior = {"0.weight": 3.0, "0.bias": 0.2, "2.weight": dist.Cauchy(0.0, 1.0), "*": 5.0}
+    net = ps.bayesianize(make_net(4, 3, 2), prior=prior)
+    guide = ps.AutoLowRankLRT(ps.Classifier(net, num_data=50))
+    expected = {"0.weight": 0.05, "0.bias": 0.02, "2.weight": 0.1 / 3**0.5, "2.bias": 0.1}
+    for name, scale in expected.items():
+        assert guide[f"net.{name}"]().scale.item() == pytest.approx(scale)
+
+
+def test_what_the_constant_diagonal_is_comes_back_with_the_state():
+    wide, narrow = (ps.bayesianize(make_net(4, 3), prior=prior) for prior in (0.4, 0.1))
+    first, second = (ps.AutoLowRankLRT(ps.Classifier(net, num_data=50)) for net in (wide, narrow))
+    second.load_state_dict(first.state_dict())
+    assert second["net.0.weight"]().scale.item() == pytest.approx(0.04)
 
 
 # ---- the start -----------------------------------------------------------------------------------
@@ -214,7 +235,7 @@ def test_marginal_variances_start_at_init_scale(diagonal, rank, alpha):
     """
     model, options = make_classifier(make_net(40, 30)), {"alpha": alpha, "init_scale": 0.05}
     q = ps.AutoLowRankLRT(model, rank, diagonal, **options)["net.0.weight"]()
-    held, share = (math.exp(-10), 1.0) if diagonal == "constant" else (0.05**2 / 2, 0.5)
+    held, share = (0.1**2 / 40, 1.0) if diagonal == "constant" else (0.05**2 / 2, 0.5)
     torch.testing.assert_close(q.scale.square(), torch.full_like(q.scale, held))
     freedom = torch.tensor(float(rank * q.loc.numel()))
     chi_squared = freedom * (q.variance.mean() - held) / (share * 0.05**2)

@@ -1,0 +1,141 @@
+"""The ELBO against the number of steps, for every guide, by the defaults of ``fit`` and other recipes.
+
+    make convergence                                        # every problem, guide and recipe
+    make convergence BENCH="--problem cosine --guide rowwise --recipe default --steps 2000"
+    make convergence BENCH="--data FILE.npz"                # a regression from a file, too
+
+The ELBO is that of all examples, averaged over many particles after a share of the steps; beside it is
+its standard error over these particles. Then, for each recipe and pair of a posterior and one that
+contains it, whether the larger one ends at least as high, within twice the standard error of the
+difference. A file of data has ``x``, ``y`` and ``train_idx (splits, examples)``; its first split is
+taken. Seconds are those of the steps alone.
+"""
+
+import argparse
+import json
+import math
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pyro_structvi as ps
+from benchmarks.measure import describe_machine
+from benchmarks.problems import PROBLEMS, Problem, from_file
+from benchmarks.recipes import GUIDES, RECIPES, TOO_LARGE, Recipe
+from benchmarks.tables import convergence_tables, write_results
+
+SHARES = (0.1, 0.3, 1.0)  # of the steps, at which the ELBO is measured
+BLOCK = 10  # particles that run in one pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problem", choices=[*PROBLEMS, "none"], action="append")
+    parser.add_argument("--data", type=Path, action="append", default=[], help="an .npz file")
+    parser.add_argument("--guide", choices=GUIDES, action="append", help="default: every guide")
+    parser.add_argument("--recipe", choices=RECIPES, action="append", help="default: every recipe")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--particles", type=int, default=200)
+    parser.add_argument("--output", type=Path, help="a JSON file; results are added to those in it")
+    options = parser.parse_args()
+    makers = {name: PROBLEMS[name] for name in options.problem or PROBLEMS if name != "none"}
+    makers |= {path.stem: lambda path=path: from_file(path) for path in options.data}
+    results: dict[str, Any] = {
+        "machine": describe_machine(),
+        "steps": [math.ceil(share * options.steps) for share in SHARES],
+        "particles": options.particles,
+        "convergence": {},
+    }
+    if options.output and options.output.exists():
+        results["convergence"] = json.loads(options.output.read_text())["convergence"]
+    for name, make in makers.items():
+        torch.manual_seed(0)
+        problem = make()
+        known = {"title": problem.title, "evidence": problem.evidence, "recipes": {}}
+        recipes = results["convergence"].setdefault(name, known)["recipes"]
+        guides = [
+            guide for guide in options.guide or GUIDES if guide not in TOO_LARGE.get(name, ())
+        ]
+        for guide, recipe in product(guides, options.recipe or RECIPES):
+            if RECIPES[recipe].natural is None or guide == "mean field":
+                torch.manual_seed(0)
+                row = train(make(), guide, RECIPES[recipe], results)
+                recipes.setdefault(recipe, {})[guide] = row
+                print(f"{name} | {recipe} | {guide} | {row}", flush=True)
+                if options.output:
+                    write_results(results, options.output)
+    print(convergence_tables(results))
+
+
+def train(problem: Problem, guide_name: str, recipe: Recipe, results: dict[str, Any]) -> Any:
+    """Return the ELBOs with their standard errors, and the seconds, after numbers of steps."""
+    model, x, y = problem.model, problem.x, problem.y
+    guide = GUIDES[guide_name](model)
+    recipe.prepare(guide)
+    steps = results["steps"][-1]
+    row: dict[str, list[float]] = {"elbo": [], "error": [], "seconds": []}
+    average = Average(guide, 3 * steps // 4) if recipe.averages else None
+    spent, begin = 0.0, time.perf_counter()
+
+    def after_step(history: Any) -> None:
+        nonlocal spent, begin
+        if average is not None:
+            average.add(len(history.elbo), steps)
+        if len(history.elbo) in results["steps"]:
+            spent += time.perf_counter() - begin
+            elbo, error = bound(problem, guide, results["particles"])
+            for key, value in (("elbo", elbo), ("error", error), ("seconds", spent)):
+                row[key].append(round(value, 2))
+            begin = time.perf_counter()
+
+    try:
+        ps.fit(
+            *(model, guide, (x, y)),
+            num_steps=steps,
+            batch_size=problem.batch_size,
+            callbacks=[after_step],
+            progress=False,
+            **recipe.options(guide, steps),
+        )
+    except FloatingPointError as error:  # the row stays short, and the table says that it diverged
+        print(error, flush=True)
+    return row
+
+
+class Average:
+    """The mean of a guide's parameters from a step on, which takes their place in the last one."""
+
+    def __init__(self, guide: torch.nn.Module, first: int) -> None:
+        self.parameters = [*guide.parameters()]
+        self.first = first
+        self.sums = [torch.zeros_like(each) for each in self.parameters]
+
+    @torch.no_grad()
+    def add(self, step: int, last: int) -> None:
+        """Count the parameters after a step."""
+        if step <= self.first:
+            return
+        for total, parameter in zip(self.sums, self.parameters, strict=True):
+            total += parameter
+            if step == last:
+                parameter.copy_(total / (last - self.first))
+
+
+@torch.no_grad()
+def bound(problem: Problem, guide: Any, particles: int) -> tuple[float, float]:
+    """Return the ELBO, and its standard error over blocks of particles."""
+    objective = ps.StructuredELBO(num_particles=BLOCK, vectorize_particles=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        blocks = torch.stack([
+            torch.as_tensor(objective.terms(problem.model, guide, problem.x, problem.y).elbo)
+            for _ in range(max(2, particles // BLOCK))
+        ]).double()
+    return float(blocks.mean()), float(blocks.std() / math.sqrt(len(blocks)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Ways to train, guides, and which posteriors contain which."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from benchmarks.natural import NaturalSteps
+from pyro_structvi.families import LatentSite, SitePosterior
+from pyro_structvi.guides import StructuredGuide
+
+Start = Callable[[LatentSite], float]
+
+
+def constant(value: float) -> Start:
+    return lambda site: value
+
+
+def share_of_prior(share: float) -> Start:
+    return lambda site: share * (site.prior_scale or 1.0)
+
+
+def share_of_fan_in(share: float) -> Start:
+    return lambda site: share / (site.fan_in or site.shape[1:].numel() or 1) ** 0.5
+
+
+class Recipe(NamedTuple):
+    """How a guide is started and trained; a field that is None is the library's default.
+
+    Attributes:
+        start: The standard deviation of the elements of a site at the start.
+        lr: The learning rate.
+        decays: Whether it falls to zero along half a cosine.
+        rates: What the learning rate of a parameter is multiplied by, for parts of names; "lower" slows
+            long rows of Cholesky factors besides.
+        averages: Whether the parameters of the last quarter of steps are averaged.
+        natural: For mean field alone: take natural gradient steps, and this share of the learning rate
+            for precisions.
+    """
+
+    start: Start | None = None
+    lr: float | None = None
+    decays: bool = True
+    rates: tuple[tuple[str, float], ...] = ()
+    averages: bool = False
+    natural: float | None = None
+
+    def prepare(self, guide: StructuredGuide) -> None:
+        """Give the posteriors of a guide their start."""
+        for key, posterior in guide.posteriors.items() if self.start else ():
+            assert isinstance(posterior, SitePosterior)
+            site, family, loc = posterior.site, posterior.family, posterior().mean.detach()
+            own = family.init(site, loc, self.start(site))
+            guide.posteriors[key] = SitePosterior(family, site, own)
+
+    def options(self, guide: nn.Module, num_steps: int) -> dict[str, Any]:
+        """Return the arguments of ``fit``."""
+        options: dict[str, Any] = {}
+        if self.lr is not None:
+            options["lr"] = self.lr
+            options["lr_schedule"] = ps.infer.CosineDecay(num_steps) if self.decays else None
+        if self.rates:
+            options["optimizer"] = partial(adam_by_kind, guide, dict(self.rates))
+        if self.natural is not None:
+            options["optimizer"] = lambda _, lr: NaturalSteps(guide, lr, self.natural)
+        return options
+
+
+def adam_by_kind(
+    guide: nn.Module, rates: dict[str, float], parameters: list[nn.Parameter], lr: float
+) -> torch.optim.Optimizer:
+    """Return Adam with the learning rate of each parameter multiplied by what its kind says.
+
+    Of entries below the diagonal of a Cholesky factor the rate is also divided by the root of the
+    longest row, since Adam moves a row of n entries by the root of n times as much as one.
+    """
+    factors: dict[int, float] = {}
+    for path, value in guide.named_parameters():
+        name = path.rpartition(".")[2]
+        factor = next((rates[kind] for kind in rates if kind in name), 1.0)
+        if name.endswith("lower") and "lower" in rates and value.numel():
+            factor /= math.isqrt(2 * value.shape[-1]) ** 0.5  # n - 1, from n (n - 1) / 2
+        factors[id(value)] = factor
+    groups = [{"params": [each], "lr": lr * factors.get(id(each), 1.0)} for each in parameters]
+    return torch.optim.Adam(groups, fused=True)
+
+
+RECIPES: dict[str, Recipe] = {
+    "default": Recipe(),
+    "0.01, lr 0.01": Recipe(constant(0.01), 0.01),
+    "0.01, lr 0.02": Recipe(constant(0.01), 0.02),
+    "0.01, lr 0.05": Recipe(constant(0.01), 0.05),
+    "0.01, lr 0.1": Recipe(constant(0.01), 0.1),
+    "0.1, lr 0.05": Recipe(constant(0.1), 0.05),
+    "fan-in/10, lr 0.05": Recipe(share_of_fan_in(0.1), 0.05),
+    "prior/3, lr 0.05": Recipe(share_of_prior(0.3), 0.05),
+    "prior/10, lr 0.05, scales x 3": Recipe(share_of_prior(0.1), 0.05, rates=(("log_", 3),)),
+    "0.01, lr 0.05, scales x 3": Recipe(constant(0.01), 0.05, rates=(("log_", 3),)),
+    "0.1, lr 0.02": Recipe(constant(0.1), 0.02),
+    "prior/30, lr 0.02": Recipe(share_of_prior(1 / 30), 0.02),
+    "prior/10, lr 0.02": Recipe(share_of_prior(0.1), 0.02),
+    "prior/3, lr 0.02": Recipe(share_of_prior(0.3), 0.02),
+    "fan-in/10, lr 0.02": Recipe(share_of_fan_in(0.1), 0.02),
+    "prior/10, lr 0.05": Recipe(share_of_prior(0.1), 0.05),
+    "prior/10, lr 0.1": Recipe(share_of_prior(0.1), 0.1),
+    "prior/10, lr 0.02, scales x 3": Recipe(share_of_prior(0.1), 0.02, rates=(("log_", 3),)),
+    "prior/10, lr 0.05, constant": Recipe(share_of_prior(0.1), 0.05, decays=False),
+    "prior/10, lr 0.05, constant, averaged": Recipe(
+        share_of_prior(0.1), 0.05, decays=False, averages=True
+    ),
+    "0.01, lr 0.05, long rows slower": Recipe(constant(0.01), 0.05, rates=(("lower", 1.0),)),
+    "prior/10, lr 0.05, long rows slower": Recipe(
+        share_of_prior(0.1), 0.05, rates=(("lower", 1.0),)
+    ),
+    "prior/10, natural 0.1": Recipe(share_of_prior(0.1), 0.1, natural=0.1),
+    "prior/10, natural 0.03": Recipe(share_of_prior(0.1), 0.03, natural=0.3),
+    "prior/10, natural 0.3": Recipe(share_of_prior(0.1), 0.3, natural=0.1),
+}
+
+MakeGuide = Callable[[Any], StructuredGuide]
+low_rank = partial(partial, ps.AutoLowRankLRT, join_bias=True)
+inducing = partial(partial, ps.InducingWeightGuide, inducing_shape=(8, 8))
+
+GUIDES: dict[str, MakeGuide] = {
+    "mean field": ps.MeanFieldGuide,
+    "k-tied 1": partial(ps.KTiedGuide, rank=1),
+    "k-tied 2": partial(ps.KTiedGuide, rank=2),
+    "matrix normal": ps.MatrixNormalGuide,
+    "rowwise": partial(ps.RowwiseGuide, join_bias=True),
+    "full": ps.FullCovarianceGuide,
+    "low rank 1": low_rank(rank=1),
+    "low rank 2": low_rank(rank=2),
+    "low rank 2, of the paper": low_rank(rank=2, diagonal_variance=math.exp(-10)),
+    "low rank 2, full diagonal": low_rank(rank=2, diagonal="full"),
+    "FFG-U": inducing(),
+    "FCG-U": inducing(inducing_posterior="full"),
+}
+
+TOO_LARGE = {"digits": {"full"}}  # five million parameters
