@@ -95,7 +95,7 @@ def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = own.call(node.target, args, kwargs)
-            if isinstance(node.meta["val"], list):
+            if isinstance(node.meta.get("val"), list):  # of some operations torch keeps no value
                 values[node] = own.unpacked(values[node], len(node.meta["val"]))
         else:
             outputs = node.args[0]
@@ -113,8 +113,8 @@ def _is_identity(node: fx.Node) -> bool:
     """Whether an operation returns its argument as it is, as much of what autograd records does."""
     if node.target not in _SAME_ELEMENTS:
         return False
-    before: Tensor | None = getattr(node.args[0], "meta", {}).get("val")
-    return before is not None and _layout(before) == _layout(node.meta["val"])
+    before, after = (of.meta.get("val") for of in (*node.all_input_nodes, node))
+    return before is not None and after is not None and _layout(before) == _layout(after)
 
 
 _SAME_ELEMENTS = {
@@ -123,7 +123,7 @@ _SAME_ELEMENTS = {
 }
 
 
-def _layout(value: Tensor) -> tuple[Any, ...]:
+def _layout(value: Any) -> tuple[Any, ...]:
     return value.shape, value.stride(), value.dtype
 
 
