@@ -22,7 +22,7 @@ STEPS = 7
 RATE_RTOL = 1e-6  # a graph has learning rates in single precision
 GUIDE_CASES = GUIDES | POINTS
 # Those whose steps differ most: joined biases, factors, masks.
-FAST = {"k-tied, joined", "low rank", "dropout"}
+FAST = {"k-tied, joined", "dropout"}
 EACH_WAY = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in GUIDE_CASES
 ]
@@ -106,7 +106,7 @@ def recurrent_model():
     return ps.Classifier(ps.bayesianize(Net(), prior=1.0), 6)
 
 
-@pytest.mark.parametrize("local_reparam", [True, False])
+@pytest.mark.parametrize("local_reparam", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_buffers_and_point_estimates_are_updated(local_reparam):
     data = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
     assert_same(lambda: make_k_tied(image_model, local_reparam=local_reparam), data)
@@ -294,7 +294,14 @@ def use_twice(svi):
     svi.guide.initialize(*regression_data())
 
 
-@pytest.mark.parametrize("change", [prune, replace_buffer, evaluate, tell_num_data, use_twice])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(prune, use_twice),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (replace_buffer, evaluate)),
+        pytest.param(tell_num_data, marks=pytest.mark.slow),
+    ],
+)
 def test_changes_of_model_and_guide_are_seen(change):
     def make():
         model = ps.Regressor(ps.bayesianize(Shifted(), prior=1.0), 12, 0.3)

@@ -66,21 +66,21 @@ def test_a_run_that_goes_on_is_the_same_to_the_last_bit(traced_fit, tmp_path):
     def fit(num_steps, seed=0, **options):
         pyro.set_rng_seed(0)
         model, guide, data = make(size=20)
-        options |= {"batch_size": 10, "lr": 0.1, "progress": False}
+        options |= {"lr": 0.1, "progress": False}
         pyro.set_rng_seed(seed)
         history = ps.fit(model, guide, data, num_steps=num_steps, **options)
         return history.elbo, snapshot(guide)
 
-    elbo, state = fit(12)
-    fit(6, checkpoint=tmp_path / "fit.pt")
-    own_elbo, own_state = fit(12, seed=1, checkpoint=tmp_path / "fit.pt", resume=True)
+    elbo, state = fit(8)
+    fit(4, checkpoint=tmp_path / "fit.pt")
+    own_elbo, own_state = fit(8, seed=1, checkpoint=tmp_path / "fit.pt", resume=True)
     assert own_elbo == elbo
     assert all(torch.equal(value, own_state[name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_step_of_every_kind_is_checked_before_its_update(number, traced_fit):
-    """Two eager steps, a traced one, and two replayed ones."""
+    """The second of two eager steps, a traced one, and the first that is replayed."""
     model, guide, (x, y) = make()
     guide.initialize(x, y)
     bad = y.clone()
