@@ -7,10 +7,9 @@ scikit-learn. Six guides are compared, two at a time; ``--all`` takes every one.
 
 import argparse
 import multiprocessing
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
     Executor,
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from progress import Progress, Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import pyro_structvi as ps
 from pyro_structvi import subnetwork
@@ -76,6 +75,7 @@ REGIONS = {
 
 NUTS_WARMUP, NUTS_DRAWS = 250, 200  # of each of four chains; R-hat is then below 1.01
 REGRESSION_STEPS, DIGITS_EPOCHS, STEPS_PER_EPOCH = 6_000, 200, 12
+NUM_TEST = 360  # of the 1,797 digits
 DIGITS_STEPS = DIGITS_EPOCHS * STEPS_PER_EPOCH
 
 
@@ -175,7 +175,7 @@ def show_regression(
 
     progress.write("Distance of the function's posterior to that of NUTS: difference of means,")
     progress.write("ratio of standard deviations, 1-Wasserstein distance. Milliseconds are of CPU.")
-    table = Table(progress, ["guide", "parameters", "ELBO", "ms/step", *REGIONS], fits)
+    table = Table(progress, ["guide", "parameters", "ELBO", "ms/step", *REGIONS], fits, 15)
     between: dict[str, PredictiveDistance] = {}
     for title, found in as_they_come(fits, progress):
         predictions[title] = found.prediction
@@ -276,7 +276,7 @@ def fit_digits(title: str, smoke: bool) -> Digits:
     y = torch.tensor(digits.target, dtype=torch.long)
     torch.manual_seed(0)
     order = torch.randperm(len(x))
-    test, train = order[:360], order[360:]
+    test, train = order[:NUM_TEST], order[NUM_TEST:]
     net = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
     # Of the prior scales 1.4, 3, 5 and 8, this one has the largest ELBO.
     layers = {"*": LAYERS[title][0]} if title in LAYERS else None
@@ -306,7 +306,7 @@ def fit_digits(title: str, smoke: bool) -> Digits:
 def show_digits(fits: dict[str, Future[Digits]], progress: "Progress") -> None:
     from pyro_structvi.metrics import classification_scores
 
-    progress.write("Digits, 1437 images to learn from and 360 to test on.")
+    progress.write(f"Digits, of which {NUM_TEST} images are for the test.")
     header = ["guide", "parameters", "accuracy", "NLL (nats)", "calibration error"]
     table, scores = Table(progress, header, fits), {}
     for title, found in as_they_come(fits, progress):
@@ -354,68 +354,6 @@ def count_parameters(*roots: nn.Module) -> int:
 
 def file_name(title: str) -> str:
     return title.replace(",", "").replace(" = ", "").replace(" ", "_").replace("-", "_")
-
-
-# ---- what is printed -----------------------------------------------------------------------------
-
-
-class Progress:
-    """Lines above one line of progress; without a terminal, the progress is a line now and then.
-
-    Args:
-        total: How many steps will be taken, in all processes.
-        done: How many have been taken.
-    """
-
-    EVERY = 5.0  # seconds
-
-    def __init__(self, total: int, done: Any) -> None:
-        self._bar = tqdm(
-            desc="fits", total=total, leave=False, unit=" steps", disable=not sys.stderr.isatty()
-        )
-        self._total, self._done = total, done
-        self._start = self._last = time.monotonic()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-        if error[0] is None:
-            self.write(f"\nThat took {time.monotonic() - self._start:.0f} s.")
-
-    def write(self, line: str) -> None:
-        """Print a line above the progress."""
-        tqdm.write(line, sys.stdout)
-        sys.stdout.flush()
-
-    def show(self) -> None:
-        """Show how far the fits are."""
-        self._bar.update(self._done.value - self._bar.n)
-        now = time.monotonic()
-        if self._bar.disable and now - self._last > self.EVERY:
-            self._last = now
-            share = self._done.value / self._total
-            print(f"{share:4.0%} of all steps, {now - self._start:.0f} s", file=sys.stderr)
-
-
-class Table:
-    """Prints rows as they come, in columns as wide as what is known to come."""
-
-    def __init__(self, progress: Progress, header: Sequence[str], titles: Iterable[str]) -> None:
-        self._progress = progress
-        self._widths = [max(map(len, titles)), *(max(len(cell), 10) for cell in header[1:])]
-        self._widths = [
-            max(width, len("-0.00 0.00 0.00")) if name in REGIONS else width
-            for name, width in zip(header, self._widths, strict=True)
-        ]
-        self.add(header)
-        self.add(["-" * width for width in self._widths])
-
-    def add(self, row: Sequence[str]) -> None:
-        """Print a row."""
-        cells = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
-        self._progress.write("  ".join(cells).rstrip())
 
 
 if __name__ == "__main__":

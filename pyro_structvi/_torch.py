@@ -196,8 +196,16 @@ class OperationGraph:
         """Add a tensor that the graph is called with, and return it."""
         return self._graph.addInput()
 
-    def call(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], count: int | None = None
+    ) -> Any:
         """Add an operation on values of this graph and constants; return its value, or several.
+
+        Args:
+            operation: An operation of torch's dispatcher.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            count: How many tensors are in the list that it returns, if it returns one.
 
         Raises:
             NotImplementedError: If the interpreter does not know it with such arguments.
@@ -212,11 +220,11 @@ class OperationGraph:
         if is_copy(operation) and isinstance(args[0], (bool, int, float)):
             values[0] = self._graph.insertConstant(torch.tensor(args[0]))
         results = self._node(schema.name, values, kinds)
+        if any(isinstance(kind, torch._C.ListType) for kind in kinds):
+            if count is None or len(results) > 1:
+                raise NotImplementedError(schema.name)
+            return self._node("prim::ListUnpack", results, [torch._C.TensorType.get()] * count)
         return results[0] if len(results) == 1 else results
-
-    def unpacked(self, several: Any, count: int) -> list[Any]:
-        """Return the tensors of a list that an operation returned."""
-        return self._node("prim::ListUnpack", [several], [torch._C.TensorType.get()] * count)
 
     def function(self, outputs: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
         """Return the graph as a function from its inputs to these values of it."""

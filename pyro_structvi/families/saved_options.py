@@ -21,7 +21,7 @@ def as_tensor(family: Family) -> Tensor:
     A state dict then holds tensors only: ``torch.load(..., weights_only=True)`` reads it, and so do
     formats that know nothing else, such as safetensors.
     """
-    text = json.dumps(_options_of(family))
+    text = json.dumps(_options_of(family), default=_plain)
     return torch.tensor([*text.encode()], dtype=torch.uint8, device="cpu")
 
 
@@ -44,7 +44,7 @@ def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
         family, site = getattr(part, "family", None), getattr(part, "site", None)
         key = f"{prefix}{name}.{KEY}" if name else f"{prefix}{KEY}"
         if isinstance(family, Family) and site is not None and key in state:
-            own, given = _options_of(family), _read(key, state[key])
+            own, given = _read(key, as_tensor(family)), _read(key, state[key])
             found += [f"{each} at the site '{site.name}'" for each in _differences(given, own)]
     if found:
         more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
@@ -56,26 +56,19 @@ def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
 
 
 def _options_of(family: Family) -> dict[str, Any]:
-    """Return the class and the options that decide what the parameters mean, as JSON knows them."""
-    options = {
-        field.name: _plain(getattr(family, field.name)) for field in fields(family) if field.compare
-    }
+    """Return the class and the options that decide what the parameters mean."""
+    options = {field.name: getattr(family, field.name) for field in fields(family) if field.compare}
     return {"family": type(family).__name__, **options}
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
+    """Return what JSON has in the place of a value that it does not know."""
     if isinstance(value, Family):
         return _options_of(value)
-    if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
+    if isinstance(value, (Integral, Real)):  # of NumPy
+        return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return value.tolist()
     return type(value).__name__  # a function has no value that a file could hold
 
 

@@ -171,12 +171,7 @@ def fit(
         True
     """
     _check_modules(model, guide)
-    is_optimizer = not isinstance(optimizer, type) or issubclass(optimizer, torch.optim.Optimizer)
-    if isinstance(optimizer, PyroOptim) or not is_optimizer:
-        raise TypeError(
-            "`optimizer` must be `torch.optim.Adam` or another function of `(parameters, lr=lr)` that "
-            f"returns an optimizer of torch, but got {brief(optimizer)}. Pass Pyro's to `CompiledSVI`."
-        )
+    _check_optimizer(optimizer)
     if resume and checkpoint is None:
         raise ValueError("`resume=True` needs `checkpoint`, the path to go on from, but got None.")
     _check_validation(validation, metric=metric, validate_every=validate_every, patience=patience)
@@ -192,16 +187,11 @@ def fit(
         loader = as_batches(data, batch_size, device, shared_seed(), world())
         size, total = num_examples(loader), _count_steps(num_epochs, num_steps, loader)
         settings = {
-            "the kind of `data`": type(loader).__name__,
-            "the number of examples in `data`": size,
-            "the number of mini-batches in `data`": len(loader),
             "`batch_size`": batch_size,
             "`num_particles`": num_particles,
             "`vectorize_particles`": vectorize_particles,
         }
-        if device is not None:
-            settings["the device of `guide`"] = device.type
-        run.check(total, len(loader), settings)
+        run.check(total, loader, settings)
     set_num_data(poutine.unwrap(model), size)
     with training_mode(model, guide), noise_of_rank(device):
         feed = run.feed(loader)
@@ -239,7 +229,7 @@ def _steps(
         share_start(loss)
         run.begin(optimizer, lr_schedule)
     step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
-    run.history.compilation = step.notes
+    step.notes = run.history.compilation
     for number, (args, kwargs) in enumerate(() if run.is_over else batches, run.done):
         if lr_schedule is not None:
             optimizer.scale_rates(lr_schedule(number))
@@ -268,6 +258,15 @@ def _check_validation(data: ValidationData | None, **options: Any) -> None:
     if data is None and unused:
         raise ValueError(
             f"`{unused[0]}` needs `validation`, a tuple `(x, y)` to measure the guide on, but got None."
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    is_optimizer = not isinstance(optimizer, type) or issubclass(optimizer, torch.optim.Optimizer)
+    if isinstance(optimizer, PyroOptim) or not is_optimizer:
+        raise TypeError(
+            "`optimizer` must be `torch.optim.Adam` or another function of `(parameters, lr=lr)` that "
+            f"returns an optimizer of torch, but got {brief(optimizer)}. Pass Pyro's to `CompiledSVI`."
         )
 
 

@@ -10,11 +10,11 @@ import torch
 
 from pyro_structvi._checks import naming
 from pyro_structvi.infer.callbacks import Callbacks, call_all, close_all
-from pyro_structvi.infer.data.batches import Arguments
+from pyro_structvi.infer.data.batches import Arguments, num_examples
 from pyro_structvi.infer.data.feed import Feed, Place
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.ranks import of_all_ranks, world
-from pyro_structvi.infer.runs.checkpoint import CheckpointFile
+from pyro_structvi.infer.runs.checkpoint import CheckpointFile, check_same
 from pyro_structvi.infer.runs.interrupts import interrupts_between_steps
 from pyro_structvi.infer.runs.module_states import check_parts, load_parts, parts_state, plain
 from pyro_structvi.infer.runs.random_states import (
@@ -90,17 +90,24 @@ class Run:
             set_random_states(self._before, self._device)
             raise
 
-    def check(self, total: int, num_batches: int, settings: Mapping[str, Any]) -> None:
+    def check(self, total: int, loader: Any, settings: Mapping[str, Any]) -> None:
         """Raise a ``ValueError`` if a checkpoint was begun with other settings, or has more steps.
 
         Args:
             total: The number of steps.
-            num_batches: How many steps a pass through the data takes.
-            settings: What has to be the same, by its name in the error.
+            loader: The data.
+            settings: What else has to be the same, by its name in the error.
         """
         self.total = total
-        self._num_batches = num_batches
-        self._settings |= settings
+        self._num_batches = len(loader)
+        self._settings |= {
+            "the kind of `data`": type(loader).__name__,
+            "the number of examples in `data`": num_examples(loader),
+            "the number of mini-batches in `data`": len(loader),
+            **settings,
+        }
+        if self._device is not None:
+            self._settings["the device of `guide`"] = self._device.type
         if self._file is not None:
             self._file.check(self._settings)
         if total < self.done:
@@ -228,16 +235,16 @@ class Run:
         self, saved: Mapping[str, Any], optimizer: OneOptimizer, lr_schedule: Schedule | None
     ) -> None:
         check_parts(self._loss, saved)
-        _check_same("the parameters that are trained", self._trained, saved["trained"])
-        _check_same("`optimizer`", type(optimizer.torch).__name__, saved["optimizer"]["class"])
+        check_same("the parameters that are trained", self._trained, saved["trained"])
+        check_same("`optimizer`", type(optimizer.torch).__name__, saved["optimizer"]["class"])
         groups = saved["optimizer"]["state"]["param_groups"]
-        _check_same("the number of groups of `optimizer`", len(optimizer.options), len(groups))
+        check_same("the number of groups of `optimizer`", len(optimizer.options), len(groups))
         for own, given in zip(plain("optimizer", optimizer.options), groups, strict=True):
             for name in own.keys() - NOT_COMPARED:
-                _check_same(f"the option `{name}` of `optimizer`", own[name], given.get(name))
+                check_same(f"the option `{name}` of `optimizer`", own[name], given.get(name))
         if self._validation is not None and saved["validation"] is not None:
             for name, own in self._validation.settings.items():
-                _check_same(name, own, saved["validation"]["settings"][name])
+                check_same(name, own, saved["validation"]["settings"][name])
         self._check_schedules(saved["history"], optimizer, lr_schedule)
 
     def _check_schedules(
@@ -251,9 +258,9 @@ class Run:
             own = rate if lr_schedule is None else rate * lr_schedule(step)
             where = f"at step {step}"
             if not math.isclose(own, lr, rel_tol=1e-6):
-                _check_same(f"the learning rate of `lr` and `lr_schedule` {where}", own, lr)
+                check_same(f"the learning rate of `lr` and `lr_schedule` {where}", own, lr)
             if not math.isclose(elbo.current_kl_weight, kl_weight, rel_tol=1e-6):
-                _check_same(f"`kl_weight` {where}", elbo.current_kl_weight, kl_weight)
+                check_same(f"`kl_weight` {where}", elbo.current_kl_weight, kl_weight)
         elbo.step = 0
 
     def _load(self, saved: Mapping[str, Any], optimizer: OneOptimizer) -> None:
@@ -264,26 +271,17 @@ class Run:
         optimizer.torch.load_state_dict(saved["optimizer"]["state"])
         self._loss.elbo.step = self.done
         for name, values in saved["history"].items():
-            setattr(self.history, name, values.tolist())
+            setattr(self.history, name, [*values] if isinstance(values, list) else values.tolist())
 
 
-def _lists_of(history: History) -> dict[str, torch.Tensor]:
-    """Return the lists of a history as tensors, which are read much faster."""
+def _lists_of(history: History) -> dict[str, Any]:
+    """Return the lists of a history, those of numbers as tensors, which are read much faster."""
     lists = {field.name: getattr(history, field.name) for field in fields(history)}
-    return {
-        name: torch.tensor(
-            values,
-            dtype=torch.int64 if {*map(type, values)} == {int} else torch.float64,
-            device="cpu",
-        )
-        for name, values in lists.items()
-        if isinstance(values, list) and name != "compilation"
-    }
+    return {name: _as_tensor(values) for name, values in lists.items() if isinstance(values, list)}
 
 
-def _check_same(name: str, own: Any, saved: Any) -> None:
-    if own != saved:
-        raise ValueError(
-            f"`checkpoint` must go on with what it was begun with, but {name} is {own!r} here, and was "
-            f"{saved!r} there. Pass the same, or another path."
-        )
+def _as_tensor(values: list[Any]) -> Any:
+    if any(isinstance(value, str) for value in values):
+        return values
+    dtype = torch.int64 if {*map(type, values)} == {int} else torch.float64
+    return torch.tensor(values, dtype=dtype, device="cpu")

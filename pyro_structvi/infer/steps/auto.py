@@ -6,7 +6,12 @@ from statistics import median
 from typing import Any, Literal
 
 from pyro_structvi.infer.steps.call import Call
-from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
+from pyro_structvi.infer.steps.compiled import (
+    MANY_KINDS,
+    CompiledStep,
+    NotCompiledError,
+    not_repeated,
+)
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.replayed import ReplayedStep
@@ -19,7 +24,7 @@ EAGER = 4  # steps before any other; the first is not timed
 STEPS_FOR_TRACING = (
     300  # tracing takes what 100 to 200 eager steps take, and saves half of each or more
 )
-MOST_KINDS = 15  # that are kept
+MOST_KINDS = MANY_KINDS - 1  # that are kept, of which nothing is said yet
 
 # Inductor takes some 25 times as long as tracing did, and saves a third of a traced step or more.
 COMPILING_PER_TRACING = 25.0
@@ -108,6 +113,8 @@ class AutoStep(Step):
         kind = self._kinds.setdefault(step, Kind())
         if kind.is_settled and kind.way == "eager":
             return self._engine.eager.take(args, kwargs)
+        if kind.is_settled:
+            return self._engine.replay(step, call)
         start, was_ready = time.perf_counter(), kind.way == "eager" or step.is_ready
         if kind.way == "eager":
             numbers = self._take_eager(call)
@@ -128,15 +135,10 @@ class AutoStep(Step):
 
     def _take_eager(self, call: Call) -> list[float]:
         """Take an eager step, and see whether it changes what a replay would not."""
-        before = self._modules.plain_values()
-        numbers = self._engine.eager.take(call.args, call.kwargs)
-        changed = [
-            name
-            for name, value in self._modules.plain_values().items()
-            if before.get(name) != value
-        ]
+        with self._modules.plain_changes() as changed:
+            numbers = self._engine.eager.take(call.args, call.kwargs)
         if changed:
-            self._turn_off(f"a step changes {', '.join(changed[:3])}, which a replay would not")
+            self._turn_off(not_repeated(changed))
         return numbers
 
     def _take_replayed(self, kind: Kind, step: ReplayedStep, call: Call) -> list[float]:
@@ -202,7 +204,7 @@ class AutoStep(Step):
         return (self._num_steps - self._taken) * kind.count / self._taken
 
     def _note(self, text: str) -> None:
-        self.notes.append(f"Step {self._taken - 1}: {text}")
+        self.notes.append(f"Step {self.loss.elbo.step}: {text}")
 
 
 def _compared(kind: Kind, other: Way) -> str:

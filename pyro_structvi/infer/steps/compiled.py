@@ -2,7 +2,7 @@
 
 import random
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -165,16 +165,10 @@ class CompiledStep(Step):
                 "a step draws random numbers by Python's `random` or by NumPy, and would repeat "
                 "what it has drawn once; draw them by torch"
             )
-        before = None if step.is_traced else self._modules.plain_values()
-        outputs = step(call)
-        if before is not None:
-            after = self._modules.plain_values()
-            changed = [name for name, value in after.items() if before.get(name) != value]
-            if changed:
-                raise RuntimeError(
-                    f"a step changes {', '.join(changed[:3])}, which a replay would not; keep what "
-                    "changes in a buffer, and change it in place"
-                )
+        with self._modules.plain_changes() as changed:
+            outputs = step(call)
+        if changed:
+            raise RuntimeError(not_repeated(changed))
         return outputs
 
     @contextmanager
@@ -198,6 +192,14 @@ class CompiledStep(Step):
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
         return tuple(parts)
+
+
+def not_repeated(changed: Sequence[str]) -> str:
+    """Say why steps that change these values cannot be replayed."""
+    return (
+        f"a step changes {', '.join(changed[:3])}, which a replay would not; keep what changes in a "
+        "buffer, and change it in place"
+    )
 
 
 def _python_generators() -> list[Any]:

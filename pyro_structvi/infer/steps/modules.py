@@ -50,7 +50,15 @@ class Modules:
         uses = [module.uses for module in modules if isinstance(module, StructuredGuide)]
         return [*modules, *uses, *(tensor for module in modules for tensor in own_tensors(module))]
 
-    def plain_values(self) -> dict[str, Hashable]:
+    @contextmanager
+    def plain_changes(self) -> Iterator[list[str]]:
+        """Yield a list which names, after the block, the plain values that it has changed."""
+        before, changed = self._plain_values(), list[str]()
+        yield changed
+        after = self._plain_values()
+        changed += [name for name, value in after.items() if before.get(name) != value]
+
+    def _plain_values(self) -> dict[str, Hashable]:
         """Return the numbers, strings and switches that they may read, by name."""
         values = dict(self._known_to_functions())
         for number, module in enumerate(self._all()):

@@ -79,11 +79,6 @@ class ReplayedStep:
         return self._graph is not None if self._captures else self._is_prepared
 
     @property
-    def is_traced(self) -> bool:
-        """Whether the first call is over."""
-        return self._traced is not None
-
-    @property
     def has_updated(self) -> bool:
         """Whether the last call has updated the parameters, too."""
         return self._updates and self._graph is not None

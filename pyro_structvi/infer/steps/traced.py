@@ -94,9 +94,9 @@ def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
             values[node] = fx.map_arg(node.args[0], values.__getitem__)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = own.call(node.target, args, kwargs)
-            if isinstance(node.meta.get("val"), list):  # of some operations torch keeps no value
-                values[node] = own.unpacked(values[node], len(node.meta["val"]))
+            value = node.meta.get("val")  # of some operations torch keeps none
+            count = len(value) if isinstance(value, list) else None
+            values[node] = own.call(node.target, args, kwargs, count)
         else:
             outputs = node.args[0]
     run = own.function([values[node] for node in outputs if node is not None])
