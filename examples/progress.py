@@ -1,0 +1,65 @@
+"""What a long job prints: lines, rows of tables as they come, and one line of progress."""
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Lines above one line of progress; without a terminal, the progress is a line now and then.
+
+    Args:
+        total: How many steps will be taken, in all processes.
+        done: How many have been taken.
+    """
+
+    EVERY = 5.0  # seconds
+
+    def __init__(self, total: int, done: Any) -> None:
+        self._bar = tqdm(
+            desc="fits", total=total, leave=False, unit=" steps", disable=not sys.stderr.isatty()
+        )
+        self._total, self._done = total, done
+        self._start = self._last = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+        if error[0] is None:
+            self.write(f"\nThat took {time.monotonic() - self._start:.0f} s.")
+
+    def write(self, line: str) -> None:
+        """Print a line above the progress."""
+        tqdm.write(line, sys.stdout)
+        sys.stdout.flush()
+
+    def show(self) -> None:
+        """Show how far the fits are."""
+        self._bar.update(self._done.value - self._bar.n)
+        now = time.monotonic()
+        if self._bar.disable and now - self._last > self.EVERY:
+            self._last = now
+            share = self._done.value / self._total
+            print(f"{share:4.0%} of all steps, {now - self._start:.0f} s", file=sys.stderr)
+
+
+class Table:
+    """Prints rows as they come, in columns as wide as what is known to come."""
+
+    def __init__(
+        self, progress: Progress, header: Sequence[str], titles: Iterable[str], width: int = 10
+    ) -> None:
+        self._progress = progress
+        self._widths = [max(map(len, titles)), *(max(len(cell), width) for cell in header[1:])]
+        self.add(header)
+        self.add(["-" * width for width in self._widths])
+
+    def add(self, row: Sequence[str]) -> None:
+        """Print a row."""
+        cells = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
+        self._progress.write("  ".join(cells).rstrip())
