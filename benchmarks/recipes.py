@@ -24,10 +24,6 @@ def share_of_prior(share: float) -> Start:
     return lambda site: share * (site.prior_scale or 1.0)
 
 
-def share_of_fan_in(share: float) -> Start:
-    return lambda site: share / (site.fan_in or site.shape[1:].numel() or 1) ** 0.5
-
-
 class Recipe(NamedTuple):
     """How a guide is started and trained; a field that is None is the library's default.
 
@@ -92,22 +88,14 @@ def adam_by_kind(
 RECIPES: dict[str, Recipe] = {
     "default": Recipe(),
     "0.01, lr 0.01": Recipe(constant(0.01), 0.01),
-    "0.01, lr 0.02": Recipe(constant(0.01), 0.02),
     "0.01, lr 0.05": Recipe(constant(0.01), 0.05),
     "0.01, lr 0.1": Recipe(constant(0.01), 0.1),
     "0.1, lr 0.05": Recipe(constant(0.1), 0.05),
-    "fan-in/10, lr 0.05": Recipe(share_of_fan_in(0.1), 0.05),
     "prior/3, lr 0.05": Recipe(share_of_prior(0.3), 0.05),
     "prior/10, lr 0.05, scales x 3": Recipe(share_of_prior(0.1), 0.05, rates=(("log_", 3),)),
     "0.01, lr 0.05, scales x 3": Recipe(constant(0.01), 0.05, rates=(("log_", 3),)),
-    "0.1, lr 0.02": Recipe(constant(0.1), 0.02),
-    "prior/30, lr 0.02": Recipe(share_of_prior(1 / 30), 0.02),
-    "prior/10, lr 0.02": Recipe(share_of_prior(0.1), 0.02),
-    "prior/3, lr 0.02": Recipe(share_of_prior(0.3), 0.02),
-    "fan-in/10, lr 0.02": Recipe(share_of_fan_in(0.1), 0.02),
     "prior/10, lr 0.05": Recipe(share_of_prior(0.1), 0.05),
     "prior/10, lr 0.1": Recipe(share_of_prior(0.1), 0.1),
-    "prior/10, lr 0.02, scales x 3": Recipe(share_of_prior(0.1), 0.02, rates=(("log_", 3),)),
     "prior/10, lr 0.05, constant": Recipe(share_of_prior(0.1), 0.05, decays=False),
     "prior/10, lr 0.05, constant, averaged": Recipe(
         share_of_prior(0.1), 0.05, decays=False, averages=True

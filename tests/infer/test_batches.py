@@ -95,7 +95,9 @@ def test_no_more_batches_are_loaded_than_steps_are_taken():
 def test_on_a_cpu_nothing_waits_in_a_thread(monkeypatch):
     monkeypatch.setattr(feed, "OneAhead", None)
     model = make_regressor()
-    ps.fit(model, ps.MeanFieldGuide(model), [regression_data()], num_steps=3, progress=False)
+    data = [regression_data()]
+    history = ps.fit(model, ps.MeanFieldGuide(model), data, num_steps=3, progress=False)
+    assert len(history.elbo) == 3
 
 
 @pytest.mark.parametrize(("free", "moves"), [(8 * 12 * 4 * 4, True), (8 * 12 * 4 * 4 - 1, False)])

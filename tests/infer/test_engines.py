@@ -2,6 +2,7 @@
 
 import random
 import re
+from itertools import product
 from types import SimpleNamespace
 
 import pyro
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi._torch import OperationGraph
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.steps import auto
 from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
 from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from pyro_structvi.linalg import blocks
+from tests.guide_cases import GUIDES, POINTS
 from tests.infer.test_training import make, snapshot, unchanged
 from tests.infer.two_ranks import assert_close, make_fit, on_two_ranks
 from tests.models import make_regressor, regression_data
@@ -43,21 +46,63 @@ def ways(history):
 # ---- the same step --------------------------------------------------------------------------------
 
 
-def test_a_fit_with_traced_steps_is_that_with_eager_ones_to_the_last_bit(traced_fit, monkeypatch):
-    """Both sizes of batches are taken twice as Python, and then traced; large weights go by blocks."""
-    monkeypatch.setattr(blocks, "BLOCK", 8)
-    histories, states = [], []
+def by_engines(make_guide, dtype=torch.float64, **options):
+    """Fit with eager steps and with those that fit chooses; return histories and states."""
+    found = []
     for compiled in (False, "auto"):
         pyro.set_rng_seed(0)
-        model, guide, data = make(size=25)
-        options = {"lr_schedule": CosineDecay(18, 0.1), "kl_weight": ps.LinearAnnealing(5)}
-        options |= {"compiled": compiled, "progress": False}
-        histories.append(ps.fit(model, guide, data, num_epochs=6, batch_size=10, lr=0.1, **options))
-        states.append(snapshot(guide))
-    eager, replayed = map(vars, histories)
+        model = make_regressor(20).to(dtype)
+        guide = make_guide(model)
+        data = tuple(value.to(dtype) for value in regression_data(20))
+        history = ps.fit(
+            model, guide, data, num_steps=6, lr=0.1, compiled=compiled, progress=False, **options
+        )
+        found.append((vars(history), snapshot(guide)))
+    return found
+
+
+def assert_same_bits(eager, own):
     for name in ("elbo", "log_likelihood", "kl", "kl_weight", "lr"):
-        assert replayed[name] == eager[name], name
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+        assert own[0][name] == eager[0][name], name
+    assert own[0]["compilation"] == []
+    assert all(torch.equal(value, own[1][name]) for name, value in eager[1].items())
+
+
+FAST = {("k-tied, joined", torch.float64), ("ensemble", torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*each, marks=() if each in FAST else pytest.mark.slow)
+        for each in product(GUIDES | POINTS, (torch.float64, torch.float32))
+    ],
+)
+def test_a_fit_with_traced_steps_is_that_with_eager_ones_to_the_last_bit(
+    name, dtype, traced_fit, monkeypatch
+):
+    """Large weights go by blocks."""
+    monkeypatch.setattr(blocks, "BLOCK", 8)
+    options = {"lr_schedule": CosineDecay(6, 0.1), "kl_weight": ps.LinearAnnealing(5)}
+    assert_same_bits(*by_engines((GUIDES | POINTS)[name], dtype, **options))
+
+
+def test_batches_of_two_sizes_are_traced_apart(traced_fit):
+    assert_same_bits(*by_engines(ps.KTiedGuide, batch_size=12))
+
+
+def test_python_runs_a_trace_with_an_operation_that_the_interpreter_does_not_know(
+    traced_fit, monkeypatch
+):
+    asked = []
+
+    def refuse(*args):
+        asked.append(args)
+        raise NotImplementedError("aten::unknown")
+
+    monkeypatch.setattr(OperationGraph, "call", refuse)
+    assert_same_bits(*by_engines(ps.MeanFieldGuide))
+    assert asked
 
 
 def test_a_run_that_goes_on_is_the_same_to_the_last_bit(traced_fit, tmp_path):

@@ -322,11 +322,11 @@ def test_another_metric_or_other_data_are_refused(tmp_path):
     model, guide, data = make(model=noisy_model)
     options = {"checkpoint": path, "resume": True, "patience": 2, "batch_size": 10, "num_steps": 20}
     options |= {"lr": 0.05, "lr_schedule": CosineDecay(30), "progress": False}
-    message = "`metric` is 'mean_log_density' here, and was 'Recorder'"
+    message = "`metric` is 'mean_log_density' here, and 'Recorder' in"
     with pytest.raises(ValueError, match=message):
         ps.fit(model, guide, data, validation=held_out(), **options)
     metric = Recorder([], guide)
-    message = "the number of examples in `validation` is 8 here, and was 9"
+    message = "the number of examples in `validation` is 8 here, and 9 in"
     with pytest.raises(ValueError, match=message):
         ps.fit(model, guide, data, validation=held_out(8), metric=metric, **options)
 

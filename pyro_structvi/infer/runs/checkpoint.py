@@ -63,16 +63,15 @@ class CheckpointFile:
         """
         saved = {} if self.saved is None else self.saved["settings"]
         for name, own in settings.items():
-            check_same(name, own, saved.get(name, own))
+            self.check_same(name, own, saved.get(name, own))
 
-
-def check_same(name: str, own: Any, saved: Any) -> None:
-    """Raise a ``ValueError`` unless what a run goes on with is what it was begun with."""
-    if own != saved:
-        raise ValueError(
-            f"`checkpoint` must go on with what it was begun with, but {name} is {own!r} here, and "
-            f"{saved!r} there. Pass the same, or another path."
-        )
+    def check_same(self, name: str, own: Any, saved: Any) -> None:
+        """Raise a ``ValueError`` unless what a run goes on with is what the file has."""
+        if own != saved:
+            raise ValueError(
+                f"`checkpoint` must go on with what it was begun with, but {name} is {own!r} here, and "
+                f"{saved!r} in '{self.path}'. Pass the same, or another path."
+            )
 
 
 def write_atomically(path: Path, state: Any) -> None:

@@ -14,7 +14,7 @@ from pyro_structvi.infer.data.batches import Arguments, num_examples
 from pyro_structvi.infer.data.feed import Feed, Place
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.ranks import of_all_ranks, world
-from pyro_structvi.infer.runs.checkpoint import CheckpointFile, check_same
+from pyro_structvi.infer.runs.checkpoint import CheckpointFile
 from pyro_structvi.infer.runs.interrupts import interrupts_between_steps
 from pyro_structvi.infer.runs.module_states import check_parts, load_parts, parts_state, plain
 from pyro_structvi.infer.runs.random_states import (
@@ -234,7 +234,9 @@ class Run:
     def _check_saved(
         self, saved: Mapping[str, Any], optimizer: OneOptimizer, lr_schedule: Schedule | None
     ) -> None:
+        assert self._file is not None
         check_parts(self._loss, saved)
+        check_same = self._file.check_same
         check_same("the parameters that are trained", self._trained, saved["trained"])
         check_same("`optimizer`", type(optimizer.torch).__name__, saved["optimizer"]["class"])
         groups = saved["optimizer"]["state"]["param_groups"]
@@ -251,6 +253,7 @@ class Run:
         self, history: Mapping[str, Any], optimizer: OneOptimizer, lr_schedule: Schedule | None
     ) -> None:
         """Ask the schedules of this call for the steps that were taken, whatever functions they are."""
+        assert self._file is not None
         elbo, rate = self._loss.elbo, optimizer.rate
         numbers = zip(history["lr"].tolist(), history["kl_weight"].tolist(), strict=True)
         for step, (lr, kl_weight) in enumerate(numbers):
@@ -258,9 +261,11 @@ class Run:
             own = rate if lr_schedule is None else rate * lr_schedule(step)
             where = f"at step {step}"
             if not math.isclose(own, lr, rel_tol=1e-6):
-                check_same(f"the learning rate of `lr` and `lr_schedule` {where}", own, lr)
+                self._file.check_same(
+                    f"the learning rate of `lr` and `lr_schedule` {where}", own, lr
+                )
             if not math.isclose(elbo.current_kl_weight, kl_weight, rel_tol=1e-6):
-                check_same(f"`kl_weight` {where}", elbo.current_kl_weight, kl_weight)
+                self._file.check_same(f"`kl_weight` {where}", elbo.current_kl_weight, kl_weight)
         elbo.step = 0
 
     def _load(self, saved: Mapping[str, Any], optimizer: OneOptimizer) -> None:
