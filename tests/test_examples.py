@@ -31,7 +31,7 @@ SCRIPTS = {
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
-    "docs/scripts/kernel_costs.py": ["--rounds", "1", "--size", "64"],
+    "docs/scripts/kernel_costs.py": ["--rounds", "1", "--size", "64", "--stages", "1"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],
     "docs/scripts/memory.py": [
         *("--net", "resnet18", "--steps", "1"),
@@ -47,6 +47,7 @@ SCRIPTS = {
         "--rounds",
         "1",
     ],
+    "docs/scripts/traced_steps.py": ["--rounds", "2", "--guide", "mean field"],
     "docs/scripts/step_profile.py": [
         *("--net", "small", "--steps", "1", "--top", "2"),
         *("--guide", "deterministic", "--guide", "k-tied, k = 2"),
