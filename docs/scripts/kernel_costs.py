@@ -56,8 +56,8 @@ def convolutions(channels: int, pixels: int) -> dict[str, Callable[[], object]]:
     with_gradients = {
         "convolution": (linear_map, images, many),
         "the same, channels-last": (linear_map, last, many),
-        "to 3 channels by convolution": (linear_map, images, few),
-        "to 3 channels by products and shifts": (linear_map.bank, images, few),
+        "to 3 channels (k-tied, k = 2) by convolution": (linear_map, images, few),
+        "to 3 channels (k-tied, k = 2) by products and shifts": (linear_map.bank, images, few),
         "to 1 channel by convolution": (linear_map, images, one),
         "to 1 channel by products and shifts": (linear_map.bank, images, one),
         "from 3 hidden channels by convolution": (point_map, hidden, mixing),
