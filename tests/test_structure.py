@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -132,3 +133,13 @@ def test_files_of_one_name_are_of_one_structure():
 def test_few_modules_lie_at_the_root():
     loose = [file.name for file in PACKAGE.glob("*.py") if file.name != "__init__.py"]
     assert len(loose) <= 6
+
+
+def test_every_folder_is_a_package_and_every_file_is_kept():
+    """A file that git ignores stands here and is missing from a clone and from the wheel."""
+    folders = {file.parent for file in FILES}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+    files = "\n".join(str(file) for file in FILES)
+    command = ["git", "check-ignore", "--no-index", "--stdin"]
+    ignored = subprocess.run(command, input=files, cwd=PACKAGE, capture_output=True, text=True)
+    assert (ignored.stdout, ignored.stderr) == ("", "")
