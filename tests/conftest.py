@@ -25,6 +25,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Compute with one thread unless told otherwise: at these sizes, more of them only wait."""
+    gc.disable()  # collecting ten thousand tests makes much and drops nothing
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
@@ -36,9 +37,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Leave what is there by now, modules and ten thousand tests, out of each garbage collection."""
-    gc.collect()
+    """Collect garbage from here on, seldom, and without what is there by now: modules and tests."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 def _reason_to_skip(item, config):

@@ -39,6 +39,7 @@ SLOW = {
     "docs/reference_posteriors.md",
     "docs/priors_and_models.md",
     "docs/real_nets.md",
+    "docs/speed.md",
     *(
         f"docs/guides/{name}.md"
         for name in (

@@ -244,7 +244,7 @@ def test_marginal_variances_start_at_init_scale(diagonal, rank, alpha):
 
 
 @pytest.mark.parametrize("diagonal", ["constant", "isotropic", "full"])
-@pytest.mark.parametrize("rank", [1, 2, 5])
+@pytest.mark.parametrize("rank", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_training_starts_near_the_net_it_was_given(rank, diagonal):
     """Noise is small beside a layer's outputs, and what it does to the ELBO beside its value."""
     net = make_net(100, 50, 50, 10)

@@ -163,7 +163,7 @@ def test_vectors_get_mean_field():
 # ---- convolutions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("join_bias", [False, True])
+@pytest.mark.parametrize("join_bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_net_with_convolutions_trains_without_a_drawn_weight(join_bias, monkeypatch):
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2 * 4 * 4, 3))
     model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=12)

@@ -143,7 +143,7 @@ def test_vectors_get_mean_field():
 # ---- convolutions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("join_bias", [False, True])
+@pytest.mark.parametrize("join_bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_net_with_groups_trains_without_a_drawn_weight(join_bias, monkeypatch):
     layers = nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3)
     model = ps.Classifier(ps.bayesianize(nn.Sequential(*layers), prior=1.0), num_data=12)

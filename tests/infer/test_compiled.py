@@ -408,7 +408,7 @@ def slow(case):
     [
         slow(lambda: pyro.optim.SGD({"lr": 1e-4, "momentum": 0.9})),
         slow(lambda: pyro.optim.ClippedAdam({"lr": 0.01, "clip_norm": 0.1})),
-        lambda: pyro.optim.AdamW({"lr": 0.01, "weight_decay": 0.1}, {"clip_norm": 0.5}),
+        slow(lambda: pyro.optim.AdamW({"lr": 0.01, "weight_decay": 0.1}, {"clip_norm": 0.5})),
         lambda: pyro.optim.Adam(lambda name: {"lr": 0.1 if name.endswith("loc") else 0.01}),
         slow(lambda: pyro.optim.RMSprop({"lr": 0.01})),
     ],

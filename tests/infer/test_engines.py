@@ -88,7 +88,7 @@ def test_a_fit_with_traced_steps_is_that_with_eager_ones_to_the_last_bit(
 
 
 def test_batches_of_two_sizes_are_traced_apart(traced_fit):
-    assert_same_bits(*by_engines(ps.KTiedGuide, batch_size=12))
+    assert_same_bits(*by_engines(ps.MeanFieldGuide, batch_size=12))
 
 
 def test_python_runs_a_trace_with_an_operation_that_the_interpreter_does_not_know(
@@ -246,7 +246,7 @@ def test_a_setting_that_changes_between_steps_is_another_kind(traced_fit):
 
     def elbos(compiled):
         pyro.set_rng_seed(0)
-        guide = ps.KTiedGuide(model)
+        guide = ps.MeanFieldGuide(model)
         return ps.fit(
             model, guide, Batches([0]), num_steps=8, compiled=compiled, progress=False
         ).elbo

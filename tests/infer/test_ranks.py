@@ -91,7 +91,7 @@ def train(guide, batch_size, options):
     )
 
 
-@pytest.mark.parametrize("batch_size", [3, None])
+@pytest.mark.parametrize("batch_size", [3, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("guide", "options"), [(ps.MAPGuide, {}), (ps.KTiedGuide, {"local_reparam": False})]
 )

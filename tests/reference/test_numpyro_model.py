@@ -111,25 +111,29 @@ def sample_inside(h):
 # ---- the log joint -----------------------------------------------------------------------------
 
 
+def slow(case):
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "prior",
     [
         0.7,
         {"2.weight": torch.tensor([[0.5], [2.0]]), "*": 1.0},
-        {"2.weight": torch.linspace(0.5, 2, 5), "*": 1.0},
+        slow({"2.weight": torch.linspace(0.5, 2, 5), "*": 1.0}),
         {"2.weight": torch.linspace(0.5, 2, 10).reshape(2, 5), "*": 1.0},
         {"2.weight": dist.Normal(torch.linspace(-1, 1, 5), 0.4), "*": dist.Laplace(0.0, 1.0)},
         FanIn(scale=1.4),
-        dist.Laplace(0.1, 0.8),
+        slow(dist.Laplace(0.1, 0.8)),
         dist.StudentT(3.0, 0.2, 0.5),
-        dist.Cauchy(0.3, 2.0),
+        slow(dist.Cauchy(0.3, 2.0)),
         dist.HalfNormal(0.9),
-        dist.HalfCauchy(0.9),
+        slow(dist.HalfCauchy(0.9)),
         dist.Gamma(2.0, 3.0),
         dist.LogNormal(0.2, 0.6),
-        dist.Exponential(1.7),
-        dist.Uniform(0.0, 1.5),
-        dist.InverseGamma(2.5, 1.5),
+        slow(dist.Exponential(1.7)),
+        slow(dist.Uniform(0.0, 1.5)),
+        slow(dist.InverseGamma(2.5, 1.5)),
     ],
     ids=str,
 )
