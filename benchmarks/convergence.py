@@ -17,6 +17,7 @@ import math
 import time
 from itertools import product
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, action="append", help="default: every recipe")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--particles", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=1, help="runs, whose mean and error are given")
     parser.add_argument("--output", type=Path, help="a JSON file; results are added to those in it")
     options = parser.parse_args()
     makers = {name: PROBLEMS[name] for name in options.problem or PROBLEMS if name != "none"}
@@ -61,8 +63,13 @@ def main() -> None:
         ]
         for guide, recipe in product(guides, options.recipe or RECIPES):
             if RECIPES[recipe].natural is None or guide == "mean field":
-                torch.manual_seed(0)
-                row = train(make(), guide, RECIPES[recipe], results)
+                runs = []
+                for seed in range(options.seeds):
+                    torch.manual_seed(0)  # of data and net
+                    problem = make()
+                    torch.manual_seed(seed)
+                    runs.append(train(problem, guide, RECIPES[recipe], results))
+                row = mean_of(runs)
                 recipes.setdefault(recipe, {})[guide] = row
                 print(f"{name} | {recipe} | {guide} | {row}", flush=True)
                 if options.output:
@@ -98,11 +105,27 @@ def train(problem: Problem, guide_name: str, recipe: Recipe, results: dict[str, 
             batch_size=problem.batch_size,
             callbacks=[after_step],
             progress=False,
-            **recipe.options(guide, steps),
+            **recipe.options(guide),
         )
     except FloatingPointError as error:  # the row stays short, and the table says that it diverged
         print(error, flush=True)
     return row
+
+
+def mean_of(runs: list[dict[str, list[float]]]) -> dict[str, Any]:
+    """Return the means over runs; the standard error is that of particles and runs together."""
+    if len(runs) == 1:
+        return runs[0]
+    whole = range(min(len(run["elbo"]) for run in runs))
+    elbos = [[run["elbo"][i] for run in runs] for i in whole]
+    within = [math.hypot(*(run["error"][i] for run in runs)) / len(runs) for i in whole]
+    between = [stdev(each) / math.sqrt(len(runs)) for each in elbos]
+    return {
+        "elbo": [round(mean(each), 2) for each in elbos],
+        "error": [round(math.hypot(*pair), 2) for pair in zip(within, between, strict=True)],
+        "seconds": [round(mean(run["seconds"][i] for run in runs), 2) for i in whole],
+        "runs": elbos,
+    }
 
 
 class Average:

@@ -36,6 +36,8 @@ class Recipe(NamedTuple):
         averages: Whether the parameters of the last quarter of steps are averaged.
         natural: For mean field alone: take natural gradient steps, and this share of the learning rate
             for precisions.
+        structured: Whether the optimizer is the library's own; Adam with its defaults otherwise.
+        posterior_lr: Of the library's own optimizer.
     """
 
     start: Start | None = None
@@ -44,6 +46,8 @@ class Recipe(NamedTuple):
     rates: tuple[tuple[str, float], ...] = ()
     averages: bool = False
     natural: float | None = None
+    structured: bool = False
+    posterior_lr: float | None = None
 
     def prepare(self, guide: StructuredGuide) -> None:
         """Give the posteriors of a guide their start."""
@@ -53,14 +57,16 @@ class Recipe(NamedTuple):
             own = family.init(site, loc, self.start(site))
             guide.posteriors[key] = SitePosterior(family, site, own)
 
-    def options(self, guide: nn.Module, num_steps: int) -> dict[str, Any]:
+    def options(self, guide: nn.Module) -> dict[str, Any]:
         """Return the arguments of ``fit``."""
-        options: dict[str, Any] = {}
-        if self.lr is not None:
-            options["lr"] = self.lr
-            options["lr_schedule"] = ps.infer.CosineDecay(num_steps) if self.decays else None
-        if self.rates:
+        options: dict[str, Any] = {} if self.lr is None else {"lr": self.lr}
+        if not self.decays:
+            options["lr_schedule"] = None
+        if not self.structured:
             options["optimizer"] = partial(adam_by_kind, guide, dict(self.rates))
+        if self.posterior_lr is not None:
+            own = {"posterior_lr": self.posterior_lr}
+            options["optimizer"] = partial(ps.StructuredAdam, guide, **own)
         if self.natural is not None:
             options["optimizer"] = lambda _, lr: NaturalSteps(guide, lr, self.natural)
         return options
@@ -86,7 +92,8 @@ def adam_by_kind(
 
 
 RECIPES: dict[str, Recipe] = {
-    "default": Recipe(),
+    "default": Recipe(structured=True),
+    "default, units alone": Recipe(structured=True, posterior_lr=0.0),
     "0.01, lr 0.01": Recipe(constant(0.01), 0.01),
     "0.01, lr 0.05": Recipe(constant(0.01), 0.05),
     "0.01, lr 0.1": Recipe(constant(0.01), 0.1),

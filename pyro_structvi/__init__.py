@@ -14,7 +14,14 @@ from pyro_structvi.guides import (
 )
 from pyro_structvi.guides import short_forms as _short_forms
 from pyro_structvi.guides.short_forms import *  # noqa: F403  (its `__all__`: one line for a new guide)
-from pyro_structvi.infer import CompiledSVI, LinearAnnealing, StructuredELBO, TensorBoard, fit
+from pyro_structvi.infer import (
+    CompiledSVI,
+    LinearAnnealing,
+    StructuredAdam,
+    StructuredELBO,
+    TensorBoard,
+    fit,
+)
 from pyro_structvi.nn import (
     Classifier,
     FanIn,
@@ -57,6 +64,7 @@ __all__ = [
     # fitting
     "CompiledSVI",
     "LinearAnnealing",
+    "StructuredAdam",
     "StructuredELBO",
     "TensorBoard",
     "fit",

@@ -15,6 +15,15 @@ def initial_factor(
     return log_diagonal, like.new_zeros(*batch_shape, size * (size - 1) // 2)
 
 
+def unit_of_lower(lower: Tensor) -> float:
+    """Return the size of a change of each entry below a diagonal of n entries: ``1 / sqrt(n)``.
+
+    An optimizer such as Adam moves each entry by about as much, so that a row of n entries moves by
+    the root of n times that.
+    """
+    return 1 / math.sqrt((1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2)
+
+
 def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
     """Return the lower triangular matrices that the parameters hold.
 

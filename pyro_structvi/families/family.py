@@ -54,6 +54,19 @@ class Family:
         """Return the posterior that the unconstrained parameters stand for."""
         raise NotImplementedError
 
+    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
+        """Return the size of a change of a parameter that matters, in which an optimizer steps.
+
+        Unless a family says otherwise: 1 for a logarithm, ``log_...``, and for others, which are
+        then values of the site, the site's own.
+
+        Args:
+            site: The site.
+            name: The parameter's name.
+            value: The parameter.
+        """
+        return 1.0 if "log_" in name else site.unit
+
 
 @dataclass(frozen=True)
 class MatrixFamily(Family):

@@ -148,6 +148,14 @@ class InducingWeights(MatrixFamily):
         scale = capped(parameters["log_conditional_scale"], self.max_conditional_scale)
         return InducingNormal.from_inducing(joint, inducing, scale, validate_args=False)
 
+    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
+        """Return the unit of inducing weights, whose prior is standard, and of rows of unit length."""
+        if name.startswith("inducing_"):
+            inner = self._inducing_site(value.shape[-2:])
+            return self.posterior.unit(inner, name.removeprefix("inducing_"), value)
+        factor = name in ("row_factor", "column_factor")
+        return 1 / math.sqrt(value.shape[-1]) if factor else super().unit(site, name, value)
+
     def prior_scales(self, site: LatentSite) -> list[float]:
         """Return the prior's standard deviation, or those of weight and bias if they differ."""
         own = [site.prior_scale] + ([] if site.bias is None else [site.bias.prior_scale])

@@ -1,5 +1,6 @@
 """What a family may know of a latent site."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +96,19 @@ class LatentSite:
         # Torch would return the gradient of rows that lie apart transposed, and turn it, slowly.
         weight = weight.contiguous().view(*value.shape[:-2], *self.bias.weight_shape)
         return {self.name: weight, self.bias.name: bias.squeeze(-1)}
+
+    @property
+    def unit(self) -> float:
+        """The typical size of an unconstrained value, which training takes as a unit of length.
+
+        It is the prior's standard deviation, of a weight at most ``2 / sqrt(fan_in)``, so that outputs
+        move by as much as their inputs; 1 where the prior says nothing.
+        """
+        if not self.is_real or self.prior_scale is None:
+            return 1.0
+        return (
+            min(self.prior_scale, 2 / math.sqrt(self.fan_in)) if self.fan_in else self.prior_scale
+        )
 
     @property
     def is_batch(self) -> bool:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from inspect import signature
 from typing import Annotated, Any, Literal
 
 import pyro.poutine as poutine
@@ -30,7 +31,7 @@ from pyro_structvi.infer.ranks import (
 )
 from pyro_structvi.infer.runs.checkpoint import CheckpointFile
 from pyro_structvi.infer.runs.run import Run
-from pyro_structvi.infer.schedules import Schedule
+from pyro_structvi.infer.schedules import CosineDecay, Schedule
 from pyro_structvi.infer.steps.auto import AutoStep
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.eager import EagerStep
@@ -38,6 +39,7 @@ from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step, StepTerms
+from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.training_mode import training_mode
 from pyro_structvi.infer.validation import Metric, Validation, ValidationData
 
@@ -71,8 +73,8 @@ def fit(
     num_epochs: Count | None = None,
     num_steps: Count | None = None,
     batch_size: Count | None = None,
-    lr: Positive = 1e-3,
-    lr_schedule: Schedule | None = None,
+    lr: Positive | None = None,
+    lr_schedule: Schedule | Literal["cosine"] | None = "cosine",
     kl_weight: NonNegative | Schedule = 1.0,
     num_particles: Count = 1,
     vectorize_particles: bool = False,
@@ -114,12 +116,14 @@ def fit(
         num_steps: Optimization steps; give this or ``num_epochs``.
         batch_size: Examples a step, for tensors and datasets; None for all at once. On each of several
             processes there are as many.
-        lr: Learning rate.
-        lr_schedule: A factor of the learning rate for each step, such as ``CosineDecay(1000)``.
+        lr: Learning rate; the optimizer's own when None, 0.1 for :class:`StructuredAdam`.
+        lr_schedule: A factor of the learning rate for each step, such as ``CosineDecay(1000)``; "cosine"
+            falls to zero over all steps of this call, and None leaves the rate as it is.
         kl_weight: Weight of the KL, a number or a schedule, such as ``LinearAnnealing(1000)``.
         num_particles: Draws averaged in each step.
         vectorize_particles: Whether one pass runs them all; see :class:`StructuredELBO`.
-        optimizer: Called with ``(parameters, lr=lr)``; fused Adam when None.
+        optimizer: Called with ``(parameters, lr=lr)``, without ``lr`` where that is None;
+            :class:`StructuredAdam` of the guide when None.
         compiled: Whether steps run without Python, as those of :class:`CompiledSVI`. "auto" traces them
             after a few ordinary ones and lets inductor compile the trace, each if the measured times say
             that it pays for the steps to come; what cannot be traced runs as Python, and the history
@@ -134,6 +138,7 @@ def fit(
         resume: Whether to go on from the checkpoint where there is one; otherwise it must be a new file.
             Data, batch size, processes, parameters, optimizer and schedules must be those that it was
             begun with; ``num_steps`` or ``num_epochs`` count from the beginning and may be larger.
+            The learning rate of "cosine" then goes on as that of the longer run.
         validation: Inputs and observations ``(x, y)`` on which the guide is measured; for several inputs
             ``x`` is a tuple. They are kept on the guide's device and run in mini-batches of
             ``batch_size``.
@@ -171,13 +176,14 @@ def fit(
         True
     """
     _check_modules(model, guide)
-    _check_optimizer(optimizer)
+    _check_optimizer(optimizer, lr)
     if resume and checkpoint is None:
         raise ValueError("`resume=True` needs `checkpoint`, the path to go on from, but got None.")
     _check_validation(validation, metric=metric, validate_every=validate_every, patience=patience)
     elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles)
     device = _device_of(guide)
-    make_optimizer = partial(optimizer or partial(torch.optim.Adam, fused=True), lr=lr)
+    own_lr = {} if lr is None else {"lr": lr}
+    make_optimizer = partial(optimizer or partial(StructuredAdam, guide), **own_lr)
     loss = CheckedLoss(model, guide, elbo)
     file = None if checkpoint is None else CheckpointFile(checkpoint, resume)
     own = (metric, validate_every, patience, batch_size, device)
@@ -212,7 +218,7 @@ def _steps(
     guide: nn.Module,
     loss: Loss,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    lr_schedule: Schedule | None,
+    lr_schedule: Schedule | Literal["cosine"] | None,
     batches: Feed,
     num_batches: int,
     size: int | None,
@@ -227,12 +233,13 @@ def _steps(
         check("optimizer(parameters, lr=lr)", made, torch.optim.Optimizer)
         optimizer = OneOptimizer(made)
         share_start(loss)
-        run.begin(optimizer, lr_schedule)
+        schedule = CosineDecay(run.total) if lr_schedule == "cosine" else lr_schedule
+        run.begin(optimizer, schedule, stretches=lr_schedule == "cosine")
     step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
     step.notes = run.history.compilation
     for number, (args, kwargs) in enumerate(() if run.is_over else batches, run.done):
-        if lr_schedule is not None:
-            optimizer.scale_rates(lr_schedule(number))
+        if schedule is not None:
+            optimizer.scale_rates(schedule(number))
         yield step(*args, **kwargs), optimizer.rate
 
 
@@ -261,13 +268,17 @@ def _check_validation(data: ValidationData | None, **options: Any) -> None:
         )
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, lr: float | None) -> None:
     is_optimizer = not isinstance(optimizer, type) or issubclass(optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, PyroOptim) or not is_optimizer:
         raise TypeError(
             "`optimizer` must be `torch.optim.Adam` or another function of `(parameters, lr=lr)` that "
             f"returns an optimizer of torch, but got {brief(optimizer)}. Pass Pyro's to `CompiledSVI`."
         )
+    if lr is None and optimizer is not None:
+        rate = signature(optimizer).parameters.get("lr")
+        if rate is not None and rate.default is rate.empty:
+            raise ValueError("`lr` must be given, since `optimizer` has no rate of its own.")
 
 
 def _check_modules(model: Any, guide: Any) -> None:

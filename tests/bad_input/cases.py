@@ -61,7 +61,7 @@ METHODS_BETWEEN_PARTS = {
     *("image_under", "mahalanobis", "map_for_batch", "scale_noise", "split_noise"),
     *("ways_to_apply", "whiten"),
     # of families, for guides
-    *("check_memory", "distribution", "fits", "init", "prior_scales"),
+    *("check_memory", "distribution", "fits", "init", "prior_scales", "unit"),
     # of guides, for objectives
     *("begin_pass", "in_pass", "joint_posterior", "make_plates"),
     # of guides, with the model's arguments as `initialize` has them
@@ -354,6 +354,14 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "callbacks": [lambda history: None],
     },
     "TensorBoard": lambda: {"folder": FILES.name, "every": 2},
+    "StructuredAdam": lambda: {
+        "guide": (guide := ps.MeanFieldGuide(regressor())),
+        "parameters": [*guide.parameters()],
+        "lr": 0.1,
+        "betas": (0.9, 0.99),
+        "eps": 1e-12,
+        "posterior_lr": 3.0,
+    },
     # using the posterior
     "predict": lambda: {
         "model": (model := regressor()),
@@ -575,6 +583,7 @@ OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "LinearAnnealing.__call__": lambda: {"step": 3},
     "CosineDecay.__call__": lambda: {"step": 3},
     "TensorBoard.__call__": lambda: {"history": infer.History(*[[1.0]] * 5)},
+    "StructuredAdam.step": lambda: {"closure": lambda: None},
     "CompiledSVI.step": lambda: {"x": inputs(), "y": targets()},
     "CompiledSVI.evaluate_loss": lambda: {"x": inputs(), "y": targets()},
     **{

@@ -11,6 +11,8 @@ FINE = {
     "*Dropout.input_dim": "zero",
     "prune_*.amount": "zero",
     "PointMass.variance": "zero",
+    "StructuredAdam.eps": "zero",
+    "StructuredAdam.posterior_lr": "zero",
     "StructuredELBO.kl_weight": "zero",
     "fit.kl_weight": "zero",
     "LinearAnnealing.*": "zero, huge",

@@ -123,7 +123,7 @@ def fit(**options):
             "`optimizer` must be `torch.optim.Adam` or another function",
         ),
         (
-            lambda: fit(optimizer=lambda parameters, lr: None),
+            lambda: fit(optimizer=lambda parameters, lr: None, lr=0.1),
             TypeError,
             r"`optimizer\(parameters, lr=lr\)` must be an Optimizer, but got None",
         ),

@@ -167,7 +167,8 @@ def test_an_iterable_dataset_goes_on_whatever_length_it_says(path):
         guide = ps.MAPGuide(model)
         batches = [DataLoader(Drawn(), batch_size=10)]
         data = [{"x": x, "y": x.sum(-1, keepdim=True)} for x in batches[0]]
-        return ps.fit(model, guide, data, num_steps=steps, progress=False, **options).elbo
+        options |= {"num_steps": steps, "lr_schedule": None, "progress": False}
+        return ps.fit(model, guide, data, **options).elbo
 
     expected = fit(7)
     fit(3, checkpoint=path)
@@ -249,7 +250,8 @@ def test_guides_of_functions_and_of_pyro_go_on(guide, path):
         own = guide(model)
         x, y = make_data()
         data = x, y.repeat(1, 2)
-        ps.fit(model, own, data, num_steps=steps, progress=False, num_particles=2, **options)
+        options |= {"num_particles": 2, "lr_schedule": None, "progress": False}
+        ps.fit(model, own, data, num_steps=steps, **options)
         return own.state_dict()
 
     expected = fit(6)
@@ -467,6 +469,7 @@ def fit(guide=ps.KTiedGuide, size=25, model=None, **options):
     own = guide(model)
     before = {name: value.clone() for name, value in own.state_dict().items()}
     options = {"batch_size": 10, "num_steps": 4, "progress": False, "lr": 0.1} | options
+    options = {"lr_schedule": None, "optimizer": torch.optim.Adam} | options
     data = options.pop("data", regression_data(size))
     randomness = torch.get_rng_state()
     try:

@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_is_the_same_to_the_last_bit(traced_fit, tmp_path):
     def fit(num_steps, seed=0, **options):
         pyro.set_rng_seed(0)
         model, guide, data = make(size=20)
-        options |= {"lr": 0.1, "progress": False}
+        options |= {"lr": 0.1, "lr_schedule": None, "progress": False}
         pyro.set_rng_seed(seed)
         history = ps.fit(model, guide, data, num_steps=num_steps, **options)
         return history.elbo, snapshot(guide)

@@ -1,0 +1,186 @@
+"""Adam in the units of the prior and of the posterior."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
+from pyro_structvi.distributions.weight_distribution import GaussianWeight
+from pyro_structvi.families import SitePosterior
+
+POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's
+
+
+class StructuredAdam(torch.optim.Optimizer):
+    r"""Adam that steps in the units of the prior and of the posterior; what :func:`fit` trains with.
+
+    Adam moves each number by about the learning rate, whatever it means. Here the rate is multiplied by
+    the size of a change that matters, the parameter's unit (``Family.unit``): the prior's standard
+    deviation for means, though at most ``2 / sqrt(fan_in)``; 1 for logarithms; ``1 / sqrt(n)`` for
+    entries of a Cholesky factor with rows of n. A parameter that no posterior holds has the root mean
+    square of its start as its unit where it has two dimensions, and 0.1 otherwise.
+
+    A posterior :math:`\mu + A e` with correlations moves its mean besides in its own coordinates,
+    by Adam for the gradient by the noise e:
+
+    .. math:: \mu \leftarrow \mu - A \, \operatorname{Adam}_\rho(A^\top g), \qquad g = \nabla_\mu.
+
+    Without Adam's division this is the natural gradient step :math:`\Sigma g`, for which a
+    Gaussian posterior has curvature 1 in every direction.
+
+    Args:
+        guide: The guide, initialized: a :class:`~pyro_structvi.guides.StructuredGuide` or a module with
+            such guides in it.
+        parameters: What is trained: those of the guide, and others.
+        lr: Learning rate, a share of the unit.
+        betas: Decay rates of the averages of gradients and of their squares.
+        eps: Added to the root of the average square.
+        posterior_lr: Learning rate of the second move of means as a multiple of ``lr``, a share of the
+            posterior's own scale; none when 0.
+
+    Raises:
+        TypeError: If the guide is not a module.
+        ValueError: If a number is out of range, or there is no parameter.
+
+    Example:
+        >>> from pyro_structvi import Regressor, RowwiseGuide, StructuredELBO, bayesianize
+        >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
+        >>> model = Regressor(bayesianize(nn.Linear(1, 1), prior=1.0), num_data=32, noise_scale=0.1)
+        >>> guide = RowwiseGuide(model, join_bias=True)
+        >>> optimizer = StructuredAdam(guide, guide.parameters(), lr=0.1)
+        >>> for _ in range(100):
+        ...     optimizer.zero_grad()
+        ...     loss = StructuredELBO().differentiable_loss(model, guide, x, 2 * x)
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> abs(guide["net.weight"]().mean.item() - 2) < 0.5
+        True
+
+    References:
+        Kingma and Ba (2015), "Adam: a method for stochastic optimization"; Khan and Rue (2023), "The
+        Bayesian learning rule", section 3; Lin, Nielsen, Khan and Schmidt (2021), "Tractable structured
+        natural-gradient descent using local parameterizations".
+    """
+
+    @checked
+    def __init__(
+        self,
+        guide: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        lr: Positive = 0.1,
+        betas: tuple[Share, Share] = (0.9, 0.99),
+        eps: NonNegative = 1e-12,
+        posterior_lr: NonNegative = 3.0,
+    ) -> None:
+        posteriors = [each for each in guide.modules() if isinstance(each, SitePosterior)]
+        units = {
+            id(value): each.family.unit(each.site, name, value)
+            for each in posteriors
+            for name, value in each.named_parameters()
+        }
+        groups = defaultdict(list)
+        for value in parameters:
+            check("parameters", value, Tensor)
+            groups[units.get(id(value)) or _unit_of_point(value)].append(value)
+        options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr}
+        super().__init__(
+            [
+                {"params": each, "lr": lr * unit, "unit": unit}
+                for unit, each in sorted(groups.items())
+            ],
+            options | {"unit": 1.0, "fused": True},
+        )
+        self._correlated = [each for each in posteriors if posterior_lr and _is_correlated(each)]
+
+    @checked
+    @torch.no_grad()
+    def step(self, closure: Program | None = None) -> Any:
+        """Update parameters by their gradients.
+
+        Args:
+            closure: Computes the loss and the gradients anew, as for any optimizer of torch.
+
+        Returns:
+            What the closure returns.
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group, loc, gaussian, gradient in self._moves():
+            noise = torch.zeros_like(gradient)
+            lr = group["posterior_lr"] * group["lr"] / group["unit"]
+            self._adam(group, lr, [noise], [(loc, gradient)], "noise_")
+            loc += gaussian.scale_noise(noise)
+        for group in self.param_groups:
+            trained = [value for value in group["params"] if value.grad is not None]
+            self._adam(group, group["lr"], trained, [(value, value.grad) for value in trained])
+        return loss
+
+    def _moves(self) -> Iterable[tuple[dict[str, Any], Tensor, GaussianWeight, Tensor]]:
+        """Yield group, mean, posterior and gradient by its noise, of posteriors with correlations."""
+        groups = {id(value): group for group in self.param_groups for value in group["params"]}
+        for posterior in self._correlated:
+            loc = posterior.value("loc")
+            if id(loc) in groups and loc.grad is not None:
+                gaussian = posterior()
+                with torch.enable_grad():
+                    shape = gaussian.batch_shape + gaussian.noise_shape
+                    noise = loc.new_zeros(shape).requires_grad_()
+                    (gradient,) = torch.autograd.grad(gaussian.scale_noise(noise), noise, loc.grad)
+                yield groups[id(loc)], loc, gaussian, gradient
+
+    def _adam(
+        self,
+        group: dict[str, Any],
+        lr: float | Tensor,
+        moved: list[Tensor],
+        sources: list[tuple[Tensor, Tensor]],
+        prefix: str = "",
+    ) -> None:
+        """Move tensors by gradients; averages are kept with parameters, under names with a prefix.
+
+        A step of parameters counts, and those with a prefix come before it.
+        """
+        averages: list[Tensor] = []
+        squares: list[Tensor] = []
+        steps = []
+        for parameter, gradient in sources:
+            state = self.state[parameter]
+            if "step" not in state:
+                place = parameter.device
+                state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+            steps.append(state["step"].clone() if prefix else state["step"])
+            for name, tensors in (("exp_avg", averages), ("exp_avg_sq", squares)):
+                if prefix + name not in state:
+                    state[prefix + name] = torch.zeros_like(gradient)
+                tensors.append(state[prefix + name])
+        beta1, beta2 = group["betas"]
+        adam(
+            *(moved, [gradient for _, gradient in sources], averages, squares, [], steps),
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+@torch.no_grad()
+def _is_correlated(posterior: SitePosterior) -> bool:
+    """Whether it is a Gaussian with its mean among the parameters, and elements that vary together."""
+    if not isinstance(getattr(posterior, "loc", None), nn.Parameter):
+        return False
+    q = posterior()
+    return isinstance(q, GaussianWeight) and not q.has_independent_elements
+
+
+def _unit_of_point(value: Tensor) -> float:
+    """Return the unit of a parameter that is no posterior's."""
+    size = float(value.detach().square().mean().sqrt()) if value.dim() > 1 else 0.0
+    return size or POINT_UNIT

@@ -1,0 +1,277 @@
+"""Steps in the units of prior and posterior."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import GaussianWeight
+from pyro_structvi.families import FullCovariance, SitePosterior
+from pyro_structvi.infer import CosineDecay
+from tests.guide_cases import GUIDES, POINTS
+from tests.models import make_regressor, regression_data
+
+
+def gradients(guide, model, seed):
+    torch.manual_seed(seed)
+    x, y = regression_data()
+    guide.zero_grad()
+    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+
+
+def make(make_guide):
+    model = make_regressor()
+    guide = make_guide(model)
+    guide.initialize(*regression_data())
+    return model, guide
+
+
+def posteriors(guide):
+    return [each for each in guide.modules() if isinstance(each, SitePosterior)]
+
+
+def snapshot(guide):
+    return {name: value.detach().clone() for name, value in guide.named_parameters()}
+
+
+# ---- one step -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GUIDES | POINTS)
+def test_a_step_is_adam_in_units_and_in_the_posteriors_own_coordinates(name):
+    """Against torch's Adam with these rates, and Adam for the noise's gradient by dense algebra."""
+    lr, share = 0.02, 3.0
+    model, guide = make((GUIDES | POINTS)[name])
+    trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
+    units = {
+        id(value): each.family.unit(each.site, key, value)
+        for each in posteriors(guide)
+        for key, value in each.named_parameters()
+    }
+    plain = {name: value.detach().clone() for name, value in trained.items()}
+    groups = [
+        {"params": [plain[name]], "lr": lr * units[id(value)]} for name, value in trained.items()
+    ]
+    reference = torch.optim.Adam(groups, betas=(0.9, 0.99), eps=1e-12)
+    optimizer = ps.StructuredAdam(guide, trained.values(), lr=lr, posterior_lr=share)
+    averages = {}
+    for number in (1, 2, 3):
+        gradients(guide, model, number)
+        for key, value in trained.items():
+            plain[key].grad = value.grad
+        moves = {}
+        for path, posterior in guide.named_modules():
+            loc = getattr(posterior, "loc", None)
+            q = posterior() if isinstance(posterior, SitePosterior) and loc is not None else None
+            if not isinstance(q, GaussianWeight) or q.has_independent_elements:
+                continue
+            a = columns(q)
+            g = a.mT @ loc.grad.flatten()
+            first, second = averages.get(path, (0.0, 0.0))
+            first, second = 0.9 * first + 0.1 * g, 0.99 * second + 0.01 * g**2
+            averages[path] = first, second
+            own = (first / (1 - 0.9**number)) / ((second / (1 - 0.99**number)).sqrt() + 1e-12)
+            moves[f"{path}.loc"] = share * lr * (a @ own).reshape(loc.shape)
+        reference.step()
+        for key, move in moves.items():
+            plain[key] -= move.detach()
+        optimizer.step()
+        for key, value in trained.items():
+            torch.testing.assert_close(value, plain[key], rtol=1e-9, atol=1e-12)
+    correlated = ("matrix", "rowwise", "low rank", "full cov")
+    assert bool(averages) == name.startswith(correlated)
+
+
+def columns(q):
+    """Return A as a matrix, a column for each number of the noise."""
+    noises = torch.eye(math.prod(q.noise_shape)).reshape(-1, *q.noise_shape)
+    return torch.stack([q.scale_noise(each).flatten() for each in noises], -1)
+
+
+def test_units_are_those_of_the_prior_and_of_the_fan_in():
+    net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+    model = ps.Regressor(ps.bayesianize(net, ps.FanIn(1.0, 0.7)), 10, 0.3)
+    guide = ps.FullCovarianceGuide(model, join_bias=False)
+    optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=1.0)
+    rates = {id(v): group["lr"] for group in optimizer.param_groups for v in group["params"]}
+    found = {name: rates[id(value)] for name, value in guide.named_parameters()}
+    assert found == pytest.approx({
+        "posteriors.net/0/weight.loc": 1.0,
+        "posteriors.net/0/weight.log_diagonal": 1.0,
+        "posteriors.net/0/weight.lower": 50**-0.5,
+        "posteriors.net/0/bias.loc": 0.7,
+        "posteriors.net/0/bias.log_diagonal": 1.0,
+        "posteriors.net/0/bias.lower": 50**-0.5,
+        "posteriors.net/2/weight.loc": 50**-0.5,
+        "posteriors.net/2/weight.log_diagonal": 1.0,
+        "posteriors.net/2/weight.lower": 50**-0.5,
+        "posteriors.net/2/bias.loc": 0.7,
+        "posteriors.net/2/bias.log_diagonal": 1.0,
+        "posteriors.net/2/bias.lower": 1.0,
+    })
+
+
+def test_a_wide_prior_does_not_move_weights_by_more_than_their_fan_in_allows():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(400, 1), prior=1.0), 10, 0.3)
+    guide = ps.MeanFieldGuide(model)
+    assert guide["net.weight"] is not None
+    sites = {each.site.name: each.site.unit for each in posteriors(guide)}
+    assert sites == {"net.weight": 0.1, "net.bias": 1.0}
+
+
+def test_parameters_of_no_posterior_have_the_size_of_their_start():
+    _, guide = make(ps.MAPGuide)
+    weight, bias = nn.Parameter(torch.full((3, 2), 0.25)), nn.Parameter(torch.full((3,), 5.0))
+    zeros = nn.Parameter(torch.zeros(2, 2))
+    optimizer = ps.StructuredAdam(guide, [weight, bias, zeros], lr=2.0)
+    rates = {id(v): group["lr"] for group in optimizer.param_groups for v in group["params"]}
+    assert [rates[id(each)] for each in (weight, bias, zeros)] == pytest.approx([0.5, 0.2, 0.2])
+
+
+# ---- as an optimizer of torch ---------------------------------------------------------------------
+
+
+def test_a_state_dict_goes_on():
+    model, guide = make(GUIDES["rowwise, joined"])
+    optimizer = ps.StructuredAdam(guide, guide.parameters())
+    for number in range(3):
+        gradients(guide, model, number)
+        optimizer.step()
+    kept, state = snapshot(guide), optimizer.state_dict()
+    state = {
+        "state": {k: {n: v.clone() for n, v in each.items()} for k, each in state["state"].items()},
+        "param_groups": state["param_groups"],
+    }
+    gradients(guide, model, 9)
+    optimizer.step()
+    expected = snapshot(guide)
+    with torch.no_grad():
+        for name, value in guide.named_parameters():
+            value.copy_(kept[name])
+    other = ps.StructuredAdam(guide, guide.parameters(), lr=0.5)
+    other.load_state_dict(state)
+    gradients(guide, model, 9)
+    other.step()
+    assert all(torch.equal(value, expected[name]) for name, value in snapshot(guide).items())
+
+
+def test_parameters_without_a_gradient_stay():
+    model, guide = make(GUIDES["rowwise, joined"])
+    gradients(guide, model, 0)
+    still = guide["net.0.weight"]
+    first = posteriors(guide)[0]
+    first.loc.grad = None
+    before = snapshot(first)
+    ps.StructuredAdam(guide, guide.parameters()).step()
+    assert still is not None
+    assert torch.equal(first.loc, before["loc"])
+    assert not torch.equal(first.lower, before["lower"])
+
+
+def test_a_closure_is_called_with_gradients():
+    model, guide = make(ps.MeanFieldGuide)
+    optimizer = ps.StructuredAdam(guide, guide.parameters())
+
+    def closure():
+        gradients(guide, model, 0)
+        return 3.0
+
+    before = snapshot(guide)
+    assert optimizer.step(closure) == 3.0
+    assert not torch.equal(posteriors(guide)[0].loc, before["posteriors.net/0/weight.loc"])
+
+
+def test_groups_of_parameters_are_refused():
+    _, guide = make(ps.MeanFieldGuide)
+    with pytest.raises(TypeError, match="`parameters` must be"):
+        ps.StructuredAdam(guide, [{"params": [*guide.parameters()]}])
+
+
+# ---- where it goes --------------------------------------------------------------------------------
+
+
+def test_it_finds_the_posterior_of_a_conjugate_model():
+    """Mean and covariance in closed form, after 1,500 steps whose rate falls to zero.
+
+    The tolerances are three times the largest deviation found with ten other seeds.
+    """
+    pyro.set_rng_seed(0)
+    x = torch.randn(40, 3) @ torch.tensor([[1.0, 0.9, 0.0], [0.0, 0.4, 0.0], [0.0, 0.0, 3.0]])
+    y = x @ torch.tensor([1.0, -2.0, 0.5]) + 0.5 * torch.randn(40)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 0.5).to_event(1), obs=y)
+
+    guide = ps.StructuredGuide(model, {"w": FullCovariance()})
+    guide.initialize()
+    optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=0.1)
+    steps, objective = 1500, ps.StructuredELBO(num_particles=4, vectorize_particles=True)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, CosineDecay(steps))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        objective.differentiable_loss(model, guide).backward()
+        optimizer.step()
+        decay.step()
+    covariance = torch.linalg.inv(torch.eye(3) + x.T @ x / 0.25)
+    expected = MultivariateNormal(covariance @ x.T @ y / 0.25, covariance)
+    q = guide["w"]()
+    found = MultivariateNormal(q.mean, q.covariance_matrix)
+    assert torch.distributions.kl_divergence(found, expected) < 0.01
+
+
+def test_fit_takes_it_with_a_rate_that_falls_to_zero():
+    def fit(**options):
+        pyro.set_rng_seed(0)
+        model, guide = make(ps.RowwiseGuide)
+        history = ps.fit(
+            model, guide, regression_data(), num_steps=5, progress=False, compiled=False, **options
+        )
+        return history, snapshot(guide)
+
+    history, found = fit()
+    assert history.lr == pytest.approx([0.1 * CosineDecay(5)(step) for step in range(5)])
+
+    def made(parameters, lr):
+        return ps.StructuredAdam(made.guide, parameters, lr=lr)
+
+    pyro.set_rng_seed(0)
+    model, made.guide = make(ps.RowwiseGuide)
+    ps.fit(
+        model,
+        made.guide,
+        regression_data(),
+        num_steps=5,
+        lr=0.1,
+        lr_schedule=CosineDecay(5),
+        optimizer=made,
+        compiled=False,
+        progress=False,
+    )
+    assert all(torch.equal(value, found[name]) for name, value in snapshot(made.guide).items())
+
+
+def test_a_longer_run_goes_on_with_its_own_cosine(tmp_path):
+    def fit(num_steps, **options):
+        model, guide = make(ps.MeanFieldGuide)
+        options |= {"num_steps": num_steps, "checkpoint": tmp_path / "run.pt", "progress": False}
+        return ps.fit(model, guide, regression_data(), **options).lr
+
+    fit(4)
+    rates = [CosineDecay(4)(step) for step in range(4)] + [CosineDecay(6)(4), CosineDecay(6)(5)]
+    assert fit(6, resume=True) == pytest.approx([0.1 * rate for rate in rates])
+    with pytest.raises(ValueError, match=r"at step 0 is 0.2 here, and 0.1 in"):
+        fit(6, resume=True, lr=0.2)
+    with pytest.raises(ValueError, match=r"at step 1 is 0.1 here, and 0.085"):
+        fit(6, resume=True, lr_schedule=None)
+
+
+def test_without_a_rate_an_optimizer_has_its_own():
+    model, guide = make(ps.MeanFieldGuide)
+    options = {"optimizer": torch.optim.Adam, "lr_schedule": None, "progress": False}
+    assert ps.fit(model, guide, regression_data(), num_steps=1, **options).lr == [1e-3]
