@@ -62,7 +62,7 @@ def main() -> None:
             guide for guide in options.guide or GUIDES if guide not in TOO_LARGE.get(name, ())
         ]
         for guide, recipe in product(guides, options.recipe or RECIPES):
-            if RECIPES[recipe].natural is None or guide == "mean field":
+            if RECIPES[recipe].serves(guide):
                 runs = []
                 for seed in range(options.seeds):
                     torch.manual_seed(0)  # of data and net
@@ -80,33 +80,31 @@ def main() -> None:
 def train(problem: Problem, guide_name: str, recipe: Recipe, results: dict[str, Any]) -> Any:
     """Return the ELBOs with their standard errors, and the seconds, after numbers of steps."""
     model, x, y = problem.model, problem.x, problem.y
-    guide = GUIDES[guide_name](model)
+    guide = GUIDES[recipe.widens or guide_name](model)
     recipe.prepare(guide)
     steps = results["steps"][-1]
     row: dict[str, list[float]] = {"elbo": [], "error": [], "seconds": []}
     average = Average(guide, 3 * steps // 4) if recipe.averages else None
-    spent, begin = 0.0, time.perf_counter()
+    spent, begin, before = 0.0, time.perf_counter(), 0
 
     def after_step(history: Any) -> None:
         nonlocal spent, begin
         if average is not None:
             average.add(len(history.elbo), steps)
-        if len(history.elbo) in results["steps"]:
+        if before + len(history.elbo) in results["steps"]:
             spent += time.perf_counter() - begin
             elbo, error = bound(problem, guide, results["particles"])
             for key, value in (("elbo", elbo), ("error", error), ("seconds", spent)):
                 row[key].append(round(value, 2))
             begin = time.perf_counter()
 
+    own = {"batch_size": problem.batch_size, "callbacks": [after_step], "progress": False}
     try:
-        ps.fit(
-            *(model, guide, (x, y)),
-            num_steps=steps,
-            batch_size=problem.batch_size,
-            callbacks=[after_step],
-            progress=False,
-            **recipe.options(guide),
-        )
+        if recipe.widens is not None:
+            ps.fit(model, guide, (x, y), num_steps=steps // 2, **own)
+            guide, before = ps.warm_start.full_covariance_from(guide), steps // 2
+        own |= recipe.options(guide)
+        ps.fit(model, guide, (x, y), num_steps=steps - before, **own)
     except FloatingPointError as error:  # the row stays short, and the table says that it diverged
         print(error, flush=True)
     return row

@@ -38,6 +38,8 @@ class Recipe(NamedTuple):
             for precisions.
         structured: Whether the optimizer is the library's own; Adam with its defaults otherwise.
         posterior_lr: Of the library's own optimizer.
+        widens: For a full covariance alone: train this guide by the defaults in the first half of the
+            steps, and the full covariance that begins as its distribution in the second.
     """
 
     start: Start | None = None
@@ -48,6 +50,7 @@ class Recipe(NamedTuple):
     natural: float | None = None
     structured: bool = False
     posterior_lr: float | None = None
+    widens: str | None = None
 
     def prepare(self, guide: StructuredGuide) -> None:
         """Give the posteriors of a guide their start."""
@@ -71,6 +74,11 @@ class Recipe(NamedTuple):
             options["optimizer"] = lambda _, lr: NaturalSteps(guide, lr, self.natural)
         return options
 
+    def serves(self, guide: str) -> bool:
+        """Whether the recipe is for a guide of this name."""
+        only = ["mean field"] * (self.natural is not None) + ["full"] * (self.widens is not None)
+        return only in ([], [guide])
+
 
 def adam_by_kind(
     guide: nn.Module, rates: dict[str, float], parameters: list[nn.Parameter], lr: float
@@ -93,6 +101,7 @@ def adam_by_kind(
 
 RECIPES: dict[str, Recipe] = {
     "default": Recipe(structured=True),
+    "widened from rowwise": Recipe(lr=0.01, structured=True, widens="rowwise"),
     "default, units alone": Recipe(structured=True, posterior_lr=0.0),
     "0.01, lr 0.01": Recipe(constant(0.01), 0.01),
     "0.01, lr 0.05": Recipe(constant(0.01), 0.05),

@@ -15,6 +15,27 @@ def initial_factor(
     return log_diagonal, like.new_zeros(*batch_shape, size * (size - 1) // 2)
 
 
+def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the parameters of which :func:`cholesky_factor` makes these matrices.
+
+    Args:
+        scale_tril: Lower triangular matrices ``(*batch, n, n)`` with positive diagonals.
+
+    Returns:
+        ``log_diagonal (*batch, n)`` and ``lower (*batch, n (n - 1) / 2)``.
+
+    Example:
+        >>> log_diagonal, lower = factor_parameters(torch.tensor([[1.0, 0.0], [6.0, 2.0]]))
+        >>> lower
+        tensor([3.])
+    """
+    diagonal = scale_tril.diagonal(dim1=-2, dim2=-1)
+    size, device = diagonal.shape[-1], diagonal.device
+    rows, columns = torch.tril_indices(size, size, offset=-1, device=device)
+    multiples = scale_tril / diagonal.unsqueeze(-1)
+    return diagonal.log(), multiples[..., rows, columns]
+
+
 def unit_of_lower(lower: Tensor) -> float:
     """Return the size of a change of each entry below a diagonal of n entries: ``1 / sqrt(n)``.
 

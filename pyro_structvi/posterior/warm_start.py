@@ -5,8 +5,10 @@ import copy
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import Count, Whole, brief, check_positive, checked
-from pyro_structvi.families import Family, KTied, MeanField, SitePosterior
+from pyro_structvi._checks import Count, Positive, Whole, brief, check_positive, checked
+from pyro_structvi.distributions import GaussianWeight
+from pyro_structvi.families import Family, FullCovariance, KTied, MeanField, SitePosterior
+from pyro_structvi.families.cholesky_parameters import factor_parameters
 from pyro_structvi.guides import StructuredGuide
 
 
@@ -60,6 +62,57 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
         families = {name: guide[name].family for name in guide.site_names}
         raise ValueError(f"`guide` must have mean field at some weight, but has {families}.")
     new.families = tied | guide.families
+    return new
+
+
+@checked
+def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> StructuredGuide:
+    """Give every Gaussian posterior of a fitted guide a full covariance, with the same distribution.
+
+    Whatever the guide's families are, the new guide has their ELBO to begin with, and trained on it goes
+    beyond: a full covariance that starts at independent elements takes many more steps.
+
+    Args:
+        guide: A fitted guide; it stays as it is.
+        max_memory: As for :class:`~pyro_structvi.families.FullCovariance`, in GiB.
+
+    Returns:
+        The new guide.
+
+    Raises:
+        ValueError: If no site has a Gaussian posterior with another family.
+        MemoryError: If training a site would take more than ``max_memory``.
+
+    Example:
+        >>> from pyro_structvi import Classifier, RowwiseGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(3, 2), prior=1.0), num_data=10)
+        >>> guide = RowwiseGuide(model, join_bias=True)  # to be fitted
+        >>> full_covariance_from(guide)["net.weight"]().scale_tril.shape
+        torch.Size([8, 8])
+    """
+    new = copy.deepcopy(guide)
+    widened: dict[str, Family] = {}
+    with torch.no_grad():
+        for key, posterior in guide.posteriors.items():
+            assert isinstance(posterior, SitePosterior)
+            site, q = posterior.site, posterior()
+            family = FullCovariance(max_memory, join_bias=site.bias is not None)
+            known = isinstance(posterior.family, FullCovariance) or not family.fits(site)
+            if known or not isinstance(q, GaussianWeight):
+                continue
+            start = family.init(site, q.mean, 1.0)  # which checks the memory
+            covariance = q.covariance_matrix.double()
+            factor = torch.linalg.cholesky(covariance).to(q.mean)
+            start["log_diagonal"], start["lower"] = factor_parameters(factor)
+            new.posteriors[key] = SitePosterior(family, site, start)
+            widened[site.name] = family
+    if not widened:
+        families = {name: guide[name].family for name in guide.site_names}
+        raise ValueError(
+            "`guide` must have a Gaussian posterior without a full covariance at some site, but has "
+            f"{families}."
+        )
+    new.families = widened | guide.families
     return new
 
 

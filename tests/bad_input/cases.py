@@ -400,6 +400,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "largest": lambda: {"variances": {"w": positive(4, 3)}, "size": 2},
     "k_tied_from_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
+    "full_covariance_from": lambda: {"guide": ps.MeanFieldGuide(regressor()), "max_memory": 1.0},
     "tie_scales": lambda: {"scale": positive(4, 3), "rank": 2, "steps": 5},
     "to_numpyro": lambda: {"model": regressor()},
     "nuts": lambda: {

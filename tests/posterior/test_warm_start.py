@@ -6,7 +6,9 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi import warm_start
+from pyro_structvi.distributions import FullNormal
 from pyro_structvi.families import KTied, LowRank, MeanField
+from tests.guide_cases import GUIDES
 from tests.models import make_regressor, regression_data
 
 
@@ -50,6 +52,33 @@ def test_more_columns_come_closer():
 def test_the_dtype_stays():
     rows, columns = warm_start.tie_scales(torch.rand(3, 4, dtype=torch.float32), 2)
     assert rows.dtype == columns.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in GUIDES if "inducing" not in name and name != "full covariance"]
+)
+def test_a_full_covariance_begins_as_the_distribution_it_is_given(name):
+    model, data = make_regressor(), regression_data()
+    guide = GUIDES[name](model)
+    ps.fit(model, guide, data, num_steps=5, progress=False)
+    before = {name: value.clone() for name, value in guide.state_dict().items()}
+    full = warm_start.full_covariance_from(guide)
+    for site in dict.fromkeys(guide[each].site.name for each in guide.site_names):
+        q, p = guide[site](), full[site]()
+        assert isinstance(p, FullNormal)
+        assert torch.equal(p.mean, q.mean)
+        flat = q.covariance_matrix.reshape(-1, *p.covariance_matrix.shape)[0]
+        torch.testing.assert_close(p.covariance_matrix, flat, rtol=1e-9, atol=1e-12)
+    assert all(torch.equal(before[name], value) for name, value in guide.state_dict().items())
+    ps.fit(model, full, data, num_steps=2, progress=False)
+    with pytest.raises(ValueError, match="`guide` must have a Gaussian posterior without a full"):
+        warm_start.full_covariance_from(full)
+
+
+def test_a_full_covariance_that_takes_too_much_is_refused():
+    guide = ps.RowwiseGuide(make_regressor())
+    with pytest.raises(MemoryError, match="`max_memory`"):
+        warm_start.full_covariance_from(guide, max_memory=1e-9)
 
 
 def test_a_guide_is_tied():
