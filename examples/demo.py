@@ -30,7 +30,6 @@ from torch import Tensor, nn
 import pyro_structvi as ps
 from pyro_structvi import subnetwork
 from pyro_structvi.families import Dropout, PointEstimate
-from pyro_structvi.infer import CosineDecay
 from pyro_structvi.testing import guides_for, points_for
 
 METHODS: dict[str, Callable[[Any], nn.Module]] = {
@@ -74,7 +73,7 @@ REGIONS = {
 }
 
 NUTS_WARMUP, NUTS_DRAWS = 250, 200  # of each of four chains; R-hat is then below 1.01
-REGRESSION_STEPS, DIGITS_EPOCHS, STEPS_PER_EPOCH = 6_000, 200, 12
+REGRESSION_STEPS, DIGITS_EPOCHS, STEPS_PER_EPOCH = 3_000, 200, 12
 NUM_TEST = 360  # of the 1,797 digits
 DIGITS_STEPS = DIGITS_EPOCHS * STEPS_PER_EPOCH
 
@@ -134,8 +133,6 @@ def fit_regression(title: str, smoke: bool, output: Path) -> Regression:
         ps.fit(
             *(model, guide, (x, y)),
             num_steps=steps,
-            lr=0.02,
-            lr_schedule=CosineDecay(steps),
             callbacks=[count_step],
             progress=False,
         )
@@ -288,8 +285,6 @@ def fit_digits(title: str, smoke: bool) -> Digits:
             *(model, guide, (x[train], y[train])),
             num_epochs=epochs,
             batch_size=128,
-            lr=1e-2,
-            lr_schedule=CosineDecay(STEPS_PER_EPOCH * epochs),
             kl_weight=ps.LinearAnnealing(STEPS_PER_EPOCH * epochs // 2),
             callbacks=[count_step],
             progress=False,

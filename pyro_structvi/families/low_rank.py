@@ -107,6 +107,10 @@ class LowRank(MatrixFamily):
             loc, parameters["factors"], scale, self._alpha, site.event_dim, validate_args=False
         )
 
+    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
+        """Return a tenth of the site's unit for the directions, which are deviations from the mean."""
+        return 0.1 * site.unit if name == "factors" else super().unit(site, name, value)
+
     @property
     def _alpha(self) -> float:
         return 1 / self.rank if self.alpha is None else self.alpha
