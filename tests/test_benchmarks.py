@@ -297,3 +297,38 @@ def test_data_from_a_file_are_standardized_and_split(tmp_path):
     assert (problem.x.shape, problem.y.shape) == ((20, 4), (20, 1))
     assert abs(problem.x.mean()) < 1e-5
     assert problem.y.std(correction=0) == pytest.approx(1)
+
+
+def test_the_error_of_a_mean_of_runs_is_that_of_runs_and_particles():
+    """Runs at 1 and 3, so that their mean has the error 1; particles give 0.3 and 0.4, the mean 0.25."""
+    runs = [
+        {"elbo": [1.0], "error": [0.3], "seconds": [2.0]},
+        {"elbo": [3.0], "error": [0.4], "seconds": [4.0]},
+    ]
+    row = convergence.mean_of(runs)
+    assert row == {
+        "elbo": [2.0],
+        "error": [round((1 + 0.25**2) ** 0.5, 2)],
+        "seconds": [3.0],
+        "runs": [[1.0, 3.0]],
+    }
+    assert convergence.mean_of(runs[:1]) == runs[0]
+
+
+def test_a_recipe_is_for_the_guides_it_serves():
+    made = {name: recipe.serves("full") for name, recipe in recipes.RECIPES.items()}
+    assert made["default"]
+    assert made["widened from rowwise"]
+    assert not made["prior/10, natural 0.1"]
+    assert not recipes.RECIPES["widened from rowwise"].serves("rowwise")
+    assert recipes.RECIPES["prior/10, natural 0.1"].serves("mean field")
+
+
+def test_a_widened_posterior_is_measured_at_steps_of_both_parts():
+    results = {"steps": [2, 5, 10], "particles": 20}
+    torch.manual_seed(0)
+    row = convergence.train(
+        problems.linear(), "full", recipes.RECIPES["widened from rowwise"], results
+    )
+    assert len(row["elbo"]) == 3
+    assert row["seconds"] == sorted(row["seconds"])
