@@ -156,7 +156,8 @@ def train_and_save(folder, loads):
     model, guide, data = make_fit()
     if loads:
         guide.load_state_dict(torch.load(folder / "one.pt"))
-    ps.fit(model, guide, data, num_steps=2, batch_size=3, progress=False)
+    options = {"optimizer": torch.optim.Adam, "lr": 1e-3, "lr_schedule": None, "progress": False}
+    ps.fit(model, guide, data, num_steps=2, batch_size=3, **options)
     if dist.get_rank() == 0:
         torch.save(guide.state_dict(), folder / "many.pt")
     return dict(guide.named_buffers()) | dict(model.state_dict())
