@@ -20,7 +20,6 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import LowRankNormal
-from pyro_structvi.infer import CosineDecay
 from tests.lazy_weights import lazy
 
 SIZE, NUM_DATA, PRIOR, NOISE = 7, 20, 2.0, 0.3
@@ -142,8 +141,7 @@ def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal(r
 def test_fit_arrives_at_lemma_3(regression):
     """By stochastic gradients: 5% of the largest eigenvalue, and 0.02 nats of the optimum."""
     model, guide = make_guide(2, diagonal="isotropic")
-    data, schedule = (regression.x, regression.y), CosineDecay(5000)
-    ps.fit(model, guide, data, num_steps=5000, lr=0.03, lr_schedule=schedule, progress=False)
+    ps.fit(model, guide, (regression.x, regression.y), num_steps=5000, progress=False)
     covariance, _, left_over = lemma_3(regression.covariance, 2)
     assert_near(guide["net.weight"]().covariance_matrix, covariance, atol=0.05 * SPECTRUM[0])
     assert 0 < gap(guide, regression) - left_over < 0.02

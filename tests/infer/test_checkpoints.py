@@ -125,6 +125,7 @@ def train(steps=STEPS, kind="tensors", seed=0, **options):
     schedules = {"lr_schedule": CosineDecay(20, 0.1), "kl_weight": ps.LinearAnnealing(8)}
     options = {"lr": 0.05, "batch_size": batch_size, "progress": False} | schedules | options
     history = ps.fit(model, guide, wrap(*make_data()), num_steps=steps, **options)
+    history.compilation.clear()  # which says when, by measured times
     return {
         **{f"guide.{name}": value for name, value in guide.state_dict().items()},
         **{f"model.{name}": value for name, value in model.state_dict().items()},
