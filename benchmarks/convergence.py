@@ -62,7 +62,7 @@ def main() -> None:
             guide for guide in options.guide or GUIDES if guide not in TOO_LARGE.get(name, ())
         ]
         for guide, recipe in product(guides, options.recipe or RECIPES):
-            if RECIPES[recipe].serves(guide):
+            if RECIPES[recipe].only in (None, guide):
                 runs = []
                 for seed in range(options.seeds):
                     torch.manual_seed(0)  # of data and net
@@ -103,7 +103,7 @@ def train(problem: Problem, guide_name: str, recipe: Recipe, results: dict[str, 
         if recipe.widens is not None:
             ps.fit(model, guide, (x, y), num_steps=steps // 2, **own)
             guide, before = ps.warm_start.full_covariance_from(guide), steps // 2
-        own |= recipe.options(guide)
+        own |= recipe.options(guide, steps - before)
         ps.fit(model, guide, (x, y), num_steps=steps - before, **own)
     except FloatingPointError as error:  # the row stays short, and the table says that it diverged
         print(error, flush=True)

@@ -34,12 +34,13 @@ class Recipe(NamedTuple):
         rates: What the learning rate of a parameter is multiplied by, for parts of names; "lower" slows
             long rows of Cholesky factors besides.
         averages: Whether the parameters of the last quarter of steps are averaged.
-        natural: For mean field alone: take natural gradient steps, and this share of the learning rate
-            for precisions.
-        structured: Whether the optimizer is the library's own; Adam with its defaults otherwise.
-        posterior_lr: Of the library's own optimizer.
-        widens: For a full covariance alone: train this guide by the defaults in the first half of the
-            steps, and the full covariance that begins as its distribution in the second.
+        natural: Take natural gradient steps, and this share of the learning rate for precisions.
+        structured: Options of the library's own optimizer; Adam with its defaults when None.
+        widens: Train this guide by the defaults in the first half of the steps, and the full covariance
+            that begins as its distribution in the second.
+        annealed: The share of the steps in which the weight of the KL rises from 0.
+        particles: Draws averaged in a step.
+        only: The one guide that it is for.
     """
 
     start: Start | None = None
@@ -48,9 +49,11 @@ class Recipe(NamedTuple):
     rates: tuple[tuple[str, float], ...] = ()
     averages: bool = False
     natural: float | None = None
-    structured: bool = False
-    posterior_lr: float | None = None
+    structured: dict[str, Any] | None = None
     widens: str | None = None
+    annealed: float = 0.0
+    particles: int = 1
+    only: str | None = None
 
     def prepare(self, guide: StructuredGuide) -> None:
         """Give the posteriors of a guide their start."""
@@ -60,24 +63,22 @@ class Recipe(NamedTuple):
             own = family.init(site, loc, self.start(site))
             guide.posteriors[key] = SitePosterior(family, site, own)
 
-    def options(self, guide: nn.Module) -> dict[str, Any]:
+    def options(self, guide: nn.Module, num_steps: int) -> dict[str, Any]:
         """Return the arguments of ``fit``."""
         options: dict[str, Any] = {} if self.lr is None else {"lr": self.lr}
+        if self.particles > 1:
+            options |= {"num_particles": self.particles, "vectorize_particles": True}
+        if self.annealed:
+            options["kl_weight"] = ps.LinearAnnealing(math.ceil(self.annealed * num_steps))
         if not self.decays:
             options["lr_schedule"] = None
-        if not self.structured:
+        if self.structured is None:
             options["optimizer"] = partial(adam_by_kind, guide, dict(self.rates))
-        if self.posterior_lr is not None:
-            own = {"posterior_lr": self.posterior_lr}
-            options["optimizer"] = partial(ps.StructuredAdam, guide, **own)
+        elif self.structured:
+            options["optimizer"] = partial(ps.StructuredAdam, guide, **self.structured)
         if self.natural is not None:
             options["optimizer"] = lambda _, lr: NaturalSteps(guide, lr, self.natural)
         return options
-
-    def serves(self, guide: str) -> bool:
-        """Whether the recipe is for a guide of this name."""
-        only = ["mean field"] * (self.natural is not None) + ["full"] * (self.widens is not None)
-        return only in ([], [guide])
 
 
 def adam_by_kind(
@@ -100,11 +101,15 @@ def adam_by_kind(
 
 
 RECIPES: dict[str, Recipe] = {
-    "default": Recipe(structured=True),
-    "widened from rowwise": Recipe(lr=0.01, structured=True, widens="rowwise"),
-    "default, units alone": Recipe(structured=True, posterior_lr=0.0),
+    "default": Recipe(structured={}),
+    "widened from rowwise": Recipe(lr=0.01, structured={}, widens="rowwise", only="full"),
+    "widened from rowwise, lr 0.1": Recipe(structured={}, widens="rowwise", only="full"),
+    "default, units alone": Recipe(structured={"posterior_lr": 0.0}),
+    "default, squares by 0.999": Recipe(structured={"betas": (0.9, 0.999)}),
+    "default, KL annealed": Recipe(structured={}, annealed=0.25),
     "0.01, lr 0.01": Recipe(constant(0.01), 0.01),
     "0.01, lr 0.05": Recipe(constant(0.01), 0.05),
+    "0.01, lr 0.05, 10 particles": Recipe(constant(0.01), 0.05, particles=10),
     "0.01, lr 0.1": Recipe(constant(0.01), 0.1),
     "0.1, lr 0.05": Recipe(constant(0.1), 0.05),
     "prior/3, lr 0.05": Recipe(share_of_prior(0.3), 0.05),
@@ -120,9 +125,9 @@ RECIPES: dict[str, Recipe] = {
     "prior/10, lr 0.05, long rows slower": Recipe(
         share_of_prior(0.1), 0.05, rates=(("lower", 1.0),)
     ),
-    "prior/10, natural 0.1": Recipe(share_of_prior(0.1), 0.1, natural=0.1),
-    "prior/10, natural 0.03": Recipe(share_of_prior(0.1), 0.03, natural=0.3),
-    "prior/10, natural 0.3": Recipe(share_of_prior(0.1), 0.3, natural=0.1),
+    "prior/10, natural 0.1": Recipe(share_of_prior(0.1), 0.1, natural=0.1, only="mean field"),
+    "prior/10, natural 0.03": Recipe(share_of_prior(0.1), 0.03, natural=0.3, only="mean field"),
+    "prior/10, natural 0.3": Recipe(share_of_prior(0.1), 0.3, natural=0.1, only="mean field"),
 }
 
 MakeGuide = Callable[[Any], StructuredGuide]

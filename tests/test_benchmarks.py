@@ -315,15 +315,6 @@ def test_the_error_of_a_mean_of_runs_is_that_of_runs_and_particles():
     assert convergence.mean_of(runs[:1]) == runs[0]
 
 
-def test_a_recipe_is_for_the_guides_it_serves():
-    made = {name: recipe.serves("full") for name, recipe in recipes.RECIPES.items()}
-    assert made["default"]
-    assert made["widened from rowwise"]
-    assert not made["prior/10, natural 0.1"]
-    assert not recipes.RECIPES["widened from rowwise"].serves("rowwise")
-    assert recipes.RECIPES["prior/10, natural 0.1"].serves("mean field")
-
-
 def test_a_widened_posterior_is_measured_at_steps_of_both_parts():
     results = {"steps": [2, 5, 10], "particles": 20}
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from pyro_structvi._checks import check_fields
+from pyro_structvi.families.cholesky_parameters import unit_of_lower
 from pyro_structvi.families.site import LatentSite
 
 
@@ -57,14 +58,17 @@ class Family:
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
         """Return the size of a change of a parameter that matters, in which an optimizer steps.
 
-        Unless a family says otherwise: 1 for a logarithm, ``log_...``, and for others, which are
-        then values of the site, the site's own.
+        Unless a family says otherwise: 1 for a logarithm, ``log_...``; by the length of their rows for
+        entries of a Cholesky factor, ``...lower``; and for others, which are then values of the site,
+        the site's own.
 
         Args:
             site: The site.
             name: The parameter's name.
             value: The parameter.
         """
+        if name.endswith("lower"):
+            return unit_of_lower(value)
         return 1.0 if "log_" in name else site.unit
 
 

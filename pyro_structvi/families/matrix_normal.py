@@ -7,11 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from pyro_structvi import distributions
-from pyro_structvi.families.cholesky_parameters import (
-    cholesky_factor,
-    initial_factor,
-    unit_of_lower,
-)
+from pyro_structvi.families.cholesky_parameters import cholesky_factor, initial_factor
 from pyro_structvi.families.family import MatrixFamily
 from pyro_structvi.families.site import LatentSite
 
@@ -63,7 +59,3 @@ class MatrixNormal(MatrixFamily):
             for side in ("row", "column")
         )
         return distributions.MatrixNormal(parameters["loc"], row, column, validate_args=False)
-
-    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the unit of entries below the diagonal of a factor by the length of its rows."""
-        return unit_of_lower(value) if name.endswith("lower") else super().unit(site, name, value)

@@ -6,11 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from pyro_structvi.distributions import RowwiseNormal
-from pyro_structvi.families.cholesky_parameters import (
-    cholesky_factor,
-    initial_factor,
-    unit_of_lower,
-)
+from pyro_structvi.families.cholesky_parameters import cholesky_factor, initial_factor
 from pyro_structvi.families.memory_limit import MemoryLimitedFamily
 from pyro_structvi.families.site import LatentSite
 
@@ -75,7 +71,3 @@ class Rowwise(MemoryLimitedFamily):
         """Return the normal with the factors that the parameters hold."""
         scale_tril = cholesky_factor(parameters["log_diagonal"], parameters["lower"])
         return RowwiseNormal(parameters["loc"], scale_tril, validate_args=False)
-
-    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the unit of entries below the diagonal of a factor by the length of its rows."""
-        return unit_of_lower(value) if name.endswith("lower") else super().unit(site, name, value)

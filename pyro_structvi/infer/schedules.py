@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pyro_structvi._checks import NO_CLASS, Count, NonNegative, check_fields, checked
 
 Schedule = Annotated[Callable[[int], float], NO_CLASS]
+RateSchedule = Schedule | Literal["cosine"] | None  # "cosine" falls to zero over the steps of a fit
 
 
 @dataclass(frozen=True)

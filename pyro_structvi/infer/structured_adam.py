@@ -78,23 +78,22 @@ class StructuredAdam(torch.optim.Optimizer):
     ) -> None:
         posteriors = [each for each in guide.modules() if isinstance(each, SitePosterior)]
         units = {
-            id(value): each.family.unit(each.site, name, value)
+            value: each.family.unit(each.site, name, value)
             for each in posteriors
             for name, value in each.named_parameters()
         }
         groups = defaultdict(list)
         for value in parameters:
             check("parameters", value, Tensor)
-            groups[units.get(id(value)) or _unit_of_point(value)].append(value)
+            groups[units[value] if value in units else _unit_of_point(value)].append(value)
         options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr}
         super().__init__(
-            [
-                {"params": each, "lr": lr * unit, "unit": unit}
-                for unit, each in sorted(groups.items())
-            ],
+            [{"params": each, "unit": unit} for unit, each in sorted(groups.items())],
             options | {"unit": 1.0, "fused": True},
         )
-        self._correlated = [each for each in posteriors if posterior_lr and _is_correlated(each)]
+        self._correlated = {
+            each.loc: each for each in posteriors if posterior_lr and _is_correlated(each)
+        }
 
     @checked
     @torch.no_grad()
@@ -109,45 +108,55 @@ class StructuredAdam(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        for group, loc, gaussian, gradient in self._moves():
-            noise = torch.zeros_like(gradient)
-            lr = group["posterior_lr"] * group["lr"] / group["unit"]
-            self._adam(group, lr, [noise], [(loc, gradient)], "noise_")
-            loc += gaussian.scale_noise(noise)
+        if self._correlated:
+            self._move_means()  # before the factors change, by which they move
         for group in self.param_groups:
             trained = [value for value in group["params"] if value.grad is not None]
-            self._adam(group, group["lr"], trained, [(value, value.grad) for value in trained])
+            gradients = [value.grad for value in trained]
+            self._adam(group, group["lr"] * group["unit"], trained, trained, gradients)
         return loss
 
-    def _moves(self) -> Iterable[tuple[dict[str, Any], Tensor, GaussianWeight, Tensor]]:
-        """Yield group, mean, posterior and gradient by its noise, of posteriors with correlations."""
-        groups = {id(value): group for group in self.param_groups for value in group["params"]}
-        for posterior in self._correlated:
-            loc = posterior.value("loc")
-            if id(loc) in groups and loc.grad is not None:
-                gaussian = posterior()
-                with torch.enable_grad():
-                    shape = gaussian.batch_shape + gaussian.noise_shape
-                    noise = loc.new_zeros(shape).requires_grad_()
-                    (gradient,) = torch.autograd.grad(gaussian.scale_noise(noise), noise, loc.grad)
-                yield groups[id(loc)], loc, gaussian, gradient
+    def _move_means(self) -> None:
+        """Move the means of posteriors with correlations in their own coordinates."""
+        means = [
+            [mean for mean in group["params"] if mean in self._correlated and mean.grad is not None]
+            for group in self.param_groups
+        ]
+        posteriors = {mean: self._correlated[mean]() for each in means for mean in each}
+        with torch.enable_grad():
+            noises = {
+                mean: mean.new_zeros(q.batch_shape + q.noise_shape).requires_grad_()
+                for mean, q in posteriors.items()
+            }
+            images = [q.scale_noise(noises[mean]) for mean, q in posteriors.items()]
+            found = torch.autograd.grad(
+                images, [*noises.values()], [mean.grad for mean in posteriors]
+            )
+        gradients = dict(zip(posteriors, found, strict=True))
+        for group, own in zip(self.param_groups, means, strict=True):
+            lr = group["posterior_lr"] * group["lr"]
+            moved = [noises[mean] for mean in own]
+            self._adam(group, lr, moved, own, [gradients[mean] for mean in own], "noise_")
+            for mean in own:
+                mean += posteriors[mean].scale_noise(noises[mean])
 
     def _adam(
         self,
         group: dict[str, Any],
         lr: float | Tensor,
         moved: list[Tensor],
-        sources: list[tuple[Tensor, Tensor]],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
         prefix: str = "",
     ) -> None:
-        """Move tensors by gradients; averages are kept with parameters, under names with a prefix.
+        """Move tensors; averages are kept with these parameters, under names with a prefix.
 
         A step of parameters counts, and those with a prefix come before it.
         """
         averages: list[Tensor] = []
         squares: list[Tensor] = []
         steps = []
-        for parameter, gradient in sources:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             if "step" not in state:
                 place = parameter.device
@@ -159,7 +168,7 @@ class StructuredAdam(torch.optim.Optimizer):
                 tensors.append(state[prefix + name])
         beta1, beta2 = group["betas"]
         adam(
-            *(moved, [gradient for _, gradient in sources], averages, squares, [], steps),
+            *(moved, gradients, averages, squares, [], steps),
             fused=True,
             amsgrad=False,
             beta1=beta1,

@@ -31,7 +31,7 @@ from pyro_structvi.infer.ranks import (
 )
 from pyro_structvi.infer.runs.checkpoint import CheckpointFile
 from pyro_structvi.infer.runs.run import Run
-from pyro_structvi.infer.schedules import CosineDecay, Schedule
+from pyro_structvi.infer.schedules import CosineDecay, RateSchedule, Schedule
 from pyro_structvi.infer.steps.auto import AutoStep
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.eager import EagerStep
@@ -74,7 +74,7 @@ def fit(
     num_steps: Count | None = None,
     batch_size: Count | None = None,
     lr: Positive | None = None,
-    lr_schedule: Schedule | Literal["cosine"] | None = "cosine",
+    lr_schedule: RateSchedule = "cosine",
     kl_weight: NonNegative | Schedule = 1.0,
     num_particles: Count = 1,
     vectorize_particles: bool = False,
@@ -196,6 +196,7 @@ def fit(
             "`batch_size`": batch_size,
             "`num_particles`": num_particles,
             "`vectorize_particles`": vectorize_particles,
+            "`lr_schedule`": "cosine" if lr_schedule == "cosine" else "a function or None",
         }
         run.check(total, loader, settings)
     set_num_data(poutine.unwrap(model), size)
@@ -218,7 +219,7 @@ def _steps(
     guide: nn.Module,
     loss: Loss,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    lr_schedule: Schedule | Literal["cosine"] | None,
+    lr_schedule: RateSchedule,
     batches: Feed,
     num_batches: int,
     size: int | None,
@@ -234,7 +235,7 @@ def _steps(
         optimizer = OneOptimizer(made)
         share_start(loss)
         schedule = CosineDecay(run.total) if lr_schedule == "cosine" else lr_schedule
-        run.begin(optimizer, schedule, stretches=lr_schedule == "cosine")
+        run.begin(optimizer, lr_schedule)
     step = engine(loss, optimizer, FiniteCheck(loss, optimizer))
     step.notes = run.history.compilation
     for number, (args, kwargs) in enumerate(() if run.is_over else batches, run.done):
@@ -278,7 +279,10 @@ def _check_optimizer(optimizer: Any, lr: float | None) -> None:
     if lr is None and optimizer is not None:
         rate = signature(optimizer).parameters.get("lr")
         if rate is not None and rate.default is rate.empty:
-            raise ValueError("`lr` must be given, since `optimizer` has no rate of its own.")
+            raise ValueError(
+                "`lr` must be a number where `optimizer` has no rate of its own, but got None. "
+                "Write `fit(..., lr=1e-3)`."
+            )
 
 
 def _check_modules(model: Any, guide: Any) -> None:

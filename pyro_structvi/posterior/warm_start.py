@@ -1,12 +1,14 @@
 """Starting one posterior where another has arrived."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pyro_structvi._checks import Count, Positive, Whole, brief, check_positive, checked
 from pyro_structvi.distributions import GaussianWeight
+from pyro_structvi.distributions.noise_columns import noise_columns
 from pyro_structvi.families import Family, FullCovariance, KTied, MeanField, SitePosterior
 from pyro_structvi.families.cholesky_parameters import factor_parameters
 from pyro_structvi.guides import StructuredGuide
@@ -43,26 +45,16 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
         of fitted mean-field posteriors are of low rank.
     """
     family = KTied(rank)
-    new = copy.deepcopy(guide)
-    tied: dict[str, Family] = {}
-    with torch.no_grad():
-        for key, posterior in guide.posteriors.items():
-            assert isinstance(posterior, SitePosterior)
-            site, q = posterior.site, posterior()
-            if isinstance(posterior.family, MeanField) and family.fits(site):
-                rows, columns = tie_scales(q.stddev.flatten(1), rank)
-                parameters = {
-                    "loc": q.mean.clone(),
-                    "log_row_scale": rows.log(),
-                    "log_column_scale": columns.log(),
-                }
-                new.posteriors[key] = SitePosterior(family, site, parameters)
-                tied[site.name] = family
-    if not tied:
-        families = {name: guide[name].family for name in guide.site_names}
-        raise ValueError(f"`guide` must have mean field at some weight, but has {families}.")
-    new.families = tied | guide.families
-    return new
+
+    def tie(posterior: SitePosterior) -> SitePosterior | None:
+        site, q = posterior.site, posterior()
+        if not isinstance(posterior.family, MeanField) or not family.fits(site):
+            return None
+        rows, columns = tie_scales(q.stddev.flatten(1), rank)
+        scales = {"log_row_scale": rows.log(), "log_column_scale": columns.log()}
+        return SitePosterior(family, site, {"loc": q.mean.clone(), **scales})
+
+    return _replace(guide, tie, "mean field at some weight")
 
 
 @checked
@@ -90,29 +82,45 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
         >>> full_covariance_from(guide)["net.weight"]().scale_tril.shape
         torch.Size([8, 8])
     """
+
+    def widen(posterior: SitePosterior) -> SitePosterior | None:
+        site, q = posterior.site, posterior()
+        family = FullCovariance(max_memory, join_bias=site.bias is not None)
+        is_full = isinstance(posterior.family, FullCovariance)
+        if is_full or not isinstance(q, GaussianWeight) or not family.fits(site):
+            return None
+        start = family.init(site, q.mean, 1.0)  # which checks the memory
+        # W = mean + A e, and by A' = Q R the covariance A A' has the factor R'; without its square.
+        rows = noise_columns(q).flatten(1).double()
+        factor = torch.linalg.qr(rows, mode="r").R.mT
+        factor = factor * factor.diagonal().sign()
+        start["log_diagonal"], start["lower"] = factor_parameters(factor.to(q.mean))
+        return SitePosterior(family, site, start)
+
+    return _replace(guide, widen, "a Gaussian posterior without a full covariance at some site")
+
+
+def _replace(
+    guide: StructuredGuide, make: Callable[[SitePosterior], SitePosterior | None], needed: str
+) -> StructuredGuide:
+    """Return a copy of a guide with the posteriors that a function makes of its own.
+
+    Raises:
+        ValueError: If it makes none; the guide must then have what is needed, in words.
+    """
     new = copy.deepcopy(guide)
-    widened: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     with torch.no_grad():
         for key, posterior in guide.posteriors.items():
             assert isinstance(posterior, SitePosterior)
-            site, q = posterior.site, posterior()
-            family = FullCovariance(max_memory, join_bias=site.bias is not None)
-            known = isinstance(posterior.family, FullCovariance) or not family.fits(site)
-            if known or not isinstance(q, GaussianWeight):
-                continue
-            start = family.init(site, q.mean, 1.0)  # which checks the memory
-            covariance = q.covariance_matrix.double()
-            factor = torch.linalg.cholesky(covariance).to(q.mean)
-            start["log_diagonal"], start["lower"] = factor_parameters(factor)
-            new.posteriors[key] = SitePosterior(family, site, start)
-            widened[site.name] = family
-    if not widened:
-        families = {name: guide[name].family for name in guide.site_names}
-        raise ValueError(
-            "`guide` must have a Gaussian posterior without a full covariance at some site, but has "
-            f"{families}."
-        )
-    new.families = widened | guide.families
+            made = make(posterior)
+            if made is not None:
+                new.posteriors[key] = made
+                families[made.site.name] = made.family
+    if not families:
+        own = {name: guide[name].family for name in guide.site_names}
+        raise ValueError(f"`guide` must have {needed}, but has {own}.")
+    new.families = families | guide.families
     return new
 
 

@@ -127,6 +127,11 @@ def fit(**options):
             TypeError,
             r"`optimizer\(parameters, lr=lr\)` must be an Optimizer, but got None",
         ),
+        (
+            lambda: fit(optimizer=lambda parameters, lr: None, lr=None),
+            ValueError,
+            r"`lr` must be a number where `optimizer` has no rate of its own, but got None\. Write",
+        ),
         (lambda: fit(data=Stream()), TypeError, "`data` must know its length, but Stream does not"),
         (
             lambda: ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), 5, noise_scale="abc"),

@@ -35,6 +35,14 @@ def posteriors(guide):
     return [each for each in guide.modules() if isinstance(each, SitePosterior)]
 
 
+def rates_of(optimizer):
+    return {
+        value: group["lr"] * group["unit"]
+        for group in optimizer.param_groups
+        for value in group["params"]
+    }
+
+
 def snapshot(guide):
     return {name: value.detach().clone() for name, value in guide.named_parameters()}
 
@@ -98,8 +106,8 @@ def test_units_are_those_of_the_prior_and_of_the_fan_in():
     model = ps.Regressor(ps.bayesianize(net, ps.FanIn(1.0, 0.7)), 10, 0.3)
     guide = ps.FullCovarianceGuide(model, join_bias=False)
     optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=1.0)
-    rates = {id(v): group["lr"] for group in optimizer.param_groups for v in group["params"]}
-    found = {name: rates[id(value)] for name, value in guide.named_parameters()}
+    rates = rates_of(optimizer)
+    found = {name: rates[value] for name, value in guide.named_parameters()}
     assert found == pytest.approx({
         "posteriors.net/0/weight.loc": 1.0,
         "posteriors.net/0/weight.log_diagonal": 1.0,
@@ -119,7 +127,7 @@ def test_units_are_those_of_the_prior_and_of_the_fan_in():
 def test_a_wide_prior_does_not_move_weights_by_more_than_their_fan_in_allows():
     model = ps.Regressor(ps.bayesianize(nn.Linear(400, 1), prior=1.0), 10, 0.3)
     guide = ps.MeanFieldGuide(model)
-    assert guide["net.weight"] is not None
+    guide["net.weight"]  # which makes the posteriors
     sites = {each.site.name: each.site.unit for each in posteriors(guide)}
     assert sites == {"net.weight": 0.1, "net.bias": 1.0}
 
@@ -129,8 +137,8 @@ def test_parameters_of_no_posterior_have_the_size_of_their_start():
     weight, bias = nn.Parameter(torch.full((3, 2), 0.25)), nn.Parameter(torch.full((3,), 5.0))
     zeros = nn.Parameter(torch.zeros(2, 2))
     optimizer = ps.StructuredAdam(guide, [weight, bias, zeros], lr=2.0)
-    rates = {id(v): group["lr"] for group in optimizer.param_groups for v in group["params"]}
-    assert [rates[id(each)] for each in (weight, bias, zeros)] == pytest.approx([0.5, 0.2, 0.2])
+    rates = rates_of(optimizer)
+    assert [rates[each] for each in (weight, bias, zeros)] == pytest.approx([0.5, 0.2, 0.2])
 
 
 # ---- as an optimizer of torch ---------------------------------------------------------------------
@@ -163,12 +171,10 @@ def test_a_state_dict_goes_on():
 def test_parameters_without_a_gradient_stay():
     model, guide = make(GUIDES["rowwise, joined"])
     gradients(guide, model, 0)
-    still = guide["net.0.weight"]
     first = posteriors(guide)[0]
     first.loc.grad = None
     before = snapshot(first)
     ps.StructuredAdam(guide, guide.parameters()).step()
-    assert still is not None
     assert torch.equal(first.loc, before["loc"])
     assert not torch.equal(first.lower, before["lower"])
 
@@ -196,11 +202,7 @@ def test_groups_of_parameters_are_refused():
 
 
 def test_it_finds_the_posterior_of_a_conjugate_model():
-    """Mean and covariance in closed form, after 1,500 steps whose rate falls to zero.
-
-    The tolerances are three times the largest deviation found with ten other seeds.
-    """
-    pyro.set_rng_seed(0)
+    """In closed form; with ten other seeds the divergence was 0.0055 nats at most."""
     x = torch.randn(40, 3) @ torch.tensor([[1.0, 0.9, 0.0], [0.0, 0.4, 0.0], [0.0, 0.0, 3.0]])
     y = x @ torch.tensor([1.0, -2.0, 0.5]) + 0.5 * torch.randn(40)
 
@@ -211,7 +213,7 @@ def test_it_finds_the_posterior_of_a_conjugate_model():
     guide = ps.StructuredGuide(model, {"w": FullCovariance()})
     guide.initialize()
     optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=0.1)
-    steps, objective = 1500, ps.StructuredELBO(num_particles=4, vectorize_particles=True)
+    steps, objective = 600, ps.StructuredELBO(num_particles=32, vectorize_particles=True)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, CosineDecay(steps))
     for _ in range(steps):
         optimizer.zero_grad()
@@ -267,8 +269,10 @@ def test_a_longer_run_goes_on_with_its_own_cosine(tmp_path):
     assert fit(6, resume=True) == pytest.approx([0.1 * rate for rate in rates])
     with pytest.raises(ValueError, match=r"at step 0 is 0.2 here, and 0.1 in"):
         fit(6, resume=True, lr=0.2)
-    with pytest.raises(ValueError, match=r"at step 1 is 0.1 here, and 0.085"):
-        fit(6, resume=True, lr_schedule=None)
+    with pytest.raises(
+        ValueError, match=r"`lr_schedule` is 'a function or None' here, and 'cosine' in"
+    ):
+        fit(6, resume=True, lr_schedule=CosineDecay(6))
 
 
 def test_without_a_rate_an_optimizer_has_its_own():

@@ -75,6 +75,23 @@ def test_a_full_covariance_begins_as_the_distribution_it_is_given(name):
         warm_start.full_covariance_from(full)
 
 
+def test_a_full_covariance_of_nearly_dependent_elements_keeps_them_in_float32():
+    """Standard deviations of 10 and of 0.001 in one row: squared, the smaller is below the rounding."""
+    model = make_regressor().float()
+    guide = ps.AutoLowRankLRT(model, rank=1, diagonal_variance=1e-6, alpha=1.0)
+    weight = guide["net.0.weight"]
+    with torch.no_grad():
+        for posterior in guide.posteriors.values():
+            posterior.factors.fill_(10.0)
+    full = warm_start.full_covariance_from(guide)["net.0.weight"]()
+    size = weight().loc.numel()
+    log_det = (
+        torch.tensor(1e-6).double().log() * size
+        + torch.tensor(1 + size * 100 / 1e-6).double().log()
+    )
+    torch.testing.assert_close(full.log_det_covariance.double(), log_det, rtol=1e-3, atol=0)
+
+
 def test_a_full_covariance_that_takes_too_much_is_refused():
     guide = ps.RowwiseGuide(make_regressor())
     with pytest.raises(MemoryError, match="`max_memory`"):

@@ -22,7 +22,7 @@ from pyro_structvi.infer.runs.random_states import (
     set_random_states,
     unchanged_randomness,
 )
-from pyro_structvi.infer.schedules import Schedule
+from pyro_structvi.infer.schedules import RateSchedule
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import StepTerms
@@ -145,18 +145,10 @@ class Run:
                 set_random_states(self._before, self._device)
             raise
 
-    def begin(
-        self, optimizer: OneOptimizer, lr_schedule: Schedule | None, *, stretches: bool = False
-    ) -> None:
+    def begin(self, optimizer: OneOptimizer, lr_schedule: RateSchedule) -> None:
         """Load the checkpoint, or write the first one, by which a run goes on that was soon killed.
 
         What the start of the guide is worth is measured before.
-
-        Args:
-            optimizer: The optimizer, which has taken no step.
-            lr_schedule: The schedule of its learning rate.
-            stretches: Whether the schedule depends on the number of steps, so that a run which goes on
-                for longer may have another one.
 
         Raises:
             RuntimeError: If the guide's families have other options; nothing is loaded.
@@ -165,7 +157,7 @@ class Run:
         self._optimizer, self._trained = optimizer, [*self._loss.trained]
         if self._saved is not None:
             with naming("checkpoint", self._saved["path"]):
-                self._check_saved(self._saved, optimizer, lr_schedule, stretches)
+                self._check_saved(self._saved, optimizer, lr_schedule)
                 self._load(self._saved, optimizer)
         self._validate()
         if self._saved is None and self._file is not None:
@@ -240,11 +232,7 @@ class Run:
         }
 
     def _check_saved(
-        self,
-        saved: Mapping[str, Any],
-        optimizer: OneOptimizer,
-        lr_schedule: Schedule | None,
-        stretches: bool,
+        self, saved: Mapping[str, Any], optimizer: OneOptimizer, lr_schedule: RateSchedule
     ) -> None:
         assert self._file is not None
         check_parts(self._loss, saved)
@@ -259,14 +247,10 @@ class Run:
         if self._validation is not None and saved["validation"] is not None:
             for name, own in self._validation.settings.items():
                 check_same(name, own, saved["validation"]["settings"][name])
-        self._check_schedules(saved["history"], optimizer, lr_schedule, stretches)
+        self._check_schedules(saved["history"], optimizer, lr_schedule)
 
     def _check_schedules(
-        self,
-        history: Mapping[str, Any],
-        optimizer: OneOptimizer,
-        lr_schedule: Schedule | None,
-        stretches: bool,
+        self, history: Mapping[str, Any], optimizer: OneOptimizer, lr_schedule: RateSchedule
     ) -> None:
         """Ask the schedules of this call for the steps that were taken, whatever functions they are."""
         assert self._file is not None
@@ -274,9 +258,10 @@ class Run:
         numbers = zip(history["lr"].tolist(), history["kl_weight"].tolist(), strict=True)
         for step, (lr, kl_weight) in enumerate(numbers):
             elbo.step = step
-            own = rate if lr_schedule is None else rate * lr_schedule(step)
+            own = rate * lr_schedule(step) if callable(lr_schedule) else rate
             where = f"at step {step}"
-            if not math.isclose(own, lr, rel_tol=1e-6) and not (stretches and step):
+            of_all_steps = lr_schedule == "cosine" and step > 0  # which may be more now
+            if not of_all_steps and not math.isclose(own, lr, rel_tol=1e-6):
                 self._file.check_same(
                     f"the learning rate of `lr` and `lr_schedule` {where}", own, lr
                 )

@@ -73,9 +73,8 @@ class OneOptimizer:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first group, of a :class:`StructuredAdam` per unit."""
-        first = self._current_groups[0]
-        return float(first["lr"]) / float(first.get("unit", 1.0))
+        """The learning rate of the first group."""
+        return float(self._current_groups[0]["lr"])
 
     def scale_rates(self, factor: float) -> None:
         """Set the learning rates to a multiple of those that a torch optimizer had at the start.
