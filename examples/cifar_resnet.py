@@ -22,7 +22,6 @@ from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 
 import pyro_structvi as ps
-from pyro_structvi.infer import CosineDecay
 from pyro_structvi.metrics import classification_scores
 
 GUIDES: dict[str, Callable[[ps.Classifier, int], ps.StructuredGuide]] = {
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--random-images", type=int, help="train on so many images of noise")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=256, help="on each process")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, help="unless the default of fit")
     parser.add_argument("--kl-weight", type=float, default=1.0, help="weight of the KL at the end")
     parser.add_argument("--num-samples", type=int, default=20, help="posterior draws at the end")
     parser.add_argument("--load", type=Path, help="a checkpoint to start from")
@@ -73,7 +72,6 @@ def main() -> None:
         num_epochs=options.epochs,
         batch_size=options.batch_size,
         lr=options.lr,
-        lr_schedule=CosineDecay(steps),
         kl_weight=ps.LinearAnnealing(-(-steps // 2), end=options.kl_weight),
     )
     seconds = time.perf_counter() - start

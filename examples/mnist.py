@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import pyro_structvi as ps
-from pyro_structvi.infer import CosineDecay
 from pyro_structvi.metrics import classification_scores
 
 GUIDES: dict[str, Callable[[ps.Classifier, int], ps.StructuredGuide]] = {
@@ -36,7 +35,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="an .npz file instead of a download")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, help="unless the default of fit")
     parser.add_argument("--prior-scale", type=float, default=0.2, help="prior standard deviation")
     parser.add_argument("--num-samples", type=int, default=50, help="posterior draws at the end")
     parser.add_argument("--limit", type=int, help="use only so many examples, to try things out")
@@ -62,7 +61,6 @@ def main() -> None:
         num_epochs=options.epochs,
         batch_size=options.batch_size,
         lr=options.lr,
-        lr_schedule=CosineDecay(steps),
         kl_weight=ps.LinearAnnealing(-(-steps // 2)),
     )
     minutes = (time.perf_counter() - start) / 60

@@ -317,6 +317,16 @@ def keep_from_warning(optimizer: torch.optim.Optimizer) -> None:
     optimizer._warned_capturable_if_run_uncaptured = True
 
 
+def can_skip_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer can leave all as it is by a number on the device, as GradScaler has it do.
+
+    Torch marks such optimizers with a private attribute. Without it a step captured on a GPU could not
+    hold an update that depends on its gradients being finite.
+    """
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 class Watch(TorchDispatchMode):
     """Shows operations with their arguments, before they run, as they reach torch's dispatcher.
 

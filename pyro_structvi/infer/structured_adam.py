@@ -91,6 +91,9 @@ class StructuredAdam(torch.optim.Optimizer):
             [{"params": each, "unit": unit} for unit, each in sorted(groups.items())],
             options | {"unit": 1.0, "fused": True},
         )
+        self._step_supports_amp_scaling = (
+            True  # as torch's fused ones: `found_inf` leaves all as it is
+        )
         self._correlated = {
             each.loc: each for each in posteriors if posterior_lr and _is_correlated(each)
         }
@@ -174,6 +177,7 @@ class StructuredAdam(torch.optim.Optimizer):
             beta1=beta1,
             beta2=beta2,
             lr=lr,
+            found_inf=getattr(self, "found_inf", None),
             weight_decay=0.0,
             eps=group["eps"],
             maximize=False,

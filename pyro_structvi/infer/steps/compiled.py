@@ -110,8 +110,8 @@ class CompiledStep(Step):
         if not self.loss.is_structured:
             self._fall_back(call, f"{type(self.loss.elbo).__name__} cannot be compiled.")
             return numbers
-        updates = self._check is None and not self.is_shared
         checks = self._check is not None
+        updates = not self.is_shared and (not checks or self.optimizer.can_skip)
         step = ReplayedStep(
             self.loss, self.optimizer, recorder.draws, self._backend, updates, checks
         )
@@ -156,7 +156,11 @@ class CompiledStep(Step):
             with self._explained():
                 outputs = self._prepare(step, call)
         batch, (numbers, terms) = (call.args, call.kwargs), step.unpack(outputs)
-        return (self._read if step.has_updated else self._update)(batch, numbers, terms)
+        if not step.has_updated:
+            return self._update(batch, numbers, terms)
+        read = self._read(batch, numbers, terms)
+        self.optimizer.forget_gradients()  # which a check may name
+        return read
 
     def _prepare(self, step: ReplayedStep, call: Call) -> Outputs:
         """Take the next of the steps that end in a replay without Python."""

@@ -10,7 +10,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
 from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
-from pyro_structvi._torch import keep_from_warning
+from pyro_structvi._torch import can_skip_updates, keep_from_warning
 
 
 class OneOptimizer:
@@ -118,13 +118,28 @@ class OneOptimizer:
         clips = [(parameter, gradient_clip(optim, parameter)) for parameter in parameters]
         self._clips += [(parameter, clip) for parameter, clip in clips if clip is not None]
 
-    def step(self) -> None:
-        """Update parameters by their gradients, and let go of these."""
+    @property
+    def can_skip(self) -> bool:
+        """Whether a number on the device can decide that a step leaves all as it is."""
+        return self.torch is not None and can_skip_updates(self.torch)
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update parameters by their gradients, and let go of these.
+
+        Args:
+            skip: 1 where parameters and state are to stay, and 0 otherwise, where an optimizer can skip.
+        """
         assert self.torch is not None
         for parameter, clip in self._clips:
             if parameter.grad is not None:
                 clip(parameter)
-        self.torch.step()
+        options = {} if skip is None else {"grad_scale": None, "found_inf": skip}
+        vars(self.torch).update(options)  # as torch's GradScaler does
+        try:
+            self.torch.step()
+        finally:
+            for name in options:
+                delattr(self.torch, name)
         self.torch.zero_grad(set_to_none=True)
 
     def forget_gradients(self) -> None:

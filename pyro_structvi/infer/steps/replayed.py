@@ -33,7 +33,8 @@ class ReplayedStep:
         draws: How the plates draw their subsamples.
         backend: A backend of ``torch.compile``, None, or "auto".
         updates: Whether a CUDA graph is to hold the optimizer's update too.
-        checks: Whether the gradients' norm is asked for; otherwise it is 0.
+        checks: Whether the gradients' norm is asked for, without which it is 0, and an update left out
+            where it is not finite.
 
     Attributes:
         keeps: What must stay alive with this step.
@@ -94,7 +95,7 @@ class ReplayedStep:
 
     def unpack(self, outputs: Outputs) -> tuple[Tensor, ELBOTerms]:
         """Give the parameters their gradients; return the numbers and the terms."""
-        if not self.has_updated:
+        if self._checks or not self.has_updated:
             self._set_gradients(outputs)
         numbers, *values = (value for value in outputs if value is not None)
         values_of = iter(values)
@@ -182,8 +183,13 @@ class ReplayedStep:
         assert self._traced is not None
         outputs = self._traced(inputs)
         self._set_gradients(outputs)
-        self._optimizer.step()
-        return outputs[: -len(self._parameters)]
+        if not self._checks:
+            self._optimizer.step()
+            return outputs[: -len(self._parameters)]
+        numbers = outputs[0]
+        assert numbers is not None
+        self._optimizer.step(skip=(~numbers.sum().isfinite()).to(torch.float32))
+        return outputs
 
     def _warm_up(self, inputs: Sequence[Tensor]) -> Outputs:
         """Run on a separate stream, as a capture will."""
