@@ -1,6 +1,6 @@
 """Base class of normals with independent elements."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -60,3 +60,11 @@ class IndependentWeight(GaussianWeight, abstract=True):
     def whiten(self, difference: Tensor) -> Tensor:
         """Return the difference in standard deviations."""
         return difference / self.stddev
+
+    def member(self, index: int) -> Self:
+        """Return the distribution of one weight of the first batch dimension."""
+        new: Self = self._get_checked_instance(type(self))
+        for name in self.argument_names:
+            setattr(new, name, getattr(self, name)[index])
+        new._set_shapes(self.batch_shape[1:], self.event_shape, self._validate_args)
+        return new

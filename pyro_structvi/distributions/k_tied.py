@@ -13,7 +13,7 @@ from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.outputs import NormalOutputs, square
 from pyro_structvi.linalg.sum_of_logs import sum_of_logs
-from pyro_structvi.maps import LinearMap
+from pyro_structvi.maps import Arrangement, LinearMap
 
 
 class KTiedNormal(IndependentWeight):
@@ -133,6 +133,14 @@ class KTiedNormal(IndependentWeight):
         loc, row_scale = (F.embedding(index, table) for table in (self.loc, self.row_scale))
         scale = row_scale @ self.column_scale.mT
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
+
+    def rearranged(self, arrangement: Arrangement) -> IndependentWeight:
+        """Return the distribution in another order: of the transpose k-tied, else independent."""
+        loc = arrangement(self.loc)
+        if arrangement.is_transpose:
+            return KTiedNormal(loc, self.column_scale, self.row_scale, validate_args=False)
+        scale = arrangement(self.stddev)
+        return MeanFieldNormal(loc, scale, arrangement.event_dim, validate_args=False)
 
 
 def _pairwise_products(factor: Tensor, off_diagonal: float = 1.0) -> Tensor:

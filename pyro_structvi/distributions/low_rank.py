@@ -21,7 +21,7 @@ from pyro_structvi.distributions.weight_distribution import GaussianWeight, Weig
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.row_gram import row_gram
 from pyro_structvi.linalg.shapes import shrink, standard_normal
-from pyro_structvi.maps import LinearMap
+from pyro_structvi.maps import Arrangement, LinearMap
 
 
 class LowRankNormal(GaussianWeight):
@@ -247,6 +247,15 @@ class LowRankNormal(GaussianWeight):
         scale = self.scale if self.is_isotropic else F.embedding(index, self.scale)
         factors = torch.stack([F.embedding(index, factor) for factor in self.factors], 1)
         return LowRankNormal(loc, factors, scale, self.alpha, event_dim=2, validate_args=False)
+
+    def rearranged(self, arrangement: Arrangement) -> "LowRankNormal | None":
+        """Return the distribution in another order: low rank plus diagonal, unless it is a stack."""
+        if arrangement.stack:
+            return None
+        loc, factors = arrangement(self.loc), arrangement(self.factors)
+        scale = self.scale.reshape(()) if self.is_isotropic else arrangement(self.scale)
+        event_dim = arrangement.event_dim
+        return LowRankNormal(loc, factors, scale, self.alpha, event_dim, validate_args=False)
 
     def _isotropic_image_variance(
         self, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None

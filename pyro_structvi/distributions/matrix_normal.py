@@ -11,7 +11,7 @@ from pyro_structvi.distributions.outputs import GaussianOutputs
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import standard_normal
-from pyro_structvi.maps import DenseMap, LinearMap
+from pyro_structvi.maps import Arrangement, DenseMap, LinearMap
 
 
 class MatrixNormal(GaussianWeight):
@@ -149,6 +149,13 @@ class MatrixNormal(GaussianWeight):
         squares = whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
         norms = floored_sqrt(squares).unsqueeze(-1)
         return _MatrixOutputs(mean, norms, linear_map, self.scale_tril_row, bias_variance)
+
+    def rearranged(self, arrangement: Arrangement) -> "MatrixNormal | None":
+        """Return that of the transpose, with the covariances of rows and columns exchanged."""
+        if not arrangement.is_transpose:
+            return None
+        factors = self.scale_tril_column, self.scale_tril_row
+        return MatrixNormal(arrangement(self.loc), *factors, validate_args=False)
 
 
 class _MatrixOutputs(GaussianOutputs):

@@ -14,7 +14,7 @@ from pyro_structvi.distributions.outputs import NormalOutputs, square
 from pyro_structvi.linalg.formed_once import formed_once
 from pyro_structvi.linalg.fused import variance_and_sums
 from pyro_structvi.linalg.shapes import shrink
-from pyro_structvi.maps import LinearMap
+from pyro_structvi.maps import Arrangement, LinearMap
 
 
 class MeanFieldNormal(IndependentWeight):
@@ -89,6 +89,11 @@ class MeanFieldNormal(IndependentWeight):
         loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
+    def rearranged(self, arrangement: Arrangement) -> "MeanFieldNormal":
+        """Return the distribution of the weight in another order of its dimensions."""
+        loc, scale = arrangement(self.loc), arrangement(self.scale)
+        return MeanFieldNormal(loc, scale, arrangement.event_dim, validate_args=False)
+
 
 class LogScaleNormal(MeanFieldNormal):
     """Independent normals by the logarithms of their standard deviations.
@@ -157,6 +162,11 @@ class LogScaleNormal(MeanFieldNormal):
         check_index(self, index)
         loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
         return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
+
+    def rearranged(self, arrangement: Arrangement) -> MeanFieldNormal:
+        """Return the distribution of the weight in another order of its dimensions."""
+        loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)
+        return LogScaleNormal(loc, log_scale, arrangement.event_dim, validate_args=False)
 
     @formed_once
     def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from pyro_structvi.distributions.outputs import autocasts, bias_moments
 from pyro_structvi.distributions.required_members import check_required_members
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.shapes import event_sum, standard_normal
-from pyro_structvi.maps import DenseMap, FactoredDraw, LinearMap
+from pyro_structvi.maps import Arrangement, DenseMap, FactoredDraw, LinearMap
 
 Way = Literal["outputs", "factors", "weight"]
 
@@ -38,7 +38,7 @@ class WeightDistribution(TorchDistribution):
     ``takes_bias_column``, True if a joined bias is better kept as a column than met by an input of one;
     ``applies_in_factors``, True if ``ways_to_apply`` may have ``"factors"``;
     ``loc``, ``variance_sum``, ``ways_to_apply``, ``draw_factored``, ``split_noise``, ``rows``,
-    ``factorize``, ``expand``, as their docstrings say; ``log_prob`` and ``entropy``.
+    ``rearranged``, ``factorize``, ``expand``, as their docstrings say; ``log_prob`` and ``entropy``.
 
     **Provided**: ``mean``, ``image``, ``as_matrix``, ``as_weight``, ``map_for_batch``, ``support``.
 
@@ -61,17 +61,10 @@ class WeightDistribution(TorchDistribution):
     takes_bias_column: ClassVar[bool] = False
     applies_in_factors: ClassVar[bool] = False
     argument_names: ClassVar[tuple[str, ...]]
-    _required: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(
-        (
-            "arg_constraints",
-            "argument_names",
-            "variance",
-            "covariance_matrix",
-            "rsample",
-            "image_under",
-        ),
-        (),
-    )
+    _required: ClassVar[dict[str, tuple[str, ...]]] = {
+        **dict.fromkeys(("arg_constraints", "argument_names", "variance", "covariance_matrix"), ()),
+        **dict.fromkeys(("rsample", "image_under"), ()),
+    }
     loc: Tensor
 
     def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
@@ -165,6 +158,13 @@ class WeightDistribution(TorchDistribution):
             independent, also where an index repeats. Noise that rows share is one draw for an example.
         """
         arguments.check_index(self, index)
+        return None
+
+    def rearranged(self, arrangement: Arrangement) -> "WeightDistribution | None":
+        """Return the distribution of the weight in another order, or None: the weight is then drawn.
+
+        A stack of weights becomes batch dimensions.
+        """
         return None
 
     def split_noise(

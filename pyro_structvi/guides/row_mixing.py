@@ -14,8 +14,8 @@ from pyro_structvi._torch import BatchOrInstanceNorm
 from pyro_structvi.guides.sites import trial_run
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.site_use import SiteUse
-from pyro_structvi.lazy.weight import WeightStandIn, as_drawn
-from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
+from pyro_structvi.lazy.stand_in import WeightStandIn, as_drawn
+from pyro_structvi.maps.readings import Application, FactorApplication, Lookup
 
 
 def mixes_examples(
@@ -87,8 +87,8 @@ class _ChangedWeight(WeightStandIn):
         return self._value
 
     def _draw_outputs(self, application: Application) -> Tensor:
-        linear_map, x, _, bias = application
-        matrix = self._value.flatten(1)
+        linear_map, x, _, bias, _ = application
+        matrix = application.matrix_of(self._value)
         return _with_another_row(linear_map(as_drawn(x), matrix, as_drawn(bias)))
 
     def _draw_rows(self, lookup: Lookup) -> Tensor:

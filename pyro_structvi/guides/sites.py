@@ -115,8 +115,11 @@ def find_sites_by_running(
     declared = find_declared_sites(poutine.unwrap(model))
     takes_checkpoints = any(found.use.is_recomputed for found in recorder.found.values())
     for name, found in recorder.found.items():
-        rows = recorder.counted[name].rows
-        found.use.has_other_rows = bool(recorder.num_examples and rows - recorder.num_examples)
+        counted = recorder.counted[name]
+        found.use.has_unknown_rows = bool(
+            recorder.num_examples and counted.rows - recorder.num_examples
+        )
+        found.use.has_other_rows = found.use.has_unknown_rows or counted.has_members
         # What this pass has not used, another may use in a checkpoint as well.
         found.use.is_recomputed |= takes_checkpoints and found.use.count == 0
         found.is_declared = name in declared
@@ -155,7 +158,7 @@ def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
     Args:
         uses: How passes have used the sites.
     """
-    named = [name for name, use in uses.items() if use.has_other_rows and use.gives_outputs]
+    named = [name for name, use in uses.items() if use.has_unknown_rows and use.gives_outputs]
     if named:
         warnings.warn(
             f"The rows that meet the weights at {named} are not the examples that the model observes, "

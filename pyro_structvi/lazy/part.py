@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from pyro_structvi.lazy.site_use import SiteUse
-from pyro_structvi.lazy.weight import LazyWeight, WeightStandIn
+from pyro_structvi.lazy.stand_in import WeightStandIn
+from pyro_structvi.lazy.weight import LazyWeight
 from pyro_structvi.maps import BiasColumnMap
-from pyro_structvi.maps.calls import Application
+from pyro_structvi.maps.readings import Application
 
 
 class LazyPart(WeightStandIn):
@@ -45,7 +46,8 @@ class LazyPart(WeightStandIn):
         bias, together = application.bias, application._replace(weight=self.whole, bias=None)
         linear_map, x = application.linear_map, application.x
         whole = bias.whole if isinstance(bias, LazyPart) else None
-        if whole is not self.whole or isinstance(x, WeightStandIn):
+        is_other = whole is not self.whole or application.arrangement is not None
+        if is_other or isinstance(x, WeightStandIn):
             return None
         if self.whole.distribution.takes_bias_column:
             linear_map = BiasColumnMap(linear_map)

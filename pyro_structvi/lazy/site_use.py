@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pyro_structvi.maps.calls import Application, Lookup
+from pyro_structvi.maps.readings import Application, Lookup
 
 LocalReparam = bool | Literal["exact", "flipout"]
 
@@ -20,8 +20,10 @@ class SiteUse:
         count: How often one pass of the model uses the site, or None before that is known. A weight
             used more than once must be the same weight each time, so it is drawn.
         is_recomputed: Whether activation checkpointing computes a use again in the backward pass.
-        has_other_rows: Whether the inputs' first dimension is not that of the examples, as for the nodes
-            of graphs or time steps in a row: outputs that are drawn row by row are then approximate.
+        has_other_rows: Whether the inputs' first dimension is not that of the examples, as for nodes of
+            graphs, time steps in a row, or the share of an expert: outputs drawn row by row are
+            then approximate.
+        has_unknown_rows: Whether that is for a reason that the call does not show.
     """
 
     name: str
@@ -29,6 +31,7 @@ class SiteUse:
     count: int | None = None
     is_recomputed: bool = False
     has_other_rows: bool = False
+    has_unknown_rows: bool = False
 
     def after(self, former: "SiteUse | None") -> "SiteUse":
         """Return what is known from this pass and from former ones together."""
@@ -38,6 +41,7 @@ class SiteUse:
             count=max((use.count for use in passes if use.count is not None), default=None),
             is_recomputed=any(use.is_recomputed for use in passes),
             has_other_rows=any(use.has_other_rows for use in passes),
+            has_unknown_rows=any(use.has_unknown_rows for use in passes),
         )
 
     @property

@@ -6,104 +6,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import inside_backward, tree_map, without_storage
+from pyro_structvi._torch import inside_backward
+from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.outputs import autocasts
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.lazy.flipout import flipout
 from pyro_structvi.lazy.site_use import SiteUse
-from pyro_structvi.maps import FactoredDraw, LinearMap, shape_per_example
-from pyro_structvi.maps.calls import (
-    Application,
-    FactorApplication,
-    Lookup,
-    Rewrite,
-    parse_application,
-)
-
-
-class WeightStandIn(Tensor):
-    """A tensor without storage that has shape, dtype and device; a value replaces it when it is used."""
-
-    use: SiteUse
-
-    @classmethod
-    def _make(cls, like: Tensor, shape: torch.Size, use: SiteUse) -> Self:
-        stand_in = without_storage(cls, shape, like)
-        stand_in.use = use
-        return stand_in
-
-    def draw(self) -> Tensor:
-        """Return the ordinary tensor that this one stands for."""
-        raise NotImplementedError
-
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        """Draw the outputs of a linear map without drawing the weight, where that is allowed."""
-        return None
-
-    def _draw_rows(self, lookup: Lookup) -> Tensor | None:
-        """Draw the rows that are looked up without drawing the weight, where that is allowed."""
-        return None
-
-    def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
-        """Draw a factor for each example, where that is allowed."""
-        return None
-
-    def _check_input(self, application: Application | Lookup | FactorApplication) -> None:
-        """Explain an input that does not fit the weight, in place of an error from the kernel."""
-        x = application.x
-        attributes = ("device",) if isinstance(application, Lookup) else ("device", "dtype")
-        for attribute in attributes:
-            expected, got = getattr(self, attribute), getattr(x, attribute)
-            if expected != got and not (attribute == "dtype" and autocasts(x)):
-                target = repr(expected) if attribute == "dtype" else repr(str(expected))
-                raise ValueError(
-                    f"The input that meets the weight at site '{self.use.name}' must have "
-                    f"{attribute} {expected}, but got {got}. Convert the data with "
-                    f"`x.to({target})`, or move model and guide with `.to(...)` alike."
-                )
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call ``func`` with ordinary tensors, unless there is a better answer.
-
-        Shape, dtype and the like are known; the outputs of a linear map, and rows that are looked
-        up, may be drawn directly.
-        """
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs)
-        application = parse_application(func, args, kwargs)
-        if isinstance(application, Rewrite):
-            return application.compute()
-        if application is not None and isinstance(application.weight, WeightStandIn):
-            weight = application.weight
-            weight._check_input(application)
-            if isinstance(application, Lookup):
-                outputs = weight._draw_rows(application)
-            elif isinstance(application, FactorApplication):
-                outputs = weight._draw_per_example(application)
-            else:
-                outputs = weight._draw_outputs(application)
-            if outputs is not None:
-                return outputs
-        return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Reached where ``__torch_function__`` is switched off; the same without the exception."""
-        return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs or {}))
+from pyro_structvi.lazy.stand_in import WeightStandIn, as_drawn
+from pyro_structvi.maps import Arrangement, FactoredDraw, LinearMap, shape_per_example
+from pyro_structvi.maps.readings import Application, FactorApplication, Lookup
 
 
 class LazyWeight(WeightStandIn):
@@ -137,6 +48,7 @@ class LazyWeight(WeightStandIn):
     _factored: FactoredDraw | None
     _gave_outputs: bool
     _with_grad: bool
+    _members: dict[int, "LazyWeight"]
 
     def __new__(cls, distribution: WeightDistribution, use: SiteUse) -> Self:
         """Make the tensor that stands for a draw."""
@@ -146,12 +58,34 @@ class LazyWeight(WeightStandIn):
         weight._factored = None
         weight._gave_outputs = False
         weight._with_grad = torch.is_grad_enabled()
+        weight._members = {}
         return weight
 
     @property
     def is_drawn(self) -> bool:
         """Whether a weight has been drawn, as a tensor or in factors."""
         return self._drawn is not None or self._factored is not None
+
+    @property
+    def _was_formed(self) -> bool:
+        """Whether a weight has been drawn as a tensor from the start."""
+        return self._drawn is not None and self._factored is None
+
+    def member(self, index: int) -> WeightStandIn | None:
+        """Return the weight at an index of the first dimension, undrawn, of a stack of matrices.
+
+        Each has its own draw: they are used apart, so the distribution must let them be independent.
+        """
+        if not self._may_give_outputs(None):
+            return None
+        if index not in self._members:
+            dims = tuple(range(self.dim()))
+            stack = Arrangement.of_dims(dims, tuple(self.shape), stack=1)
+            stacked = self.distribution.rearranged(stack)
+            if not isinstance(stacked, IndependentWeight):
+                return None
+            self._members[index] = LazyWeight(stacked.member(index), self.use)
+        return self._members[index]
 
     def draw(self) -> Tensor:
         """Return the ordinary weight, drawn at the first call and kept.
@@ -189,29 +123,35 @@ class LazyWeight(WeightStandIn):
 
         Returns None where only an ordinary weight will do.
         """
-        ways = self.distribution.ways_to_apply(application.linear_map, application.x)
-        for way in ways:
+        distribution, arrangement = self.distribution, application.arrangement
+        if arrangement is not None:
+            rearranged = distribution.rearranged(arrangement)
+            if rearranged is None:
+                return None
+            distribution = rearranged
+        for way in distribution.ways_to_apply(application.linear_map, application.x):
             if way == "outputs" and self._may_give_outputs(application.x):
-                exact = self.distribution.has_exact_positions
+                exact = distribution.has_exact_positions
                 if exact or not self.use.asks_for_exact(application):
-                    return self._draw_image(application, self.distribution.image_under)
-                if self.use.local_reparam == "flipout" and (
-                    self.distribution.has_independent_elements
-                ):
-                    return self._draw_image(application, None)
-            if way == "factors" and (self._drawn is None or self._factored is not None):
+                    return self._draw_image(application, distribution, distribution.image_under)
+                if self.use.local_reparam == "flipout" and distribution.has_independent_elements:
+                    return self._draw_image(application, distribution, None)
+            if way == "factors" and arrangement is None and not self._was_formed:
                 return self._apply_factored(application)
         return None
 
     def _draw_image(
-        self, application: Application, image_under: Callable[..., Any] | None
+        self,
+        application: Application,
+        distribution: WeightDistribution,
+        image_under: Callable[..., Any] | None,
     ) -> Tensor:
-        """Draw outputs from the image of the distribution, or by flipout if that is None.
+        """Draw outputs from the image of a distribution, or by flipout if that is None.
 
         The independent noise of a lazy bias adds its variance to that of the outputs. The rest of it,
         or all of it where an example has several positions, is drawn once for each example.
         """
-        linear_map, x, _, bias = application
+        linear_map, x, _, bias, _ = application
         self._refuse_second_use()
         lazy_bias, shift = None, None
         if isinstance(bias, LazyWeight) and bias._may_give_outputs(x):
@@ -222,8 +162,8 @@ class LazyWeight(WeightStandIn):
             else:
                 bias, shift = lazy_bias.distribution.split_noise(x.shape[:-1])
         if image_under is None:
-            assert isinstance(self.distribution, GaussianWeight)
-            outputs = flipout(self.distribution, linear_map, x, as_drawn(bias))
+            assert isinstance(distribution, GaussianWeight)
+            outputs = flipout(distribution, linear_map, x, as_drawn(bias))
         else:
             outputs = image_under(linear_map, x, as_drawn(bias)).rsample()
         self._gave_outputs = True
@@ -259,7 +199,7 @@ class LazyWeight(WeightStandIn):
         if self._factored is None:
             with torch.set_grad_enabled(self._with_grad):
                 self._factored = self.distribution.draw_factored()
-        linear_map, x, _, bias = application
+        linear_map, x, _, bias, _ = application
         return self._factored.apply(linear_map, as_drawn(x), as_drawn(bias))
 
     def _may_give_outputs(self, x: Any) -> bool:
@@ -273,7 +213,7 @@ class LazyWeight(WeightStandIn):
                 "the pass that counted its uses did not do, so that it was not drawn beforehand. Call "
                 "`guide.initialize(...)` in the mode in which the net takes activation checkpoints."
             )
-        if self._gave_outputs:
+        if self._gave_outputs or self._members:
             raise RuntimeError(
                 f"The model uses the weight at site '{self.use.name}' more often in this pass than "
                 "in the pass in which its uses were counted, after its outputs were drawn. A "
@@ -281,11 +221,6 @@ class LazyWeight(WeightStandIn):
                 "with arguments that take this path, or, to replay one trace of the guide several "
                 "times, pass `local_reparam=False` to the guide."
             )
-
-
-def as_drawn(value: Any) -> Any:
-    """Return the ordinary tensor for a stand-in; any other value unchanged."""
-    return value.draw() if isinstance(value, WeightStandIn) else value
 
 
 def _in_layer_dtype(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -301,16 +236,3 @@ def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -
     """Draw one bias for each example, shaped to meet the outputs at every position."""
     draw = bias.distribution.rsample(x.shape[: x.dim() - linear_map.event_dim(x)])
     return draw.reshape(shape_per_example(linear_map, x, draw.shape[-1]))
-
-
-_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized")
-
-_METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
-    Tensor.dim,
-    Tensor.size,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
-}

@@ -1,4 +1,4 @@
-"""Multi-head self-attention whose projections are calls of ``F.linear``, with the batch first."""
+"""Multi-head attention whose projections are calls of ``F.linear``, with the batch first."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,41 +15,39 @@ _NOT_SERVED = ("bias_k", "bias_v", "static_k", "static_v")
 Attended = tuple[Tensor, Tensor | None]
 
 
-def read_self_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
+def read_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
     """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`.
 
-    Torch applies the packed weights to queries, keys and values with the positions first. Here the
-    projections of self-attention are two calls of ``F.linear``, and the examples come first, as local
-    reparameterization takes them.
+    Torch applies the weights to queries, keys and values with the positions first. Here the
+    projections are calls of ``F.linear``, and the examples come first, as local reparameterization
+    takes them.
 
     Args:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
     Returns:
-        A function that computes what torch's function returns; None for cross-attention, whose packed
-        weight meets several inputs, for weights that are not packed, and where a position is added to
-        the keys.
+        A function that computes what torch's function returns; None for cross-attention with a packed
+        weight, which meets several inputs, and where a position is added to the keys.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     is_self = given["query"] is given["key"] is given["value"]
-    is_plain = not (given["use_separate_proj_weight"] or given["add_zero_attn"])
-    if not (is_self and is_plain) or any(given[name] is not None for name in _NOT_SERVED):
+    is_served = is_self or given["use_separate_proj_weight"]
+    if (
+        not is_served
+        or given["add_zero_attn"]
+        or any(given[name] is not None for name in _NOT_SERVED)
+    ):
         return None
     return partial(_attend, given)
 
 
 def _attend(given: Mapping[str, Any]) -> Attended:
-    query = given["query"]
-    is_batched = query.dim() == 3
-    x = query.transpose(0, 1) if is_batched else query.unsqueeze(0)
+    is_batched = given["query"].dim() == 3
     heads, dropout = given["num_heads"], given["dropout_p"] if given["training"] else 0.0
-    projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
-    q, k, v = (
-        part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.chunk(3, dim=-1)
-    )
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in _project(given))
     mask = _additive_mask(given["attn_mask"], given["key_padding_mask"], q)
     weights = None
     if given["need_weights"]:
@@ -65,6 +63,25 @@ def _attend(given: Mapping[str, Any]) -> Attended:
     joined = mixed.transpose(1, 2).flatten(2)
     outputs = F.linear(joined, given["out_proj_weight"], given["out_proj_bias"])
     return (outputs.transpose(0, 1) if is_batched else outputs.squeeze(0)), weights
+
+
+def _project(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, each ``(batch, length, dim)``."""
+    names = ("query", "key", "value")
+    if not given["use_separate_proj_weight"]:
+        x = _batch_first(given["query"])
+        return F.linear(x, given["in_proj_weight"], given["in_proj_bias"]).chunk(3, dim=-1)
+    packed = given["in_proj_bias"]
+    biases = (None, None, None) if packed is None else packed.chunk(3)
+    weights = (given[f"{name[0]}_proj_weight"] for name in names)
+    return tuple(
+        F.linear(_batch_first(given[name]), weight, bias)
+        for name, weight, bias in zip(names, weights, biases, strict=True)
+    )
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1) if x.dim() == 3 else x.unsqueeze(0)
 
 
 def _additive_mask(

@@ -1,106 +1,22 @@
-"""How a call of torch is read: as a linear map, a look-up of rows, a function, or other calls."""
+"""Which calls of torch are read, and as what: one table from call to reading."""
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from pyro_structvi.maps.attention import read_self_attention
+from pyro_structvi._torch import GROUPED_PRODUCT
+from pyro_structvi.maps import products
+from pyro_structvi.maps.arrangement import Arrangement
+from pyro_structvi.maps.attention import read_attention
 from pyro_structvi.maps.convolution import ConvolutionMap
 from pyro_structvi.maps.dense import DenseMap
-from pyro_structvi.maps.linear_map import LinearMap
-
-
-class Application(NamedTuple):
-    """A call that applies a weight linearly: ``linear_map(x, weight, bias)``."""
-
-    linear_map: LinearMap
-    x: Any
-    weight: Any
-    bias: Any
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether the weight meets one example more than once."""
-        return self.linear_map.has_positions(self.x)
-
-    @property
-    def num_examples(self) -> int:
-        """How many examples the inputs are, as far as their shape tells."""
-        size: int = self.x.shape[: self.x.dim() - self.linear_map.event_dim(self.x)].numel()
-        return size
-
-
-class Lookup(NamedTuple):
-    """A call that looks up rows of a matrix, ``weight[x]`` for integers ``x (batch, *positions)``.
-
-    Rows at ``padding_idx`` get no gradient.
-    """
-
-    x: Any
-    weight: Any
-    padding_idx: int | None
-
-    @property
-    def indices(self) -> Tensor:
-        """The integers as ``(batch, positions)``; without a batch or positions there is one."""
-        indices: Tensor = self.x.reshape(self.x.shape[:1].numel(), self.x.shape[1:].numel())
-        return indices
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether one example looks up several rows."""
-        return self.indices.shape[1] > 1
-
-    @property
-    def num_examples(self) -> int:
-        """How many examples the inputs are, as far as their shape tells."""
-        return len(self.indices)
-
-    def share_draws(self, rows: Tensor) -> Tensor:
-        """Give the same draw to all positions of an example that have the same index.
-
-        Args:
-            rows: Drawn rows ``(batch, positions, dim)``, independent where an index repeats.
-        """
-        indices = self.indices.contiguous()
-        values, order = indices.sort()
-        first = order.gather(1, torch.searchsorted(values, indices))
-        return rows.take_along_dim(first.unsqueeze(-1), 1)
-
-    def shape_outputs(self, rows: Tensor) -> Tensor:
-        """Return rows ``(batch, positions, dim)`` as the outputs of the call."""
-        outputs = rows.reshape(*self.x.shape, rows.shape[-1])
-        if self.padding_idx is None:
-            return outputs
-        is_padding = self.x == self.padding_idx % len(self.weight)
-        return torch.where(is_padding.unsqueeze(-1), outputs.detach(), outputs)
-
-
-class FactorApplication(NamedTuple):
-    """A call of a function of a factor, ``function(x, weight)``, which may have examples in front."""
-
-    function: Callable[[Tensor, Tensor], Tensor]
-    x: Any
-    weight: Any
-
-    @property
-    def num_examples(self) -> int:
-        """How many examples the inputs are, as far as their shape tells."""
-        return len(self.x)
-
-
-class Rewrite(NamedTuple):
-    """A call that is replaced by ``compute()``, whose own calls meet the weights one by one."""
-
-    compute: Callable[[], Any]
-
-
-Reading = Application | Lookup | FactorApplication | Rewrite
+from pyro_structvi.maps.readings import Application, FactorApplication, Lookup, Reading, Rewrite
+from pyro_structvi.maps.transposed_convolution import TransposedConvolutionMap
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
@@ -124,6 +40,28 @@ def _convolution(
     return Application(linear_map, input, weight, bias)
 
 
+def _transposed_convolution(
+    function: Callable[..., Tensor],
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Application | None:
+    """Read a weight ``(in, out, *kernel)``, or None where groups divide it."""
+    if groups != 1:
+        return None
+    channels, _, *kernel = weight.shape
+    linear_map = TransposedConvolutionMap(
+        function, (channels, *kernel), stride, padding, dilation, output_padding=output_padding
+    )
+    arrangement = Arrangement.transposed(tuple(weight.shape))
+    return Application(linear_map, input, weight, bias, arrangement)
+
+
 def _embedding(
     input: Any,
     weight: Any,
@@ -140,18 +78,39 @@ def _embedding(
 
 
 def _attention(*args: Any, **kwargs: Any) -> Rewrite | None:
-    compute = read_self_attention(*args, **kwargs)
+    compute = read_attention(*args, **kwargs)
     return None if compute is None else Rewrite(compute)
 
 
 # From a call to how it is read; a reader takes the arguments of the call, and may return None.
 _READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
     F.linear: _linear,
+    F.bilinear: products.read_bilinear,
     F.conv1d: partial(_convolution, F.conv1d),
     F.conv2d: partial(_convolution, F.conv2d),
     F.conv3d: partial(_convolution, F.conv3d),
+    F.conv_transpose1d: partial(_transposed_convolution, F.conv_transpose1d),
+    F.conv_transpose2d: partial(_transposed_convolution, F.conv_transpose2d),
+    F.conv_transpose3d: partial(_transposed_convolution, F.conv_transpose3d),
     F.embedding: _embedding,
+    GROUPED_PRODUCT: products.read_grouped_product,
     F.multi_head_attention_forward: _attention,
+    torch.einsum: products.read_einsum,
+    products.arranged_linear: products.read_arranged_linear,
+    **dict.fromkeys((torch.addmm, Tensor.addmm), products.read_addmm),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), products.read_baddbmm),
+    **dict.fromkeys(
+        (
+            torch.matmul,
+            Tensor.matmul,
+            Tensor.__matmul__,
+            torch.mm,
+            Tensor.mm,
+            torch.bmm,
+            Tensor.bmm,
+        ),
+        products.read_product,
+    ),
 }
 
 

@@ -68,7 +68,7 @@ class ConvolutionMap(LinearMap):
         if count > pixels or not hidden.is_contiguous():
             # By the strides of a transposed matrix torch would take all for channels-last, and copy.
             pointwise = matrix.reshape(*matrix.shape, *self._ones).contiguous()
-            return self.function(hidden, pointwise, bias, groups=self.groups)
+            return self._multiply_pointwise(hidden, pointwise, bias)
         channels = hidden.reshape(batch.numel(), self.groups, count, pixels)
         mixed = multiply_each(matrix.unflatten(0, (self.groups, -1)), channels)
         outputs = mixed.reshape(*batch, len(matrix), *space)
@@ -135,6 +135,9 @@ class ConvolutionMap(LinearMap):
         return self.function(
             x, filters, bias, self.stride, self.padding, self.dilation, self.groups
         )
+
+    def _multiply_pointwise(self, hidden: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
+        return self.function(hidden, filters, bias, groups=self.groups)
 
     def _multiplies_first(self, x: Tensor, matrix: Tensor) -> bool:
         """Whether filters at all places of the kernel are no more channels than the input has."""

@@ -43,7 +43,7 @@ class DenseMap(LinearMap):
         """Apply ``matrix (*b, out, in)`` to ``x (*batch, in)``, giving ``(*batch, out)``."""
         if matrix.dim() == 2:
             return F.linear(x, matrix, bias)
-        image = (matrix @ x.unsqueeze(-1)).squeeze(-1)
+        image = _stacked_product(x, matrix)
         return image if bias is None else image + bias
 
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -109,3 +109,13 @@ class DenseMap(LinearMap):
     def has_positions(self, x: Tensor) -> bool:
         """Return whether there are dimensions between the first and the last, and they are positions."""
         return self.positions and x.dim() > 2
+
+
+def _stacked_product(x: Tensor, matrices: Tensor) -> Tensor:
+    """Return ``matrices (*b, out, in)`` times ``x (*batch, *b, in)``; as one product where x has all."""
+    stack = matrices.dim() - 2
+    if x.dim() <= stack + 1 or x.shape[-1 - stack : -1] != matrices.shape[:-2]:
+        return (matrices @ x.unsqueeze(-1)).squeeze(-1)
+    rows, batch = x.flatten(0, -2 - stack), x.shape[: -1 - stack]
+    outputs = torch.matmul(rows.movedim(0, -2), matrices.mT).movedim(-2, 0)
+    return outputs.reshape(*batch, *outputs.shape[1:])

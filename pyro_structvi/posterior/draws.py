@@ -11,7 +11,7 @@ from pyro_structvi._checks import Program, check_tensors
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.joint_posterior import JointPosterior, stack_draws
 from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.weight import as_drawn
+from pyro_structvi.lazy.stand_in import as_drawn
 
 Posterior = Program | Mapping[str, Tensor]
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from pyro_structvi._torch import take_apart
 from pyro_structvi.guides.joint_posterior import are_plain, in_one_pass
 from pyro_structvi.guides.starts import separate_randomness
-from pyro_structvi.lazy.weight import as_drawn
+from pyro_structvi.lazy.stand_in import as_drawn
 from pyro_structvi.posterior.draws import Draws, Posterior
 from pyro_structvi.posterior.runs import (
     find_observation,

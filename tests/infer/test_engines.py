@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi._torch import OperationGraph
+from pyro_structvi._torch_steps import OperationGraph
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.steps import auto
 from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError

@@ -126,7 +126,7 @@ def test_a_density_may_see_a_weight_independent_of_the_outputs():
 def test_a_model_that_draws_may_use_the_weight_again():
     def model(x):
         weight = sample_weight()
-        return x @ weight.t(), weight.sum(), weight
+        return x @ (weight + 0).t(), weight.sum(), weight
 
     product, total, weight = replayed(model, k_tied_normal(), x := torch.randn(5, IN))
     assert torch.equal(product, x @ weight.draw().t())

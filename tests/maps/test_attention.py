@@ -7,7 +7,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.lazy.weight import LazyWeight
-from pyro_structvi.maps.attention import read_self_attention
+from pyro_structvi.maps.attention import read_attention
 from tests.lazy_weights import lazy, narrow_normal
 
 BATCH, LENGTH, SIZE, HEADS = 3, 5, 4, 2
@@ -46,7 +46,7 @@ def arguments(x, bias=True, **options):
 
 
 def assert_same(given):
-    ours, theirs = read_self_attention(**given)(), F.multi_head_attention_forward(**given)
+    ours, theirs = read_attention(**given)(), F.multi_head_attention_forward(**given)
     close(ours[0], theirs[0])
     assert (ours[1] is None) == (theirs[1] is None)
     if ours[1] is not None:
@@ -82,8 +82,24 @@ def test_a_causal_hint_is_that_of_its_mask():
 def test_dropout_is_for_training(training):
     x = torch.randn(LENGTH, BATCH, SIZE)
     given = arguments(x, dropout_p=0.5, training=training)
-    draws = [read_self_attention(**given)()[0] for _ in range(2)]
+    draws = [read_attention(**given)()[0] for _ in range(2)]
     assert torch.equal(*draws) != training
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_keys_and_values_may_have_sizes_of_their_own(bias):
+    query = torch.randn(LENGTH, BATCH, SIZE)
+    key, value = torch.randn(7, BATCH, 3), torch.randn(7, BATCH, 6)
+    separate = {
+        "key": key,
+        "value": value,
+        "use_separate_proj_weight": True,
+        "in_proj_weight": None,
+        "q_proj_weight": torch.randn(SIZE, SIZE),
+        "k_proj_weight": torch.randn(SIZE, 3),
+        "v_proj_weight": torch.randn(SIZE, 6),
+    }
+    assert_same(arguments(query, bias, **separate))
 
 
 def test_what_is_not_served_is_torchs():
@@ -92,9 +108,8 @@ def test_what_is_not_served_is_torchs():
         {"key": other, "value": other},
         {"add_zero_attn": True},
         {"bias_k": torch.zeros(1, 1, SIZE), "bias_v": torch.zeros(1, 1, SIZE)},
-        {"use_separate_proj_weight": True},
     ):
-        assert read_self_attention(**(arguments(x) | options)) is None
+        assert read_attention(**(arguments(x) | options)) is None
 
 
 # ---- lazy weights --------------------------------------------------------------------------------

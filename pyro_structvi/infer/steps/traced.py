@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from pyro_structvi import _torch
+from pyro_structvi import _torch_steps
+from pyro_structvi._torch_steps import as_if_compiling
 from pyro_structvi.linalg.precision import autocast_off
 
 Outputs = tuple[Tensor | None, ...]
@@ -40,7 +41,7 @@ class Traced:
 
     def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
         def record(*tensors: Tensor) -> Outputs:
-            with _RefusesPython(), _torch.Watch(_refuse_sizes):
+            with _RefusesPython(), as_if_compiling(), _torch_steps.Watch(_refuse_sizes):
                 self.outputs = function(*tensors)
             return self.outputs
 
@@ -82,7 +83,7 @@ class Traced:
 
 def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
     """Return a graph of operations on tensors as torch's interpreter runs it."""
-    own = _torch.OperationGraph()
+    own = _torch_steps.OperationGraph()
     values: dict[fx.Node, Any] = {}
     outputs: Sequence[fx.Node | None] = ()
     for node in graph.graph.nodes:
@@ -178,9 +179,9 @@ def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict
         if node.op != "call_function" or not all(need in host for need in needs):
             continue
         operation: Any = node.target
-        if needs and _torch.changes_its_arguments(operation):
+        if needs and _torch_steps.changes_its_arguments(operation):
             raise RuntimeError(f"`{operation}` changes a tensor of the host")
-        if (needs and _torch.is_copy(operation)) or _device_type(node) == "cpu":
+        if (needs and _torch_steps.is_copy(operation)) or _device_type(node) == "cpu":
             args, kwargs = fx.map_arg((node.args, node.kwargs), host.__getitem__)
             host[node] = operation(*args, **kwargs)
     return host
@@ -201,7 +202,7 @@ def explain(error: BaseException) -> str:
 
 def _origin_of(error: BaseException) -> str | None:
     libraries = tuple(str(Path(str(library.__file__)).parent) for library in (torch, pyro))
-    own = __file__, str(_torch.__file__)
+    own = __file__, str(_torch_steps.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith((*libraries, *own, "<"))]
     if not outside:

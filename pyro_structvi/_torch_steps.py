@@ -1,0 +1,177 @@
+"""Private parts of torch for recorded steps, each with its use and with what breaks without it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class OperationGraph:
+    """Operations of torch's dispatcher, one after the other, as torch's interpreter of graphs runs them.
+
+    Only TorchScript has such an interpreter, and only tracing and compiling source code fill it in
+    public; neither takes every operation. Without it each operation of a traced step would pass through
+    Python, at four times the cost.
+    """
+
+    def __init__(self) -> None:
+        self._graph: Any = torch._C.Graph()
+
+    def input(self) -> Any:
+        """Add a tensor that the graph is called with, and return it."""
+        return self._graph.addInput()
+
+    def call(
+        self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], count: int | None = None
+    ) -> Any:
+        """Add an operation on values of this graph and constants; return its value, or several.
+
+        Args:
+            operation: An operation of torch's dispatcher.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            count: How many tensors are in the list that it returns, if it returns one.
+
+        Raises:
+            NotImplementedError: If the interpreter does not know it with such arguments.
+        """
+        schema = operation._schema
+        values = []
+        for number, argument in enumerate(schema.arguments):
+            given = kwargs.get(argument.name, argument.default_value)
+            given = args[number] if number < len(args) else given
+            values.append(self._value(given, argument.type))
+        kinds = [returned.type for returned in schema.returns]
+        if is_copy(operation) and isinstance(args[0], (bool, int, float)):
+            values[0] = self._graph.insertConstant(torch.tensor(args[0]))
+        results = self._node(schema.name, values, kinds)
+        if any(isinstance(kind, torch._C.ListType) for kind in kinds):
+            if count is None or len(results) > 1:
+                raise NotImplementedError(schema.name)
+            return self._node("prim::ListUnpack", results, [torch._C.TensorType.get()] * count)
+        return results[0] if len(results) == 1 else results
+
+    def function(self, outputs: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the graph as a function from its inputs to these values of it."""
+        kind = torch._C.TupleType([torch._C.TensorType.get()] * len(outputs))
+        (packed,) = self._node("prim::TupleConstruct", outputs, [kind])
+        self._graph.registerOutput(packed)
+        made: Any = torch._C._create_function_from_graph("step", self._graph)
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+                outputs: tuple[Tensor, ...] = made(*inputs)  # by the very operations, as they are
+            return outputs
+
+        return run
+
+    def _value(self, given: Any, kind: Any) -> Any:
+        if isinstance(given, (list, tuple)) and any(isinstance(v, torch._C.Value) for v in given):
+            item: Any = torch._C.TensorType.get()
+            if any(value is None for value in given):
+                item = torch._C.OptionalType(item)
+            items = [self._value(value, item) for value in given]
+            return self._node("prim::ListConstruct", items, [torch._C.ListType(item)])[0]
+        if isinstance(given, torch._C.Value):
+            return given
+        if isinstance(given, (list, tuple)) and not given:
+            kind = kind.getElementType() if kind.kind() == "OptionalType" else kind
+            return self._node("prim::ListConstruct", [], [kind])[0]
+        if isinstance(given, torch.memory_format):
+            given = _MEMORY_FORMATS.index(given)
+        try:
+            return self._graph.insertConstant([*given] if isinstance(given, tuple) else given)
+        except TypeError as error:
+            raise NotImplementedError(f"a constant of type {type(given).__name__}") from error
+
+    def _node(self, name: str, values: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
+        node = self._graph.insertNode(self._graph.create(name, [*values], len(kinds)))
+        if not name.startswith("prim::") and node.schema() == _NO_SCHEMA:
+            raise NotImplementedError(name)
+        results = [*node.outputs()]
+        for result, kind in zip(results, kinds, strict=True):
+            result.setType(kind)
+        return results
+
+
+_NO_SCHEMA = "(no schema)"
+_MEMORY_FORMATS = [  # as torch numbers them
+    torch.contiguous_format,
+    torch.preserve_format,
+    torch.channels_last,
+    torch.channels_last_3d,
+]
+
+
+def changes_its_arguments(operation: Any) -> bool:
+    """Whether an operation of torch's dispatcher writes into one of its arguments.
+
+    Without it a write to a tensor on the host would be done once and left out of a CUDA graph.
+    """
+    return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
+
+
+def is_copy(operation: Any) -> bool:
+    """Whether an operation of torch's dispatcher is what ``Tensor.to`` records.
+
+    Without it a constant of the host would be copied to a GPU in each replay of a graph.
+    """
+    return bool(operation is torch.ops.aten._to_copy.default)
+
+
+def keep_from_warning(optimizer: torch.optim.Optimizer) -> None:
+    """Keep an optimizer that can be captured from warning of each step taken without a capture.
+
+    Without it the steps before a CUDA graph is captured would warn.
+    """
+    optimizer._warned_capturable_if_run_uncaptured = True
+
+
+def can_skip_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer can leave all as it is by a number on the device, as GradScaler has it do.
+
+    Torch marks such optimizers with a private attribute. Without it a step captured on a GPU could not
+    hold an update that depends on its gradients being finite.
+    """
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+class Watch(TorchDispatchMode):
+    """Shows operations with their arguments, before they run, as they reach torch's dispatcher.
+
+    Torch has no public hook for it. Without it an operation whose result has as many elements as values
+    say would be recorded with the size of one call.
+
+    Args:
+        see: Called with an operation and its positional arguments.
+    """
+
+    def __init__(self, see: Callable[[Any, tuple[Any, ...]], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Show an operation, then run it."""
+        self._see(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Let nets take the path that they have for torch's compilers, which reads no values of tensors.
+
+    Torch has the flag for its own exporter. Without it nets of Hugging Face look into their masks in
+    Python, and their steps could not be recorded.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

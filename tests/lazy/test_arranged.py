@@ -1,0 +1,300 @@
+"""Weights whose dimensions a call takes in another order: outputs are drawn with the exact moments."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.functional import jacobian as jacobian_of
+
+import pyro_structvi as ps
+from pyro_structvi.distributions import LowRankNormal, MatrixNormal, MeanFieldNormal, RowwiseNormal
+from pyro_structvi.distributions.mean_field import LogScaleNormal
+from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.weight import LazyWeight
+from tests.lazy_weights import k_tied_normal, lazy
+from tests.unit_noise import assert_close, unit_draws
+
+ROWS, IN, OUT, STACK = 5, 3, 4, 2
+
+
+def mean_field(*shape):
+    return MeanFieldNormal(torch.randn(shape), torch.rand(shape) + 0.1)
+
+
+def log_scale(*shape):
+    return LogScaleNormal(torch.randn(shape), torch.randn(shape))
+
+
+def low_rank(*shape):
+    return LowRankNormal(torch.randn(shape), torch.randn(2, *shape), torch.rand(shape) + 0.1)
+
+
+def isotropic(*shape):
+    return LowRankNormal(torch.randn(shape), torch.randn(2, *shape), torch.tensor(0.3))
+
+
+def matrix_normal(*shape):
+    factors = (torch.randn(n, n).tril(-1) + torch.diag(torch.rand(n) + 0.5) for n in shape)
+    return MatrixNormal(torch.randn(shape), *factors)
+
+
+TRANSPOSABLE = {
+    "mean field": mean_field,
+    "log scale": log_scale,
+    "k-tied": lambda *shape: k_tied_normal(shape),
+    "low rank": low_rank,
+    "isotropic low rank": isotropic,
+    "matrix normal": matrix_normal,
+}
+INDEPENDENT = {name: TRANSPOSABLE[name] for name in ("mean field", "log scale", "k-tied")}
+
+# Calls with inputs (rows, in) and a weight (in, out).
+TRANSPOSED = {
+    "matmul": lambda x, w: torch.matmul(x, w),
+    "@": lambda x, w: x @ w,
+    "mm": lambda x, w: x.mm(w),
+    "addmm": lambda x, w: torch.addmm(torch.ones(OUT), x, w),
+    "linear of w.t()": lambda x, w: F.linear(x, w.t()),
+    "linear of w.T": lambda x, w: F.linear(x, w.T),
+    "linear of a transpose": lambda x, w: F.linear(x, w.transpose(-1, 0)),
+    "linear of a permutation": lambda x, w: F.linear(x, torch.permute(w, dims=(1, 0))),
+    "turned three times": lambda x, w: x @ w.mT.mT.t().T,
+    "einsum": lambda x, w: torch.einsum("bi,io->bo", x, w),
+    "einsum of a transpose": lambda x, w: torch.einsum("bi, oi -> bo", x, w.mT),
+}
+
+# Calls that need independent elements: inputs, the weight's shape, the call.
+OTHERS = {
+    "bmm": ((STACK, ROWS, IN), (STACK, IN, OUT), torch.bmm),
+    "a batched matmul": ((STACK, ROWS, IN), (STACK, OUT, IN), lambda x, w: x @ w.mT),
+    "baddbmm": (
+        (STACK, ROWS, IN),
+        (STACK, IN, OUT),
+        lambda x, w: torch.baddbmm(torch.ones(STACK, 1, OUT), x, w),
+    ),
+    "einsum of heads": (
+        (ROWS, IN),
+        (STACK, OUT, IN),
+        lambda x, w: torch.einsum("ni,hoi->nho", x, w),
+    ),
+    "einsum that sums two": (
+        (ROWS, STACK, IN),
+        (STACK, IN, OUT),
+        lambda x, w: torch.einsum("nhi,hio->on", x, w),
+    ),
+    "einsum of a stack": (
+        (ROWS, STACK, IN),
+        (IN, STACK, OUT),
+        lambda x, w: torch.einsum("nei,ieo->eno", x, w),
+    ),
+    "bilinear": ((ROWS, IN), (OUT, IN, IN), lambda x, w: F.bilinear(x, 2 * x, w, torch.ones(OUT))),
+    "experts by index": (
+        (STACK, ROWS, IN),
+        (STACK, OUT, IN),
+        lambda x, w: torch.stack([F.linear(x[0], w[0]), F.linear(x[1], w[torch.tensor(-1)])]),
+    ),
+    "grouped_mm": (
+        (STACK + ROWS, IN),
+        (STACK, IN, OUT),
+        lambda x, w: F.grouped_mm(x, w, offs=torch.tensor([STACK, STACK + ROWS]).int()),
+    ),
+}
+TRANSPOSED_CONVOLUTIONS = {
+    1: (F.conv_transpose1d, {"stride": 2, "padding": 1, "output_padding": 1}),
+    2: (F.conv_transpose2d, {"stride": (2, 1), "dilation": (1, 2)}),
+    3: (F.conv_transpose3d, {}),
+}
+
+
+def covariance_of_outputs(function, x, q):
+    jacobian = jacobian_of(lambda w: function(x, w).flatten(), q.mean.detach()).flatten(1)
+    return jacobian @ q.covariance_matrix @ jacobian.mT
+
+
+@pytest.mark.parametrize("make", TRANSPOSABLE.values(), ids=TRANSPOSABLE)
+@pytest.mark.parametrize("function", TRANSPOSED.values(), ids=TRANSPOSED)
+def test_a_transposed_weight_draws_the_outputs_of_each_row(function, make):
+    x, q = torch.randn(ROWS, IN), make(IN, OUT)
+    found = unit_draws(lambda: function(x, lazy(q)))
+    assert_close(found.mean, function(x, q.mean))
+    same_row = torch.block_diag(*torch.ones(ROWS, OUT, OUT))
+    assert_close(found.covariance, covariance_of_outputs(function, x, q) * same_row)
+
+
+def in_two_products(x, w):
+    """Return what ``grouped_mm`` does, which torch has in single precision only."""
+    return torch.cat([x[:STACK] @ w[0], x[STACK:] @ w[1]])
+
+
+def test_a_grouped_product_is_that_of_torch():
+    x, w = torch.randn(STACK + ROWS, 4).float(), torch.randn(STACK, 4, 8).float()
+    _, _, function = OTHERS["grouped_mm"]
+    torch.testing.assert_close(function(x, w), in_two_products(x, w))
+
+
+@pytest.mark.parametrize("make", INDEPENDENT.values(), ids=INDEPENDENT)
+@pytest.mark.parametrize(("x_shape", "shape", "function"), OTHERS.values(), ids=OTHERS)
+def test_outputs_of_other_orders_have_their_moments(x_shape, shape, function, make):
+    x, q = torch.randn(x_shape), make(*shape)
+    reference = in_two_products if function is OTHERS["grouped_mm"][-1] else function
+    found = unit_draws(lambda: function(x, lazy(q)))
+    assert_close(found.mean, reference(x, q.mean))
+    assert_close(found.covariance.diagonal(), covariance_of_outputs(reference, x, q).diagonal())
+
+
+@pytest.mark.parametrize("make", [*INDEPENDENT.values(), low_rank], ids=[*INDEPENDENT, "low rank"])
+@pytest.mark.parametrize("dim", TRANSPOSED_CONVOLUTIONS)
+def test_a_transposed_convolution_draws_its_outputs(dim, make):
+    function, options = TRANSPOSED_CONVOLUTIONS[dim]
+    x, q = torch.randn(2, IN, *(4, 3, 2)[:dim]), make(IN, OUT, *(3, 2, 2)[:dim])
+    bias = torch.randn(OUT)
+
+    def call(x, w):
+        return function(x, w, bias, **options)
+
+    found = unit_draws(lambda: call(x, lazy(q)))
+    assert_close(found.mean, call(x, q.mean))
+    assert_close(found.covariance.diagonal(), covariance_of_outputs(call, x, q).diagonal())
+
+
+def test_a_structure_that_does_not_survive_the_order_is_drawn_once():
+    q = RowwiseNormal(torch.randn(IN, OUT), torch.eye(OUT).expand(IN, OUT, OUT))
+    x = torch.randn(ROWS, IN)
+    weight = lazy(q)
+    outputs = x @ weight
+    assert weight.is_drawn
+    torch.testing.assert_close(outputs, x @ weight.draw())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: torch.addmm(torch.ones(OUT), torch.ones(ROWS, IN), w, beta=2),
+        lambda w: torch.addmm(torch.ones(ROWS, OUT), torch.ones(ROWS, IN), w),
+        lambda w: w @ torch.ones(OUT, 2),
+        lambda w: torch.einsum("ii,io->io", torch.ones(IN, IN), w),
+        lambda w: torch.einsum("bi,io->b", torch.ones(ROWS, IN), w),
+        lambda w: torch.einsum("...i,io->...o", torch.ones(ROWS, IN), w),
+        lambda w: F.conv_transpose1d(torch.ones(2, IN, 5), w.reshape(IN, 1, OUT), groups=IN),
+        lambda w: w.transpose(0, 1) + 1,
+        lambda w: w[0] * 2,
+    ],
+)
+def test_other_calls_draw_the_weight(call):
+    weight = lazy(mean_field(IN, OUT))
+    value = call(weight)
+    assert weight.is_drawn
+    torch.testing.assert_close(value, call(weight.draw()))
+
+
+def test_looking_at_a_view_does_not_draw():
+    weight = lazy(mean_field(IN, OUT))
+    view = weight.t()
+    assert (view.shape, view.dtype) == ((OUT, IN), torch.float64)
+    assert "transp" not in repr(view)
+    assert repr(view).startswith("ArrangedView(LazyWeight")
+    assert not weight.is_drawn
+
+
+def test_two_views_of_one_weight_are_one_weight():
+    weight = lazy(mean_field(IN, OUT))
+    view = weight.t()
+    F.linear(torch.ones(2, IN), view)
+    with pytest.raises(RuntimeError, match="uses the weight at site 'weight' more often"):
+        F.linear(torch.ones(2, IN), view)
+
+
+def test_an_expert_met_twice_is_refused_and_so_is_the_stack_after_it():
+    weight = lazy(mean_field(STACK, OUT, IN))
+    x = torch.ones(ROWS, IN)
+    F.linear(x, weight[0])
+    F.linear(x, weight[1])
+    with pytest.raises(RuntimeError, match="more often"):
+        F.linear(x, weight[0])
+    with pytest.raises(RuntimeError, match="more often"):
+        weight.sum()
+
+
+# ---- counting ------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each row goes to one of the experts, or to all."""
+
+    def __init__(self, twice=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(STACK, IN, OUT))
+        self.twice = twice
+
+    def forward(self, x):
+        halves = x.chunk(STACK)
+        outputs = torch.cat([half @ self.weight[e] for e, half in enumerate(halves)])
+        return outputs + (x @ self.weight[0] if self.twice else 0)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_uses_of_experts_count_apart(twice):
+    model = ps.Regressor(ps.bayesianize(Experts(twice), 1.0), num_data=4, noise_scale=1.0)
+    guide = ps.MeanFieldGuide(model)
+    x, y = torch.randn(4, IN), torch.randn(4, OUT)
+    guide.initialize(x, y)
+    with DelayDraws():
+        weight = guide(x, y)["net.weight"]
+    assert (type(weight) is LazyWeight) == (not twice)
+    loss = ps.StructuredELBO().differentiable_loss(model, guide, x, y)
+    loss.backward()
+    assert all(value.grad.isfinite().all() for value in guide.parameters())
+
+
+@pytest.mark.parametrize("name", ["transposed convolution", "keys of another size", "bilinear"])
+def test_nets_with_such_layers_keep_their_mean(name):
+    """With a vanishing posterior, whose weights may all wait, the net is the deterministic one."""
+
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=5, batch_first=True)
+
+        def forward(self, x):
+            y, _ = self.attention(x[..., :4], x[..., :3], x[..., :5])
+            return y.mean(1)
+
+    class Bilinear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Bilinear(4, 4, 2)
+
+        def forward(self, x):
+            return self.layer(x[:, 0, :4], x[:, 1, :4])
+
+    nets = {
+        "transposed convolution": nn.Sequential(
+            nn.ConvTranspose1d(3, 4, 3, 2), nn.Flatten(), nn.Linear(44, 2)
+        ),
+        "keys of another size": Attending(),
+        "bilinear": Bilinear(),
+    }
+    net = nets[name]
+    x = torch.randn(6, 3, 5)
+    y = net(x).detach()
+    model = ps.Regressor(ps.bayesianize(copy.deepcopy(net), 1.0), num_data=6, noise_scale=0.1)
+    guide = ps.MeanFieldGuide(model, init_scale=1e-9)
+    guide.initialize(x, y)
+    with DelayDraws():
+        weights = [value for value in guide(x, y).values() if value.dim() > 1]
+    assert all(type(value) is LazyWeight for value in weights)
+    terms = ps.StructuredELBO().terms(model, guide, x, y)
+    expected = torch.distributions.Normal(y, 0.1).log_prob(y).sum()
+    torch.testing.assert_close(terms.log_likelihood["obs"], expected, rtol=1e-6, atol=1e-4)
+
+
+def test_experts_have_no_rows_that_are_examples():
+    """Which is nothing to warn of, but "exact" draws them."""
+    model = ps.Regressor(ps.bayesianize(Experts(), 1.0), num_data=4, noise_scale=1.0)
+    guide = ps.MeanFieldGuide(model, local_reparam="exact")
+    x, y = torch.randn(4, IN), torch.randn(4, OUT)
+    guide.initialize(x, y)
+    with DelayDraws():
+        assert type(guide(x, y)["net.weight"]) is torch.Tensor
