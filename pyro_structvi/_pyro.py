@@ -1,12 +1,14 @@
 """Private parts of Pyro, each with its use and with what breaks without it."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from pyro.nn import PyroModule
+from pyro.nn.module import _Context, _PyroModuleMeta
 from pyro.optim import PyroOptim
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_PARAM_STORE, _PYRO_STACK
@@ -71,6 +73,47 @@ def declared_name(module: PyroModule, attribute: str) -> str:
 def site_name(module: PyroModule, attribute: str) -> str:
     """Return the name of an attribute's site in a run of the model, the owner's site if it is tied."""
     return str(module._pyro_get_fullname(attribute))
+
+
+def make_pyro_module(net: Any) -> None:
+    """Turn a module and all in it into PyroModules, in place.
+
+    Pyro's own conversion mixes a class into that of a module, which Python refuses for classes with a
+    metaclass of another kind, as that of ``abc.ABC``, and takes each child out for a moment, which
+    modules that look up their attributes in a child do not survive. Its cache of mixed classes and the
+    attributes of its modules are private. Without it adapters of ``peft`` could not become Bayesian.
+    """
+    plain = [module for module in net.modules() if not isinstance(module, PyroModule)]
+    for module in plain:
+        module.__class__ = _mix(type(module))
+        context = {"_pyro_name": "", "_pyro_context": _Context()}
+        vars(module).update(context, _pyro_params=OrderedDict(), _pyro_samples=OrderedDict())
+    net._pyro_set_supermodule(net._pyro_name, net._pyro_context)
+
+
+def _mix(kind: type[nn.Module]) -> Any:
+    """Return the mixed class of a module's class, under a metaclass that is of both kinds."""
+    own: Any = type(kind)
+    if issubclass(kind, PyroModule) or issubclass(_PyroModuleMeta, own):
+        return PyroModule[kind]
+    cache = _PyroModuleMeta._pyro_mixin_cache
+    if kind not in cache:
+        bases = tuple(_mix(base) for base in kind.__bases__ if issubclass(base, nn.Module))
+        if own not in _JOINT_METACLASSES:
+            _JOINT_METACLASSES[own] = type(f"Pyro{own.__name__}", (_PyroModuleMeta, own), {})
+        joint = _JOINT_METACLASSES[own]
+        cache[kind] = joint(f"Pyro{kind.__name__}", (kind, *bases), {"__reduce__": _reduce})
+    return cache[kind]
+
+
+_JOINT_METACLASSES: dict[type, Any] = {}
+
+
+def _reduce(self: PyroModule) -> tuple[Any, ...]:
+    """Return how a module of a mixed class is pickled, as Pyro does it."""
+    state = getattr(self, "__getstate__", vars(self).copy)()
+    plain = type(self).__mro__[1]
+    return _PyroModuleMeta._New, (plain,), state
 
 
 def tie_site(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:

@@ -198,3 +198,13 @@ def all_modules(root: nn.Module) -> list[nn.Module]:
 # What `F.grouped_mm` hands its arguments to, and so what a stack of lazy weights is told of. Without it
 # the experts of a mixture would be drawn.
 GROUPED_PRODUCT = torch._grouped_mm
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile`` was given, or None if it did not return this one.
+
+    Torch keeps it under a private name. Without it a compiled net could not become Bayesian: its outside
+    looks up every attribute inside.
+    """
+    inside: nn.Module | None = vars(module).get("_modules", {}).get("_orig_mod")
+    return inside

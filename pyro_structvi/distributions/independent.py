@@ -61,7 +61,7 @@ class IndependentWeight(GaussianWeight, abstract=True):
         """Return the difference in standard deviations."""
         return difference / self.stddev
 
-    def member(self, index: int) -> Self:
+    def _member(self, index: int) -> Self:
         """Return the distribution of one weight of the first batch dimension."""
         new: Self = self._get_checked_instance(type(self))
         for name in self.argument_names:

@@ -134,6 +134,7 @@ class KTiedNormal(IndependentWeight):
         scale = row_scale @ self.column_scale.mT
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
+    @checked
     def rearranged(self, arrangement: Arrangement) -> IndependentWeight:
         """Return the distribution in another order: of the transpose k-tied, else independent."""
         loc = arrangement(self.loc)

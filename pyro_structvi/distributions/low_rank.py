@@ -248,6 +248,7 @@ class LowRankNormal(GaussianWeight):
         factors = torch.stack([F.embedding(index, factor) for factor in self.factors], 1)
         return LowRankNormal(loc, factors, scale, self.alpha, event_dim=2, validate_args=False)
 
+    @checked
     def rearranged(self, arrangement: Arrangement) -> "LowRankNormal | None":
         """Return the distribution in another order: low rank plus diagonal, unless it is a stack."""
         if arrangement.stack:

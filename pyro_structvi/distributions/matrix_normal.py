@@ -150,6 +150,7 @@ class MatrixNormal(GaussianWeight):
         norms = floored_sqrt(squares).unsqueeze(-1)
         return _MatrixOutputs(mean, norms, linear_map, self.scale_tril_row, bias_variance)
 
+    @checked
     def rearranged(self, arrangement: Arrangement) -> "MatrixNormal | None":
         """Return that of the transpose, with the covariances of rows and columns exchanged."""
         if not arrangement.is_transpose:

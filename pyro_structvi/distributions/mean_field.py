@@ -89,6 +89,7 @@ class MeanFieldNormal(IndependentWeight):
         loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
+    @checked
     def rearranged(self, arrangement: Arrangement) -> "MeanFieldNormal":
         """Return the distribution of the weight in another order of its dimensions."""
         loc, scale = arrangement(self.loc), arrangement(self.scale)
@@ -163,6 +164,7 @@ class LogScaleNormal(MeanFieldNormal):
         loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
         return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
 
+    @checked
     def rearranged(self, arrangement: Arrangement) -> MeanFieldNormal:
         """Return the distribution of the weight in another order of its dimensions."""
         loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)

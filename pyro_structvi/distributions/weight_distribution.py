@@ -8,7 +8,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import validates
+from pyro_structvi._checks import checked, validates
 from pyro_structvi.distributions import arguments
 from pyro_structvi.distributions.noise_columns import noise_columns
 from pyro_structvi.distributions.outputs import autocasts, bias_moments
@@ -160,6 +160,7 @@ class WeightDistribution(TorchDistribution):
         arguments.check_index(self, index)
         return None
 
+    @checked
     def rearranged(self, arrangement: Arrangement) -> "WeightDistribution | None":
         """Return the distribution of the weight in another order, or None: the weight is then drawn.
 

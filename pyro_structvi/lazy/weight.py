@@ -84,7 +84,7 @@ class LazyWeight(WeightStandIn):
             stacked = self.distribution.rearranged(stack)
             if not isinstance(stacked, IndependentWeight):
                 return None
-            self._members[index] = LazyWeight(stacked.member(index), self.use)
+            self._members[index] = LazyWeight(stacked._member(index), self.use)
         return self._members[index]
 
     def draw(self) -> Tensor:

@@ -3,24 +3,17 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pyro.nn import PyroModule, PyroSample
-from pyro.nn.module import to_pyro_module_
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
-from torch.nn.utils.spectral_norm import SpectralNorm
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pyro_structvi._checks import check_elements, checked
 from pyro_structvi._patterns import matches
-from pyro_structvi._pyro import declared_samples, tie_site
-from pyro_structvi._torch import (
-    SpectralParametrization,
-    forward_hooks,
-    is_householder,
-    unlisted_weights,
-)
+from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
+from pyro_structvi._torch import compiled_module, unlisted_weights
 from pyro_structvi.nn.every_site import sample_every_site
 from pyro_structvi.nn.layers.rank_one import RankOne, RankOneLayer
 from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
@@ -28,7 +21,8 @@ from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
 from pyro_structvi.nn.layout import find_layouts
 from pyro_structvi.nn.normalization import normalization_parameters
 from pyro_structvi.nn.prior_sites import sample_from
-from pyro_structvi.nn.priors import Prior, resolve_prior
+from pyro_structvi.nn.priors import Prior, leaves_out, resolve_prior
+from pyro_structvi.nn.reparametrized import check_reparametrized, computed_weights
 
 _FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
 
@@ -48,16 +42,18 @@ def bayesianize(
     """Return a copy of a net whose weights are sample sites with priors.
 
     The given net is not changed. Its weights are kept, by reference, as the values at which a guide's
-    means start. A weight shared by several modules becomes one site. Priors are
-    buffers: ``.to()``, ``.double()`` and state dicts carry them along.
+    means start, and so are its frozen parameters. A weight shared by several modules becomes one site.
+    Priors are buffers: ``.to()``, ``.double()`` and state dicts carry them along.
 
     Args:
-        net: Any module, a bare ``nn.Linear`` too.
+        net: Any module, a bare ``nn.Linear`` too. Of what ``torch.compile`` returned the module inside
+            is taken; ``fit`` compiles its own steps.
         prior: The prior of the weights: a standard deviation, one for all or a
             tensor with one for each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a
             distribution of single elements, or of all elements together; a function ``(name,
             parameter) -> prior``; or a mapping from patterns of parameter names, as in
-            ``net.named_parameters()``, to any of these. The first match wins.
+            ``net.named_parameters()``, to any of these. The first match wins. None, alone or in a
+            mapping, leaves a parameter as it is, trained or frozen, without a posterior.
         normalization: Whether the parameters of normalization layers, and scales of whole layers, get
             sites too. When None they stay point estimates, and a warning says so. Frozen parameters
             always stay.
@@ -70,10 +66,10 @@ def bayesianize(
 
     Raises:
         TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
-        ValueError: If the net has no weights, a prior does not fit or needs a fan-in that cannot be
-            known, a pattern of ``layers`` matches no
-            module that fits, a layer to be replaced shares its weight with another, or a weight is
-            under spectral normalization or made orthogonal by Householder reflections.
+        ValueError: If the net has no weights, or lazy ones without a shape, a prior does not fit or
+            needs a fan-in that cannot be known, a pattern of ``layers`` matches no module that fits, a
+            layer to be replaced shares its weight with another, or a weight is under spectral
+            normalization or made orthogonal by Householder reflections.
 
     Example:
         >>> import torch
@@ -85,42 +81,53 @@ def bayesianize(
         >>> torch.equal(bayes_net(torch.ones(5, 4)), bayes_net(torch.ones(5, 4)))
         False
     """
+    net = _without_compiler(net)
+    _check_initialized(net)
     check_elements("net", net.named_parameters())
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    names = {id(parameter): _plain_name(name) for name, parameter in net.named_parameters()}
     converted = _convert_layers(net, {} if layers is None else layers, prior)
     own = _parameters_of_layers(net, converted)
-    stays = {
-        key: parameter
-        for key, parameter in _point_estimates(net, bool(normalization)).items()
-        if key not in own
+    frozen = {
+        id(parameter): parameter for parameter in net.parameters() if not parameter.requires_grad
+    }
+    normalizing = {
+        id(parameter)
+        for module in (() if normalization else net.modules())
+        for parameter in normalization_parameters(module)
     }
     layouts = find_layouts(net)
-    sampled = {
-        key: resolve_prior(prior, name, parameter, layouts[key].fan_in)
-        for name, parameter in net.named_parameters()
-        if (key := id(parameter)) not in stays and key not in own
-    }
+    stays, sampled = [], {}
+    for parameter in net.parameters():
+        key, name = id(parameter), names[id(parameter)]
+        if key in own or key in frozen or leaves_out(prior, name):
+            continue
+        if key in normalizing:
+            stays.append(name)
+            continue
+        found = resolve_prior(prior, name, parameter, layouts[key].fan_in)
+        if found is not None:
+            sampled[key] = found
     if not sampled and not own:
         raise ValueError(
             f"`net` has no weights to put a prior on; its parameters are {list(names.values())}. "
-            "Pass a net with unfrozen weights, or `normalization=True`."
+            "Pass a net with unfrozen weights, a `prior` that is not None for some of them, or "
+            "`normalization=True`."
         )
     if stays and normalization is None:
         warnings.warn(
-            f"These parameters stay point estimates: {[names[key] for key in stays]}. Pass "
+            f"These parameters stay point estimates: {stays}. Pass "
             "`normalization=True` to put a prior on those of normalization layers too, and on scales of "
             "layers, or `normalization=False` to keep them so without this message.",
             PointEstimateWarning,
             stacklevel=2,
         )
-    _check_reparametrized(net, sampled)
-    # Parameters that become sites are shared with the net, not copied: only their values are kept.
+    check_reparametrized(net, sampled)
+    # What becomes a site, or is frozen, is shared with the net and not copied: nobody writes to it.
     shared = {id(parameter): parameter for parameter in net.parameters()}
-    bayes_net = copy.deepcopy(
-        net, {key: shared[key] for key in sampled} | converted | _computed_weights(net)
-    )
+    memo: dict[int, Any] = {key: shared[key] for key in [*sampled, *frozen]}
+    bayes_net = _copy(net, memo | converted | computed_weights(net))
     with unlisted_weights(bayes_net):
-        to_pyro_module_(bayes_net)
+        make_pyro_module(bayes_net)
         _leave_fast_path(bayes_net)
         _sample_parameters(bayes_net, sampled)
         _freeze_for_good(bayes_net)
@@ -131,12 +138,33 @@ def bayesianize(
     return bayes_net
 
 
-def _point_estimates(net: nn.Module, normalization: bool) -> dict[int, Tensor]:
-    """Return the parameters without a posterior, by identity."""
-    stays = [parameter for parameter in net.parameters() if not parameter.requires_grad]
-    for module in () if normalization else net.modules():
-        stays += normalization_parameters(module)
-    return {id(parameter): parameter for parameter in stays}
+def _without_compiler(net: nn.Module) -> nn.Module:
+    """Return the module inside of one that ``torch.compile`` returned."""
+    inside = compiled_module(net)
+    return net if inside is None else inside
+
+
+def _copy(net: nn.Module, memo: dict[int, Any]) -> Any:
+    """Return a deep copy without compilers, in which what the memo knows has its place."""
+    for module in [*net.modules()]:
+        inside = _without_compiler(module)
+        if inside is not module and id(module) not in memo:
+            memo[id(module)] = copy.deepcopy(inside, memo)
+    return copy.deepcopy(net, memo)
+
+
+def _plain_name(name: str) -> str:
+    """Return the name that a parameter has without compilers."""
+    return name.replace("_orig_mod.", "")
+
+
+def _check_initialized(net: nn.Module) -> None:
+    lazy = [name for name, value in net.named_parameters() if is_lazy(value)]
+    if lazy:
+        raise ValueError(
+            f"`net` must have weights with shapes, but {lazy} wait for their first input. Call it once, "
+            "`net(x)`, before `bayesianize(net)`."
+        )
 
 
 def _convert_layers(
@@ -190,51 +218,6 @@ def _parameters_of_layers(net: nn.Module, converted: dict[int, Any]) -> set[int]
         for module in net.modules()
         if id(module) in converted or isinstance(module, _FACTOR_LAYERS)
         for parameter in module.parameters()
-    }
-
-
-def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
-    """Refuse parametrizations that are wrong for random parameters."""
-    for name, module in net.named_modules():
-        for attribute, parameter in _own_parameters(module):
-            if id(parameter) not in sampled:
-                continue
-            for step in _steps_from(module, attribute):
-                reason = None
-                if isinstance(step, (SpectralParametrization, SpectralNorm)):
-                    reason = (
-                        "is under `spectral_norm`, which divides a draw by a norm that it estimated "
-                        "from other draws. Remove it, with `remove_parametrizations` of "
-                        "`torch.nn.utils.parametrize` or `torch.nn.utils.remove_spectral_norm`, or "
-                        "freeze the weight"
-                    )
-                elif is_householder(step):
-                    reason = (
-                        "is under `orthogonal` by Householder reflections, which turns columns of a "
-                        'draw into zeros. Pass `orthogonal_map="cayley"` or "matrix_exp" to '
-                        "`orthogonal`"
-                    )
-                if reason:
-                    full_name = f"{name}.{attribute}".removeprefix(".")
-                    raise ValueError(f"The weight of the parameter '{full_name}' {reason}.")
-
-
-def _steps_from(module: nn.Module, attribute: str) -> list[Any]:
-    """Return the parametrizations, or hooks, that make a weight of a parameter."""
-    if isinstance(module, ParametrizationList):
-        return list(module)
-    return [
-        hook for hook in forward_hooks(module) if f"{getattr(hook, 'name', None)}_orig" == attribute
-    ]
-
-
-def _computed_weights(net: nn.Module) -> dict[int, Tensor]:
-    """Return what hooks have computed from parameters, as tensors that can be copied, by identity."""
-    return {
-        id(value): value.detach()
-        for module in net.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
     }
 
 

@@ -136,7 +136,20 @@ Prior = (
     | torch.distributions.Distribution
     | Annotated[Callable[[str, Tensor], Any], NO_CLASS]
     | Mapping[str, Any]
+    | None
 )
+
+
+def leaves_out(prior: Prior, name: str) -> bool:
+    """Whether a prior says of a parameter, by its name alone, that it gets none."""
+    if isinstance(prior, Mapping):
+        return any(leaves_out(prior[key], name) for key in _first_match(prior, name))
+    return prior is None
+
+
+def _first_match(prior: Mapping[str, Any], name: str) -> list[str]:
+    """Return the first pattern that matches a parameter, alone in a list, or nothing."""
+    return [pattern for pattern in prior if matches(name, pattern)][:1]
 
 
 def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None = None) -> Any:
@@ -146,7 +159,7 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
         prior: A standard deviation (a number, or a tensor that broadcasts to the parameter), a
             :class:`FanIn`, a :class:`HierarchicalScale`, a distribution of single elements or of all
             together, a function of name and parameter that returns one of these, or a mapping from
-            name patterns to these, of which the first match wins.
+            name patterns to these, of which the first match wins; None for no prior.
         name: The parameter's name.
         parameter: The parameter.
         fan_in: Over how many terms the outputs of its module sum, 0 for a vector; None where that
@@ -154,7 +167,7 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
 
     Returns:
         A distribution that broadcasts to the parameter's shape or is over all of it, with its dtype and
-        device; or a :class:`HierarchicalScale` with such a distribution.
+        device; or a :class:`HierarchicalScale` with such a distribution; or None.
 
     Raises:
         ValueError: If a standard deviation is not positive or does not fit, no pattern matches, or a
@@ -166,10 +179,11 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
         tensor(0.2500)
     """
     label = f"prior for {name}"
+    if prior is None:
+        return None
     if isinstance(prior, Mapping):
-        for pattern, entry in prior.items():
-            if matches(name, pattern):
-                return resolve_prior(entry, name, parameter, fan_in)
+        for pattern in _first_match(prior, name):
+            return resolve_prior(prior[pattern], name, parameter, fan_in)
         raise ValueError(
             f"No pattern of the prior {list(prior)} matches the parameter '{name}'. Add one, for "
             "instance {'*': 1.0} as the last."

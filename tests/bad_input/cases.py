@@ -21,6 +21,7 @@ import pyro_structvi as ps
 from pyro_structvi import distributions as d
 from pyro_structvi import families as f
 from pyro_structvi import infer, reference
+from pyro_structvi.maps import Arrangement
 from pyro_structvi.reference import sampling
 from pyro_structvi.testing.inducing import make_joint
 
@@ -567,6 +568,9 @@ OF_DISTRIBUTIONS = {
     "expand": lambda q: {"batch_shape": torch.Size([2])},
     "image": lambda q: {"x": torch.randn(5, q.event_shape[1:].numel())},
     "rows": lambda q: {"index": torch.tensor([[0, 1], [2, 3]])},
+    "rearranged": lambda q: {
+        "arrangement": Arrangement.of_dims(tuple(range(len(q.event_shape))), tuple(q.event_shape))
+    },
     "condition": lambda q: {"u": torch.randn(2, 2), "conditional_scale": positive()},
     "given": lambda q: {"whitened": torch.randn(3, 2)},
 }
