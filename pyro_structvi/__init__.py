@@ -28,6 +28,7 @@ from pyro_structvi.nn import (
     HierarchicalScale,
     RankOne,
     Regressor,
+    TokenClassifier,
     WalshHadamard,
     bayesianize,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "HierarchicalScale",
     "RankOne",
     "Regressor",
+    "TokenClassifier",
     "WalshHadamard",
     "bayesianize",
     # guides

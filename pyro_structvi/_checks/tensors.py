@@ -1,6 +1,6 @@
 """Whether tensors have the shapes, signs, devices and dtypes that they must have."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,14 +35,15 @@ def check_shape(
 
 
 def check_tensors(name: str, values: Any) -> None:
-    """Raise unless ``values`` is a tensor, or a tuple of at least one tensor, each with examples."""
-    if isinstance(values, tuple) and values:
-        for index, value in enumerate(values):
-            check_tensors(f"{name}[{index}]", value)
+    """Raise unless it is a tensor, or a tuple or mapping of at least one, each with examples."""
+    if isinstance(values, (tuple, Mapping)) and values:
+        for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+            check_tensors(f"{name}[{key!r}]", value)
     elif not isinstance(values, Tensor):
         raise TypeError(
-            f"`{name}` must be a tensor, or a tuple for a model that takes the tensors one by one, but "
-            f"got {brief(values)}. Convert arrays with `torch.as_tensor({name})`."
+            f"`{name}` must be a tensor, or a tuple for a model that takes the tensors one by one, or a "
+            f"mapping of tensors by keyword, but got {brief(values)}. Convert arrays with "
+            f"`torch.as_tensor({name})`."
         )
     elif not values.dim() or not len(values):
         raise ValueError(

@@ -74,6 +74,12 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
             if isinstance(prior, Tensor):  # a deterministic function of other sites
                 continue
             name = declared_name(module, attribute)
+            if name in found:
+                raise ValueError(
+                    f"Two modules of the model declare the site '{name}', since a plain module around "
+                    "them gives no names. Put the net into a `Classifier` or another PyroModule, or "
+                    "call `pyro.nn.module.to_pyro_module_(net)`."
+                )
             initial = module.__dict__.get("initial_values", {}).get(attribute)
             shape = torch.Size(prior.shape())
             layout = layout_of(computed.get(id(module), module), attribute, shape)

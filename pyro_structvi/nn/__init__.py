@@ -17,6 +17,7 @@ from pyro_structvi.nn.layers.walsh_hadamard import (
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
 from pyro_structvi.nn.likelihoods import Classifier, Regressor
 from pyro_structvi.nn.priors import FanIn, HierarchicalScale
+from pyro_structvi.nn.tokens import TokenClassifier
 
 __all__ = [
     "Classifier",
@@ -29,6 +30,7 @@ __all__ = [
     "RankOneConv3d",
     "RankOneLinear",
     "Regressor",
+    "TokenClassifier",
     "WalshHadamard",
     "WalshHadamardConv1d",
     "WalshHadamardConv2d",

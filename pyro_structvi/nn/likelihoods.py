@@ -1,7 +1,7 @@
 """Likelihoods: a net becomes a model of classes or of real targets."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import pyro
 import pyro.distributions as dist
@@ -11,6 +11,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_structvi._checks import (
+    NO_CLASS,
     Count,
     check_broadcastable,
     check_positive,
@@ -20,30 +21,51 @@ from pyro_structvi._checks import (
     naming,
     shape_text,
 )
-from pyro_structvi._pyro import declared_samples, was_called
+from pyro_structvi._pyro import declared_samples, make_pyro_module, was_called
 from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.nn.calling import call_net, read_output
 from pyro_structvi.nn.plates import run_in_plates
 from pyro_structvi.nn.prior_sites import sample_from
 from pyro_structvi.nn.priors import resolve_prior
+
+Output = Annotated[Callable[[Any], Tensor], NO_CLASS]
 
 
 class Likelihood(PyroModule):
     """A net as a model of its observations.
 
+    A plain net that has PyroModules among its parts becomes one itself, in place, so that the names of
+    their sites say where they are.
+
     Args:
         net: A module with sample sites.
         num_data: Number of training examples, or None where ``fit`` is to set it.
+        output: What takes a tensor from what the net returns; None for a tensor, or the ``logits`` of an
+            object.
 
     Attributes:
         num_data: That number; None as long as it is not known.
         is_num_data_given: Whether the user gave it, and not ``fit``.
     """
 
-    def __init__(self, net: nn.Module, num_data: int | None) -> None:
+    def __init__(self, net: nn.Module, num_data: int | None, output: Output | None = None) -> None:
         super().__init__()
         self.net = _check_net(net)
+        self._output = output
         self.is_num_data_given = num_data is not None
         self.num_data = num_data
+
+    def _run_net(self, x: Any) -> tuple[Tensor, int]:
+        """Return the output, in single precision at least, and how many of its dimensions are plates."""
+        net, output = self.net, self._output
+        found, plates = run_in_plates(net, lambda: read_output(call_net(net, x), output))
+        _check_batch_of_one(x, found.shape[plates:])
+        if found.dim() <= plates or found.shape[plates] == 0:
+            raise ValueError(
+                "`x` must hold at least one example, but the net's output has shape "
+                f"{tuple(found.shape)}."
+            )
+        return at_least_single(found), plates
 
     def _observe(self, likelihood: Any, y: Tensor | None) -> None:
         """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
@@ -62,9 +84,12 @@ class Classifier(Likelihood):
     """A net as a model of classes: ``y_n ~ Categorical(softmax(net(x_n)))``.
 
     Args:
-        net: A module from ``(batch, ...)`` to logits ``(batch, classes)``, with sample sites.
+        net: A module from ``(batch, ...)`` to logits ``(batch, classes)``, with sample sites; it may
+            return an object with ``logits``.
         num_data: Number of training examples; the log likelihood of a batch counts
             ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
+        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
 
     Raises:
         ValueError: If ``num_data`` is not a whole number of at least 1.
@@ -78,14 +103,20 @@ class Classifier(Likelihood):
     """
 
     @checked
-    def __init__(self, net: nn.Module, num_data: Count | None = None) -> None:
-        super().__init__(net, num_data)
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        output: Output | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output)
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Sample the classes at site ``obs``, or observe them.
 
         Args:
-            x: The net's input, first dimension the batch.
+            x: The net's input, first dimension the batch; a mapping, such as a ``BatchEncoding``, gives
+                keyword arguments where the net's ``forward`` has their names.
             y: Classes ``(batch,)`` as integers, or None.
 
         Returns:
@@ -95,19 +126,15 @@ class Classifier(Likelihood):
             ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
         """
         with naming("x", x):
-            logits, plates = _run_net(self.net, x)
+            logits, plates = self._run_net(x)
             if logits.dim() != plates + 2:
                 raise ValueError(
                     "A Classifier's net must return logits of shape (batch, classes), but got "
                     f"{tuple(logits.shape)}."
                 )
             if y is not None:
-                check_shape("y", y, logits.shape[plates : plates + 1], "(batch,)")
-                if y.is_floating_point() or y.is_complex():
-                    raise ValueError(
-                        f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
-                    )
-            self._observe(_likelihood(lambda: dist.Categorical(logits=logits)), y)
+                check_classes(y, logits.shape[plates : plates + 1], "(batch,)")
+            self._observe(finite_likelihood(lambda: dist.Categorical(logits=logits)), y)
         return logits
 
 
@@ -121,6 +148,8 @@ class Regressor(Likelihood):
         noise_scale: Standard deviation of the noise, in the targets' units: a number, a tensor that
             broadcasts to a target, or a distribution over positive numbers, which becomes the
             latent site ``noise_scale``.
+        output: What takes the means from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
 
     Raises:
         ValueError: If ``num_data`` or ``noise_scale`` is not positive.
@@ -140,8 +169,9 @@ class Regressor(Likelihood):
         net: nn.Module,
         num_data: Count | None = None,
         noise_scale: float | Tensor | torch.distributions.Distribution | None = None,
+        output: Output | None = None,
     ) -> None:
-        super().__init__(net, num_data)
+        super().__init__(net, num_data, output)
         if noise_scale is None:
             raise ValueError(
                 "`noise_scale` must be given: a positive number, a tensor, or a distribution over "
@@ -163,7 +193,8 @@ class Regressor(Likelihood):
         """Sample the targets at site ``obs``, or observe them.
 
         Args:
-            x: The net's input, first dimension the batch.
+            x: The net's input, first dimension the batch; a mapping gives keyword arguments where the
+                net's ``forward`` has their names.
             y: Targets of the shape of the net's output, or None.
 
         Returns:
@@ -174,7 +205,7 @@ class Regressor(Likelihood):
                 which half precision counts as float32.
         """
         with naming("x", x):
-            mean, plates = _run_net(self.net, x)
+            mean, plates = self._run_net(x)
             target = mean.shape[plates + 1 :]
             if y is not None:
                 check_shape("y", y, mean.shape[plates:], "that of the net's output")
@@ -186,11 +217,15 @@ class Regressor(Likelihood):
                 scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
             else:
                 check_broadcastable("noise_scale", scale, target, "the shape of a target")
-            self._observe(_likelihood(lambda: dist.Normal(mean, scale).to_event(len(target))), y)
+            self._observe(
+                finite_likelihood(lambda: dist.Normal(mean, scale).to_event(len(target))), y
+            )
         return mean
 
 
 def _check_net(net: nn.Module) -> nn.Module:
+    if not isinstance(net, PyroModule) and any(isinstance(m, PyroModule) for m in net.modules()):
+        make_pyro_module(net)
     if was_called(net):
         raise ValueError(
             "`net` was called before it became part of this model, and Pyro names sites at the "
@@ -199,19 +234,20 @@ def _check_net(net: nn.Module) -> nn.Module:
     return net
 
 
-def _run_net(net: nn.Module, x: Any) -> tuple[Tensor, int]:
-    """Return the output, in single precision at least, and how many dimensions before it are plates."""
-    output, plates = run_in_plates(net, x)
-    _check_batch_of_one(x, output.shape[plates:])
-    if output.dim() <= plates or output.shape[plates] == 0:
-        raise ValueError(
-            "`x` must hold at least one example, but the net's output has shape "
-            f"{tuple(output.shape)}."
-        )
-    return at_least_single(output), plates
+def check_classes(y: Tensor, shape: torch.Size, text: str) -> None:
+    """Raise a ``ValueError`` unless observations are integers of a shape.
+
+    Args:
+        y: The observations.
+        shape: The shape they must have.
+        text: What its dimensions are.
+    """
+    check_shape("y", y, shape, text)
+    if y.is_floating_point() or y.is_complex():
+        raise ValueError(f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`.")
 
 
-def _likelihood(make: Callable[[], Any]) -> Any:
+def finite_likelihood(make: Callable[[], Any]) -> Any:
     """Make a likelihood; torch's error about its parameters would print them."""
     try:
         return make()

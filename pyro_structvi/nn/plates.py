@@ -1,6 +1,6 @@
 """Nets inside vectorized plates, as Pyro's objectives and ``Predictive`` put them around a model."""
 
-from typing import Any
+from collections.abc import Callable
 
 import pyro
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyro_structvi._pyro import declared_samples, plates_around, site_name, site_values
 
 
-def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
+def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, int]:
     """Run a net, once for each draw of its weights where plates around the model vectorize them.
 
     Inside such plates a site's value is ``(*plates, 1, *shape)``, the 1 for the plate of the data, or
@@ -19,7 +19,7 @@ def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
 
     Args:
         net: The net; its sample sites are those its modules declare.
-        x: Its input, the same for all draws.
+        call: Runs it once, on the same input for all draws.
 
     Returns:
         The outputs ``(*plates, batch, ...)``, and how many dimensions the plates are.
@@ -30,7 +30,7 @@ def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
     """
     plates = plates_around()
     if not plates or not isinstance(net, PyroModule):
-        return net(x), 0
+        return call(), 0
     with site_values(net) as cache:
         values, flat = {}, {}
         for module in net.modules():
@@ -43,8 +43,7 @@ def run_in_plates(net: nn.Module, x: Any) -> tuple[Tensor, int]:
 
         def run(own: dict[str, Tensor]) -> Tensor:
             cache.update(own)
-            outputs: Tensor = net(x)
-            return outputs
+            return call()
 
         try:
             with pyro.validation_enabled(False):  # it reads values, which vmap does not allow

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributions import Categorical, Independent, OneHotCategorical
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, check_tensors, checked
+from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.posterior.draws import Posterior, as_arguments, check_posterior, count_draws
@@ -71,7 +73,8 @@ def predict(
         model: A model that samples its observations when called with inputs only.
         posterior: A guide, or draws by site ``(draws, *shape)``, such as those of
             ``reference.nuts``.
-        x: Inputs, first dimension the N examples; a tuple for a model of several inputs.
+        x: Inputs, first dimension the N examples; a tuple for a model of several inputs. An input is a
+            tensor, or a mapping of tensors, such as a ``BatchEncoding``.
         num_samples: Number of draws; None for all that are given, or 100 of a guide.
         y: Observations at which to evaluate the predictive density.
         batch_size: How many inputs to run at once; None for all.
@@ -130,18 +133,13 @@ def _split(
     """Cut the arguments into mini-batches along the first dimension."""
     if y is not None:
         check_tensors("y", y)
-    size = len(args[0])
-    lengths = [len(value) for value in (*args, *(() if y is None else (y,)))]
+    lengths = [len(value) for value in nested_tensors((args, y))]
+    size = lengths[0]
     if size == 0 or set(lengths) != {size}:
         raise ValueError(f"`x` and `y` must have one length, but got {lengths}.")
     step = size if batch_size is None else batch_size
-    return [
-        (
-            tuple(value[start : start + step] for value in args),
-            None if y is None else y[start : start + step],
-        )
-        for start in range(0, size, step)
-    ]
+    parts = [slice(start, start + step) for start in range(0, size, step)]
+    return [map_nested(itemgetter(part), (args, y)) for part in parts]
 
 
 def _read(distribution: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:

@@ -195,10 +195,22 @@ def joint():
 
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
     # making a model
-    "Classifier": lambda: {"net": ps.bayesianize(nn.Linear(3, 2)), "num_data": SIZE},
+    "Classifier": lambda: {
+        "net": ps.bayesianize(nn.Linear(3, 2)),
+        "num_data": SIZE,
+        "output": lambda result: result,
+    },
+    "TokenClassifier": lambda: {
+        "net": ps.bayesianize(nn.Linear(3, 2)),
+        "num_data": SIZE,
+        "ignore_index": -100,
+        "shift": False,
+        "output": lambda result: result,
+    },
     "Regressor": lambda: {
         "net": ps.bayesianize(nn.Linear(3, 1)),
         "num_data": SIZE,
+        "output": lambda result: result,
         "noise_scale": 0.3,
     },
     "FanIn": lambda: {"scale": 1.0, "vector_scale": 1.0, "fan_in": None},
@@ -583,6 +595,10 @@ def passes():
 OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "JoinedPrior.log_prob": lambda: {"value": torch.randn(4, 4)},
     "Classifier.forward": lambda: {"x": inputs(), "y": torch.tensor([0, 1, 0, 1, 0, 1])},
+    "TokenClassifier.forward": lambda: {
+        "x": torch.randn(SIZE, 4, 3),
+        "y": torch.randint(2, (SIZE, 4)),
+    },
     "Regressor.forward": lambda: {"x": inputs(), "y": targets()},
     "FanIn.standard_deviation": lambda: {"parameter": torch.randn(4, 3), "fan_in": None},
     "LinearAnnealing.__call__": lambda: {"step": 3},

@@ -105,7 +105,7 @@ def test_tensors_move_if_a_quarter_of_the_free_memory_holds_them(monkeypatch, fr
     monkeypatch.setattr(batches, "_free_memory", lambda device: free)
     device = torch.device("meta")
     loader = as_batches((torch.zeros(12, 3), torch.zeros(12, 1)), 4, device)
-    assert {tensor.is_meta for tensor in loader.tensors} == {moves}
+    assert {tensor.is_meta for tensor in loader.data} == {moves}
 
 
 def test_tensors_that_are_there_take_no_more_memory(monkeypatch):

@@ -258,7 +258,7 @@ def test_model_and_guide_in_the_wrong_order():
 
 def test_data_that_hold_arrays():
     model, guide, (x, y) = make()
-    with pytest.raises(TypeError, match=r"tuple of tensors, but got \['Tensor', 'ndarray'\]"):
+    with pytest.raises(TypeError, match=r"of tensors, but got \['Tensor', 'ndarray'\]"):
         ps.fit(model, guide, (x, y.numpy()), num_steps=1, progress=False)
 
 

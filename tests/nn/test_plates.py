@@ -130,7 +130,7 @@ class ReadsAfterwards(PyroModule):
         self.net = ps.bayesianize(nn.Linear(3, 1))
 
     def forward(self, x):
-        outputs, plates = run_in_plates(self.net, x)
+        outputs, plates = run_in_plates(self.net, lambda: self.net(x))
         mean = outputs.squeeze(-1) + 0 * self.net.weight.flatten(plates).sum(-1, keepdim=True)
         with pyro.plate("data", len(x)):
             pyro.sample("obs", dist.Normal(mean, 1.0))

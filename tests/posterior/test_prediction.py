@@ -236,7 +236,7 @@ def test_a_wrapped_model_is_evaluated_like_a_bare_one():
     assert torch.equal(model.net[1].running_mean, before)
 
 
-def test_a_mapping_is_not_one_input():
+def test_a_mapping_holds_tensors():
     model = make_regressor()
-    with pytest.raises(TypeError, match="takes the tensors one by one"):
-        ps.predict(model, ps.MeanFieldGuide(model), {"x": torch.zeros(4, 3)})
+    with pytest.raises(TypeError, match=r"`x\['x'\]` must be a tensor"):
+        ps.predict(model, ps.MeanFieldGuide(model), {"x": [0.0, 1.0]})

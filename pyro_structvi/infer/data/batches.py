@@ -1,7 +1,8 @@
 """Mini-batches, from the data as they are given: which examples each has, and where they are kept."""
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from pyro_structvi._checks import brief, check_no_nan
+from pyro_structvi._nested import map_nested, nested_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -20,36 +22,37 @@ class TensorBatches:
     """Mini-batches of tensors, which stay where they are.
 
     Args:
-        tensors: The data, examples first.
+        data: The data, tensors or mappings of tensors, examples first.
         batch_size: How many examples a batch has; None for all of the sampler's.
         sampler: The order of the examples.
     """
 
     def __init__(
-        self, tensors: tuple[Tensor, ...], batch_size: int | None, sampler: DistributedSampler[Any]
+        self, data: tuple[Any, ...], batch_size: int | None, sampler: DistributedSampler[Any]
     ) -> None:
-        self.tensors, self.sampler = tensors, sampler
+        self.data, self.sampler = data, sampler
+        self.size = len(next(nested_tensors(data)))
         self.batch_size = batch_size or len(sampler)
-        devices = {tensor.device for tensor in tensors}
+        devices = {tensor.device for tensor in nested_tensors(data)}
         self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def __len__(self) -> int:
         return math.ceil(len(self.sampler) / self.batch_size)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return self.after(0)
 
-    def after(self, number: int) -> Iterator[tuple[Tensor, ...]]:
+    def after(self, number: int) -> Iterator[tuple[Any, ...]]:
         """Return the batches of the sampler's epoch without the first ones."""
-        if len(self.sampler) == len(self.tensors[0]) <= self.batch_size:
-            yield from [self.tensors][number:]
+        if len(self.sampler) == self.size <= self.batch_size:
+            yield from [self.data][number:]
             return
         for chosen in self._order().to(self.device).split(self.batch_size)[number:]:
-            yield tuple(tensor[chosen] for tensor in self.tensors)
+            yield map_nested(itemgetter(chosen), self.data)
 
     def _order(self) -> Tensor:
         """Return the sampler's order, without the list of Python's numbers that it makes."""
-        sampler, size = self.sampler, len(self.tensors[0])
+        sampler, size = self.sampler, self.size
         generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
         order = torch.randperm(size, generator=generator) if sampler.shuffle else torch.arange(size)
         padded = order.repeat(math.ceil(sampler.total_size / size))[: sampler.total_size]
@@ -66,7 +69,7 @@ def as_batches(
     """Return the data as a sized iterable of mini-batches.
 
     Args:
-        data: Tensors, a data set, or mini-batches, which are returned as they are.
+        data: Tensors or mappings of them, a data set, or mini-batches, which are returned as they are.
         batch_size: How many examples a mini-batch has on each rank; None for all of the rank's.
         device: Where tensors are to be, if they fit.
         seed: Of the order of the examples.
@@ -84,15 +87,16 @@ def as_batches(
 
     if isinstance(data, Tensor):
         data = (data,)
-    if isinstance(data, (dict, tuple)) and not all(isinstance(item, Tensor) for item in data):
+    if isinstance(data, Mapping) or (isinstance(data, tuple) and not all(map(_is_input, data))):
         raise TypeError(
-            "`data` must be a tuple of tensors, but got "
+            "`data` must be a tuple of tensors, or of mappings of tensors, but got "
             f"{[type(item).__name__ for item in data]}. Convert arrays with `torch.as_tensor`; give "
             "keyword arguments as a list of mini-batches, `[{'x': x, 'y': y}]`."
         )
-    if isinstance(data, (tuple, list)) and data and all(isinstance(t, Tensor) for t in data):
-        tensors = _placed(_checked(tuple(data)), device)
-        return TensorBatches(tensors, batch_size, sampler_of(tensors[0]))
+    is_tensors = isinstance(data, list) and data and all(isinstance(t, Tensor) for t in data)
+    if is_tensors or (isinstance(data, tuple) and data):
+        examples = _placed(_checked(map_nested(lambda tensor: tensor, tuple(data))), device)
+        return TensorBatches(examples, batch_size, sampler_of(next(nested_tensors(examples))))
     if isinstance(data, Dataset):
         if not isinstance(data, Sized):
             raise TypeError(
@@ -126,7 +130,7 @@ def num_examples(batches: Any) -> int | None:
         batches: What :func:`as_batches` returned.
     """
     if isinstance(batches, TensorBatches):
-        return len(batches.tensors[0])
+        return batches.size
     if not isinstance(batches, DataLoader):
         return None
     sampler = batches.sampler
@@ -134,11 +138,19 @@ def num_examples(batches: Any) -> int | None:
     return len(chosen) if isinstance(chosen, Sized) else None
 
 
-def _checked(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _check_length([len(tensor) for tensor in tensors])
-    for index, tensor in enumerate(tensors):
-        check_no_nan(f"data[{index}]", tensor)
-    return tensors
+def _is_input(value: Any) -> bool:
+    """Whether it is a tensor, or a mapping of tensors."""
+    items = value.values() if isinstance(value, Mapping) and value else [value]
+    return all(isinstance(item, Tensor) for item in items)
+
+
+def _checked(data: tuple[Any, ...]) -> tuple[Any, ...]:
+    _check_length([len(tensor) for tensor in nested_tensors(data)])
+    for index, item in enumerate(data):
+        named = item.items() if isinstance(item, dict) else [(None, item)]
+        for key, tensor in named:
+            check_no_nan(f"data[{index}]" if key is None else f"data[{index}][{key!r}]", tensor)
+    return data
 
 
 def _check_length(lengths: list[int]) -> None:
@@ -146,12 +158,13 @@ def _check_length(lengths: list[int]) -> None:
         raise ValueError(f"The tensors of `data` must have one positive length, but got {lengths}.")
 
 
-def _placed(tensors: tuple[Tensor, ...], device: torch.device | None) -> tuple[Tensor, ...]:
+def _placed(data: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:
     """Move tensors to the device, or leave them where they are if they would take too much of it."""
-    size = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
+    size = sum(tensor.nbytes for tensor in nested_tensors(data) if tensor.device != device)
     if size > SHARE_OF_FREE_MEMORY * _free_memory(device):
-        return tensors
-    return tuple(tensor.to(device) for tensor in tensors)
+        return data
+    moved: tuple[Any, ...] = map_nested(lambda tensor: tensor.to(device), data)
+    return moved
 
 
 def _free_memory(device: torch.device | None) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi.infer.data.batches import Arguments, TensorBatches
 from pyro_structvi.infer.data.one_ahead import InTurn, OneAhead
 from pyro_structvi.infer.runs.random_states import host_states, set_host_states
@@ -208,13 +209,10 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def _arguments(batch: Any, move: Callable[[Tensor], Tensor]) -> Arguments:
-    def moved(value: Any) -> Any:
-        return move(value) if isinstance(value, Tensor) else value
-
     if isinstance(batch, dict):
-        return (), {name: moved(value) for name, value in batch.items()}
+        return (), map_nested(move, batch)
     values = batch if isinstance(batch, (tuple, list)) else (batch,)
-    return tuple(moved(value) for value in values), {}
+    return tuple(map_nested(move, value) for value in values), {}
 
 
 def _copies(batches: Iterator[Any], device: Any) -> Iterator[tuple[Arguments, Any]]:
@@ -240,9 +238,8 @@ def _ready(item: Any) -> Arguments:
         arguments: Arguments = item
         return arguments
     (args, kwargs), is_copied = item
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            current = torch.cuda.current_stream(value.device)
-            current.wait_event(is_copied)
-            value.record_stream(current)  # so that its memory is not used for a copy too soon
+    for value in nested_tensors((args, kwargs)):
+        current = torch.cuda.current_stream(value.device)
+        current.wait_event(is_copied)
+        value.record_stream(current)  # so that its memory is not used for a copy too soon
     return args, kwargs

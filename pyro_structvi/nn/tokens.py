@@ -1,0 +1,122 @@
+"""A net as a model of the tokens of sequences: language models and taggers."""
+
+from typing import Any
+
+import pyro.distributions as dist
+from torch import Tensor, nn
+
+from pyro_structvi._checks import Count, checked, naming
+from pyro_structvi.nn.likelihoods import Likelihood, Output, check_classes, finite_likelihood
+
+
+class TokenClassifier(Likelihood):
+    """A net as a model of one class for each token: ``y_nt ~ Categorical(softmax(net(x_n)_t))``.
+
+    For language models, and for tags of words. Tokens whose class is ``ignore_index`` do not count, as
+    those of the padding.
+
+    Args:
+        net: A module from ``(batch, ...)`` to logits ``(batch, length, classes)``, with sample sites; it
+            may return an object with ``logits``.
+        num_data: Number of training sequences; the log likelihood of a batch counts
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
+        ignore_index: The class of tokens that do not count.
+        shift: Whether the logits at a token are those of the next one, as of causal language models.
+            Then ``y`` are the tokens themselves, and the last logits are left out.
+        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
+
+    Raises:
+        ValueError: If ``num_data`` is not a whole number of at least 1.
+        TypeError: If ``net`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import bayesianize
+        >>> net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+        >>> model = TokenClassifier(bayesianize(net, prior=1.0), num_data=100, shift=True)
+        >>> model(torch.zeros(2, 5, dtype=torch.long)).shape
+        torch.Size([2, 4, 7])
+    """
+
+    @checked
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        ignore_index: int = -100,
+        shift: bool = False,
+        output: Output | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output)
+        self.ignore_index, self.shift = ignore_index, shift
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Sample the classes of all tokens at site ``obs``, or observe them.
+
+        Args:
+            x: The net's input, first dimension the batch; a mapping gives keyword arguments.
+            y: Classes ``(batch, length)`` as integers, or None.
+
+        Returns:
+            The logits ``(batch, length, classes)``, one token less if shifted, in float32 where the
+            net's output has half precision.
+
+        Raises:
+            ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
+        """
+        with naming("x", x):
+            logits, plates = self._run_net(x)
+            if logits.dim() != plates + 3:
+                raise ValueError(
+                    "A TokenClassifier's net must return logits of shape (batch, length, classes), but "
+                    f"got {tuple(logits.shape)}."
+                )
+            if y is not None:
+                check_classes(y, logits.shape[plates : plates + 2], "(batch, length)")
+            if self.shift:
+                logits, y = logits[..., :-1, :], None if y is None else y[:, 1:]
+            tokens = finite_likelihood(
+                lambda: PaddedCategorical(logits=logits, ignore_index=self.ignore_index)
+            )
+            self._observe(tokens.to_event(1), y)
+        return logits
+
+
+class PaddedCategorical(dist.Categorical):
+    """A categorical distribution under which one value means that nothing was observed.
+
+    Args:
+        probs: Probabilities ``(*batch, classes)``.
+        logits: Logits in their place.
+        ignore_index: The value whose log probability is zero.
+        validate_args: Whether to check arguments and values; Pyro's own setting when None.
+
+    Example:
+        >>> import torch
+        >>> tokens = PaddedCategorical(logits=torch.zeros(3, 2), ignore_index=-100)
+        >>> tokens.log_prob(torch.tensor([0, 1, -100]))
+        tensor([-0.6931, -0.6931,  0.0000])
+    """
+
+    def __init__(
+        self,
+        probs: Tensor | None = None,
+        logits: Tensor | None = None,
+        ignore_index: int = -100,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.ignore_index = ignore_index
+        super().__init__(probs=probs, logits=logits, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        """Return this distribution with a larger batch shape, sharing memory."""
+        new = self._get_checked_instance(type(self), _instance)
+        new.ignore_index = self.ignore_index
+        return super().expand(batch_shape, new)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return log probabilities of the values' shape, zero where a value is to be ignored."""
+        ignored = value == self.ignore_index
+        log_probs: Tensor = super().log_prob(value.masked_fill(ignored, 0))
+        return log_probs.masked_fill(ignored, 0.0)

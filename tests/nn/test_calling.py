@@ -1,0 +1,125 @@
+"""Nets that take keywords or return objects, and plain nets with Bayesian parts."""
+
+from collections import UserDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+
+X = {"ids": torch.randint(5, (6, 4)), "mask": torch.ones(6, 4, dtype=torch.float64)}
+Y = torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+class Net(nn.Module):
+    """Takes keywords, and returns what Hugging Face calls a ModelOutput."""
+
+    def __init__(self, result="object"):
+        super().__init__()
+        self.words, self.head, self.result = nn.Embedding(5, 3), nn.Linear(3, 3), result
+
+    def forward(self, ids, mask=None):
+        words = self.words(ids)
+        words = words if mask is None else words * mask.unsqueeze(-1)
+        logits = self.head(words.mean(1))
+        results = {
+            "object": SimpleNamespace(logits=logits, loss=None),
+            "tuple": (logits, None),
+            "tensor": logits,
+        }
+        return results[self.result]
+
+
+def make(result="object", **options):
+    model = ps.Classifier(ps.bayesianize(Net(result), 1.0), **options)
+    return model, ps.MeanFieldGuide(model)
+
+
+@pytest.mark.parametrize(
+    ("result", "options"),
+    [("object", {}), ("tensor", {}), ("tuple", {"output": lambda result: result[0]})],
+)
+@pytest.mark.parametrize("x", [X, UserDict(X), X["ids"]], ids=["dict", "mapping", "tensor"])
+def test_inputs_are_keywords_and_outputs_are_found(x, result, options):
+    model, guide = make(result, **options)
+    history = ps.fit(model, guide, (x, Y), num_epochs=2, batch_size=4, progress=False)
+    assert model.num_data == 6
+    assert len(history.elbo) == 4
+    whole = ps.predict(model, guide, x, 3)
+    assert whole.mean.shape == (6, 3)
+    shapes = {"net.words.weight": (5, 3), "net.head.weight": (3, 3), "net.head.bias": (3,)}
+    draws = {name: torch.randn(2, *shape) for name, shape in shapes.items()}
+    parts, once = (ps.predict(model, draws, x, batch_size=size) for size in (4, None))
+    torch.testing.assert_close(parts.mean, once.mean)
+
+
+def test_batches_of_a_mapping_are_its_examples():
+    class Recorder(Net):
+        def forward(self, ids, mask):
+            met.append(ids)
+            return super().forward(ids, mask)
+
+    met = []
+    model = ps.Classifier(ps.bayesianize(Recorder(), 1.0), num_data=6)
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(X, Y)
+    met.clear()
+    ps.fit(model, guide, (X, Y), num_epochs=1, batch_size=4, progress=False, compiled=False)
+    assert [len(ids) for ids in met] == [4, 2]
+    assert sorted(map(tuple, torch.cat(met).tolist())) == sorted(map(tuple, X["ids"].tolist()))
+
+
+def test_a_mapping_may_be_one_input():
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, features):
+            return self.head(features["ids"].double() * features["mask"])
+
+    model = ps.Classifier(ps.bayesianize(Takes(), 1.0), num_data=6)
+    assert model(X).shape == (6, 3)
+
+
+def test_what_is_no_tensor_is_named():
+    model, _ = make("tuple", num_data=6)
+    with pytest.raises(
+        TypeError, match=r"The net must return a tensor, or an object with `logits`"
+    ):
+        model(X)
+    model, _ = make("tuple", num_data=6, output=lambda result: result)
+    with pytest.raises(TypeError, match=r"`output` must return a tensor"):
+        model(X)
+
+
+def test_data_of_two_lengths_are_refused():
+    model, guide = make()
+    with pytest.raises(ValueError, match=r"one positive length, but got \[6, 6, 5\]"):
+        ps.fit(model, guide, (X, Y[:5]), num_steps=1, progress=False)
+    with pytest.raises(ValueError, match=r"data\[0\]\['mask'\]` holds 24 NaN"):
+        ps.fit(model, guide, (X | {"mask": X["mask"] * torch.nan}, Y), num_steps=1, progress=False)
+    with pytest.raises(ValueError, match="must have one length"):
+        ps.predict(model, guide, X, 2, y=Y[:5])
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+def parts():
+    first, last = (ps.bayesianize(nn.Linear(*sizes), 1.0) for sizes in ((4, 3), (3, 2)))
+    return nn.Sequential(first, nn.ReLU(), last)
+
+
+def test_bayesian_parts_of_a_plain_net_have_names_of_their_own():
+    model = ps.Classifier(parts(), num_data=6)
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(torch.randn(6, 4), Y % 2)
+    assert guide.site_names == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
+
+
+def test_parts_without_names_are_refused():
+    with pytest.raises(ValueError, match="Two modules of the model declare the site 'weight'"):
+        ps.MeanFieldGuide(parts()).initialize(torch.randn(6, 4))
