@@ -6,11 +6,12 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 INSTALLED_DOCS := .venv/installed-docs
 INSTALLED_MUTATION := .venv/installed-mutation
+INSTALLED_NETS := .venv/installed-nets
 PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 SMOKE ?=
 ALL ?=
 
-.PHONY: help demo test test-all mutation lint docs bench bench-scaling convergence clean
+.PHONY: help demo test test-all test-nets mutation lint docs bench bench-scaling convergence clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +24,9 @@ test: $(INSTALLED) ## the fast tests; PYTEST="--slow-sample" adds a sample of th
 
 test-all: ## every test
 	$(MAKE) test PYTEST="--slow"
+
+test-nets: $(INSTALLED_NETS) ## unmodified nets of transformers, peft, timm and others; NETS=sample for a few
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 tests/any_net --nets $(or $(NETS),all) $(PYTEST)
 
 mutation: $(INSTALLED_MUTATION) ## whether a test sees a change in the code; MUTATION="--mutants 40 --only maps"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run $(MUTATION)
@@ -66,4 +70,8 @@ $(INSTALLED_DOCS): $(INSTALLED)
 
 $(INSTALLED_MUTATION): $(INSTALLED)
 	$(PIP_INSTALL) --editable ".[mutation]"
+	touch $@
+
+$(INSTALLED_NETS): $(INSTALLED)
+	$(PIP_INSTALL) --editable ".[nets]"
 	touch $@

@@ -16,6 +16,7 @@ SLOW_SAMPLE_SIZE = 5
 def pytest_addoption(parser):
     group = parser.getgroup("pyro_structvi")
     group.addoption("--slow", action="store_true", help="run the slow tests too")
+    group.addoption("--nets", choices=["all", "sample"], help="run the nets of other libraries")
     group.addoption(
         "--slow-sample",
         action="store_true",
@@ -46,6 +47,11 @@ def pytest_collection_finish(session):
 def _reason_to_skip(item, config):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return "no CUDA here"
+    if item.get_closest_marker("nets"):
+        chosen = config.getoption("--nets")
+        if chosen == "sample" and not item.get_closest_marker("nets_sample"):
+            return "not in the sample of nets"
+        return None if chosen else "a net of another library; run with --nets all"
     if not item.get_closest_marker("slow") or config.getoption("--slow"):
         return None
     if not config.getoption("--slow-sample"):

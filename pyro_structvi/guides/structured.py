@@ -18,6 +18,7 @@ from pyro_structvi.guides.local_latents import of_other_examples
 from pyro_structvi.guides.options import CreatePlates, InitLocFn
 from pyro_structvi.guides.parameters import declare_parameters, module_key
 from pyro_structvi.guides.pyro_autoguide import OwningAutoGuide
+from pyro_structvi.guides.report import report
 from pyro_structvi.guides.row_mixing import mixes_examples
 from pyro_structvi.guides.sites import (
     FoundSite,
@@ -280,6 +281,8 @@ class StructuredGuide(OwningAutoGuide):
             torch.Size([3, 2, 3])
         """
         return self.joint_posterior(*args, **kwargs).quantiles(quantiles)
+
+    report = report
 
     def __getitem__(self, name: str) -> SitePosterior:
         """Return the posterior of a site, which holds its parameters; a joined bias has its weight's."""

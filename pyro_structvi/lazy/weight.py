@@ -1,7 +1,7 @@
 """The weight that has not been drawn yet."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class LazyWeight(WeightStandIn):
     distribution: WeightDistribution
     _drawn: Tensor | None
     _factored: FactoredDraw | None
-    _gave_outputs: bool
+    _given: Literal["outputs", "rows"] | None
+    _why_drawn: str
     _with_grad: bool
     _members: dict[int, "LazyWeight"]
 
@@ -56,7 +57,8 @@ class LazyWeight(WeightStandIn):
         weight.distribution = distribution
         weight._drawn = None
         weight._factored = None
-        weight._gave_outputs = False
+        weight._given = None
+        weight._why_drawn = "a call that is not read as a linear map"
         weight._with_grad = torch.is_grad_enabled()
         weight._members = {}
         return weight
@@ -65,6 +67,18 @@ class LazyWeight(WeightStandIn):
     def is_drawn(self) -> bool:
         """Whether a weight has been drawn, as a tensor or in factors."""
         return self._drawn is not None or self._factored is not None
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """How it was used, as "outputs", "rows", "factors", "weight" or "nothing"; and why, if drawn."""
+        members = [member.way for member in self._members.values()]
+        if members:
+            return members[0]
+        if self._given:
+            return self._given, ""
+        if self._was_formed:
+            return "weight", self._why_drawn
+        return ("factors" if self._factored is not None else "nothing"), ""
 
     @property
     def _was_formed(self) -> bool:
@@ -111,7 +125,7 @@ class LazyWeight(WeightStandIn):
         """Show the weight if it has been drawn, without drawing it."""
         if self._drawn is not None:
             return repr(self._drawn)
-        state = "its outputs were drawn" if self._gave_outputs else "not drawn yet"
+        state = f"its {self._given} were drawn" if self._given else "not drawn yet"
         return f"LazyWeight(site='{self.use.name}', shape={tuple(self.shape)}, {state})"
 
     def __format__(self, format_spec: str) -> str:
@@ -127,6 +141,9 @@ class LazyWeight(WeightStandIn):
         if arrangement is not None:
             rearranged = distribution.rearranged(arrangement)
             if rearranged is None:
+                self._why_drawn = (
+                    "another order of dimensions, which its structure does not survive"
+                )
                 return None
             distribution = rearranged
         for way in distribution.ways_to_apply(application.linear_map, application.x):
@@ -138,6 +155,12 @@ class LazyWeight(WeightStandIn):
                     return self._draw_image(application, distribution, None)
             if way == "factors" and arrangement is None and not self._was_formed:
                 return self._apply_factored(application)
+        is_exact = self.use.asks_for_exact(application)
+        self._why_drawn = (
+            "several positions of an example"
+            if is_exact
+            else "cheaper for its structure in this layer"
+        )
         return None
 
     def _draw_image(
@@ -166,9 +189,9 @@ class LazyWeight(WeightStandIn):
             outputs = flipout(distribution, linear_map, x, as_drawn(bias))
         else:
             outputs = image_under(linear_map, x, as_drawn(bias)).rsample()
-        self._gave_outputs = True
+        self._given = "outputs"
         if lazy_bias is not None:
-            lazy_bias._gave_outputs = True
+            lazy_bias._given = "outputs"
         outputs = outputs if shift is None else outputs + shift
         return _in_layer_dtype(outputs, x, self.dtype)
 
@@ -181,7 +204,7 @@ class LazyWeight(WeightStandIn):
         rows: Tensor = image.rsample()
         if self.use.asks_for_exact(lookup):
             rows = lookup.share_draws(rows)
-        self._gave_outputs = True
+        self._given = "rows"
         return lookup.shape_outputs(rows)
 
     def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
@@ -190,7 +213,7 @@ class LazyWeight(WeightStandIn):
         if not self._may_give_outputs(x):
             return None
         self._refuse_second_use()
-        self._gave_outputs = True
+        self._given = "outputs"
         return application.function(x, self.distribution.rsample(x.shape[:1]))
 
     def _apply_factored(self, application: Application) -> Tensor:
@@ -213,7 +236,7 @@ class LazyWeight(WeightStandIn):
                 "the pass that counted its uses did not do, so that it was not drawn beforehand. Call "
                 "`guide.initialize(...)` in the mode in which the net takes activation checkpoints."
             )
-        if self._gave_outputs or self._members:
+        if self._given or self._members:
             raise RuntimeError(
                 f"The model uses the weight at site '{self.use.name}' more often in this pass than "
                 "in the pass in which its uses were counted, after its outputs were drawn. A "

@@ -133,12 +133,15 @@ def _split(
     """Cut the arguments into mini-batches along the first dimension."""
     if y is not None:
         check_tensors("y", y)
-    lengths = [len(value) for value in nested_tensors((args, y))]
-    size = lengths[0]
-    if size == 0 or set(lengths) != {size}:
+    # What a mapping holds may have another length, as the edges of a graph, if it is not cut.
+    cut = args if batch_size is not None else [each for each in args if isinstance(each, Tensor)]
+    lengths = [len(value) for value in nested_tensors((cut, y))]
+    size = max(lengths, default=1)
+    if set(lengths) - {size} or size == 0:
         raise ValueError(f"`x` and `y` must have one length, but got {lengths}.")
-    step = size if batch_size is None else batch_size
-    parts = [slice(start, start + step) for start in range(0, size, step)]
+    if batch_size is None:
+        return [map_nested(lambda tensor: tensor, (args, y))]
+    parts = [slice(start, start + batch_size) for start in range(0, size, batch_size)]
     return [map_nested(itemgetter(part), (args, y)) for part in parts]
 
 

@@ -1,0 +1,129 @@
+"""Unmodified nets of other libraries: what holds for any of them, with any posterior.
+
+They need the extra ``nets``; ``make test-nets`` installs it and runs them all, ``NETS=sample`` those
+that differ most.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.guides.sites import OtherRowsWarning
+from pyro_structvi.nn.calling import call_net, read_output
+from tests.any_net.nets import CASES, SAMPLE
+
+GUIDES = {
+    "mean field": ps.MeanFieldGuide,
+    "k-tied": ps.KTiedGuide,
+    "low rank": lambda model, **options: ps.AutoLowRankLRT(model, 2, diagonal="full", **options),
+}
+pytestmark = [
+    pytest.mark.nets,
+    pytest.mark.filterwarnings("default"),  # of libraries of all ages
+    pytest.mark.filterwarnings(f"ignore::{OtherRowsWarning.__module__}.OtherRowsWarning"),
+]
+NETS = [
+    pytest.param(name, marks=pytest.mark.nets_sample if name in SAMPLE else ()) for name in CASES
+]
+
+
+@pytest.fixture(autouse=True)
+def single_precision():
+    """Nets of these libraries make tensors in single precision here and there."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+
+
+def make(name: str, guide: str = "mean field", **options):
+    case = CASES[name]
+    pytest.importorskip(case.library)
+    torch.manual_seed(0)
+    net, x, y = case.make(), case.inputs(), case.labels()
+    model = case.model(net)
+    return case, net, model, GUIDES[guide](model, **options), x, y
+
+
+def accuracy(mean, y):
+    counted = y != -100
+    return float((mean.argmax(-1) == y)[counted].float().mean())
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.parametrize("name", NETS)
+def test_it_learns_a_few_examples_by_heart_and_is_saved(name, guide):
+    case, net, model, posterior, x, y = make(name, guide)
+    adapters = case.prior != 0.3  # which cannot learn as much
+    before = accuracy(ps.predict(model, posterior, x, 2).mean, y)
+    history = ps.fit(
+        model, posterior, [(x, y)], num_steps=150, kl_weight=1e-4, progress=False, compiled=False
+    )
+    assert all(map(torch.isfinite, torch.tensor([history.elbo, history.kl]).flatten()))
+    prediction = ps.predict(model, posterior, x, 8)
+    assert prediction.mean.isfinite().all()
+    assert accuracy(prediction.mean, y) > (before if adapters else 0.99)
+    again = case.model(net)
+    loaded = GUIDES[guide](again)
+    loaded.initialize(x, y)
+    again.load_state_dict(model.state_dict())
+    loaded.load_state_dict(posterior.state_dict())
+    torch.testing.assert_close(loaded.median(), posterior.median(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_with_a_vanishing_posterior_it_is_the_net_drawn_or_local(name):
+    likelihoods = []
+    for local in (True, False):
+        _, net, model, guide, x, y = make(name, init_scale=1e-7, local_reparam=local)
+        guide.initialize(x, y)
+        likelihoods.append(
+            ps.StructuredELBO().terms(model, guide, x, y).log_likelihood["obs"].detach()
+        )
+    with torch.no_grad():
+        logits = read_output(call_net(net, x), None)
+    torch.testing.assert_close(
+        ps.predict(model, guide, x, 1).mean, logits.softmax(-1), rtol=1e-3, atol=1e-4
+    )
+    expected = -nn.functional.cross_entropy(
+        logits.flatten(0, -2), y.flatten(), ignore_index=-100, reduction="sum"
+    )
+    torch.testing.assert_close(torch.stack(likelihoods), expected.expand(2), rtol=2e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_its_report_lists_every_parameter_once_and_most_are_local(name):
+    case, net, _model, guide, x, y = make(name)
+    report = guide.report(x, y)
+    names = [each.name.removeprefix("net.") for each in report.parameters]
+    assert sorted(names) == sorted(key for key, _ in net.named_parameters())
+    assert {each.state for each in report.parameters} <= {"random", "trained", "frozen"}
+    assert report.local_share >= case.local, str(report)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_compiled_steps_are_the_eager_ones(name):
+    losses = []
+    for compiled in (False, True):
+        # Recorded as for a compiler, experts are applied by an operation that takes drawn weights.
+        case, _, model, guide, x, y = make(name, local_reparam=name != "Mixtral")
+        guide.initialize(x, y)
+        optimizer = torch.optim.Adam(guide.parameters(), 1e-3)
+        elbo = ps.StructuredELBO()
+        svi = ps.CompiledSVI(model, guide, optimizer, elbo, backend=None) if compiled else None
+        torch.manual_seed(1)
+        for _ in range(5):
+            if svi is not None and not case.can_trace:
+                with pytest.raises(RuntimeError, match="cannot be compiled: the size of a result"):
+                    svi.step(x, y), svi.step(x, y)
+                return
+            if svi is not None:
+                losses.append(svi.step(x, y))
+                continue
+            optimizer.zero_grad()
+            loss = elbo.differentiable_loss(model, guide, x, y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    torch.testing.assert_close(losses[5:], losses[:5], rtol=1e-4, atol=1e-2)
