@@ -5,6 +5,7 @@ from pyro_structvi.guides.inducing_weights import InducingWeightGuide
 from pyro_structvi.guides.local_latents import LocalLatentWarning
 from pyro_structvi.guides.memory_estimate import MemoryEstimate, estimate_memory
 from pyro_structvi.guides.points import EnsembleGuide, MAPGuide, MCDropoutGuide
+from pyro_structvi.guides.report import GuideReport, ParameterReport
 from pyro_structvi.guides.short_forms import *  # noqa: F403  (a new short form is named there alone)
 from pyro_structvi.guides.sites import OtherRowsWarning, UnusedSiteWarning
 from pyro_structvi.guides.structured import StructuredGuide
@@ -12,12 +13,14 @@ from pyro_structvi.guides.subnetwork import SubnetworkGuide
 
 __all__ = [
     "EnsembleGuide",
+    "GuideReport",
     "InducingWeightGuide",
     "LocalLatentWarning",
     "MAPGuide",
     "MCDropoutGuide",
     "MemoryEstimate",
     "OtherRowsWarning",
+    "ParameterReport",
     "StructuredGuide",
     "SubnetworkGuide",
     "UnusedSiteWarning",

@@ -174,7 +174,7 @@ def _report_others(model: Any) -> Iterator[ParameterReport]:
     for name, parameter in model.named_parameters():
         yield ParameterReport(name, tuple(parameter.shape), "trained", parameters=parameter.numel())
     for module in model.modules():
-        for attribute in sorted(vars(module).get("frozen_parameters", ())):
+        for attribute in vars(module).get("frozen_parameters", ()):
             shape = tuple(getattr(module, attribute).shape)
             yield ParameterReport(declared_name(module, attribute), shape, "frozen")
 

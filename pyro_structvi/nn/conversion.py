@@ -259,7 +259,7 @@ def _freeze_for_good(bayes_net: PyroModule) -> None:
             if not parameter.requires_grad:
                 delattr(module, attribute)
                 module.register_buffer(attribute, parameter.detach())
-                module.__dict__.setdefault("frozen_parameters", set()).add(attribute)
+                module.__dict__.setdefault("frozen_parameters", []).append(attribute)
 
 
 def _keep_priors_only(

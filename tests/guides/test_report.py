@@ -1,0 +1,137 @@
+"""What a guide reports of each parameter: once each, with the way in which a pass has drawn it."""
+
+import warnings
+
+import pytest
+import torch
+from pyro import poutine
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import FullCovariance, MeanField, PointEstimate
+from pyro_structvi.guides import OtherRowsWarning
+from pyro_structvi.guides.report import _HEAD
+from tests.models import make_regressor, regression_data
+
+
+def reported(guide, *args):
+    return {each.name: each for each in guide.report(*args).parameters}
+
+
+class Net(nn.Module):
+    """One layer for each way of drawing."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+        self.plain, self.twice, self.odd = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+        self.spare, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.plain(self.words(x))
+        x = self.norm(self.twice(self.twice(x)))
+        return self.head(x + x @ (2 * self.odd.weight))
+
+
+def make(make_guide=ps.MeanFieldGuide, prior=0.5, **options):
+    net = Net()
+    net.head.bias.requires_grad_(False)
+    model = ps.Classifier(ps.bayesianize(net, prior, False), num_data=6)
+    x, y = torch.randint(5, (6,)), torch.randint(3, (6,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ps.guides.UnusedSiteWarning)
+        guide = make_guide(model, **options)
+        guide.initialize(x, y)
+    return net, guide, x, y
+
+
+def test_each_way_is_told_apart():
+    net, guide, x, y = make()
+    found = reported(guide, x, y)
+    assert {name: (each.state, each.drawn, each.why) for name, each in found.items()} == {
+        "net.words.weight": ("random", "rows", ""),
+        "net.plain.weight": ("random", "outputs", ""),
+        "net.twice.weight": ("random", "weight", "2 uses"),
+        "net.odd.weight": ("random", "weight", "a call that is not read as a linear map"),
+        "net.spare.weight": ("random", "nothing", ""),
+        "net.head.weight": ("random", "outputs", ""),
+        "net.norm.weight": ("trained", "", ""),
+        "net.norm.bias": ("trained", "", ""),
+        "net.head.bias": ("frozen", "", ""),
+    }
+    assert guide.report(x, y).local_share == pytest.approx((20 + 16 + 12) / (20 + 4 * 16 + 12))
+    assert sorted(name.removeprefix("net.") for name in found) == sorted(
+        name for name, _ in net.named_parameters()
+    )
+
+
+def test_numbers_are_those_of_prior_and_posterior():
+    _, guide, x, y = make(init_scale=0.03, prior={"head.*": 0.7, "*": 0.5})
+    head, norm = (reported(guide, x, y)[f"net.{name}.weight"] for name in ("head", "norm"))
+    assert (head.shape, head.parameters, head.posterior) == ((3, 4), 24, "MeanField")
+    assert (head.prior, head.scale) == pytest.approx((0.7, 0.03))
+    assert (norm.prior, norm.scale, norm.parameters) == (None, None, 4)
+
+
+def test_drawn_weights_say_that_they_were_asked_for():
+    _, guide, x, y = make(local_reparam=False)
+    assert reported(guide, x, y)["net.plain.weight"].why == "local_reparam=False"
+    _, guide, x, y = make(ps.MatrixNormalGuide)
+    assert reported(guide, x, y)["net.plain.weight"].drawn in ("outputs", "factors", "weight")
+
+
+def test_points_and_joined_biases():
+    model = make_regressor()
+    families = {"net.0.*": PointEstimate(), "*.weight": FullCovariance(join_bias=True)}
+    guide = ps.StructuredGuide(model, {**families, "*": MeanField()})
+    x, y = regression_data()
+    found = reported(guide, x, y)
+    first = found["net.0.weight"]
+    assert (first.state, first.drawn, first.why, first.scale) == (
+        "point",
+        "weight",
+        "a point",
+        None,
+    )
+    weights = [each for each in found.values() if each.posterior == "FullCovariance"]
+    biases = [each for each in found.values() if each.posterior.startswith("with ")]
+    assert len(weights) == len(biases) > 0
+    assert {each.drawn for each in (*weights, *biases)} == {"outputs"}
+    assert {each.parameters for each in biases} == {0}
+    total = sum(each.parameters for each in found.values())
+    assert total == sum(each.numel() for each in guide.parameters())
+
+
+def test_rows_that_are_not_examples_are_told_under_exact():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
+
+    model = ps.Classifier(ps.bayesianize(Flat(), 1.0), num_data=6)
+    guide = ps.MeanFieldGuide(model, local_reparam="exact")
+    found = reported(guide, torch.randn(6, 4, 3), torch.zeros(6, dtype=torch.long))
+    assert found["net.layer.weight"].why == "rows that are not examples"
+    with pytest.warns(OtherRowsWarning):
+        ps.MeanFieldGuide(model).report(torch.randn(6, 4, 3), torch.zeros(6, dtype=torch.long))
+
+
+def test_a_report_changes_nothing():
+    _, guide, x, y = make()
+    before = torch.get_rng_state()
+    with poutine.trace() as trace:
+        guide.report(x, y)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not trace.trace.nodes
+
+
+def test_it_is_printed_as_a_table():
+    _, guide, x, y = make()
+    head, *rows = str(guide.report(x, y)).splitlines()
+    assert head.split() == [*_HEAD]
+    assert rows[0].split()[:4] == ["net.words.weight", "(5,", "4)", "random"]
+    assert len(rows) == 9
