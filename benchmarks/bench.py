@@ -37,14 +37,14 @@ from benchmarks.methods import (
     MakeMethod,
     Method,
 )
-from benchmarks.nets import NETS, Net
+from benchmarks.nets import NETS, OWN_NETS, Net
 from benchmarks.tables import machine_line, net_table, write_results
 from pyro_structvi.nn import PointEstimateWarning
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--net", choices=NETS, action="append", help="default: every net")
+    parser.add_argument("--net", choices=NETS, action="append", help="default: every net of torch")
     parser.add_argument("--guide", choices=METHODS, action="append", help="default: every guide")
     parser.add_argument("--against", choices=["pyro"], help="Pyro's autoguides too, under its SVI")
     parser.add_argument("--compiled", action="store_true", help="steps of fit and CompiledSVI too")
@@ -68,7 +68,7 @@ def main() -> None:
         "nets": {},
     }
     print(machine_line(results))
-    for name in options.net or NETS:
+    for name in options.net or OWN_NETS:
         own = {title: make for title, make in methods.items() if name in ONLY.get(title, NETS)}
         rounds = options.rounds or NETS[name].rounds
         results["nets"][name] = measure_net(NETS[name], own, rounds, options.samples)

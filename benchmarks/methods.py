@@ -233,4 +233,5 @@ TRACED_METHODS = {
 ONLY |= {f"{title}, traced": ONLY[title] for title in ("rowwise", "matrix normal")}
 # Compiling takes 5 s to 30 s a method and net, inducing the most; on LeNet it takes over a minute, on
 # ResNet-18 and the LSTM longer still. Beside the methods of huge there is no memory for these.
-ONLY |= {title: {"small", "mnist", "wide"} for title in COMPILED_METHODS}
+OTHERS = {"bert", "llama", "convnext", "gcn"}
+ONLY |= {title: {"small", "mnist", "wide"} | OTHERS for title in COMPILED_METHODS}

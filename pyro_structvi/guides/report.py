@@ -63,10 +63,10 @@ class GuideReport:
 
     @property
     def local_share(self) -> float:
-        """The share of random elements of which outputs or rows are drawn, and not the weight."""
+        """Of the random elements that the pass uses, the share whose outputs or rows are drawn."""
         sizes = {True: 0, False: 0}
         for each in self.parameters:
-            if each.state == "random":
+            if each.state == "random" and each.drawn != "nothing":
                 sizes[each.drawn in ("outputs", "rows")] += torch.Size(each.shape).numel()
         return sizes[True] / max(sum(sizes.values()), 1)
 

@@ -60,7 +60,7 @@ def test_each_way_is_told_apart():
         "net.norm.bias": ("trained", "", ""),
         "net.head.bias": ("frozen", "", ""),
     }
-    assert guide.report(x, y).local_share == pytest.approx((20 + 16 + 12) / (20 + 4 * 16 + 12))
+    assert guide.report(x, y).local_share == pytest.approx((20 + 16 + 12) / (20 + 3 * 16 + 12))
     assert sorted(name.removeprefix("net.") for name in found) == sorted(
         name for name, _ in net.named_parameters()
     )
