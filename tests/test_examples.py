@@ -14,6 +14,7 @@ RANDOM_IMAGES = ["--random-images", "16", "--epochs", "1", "--num-samples", "2"]
 SCRIPTS = {
     "examples/cifar_resnet.py": [*RANDOM_IMAGES, "--batch-size", "8"],
     "examples/demo.py": ["--smoke", "--output", "{folder}"],
+    "examples/lora.py": ["--data", "{folder}/reviews.npz", "--smoke"],
     "examples/mnist.py": ["--data", "{folder}/images.npz", "--epochs", "1", "--num-samples", "2"],
     "benchmarks/bench.py": [
         *("--net", "small", "--net", "lstm", "--rounds", "2", "--samples", "2"),
@@ -33,6 +34,7 @@ SCRIPTS = {
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
     "docs/scripts/kernel_costs.py": ["--rounds", "1", "--size", "64", "--stages", "1"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],
+    "docs/scripts/local_shares.py": ["--net", "BERT"],
     "docs/scripts/memory.py": [
         *("--net", "resnet18", "--steps", "1"),
         *("--guide", "plain", "--guide", "k-tied, k = 2"),
@@ -53,6 +55,11 @@ SCRIPTS = {
         *("--guide", "deterministic", "--guide", "k-tied, k = 2"),
     ],
 }
+# What they need of the extra `nets`.
+NEEDS = {
+    "examples/lora.py": ("transformers", "peft"),
+    "docs/scripts/local_shares.py": ("transformers",),
+}
 
 
 def test_no_script_is_missing():
@@ -65,6 +72,19 @@ def test_no_script_is_missing():
     assert found == set(SCRIPTS)
 
 
+def save_reviews(path):
+    """Save random reviews in the layout of the example's data."""
+    random, parts = np.random.default_rng(0), {}
+    for part in ("train", "test"):
+        lengths = random.integers(5, 30, 200)
+        parts |= {
+            f"tokens_{part}": random.integers(2, 600, lengths.sum()).astype(np.int32),
+            f"offsets_{part}": np.concatenate([[0], lengths.cumsum()]),
+            f"y_{part}": np.arange(200) % 2,
+        }
+    np.savez(path, **parts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs(script, tmp_path):
@@ -73,6 +93,9 @@ def test_a_script_runs(script, tmp_path):
     np.savez(
         tmp_path / "images.npz", x_train=images, y_train=classes, x_test=images, y_test=classes
     )
+    for library in NEEDS.get(script, ()):
+        pytest.importorskip(library)
+    save_reviews(tmp_path / "reviews.npz")
     arguments = [argument.format(folder=tmp_path) for argument in SCRIPTS[script]]
     result = subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
@@ -81,7 +104,7 @@ def test_a_script_runs(script, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert re.search("k-tied|low rank|inducing", result.stdout)
+    assert re.search("k-tied|low rank|inducing|local", result.stdout)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 It needs the extra ``nets``.
 """
 
+import argparse
 import sys
 import warnings
 from pathlib import Path
@@ -18,10 +19,14 @@ from tests.any_net.nets import CASES
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--net", choices=CASES, action="append", help="default: every net")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     print("| net | random elements | local | drawn, and why |")
     print("|---|---|---|---|")
-    for name, case in CASES.items():
+    for name in options.net or CASES:
+        case = CASES[name]
         torch.manual_seed(0)
         model = case.model(case.make())
         report = ps.MeanFieldGuide(model).report(case.inputs(), case.labels())

@@ -81,14 +81,14 @@ class GuideReport:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def report(guide: Any, *args: Any, **kwargs: Any) -> GuideReport:
+def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
     """Say of each parameter whether it is random, what an ELBO draws of it, and why.
 
     One pass is run, as ``StructuredELBO`` does it, without a trace in the model or in the global
     random state.
 
     Args:
-        guide: The guide.
+        self: The guide.
         *args: The model's arguments, observations included.
         **kwargs: Its keyword arguments.
 
@@ -108,17 +108,17 @@ def report(guide: Any, *args: Any, **kwargs: Any) -> GuideReport:
         net.0.bias    (8,)    trained                                         8
     """
     with separate_randomness():
-        if not guide.is_initialized:
-            guide.initialize(*args, **kwargs)
-        with trial_run(guide.model), DelayDraws():
-            drawn = poutine.trace(guide).get_trace(*args, **kwargs)
-            poutine.replay(guide.model, trace=drawn)(*args, **kwargs)
+        if not self.is_initialized:
+            self.initialize(*args, **kwargs)
+        with trial_run(self.model), DelayDraws():
+            drawn = poutine.trace(self).get_trace(*args, **kwargs)
+            poutine.replay(self.model, trace=drawn)(*args, **kwargs)
     sites = [
-        _report_site(name, guide[name], use, drawn.nodes[name])
-        for name, use in guide.uses.items()
+        _report_site(name, self[name], use, drawn.nodes[name])
+        for name, use in self.uses.items()
         if name in drawn.nodes
     ]
-    return GuideReport((*sites, *_report_others(poutine.unwrap(guide.model))))
+    return GuideReport((*sites, *_report_others(poutine.unwrap(self.model))))
 
 
 def _report_site(name: str, posterior: SitePosterior, use: SiteUse, node: Any) -> ParameterReport:

@@ -38,7 +38,7 @@ MODULES = [
 # Made by the library and handed to users; not called by them.
 RECORDS = {
     *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
-    *("ClassificationScores", "PredictiveDistance"),
+    *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
 }
 # Base classes without instances; their subclasses are called.
 ABSTRACT = {"Family", "GaussianWeight", "MatrixFamily", "MemoryLimitedFamily", "WeightDistribution"}
@@ -569,6 +569,7 @@ def prediction():
 # Of methods: what owns them, by the name of its class, and their arguments.
 OF_GUIDES = {
     "initialize": lambda: {"x": inputs(), "y": targets()},
+    "report": lambda: {"x": inputs(), "y": targets()},
     "forward": lambda: {"x": inputs(), "y": targets()},
     "draw": lambda: {"local": False, "number": 0},
     "quantiles": lambda: {"quantiles": [0.1, 0.5]},

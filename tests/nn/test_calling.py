@@ -101,7 +101,7 @@ def test_data_of_two_lengths_are_refused():
         ps.fit(model, guide, (X, Y[:5]), num_steps=1, progress=False)
     with pytest.raises(ValueError, match=r"data\[0\]\['mask'\]` holds 24 NaN"):
         ps.fit(model, guide, (X | {"mask": X["mask"] * torch.nan}, Y), num_steps=1, progress=False)
-    with pytest.raises(ValueError, match="must have one length"):
+    with pytest.raises(ValueError, match=r"\(6,\), but got \(5,\)"):
         ps.predict(model, guide, X, 2, y=Y[:5])
 
 
