@@ -12,7 +12,7 @@ FINE = {
     "prune_*.amount": "zero",
     "PointMass.variance": "zero",
     "StructuredAdam.eps": "zero",
-    "TokenClassifier.ignore_index": "zero, huge",
+    "TokenClassifier.ignore_index": "zero, negative, huge",
     "StructuredAdam.posterior_lr": "zero",
     "StructuredELBO.kl_weight": "zero",
     "fit.kl_weight": "zero",
