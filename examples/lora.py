@@ -18,9 +18,9 @@ B and the head:
 A row has the accuracy, the NLL in nats and the calibration error on test reviews, and how well the
 entropy of a prediction tells these reviews from others of the same lengths whose words are drawn at
 random, each as often as it is in the training reviews: the AUROC, 0.5 for chance. They are means over
-seeds, with standard errors; a seed chooses the labelled reviews too. The prior's standard deviation and
-the weight of the KL are those of the lowest NLL on 500 validation reviews; ``--select`` chooses them
-anew, with seed 0.
+seeds, with standard errors; a seed chooses the labelled reviews too. ``--select`` chooses the prior's
+standard deviation, the learning rate and the weight of the KL, one after the other, by the NLL of 500
+validation reviews with seed 0.
 
 ``FILE.npz`` holds ``tokens_train``, all reviews one after another as integers (0 for padding, 2 for an
 unknown word, words from 3 on, the most frequent first), ``offsets_train``, where they begin and end, and
@@ -71,6 +71,7 @@ SMOKE = {
     "num_samples": 4,
     "seeds": 1,
 }
+TRIED = {"prior-scales": [0.1, 0.3, 1.0], "rates": [0.1, 0.03, 0.01], "kl-weights": [0.1, 1.0]}
 METRICS = {
     "accuracy": "accuracy",
     "nll": "NLL",
@@ -91,6 +92,7 @@ class Method:
         prior_on: The factors of W = B A that have a prior, and so a posterior.
         num_samples: How many nets the posterior has, if it has so many.
         is_laplace: Whether a Laplace approximation around the fitted guide takes its place.
+        lr: The learning rate, a share of the prior's standard deviation.
     """
 
     guide: Callable[[ps.Classifier], ps.StructuredGuide]
@@ -99,6 +101,12 @@ class Method:
     prior_on: str = "AB"
     num_samples: int | None = None
     is_laplace: bool = False
+    lr: float = 0.1
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """What ``--select`` chooses."""
+        return {"prior_scale": self.prior_scale, "lr": self.lr, "kl_weight": self.kl_weight}
 
     @property
     def is_variational(self) -> bool:
@@ -161,17 +169,18 @@ def main() -> None:
     data = load(options, device)
     base = pretrained(data.text, options, device)
     results: dict[str, dict[str, Any]] = {}
-    print(f"{'method':20}{'prior':>7}{'KL':>6}", *(f"{title:>16}" for title in METRICS.values()))
+    titles = "".join(f"{title:>16}" for title in METRICS.values())
+    print(f"{'method':20}{'prior':>7}{'rate':>7}{'KL':>7}{titles}")
     for name in options.method or METHODS:
         method, tried = METHODS[name], []
         if options.select:
             method, tried = select(method, base, data, options)
         scores = [run(method, base, data, options, seed) for seed in range(options.seeds)]
         columns = {metric: [own[metric] for own in scores] for metric in METRICS}
-        settings = {"prior_scale": method.prior_scale, "kl_weight": method.kl_weight}
-        results[name] = settings | columns | {"tried": tried}
-        cells = " ".join(f"{summary(values):>16}" for values in columns.values())
-        print(f"{name:20}{method.prior_scale:7g}{method.kl_weight:6g} {cells}", flush=True)
+        results[name] = method.settings | columns | {"tried": tried}
+        settings = "".join(f"{value:7g}" for value in method.settings.values())
+        cells = "".join(f"{summary(values):>16}" for values in columns.values())
+        print(f"{name:20}{settings}{cells}", flush=True)
         if options.results:
             numbers = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
             options.results.write_text(
@@ -188,12 +197,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--method", choices=METHODS, action="append", help="unless all of them")
     parser.add_argument("--seeds", type=int, default=3, help="how many runs of each method")
     parser.add_argument("--select", action="store_true", help="choose the settings by validation")
-    parser.add_argument(
-        "--prior-scales", type=float, nargs="+", default=[0.03, 0.1, 0.3], help="what it tries"
-    )
-    parser.add_argument(
-        "--kl-weights", type=float, nargs="+", default=[1.0, 0.1], help="and with each of these"
-    )
+    for setting, tried in TRIED.items():
+        parser.add_argument(f"--{setting}", type=float, nargs="+", default=tried, metavar="X")
     parser.add_argument("--vocabulary", type=int, default=8000, help="most frequent words kept")
     parser.add_argument("--length", type=int, default=128, help="last words of a review kept")
     parser.add_argument("--hidden", type=int, default=128, help="width of the transformer")
@@ -290,18 +295,21 @@ def predict_next_words(net: nn.Module, text: Tensor, options: argparse.Namespace
 def select(
     method: Method, base: LlamaForCausalLM, data: Data, options: argparse.Namespace
 ) -> tuple[Method, list[dict[str, float]]]:
-    """Return a method with the settings of the lowest validation NLL, and what was tried."""
-    tried = []
-    for prior_scale in options.prior_scales:
-        for kl_weight in options.kl_weights if method.is_variational else [1.0]:
-            settings = {"prior_scale": prior_scale, "kl_weight": kl_weight}
-            train, validation = split(data.train, 0, options)
-            model, posterior, _ = fit(replace(method, **settings), base, train, options, seed=0)
-            prediction = predict(method, model, posterior, validation, options)
-            nll = classification_scores(prediction.mean, validation.y).nll
-            tried.append(settings | {"nll": nll})
-    best = min(tried, key=lambda own: own["nll"])
-    return replace(method, prior_scale=best["prior_scale"], kl_weight=best["kl_weight"]), tried
+    """Return a method with settings of a low validation NLL, and what was tried."""
+    train, validation = split(data.train, 0, options)
+    tried: dict[Method, float] = {}
+    choices = {"prior_scale": options.prior_scales, "lr": options.rates}
+    if method.is_variational:
+        choices["kl_weight"] = options.kl_weights
+    for setting, values in choices.items():
+        candidates = [replace(method, **{setting: value}) for value in values]
+        for each in candidates:
+            if each not in tried:
+                model, posterior, _ = fit(each, base, train, options, seed=0)
+                prediction = predict(each, model, posterior, validation, options)
+                tried[each] = classification_scores(prediction.mean, validation.y).nll
+        method = min(candidates, key=lambda each: tried[each])
+    return method, [each.settings | {"nll": nll} for each, nll in tried.items()]
 
 
 def split(reviews: Reviews, seed: int, options: argparse.Namespace) -> tuple[Reviews, Reviews]:
@@ -349,6 +357,7 @@ def fit(
         (train.inputs, train.y),
         num_epochs=options.epochs,
         batch_size=options.batch_size,
+        lr=method.lr,
         kl_weight=ps.LinearAnnealing(-(-steps // 2), end=method.kl_weight),
         progress=False,
     )

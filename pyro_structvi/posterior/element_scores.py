@@ -1,6 +1,7 @@
 """Scores by which the elements of a net are chosen that get a posterior."""
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import pyro
@@ -9,6 +10,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
+from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions import PointMass
 from pyro_structvi.guides import StructuredGuide
@@ -91,7 +93,9 @@ def laplace_variances(
     References:
         Daxberger et al. (2021), "Bayesian deep learning via subnetwork inference", section 4.
     """
-    args = as_arguments(x)
+    args = map_nested(lambda tensor: tensor, as_arguments(x))
+    size = len(next(nested_tensors(args)))
+    parts = [slice(start, start + batch_size) for start in range(0, size, batch_size)]
     own = center.median()
     values = {name: value for name, value in own.items() if not center[name].site.is_local}
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
@@ -99,7 +103,8 @@ def laplace_variances(
     information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}
     with ONE_THREAD, evaluation_mode(model):
         for _ in range(num_samples):
-            for batch in zip(*(value.split(batch_size) for value in args), strict=True):
+            for part in parts:
+                batch = map_nested(itemgetter(part), args)
                 trace = run_at_draw(model, values, batch)
                 observed = find_observation(trace, values, site)
                 drawn = {  # the observations, and what is latent of single examples
@@ -125,14 +130,14 @@ def _gradients(
     model: Callable[..., Any],
     values: dict[str, Tensor],
     chosen: dict[str, Tensor],
-    batch: tuple[Tensor, ...],
+    batch: tuple[Any, ...],
     drawn: dict[str, Tensor],
     observed: str,
 ) -> dict[str, Tensor]:
     """Return the gradients of each example's log density, ``(batch, *shape)`` by site."""
 
-    def log_prob(changed: dict[str, Tensor], own: dict[str, Tensor], *example: Tensor) -> Tensor:
-        inputs = tuple(value.unsqueeze(0) for value in example)
+    def log_prob(changed: dict[str, Tensor], own: dict[str, Tensor], *example: Any) -> Tensor:
+        inputs = map_nested(lambda value: value.unsqueeze(0), example)
         own = {name: value.unsqueeze(0) for name, value in own.items()}
         node = run_at_draw(model, values | changed | own, inputs).nodes[observed]
         density: Tensor = node["fn"].log_prob(node["value"]).sum()

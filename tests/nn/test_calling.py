@@ -71,6 +71,20 @@ def test_batches_of_a_mapping_are_its_examples():
     assert sorted(map(tuple, torch.cat(met).tolist())) == sorted(map(tuple, X["ids"].tolist()))
 
 
+def test_laplace_variances_take_a_mapping():
+    """With all words unmasked, those of the words alone; the labels that it draws are the same."""
+    found = []
+    for x in (X, UserDict(X), X["ids"]):
+        torch.manual_seed(0)
+        model, _ = make(num_data=6)
+        guide = ps.MAPGuide(model)
+        guide.initialize(x, Y)
+        torch.manual_seed(0)
+        found.append(ps.subnetwork.laplace_variances(model, guide, x, batch_size=4))
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[2])
+
+
 def test_a_mapping_may_be_one_input():
     class Takes(nn.Module):
         def __init__(self):
