@@ -108,6 +108,7 @@ RECIPES: dict[str, Recipe] = {
     "default, squares by 0.999": Recipe(structured={"betas": (0.9, 0.999)}),
     "default, KL annealed": Recipe(structured={}, annealed=0.25),
     "0.01, lr 0.01": Recipe(constant(0.01), 0.01),
+    "0.01, lr 0.02": Recipe(constant(0.01), 0.02),
     "0.01, lr 0.05": Recipe(constant(0.01), 0.05),
     "0.01, lr 0.05, 10 particles": Recipe(constant(0.01), 0.05, particles=10),
     "0.01, lr 0.1": Recipe(constant(0.01), 0.1),

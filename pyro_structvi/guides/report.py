@@ -1,6 +1,6 @@
 """What a guide does with each parameter of its model, as a table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -12,12 +12,14 @@ from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import declared_name
 from pyro_structvi.distributions import PointMass, WeightDistribution
 from pyro_structvi.families import SitePosterior
+from pyro_structvi.guides.joined_bias import joint_name
 from pyro_structvi.guides.sites import trial_run
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.lazy.part import LazyPart
 from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.lazy.weight import LazyWeight
+from pyro_structvi.nn.frozen import frozen_names
 
 _HEAD = ("name", "shape", "state", "posterior", "drawn", "why", "prior", "scale", "parameters")
 
@@ -36,7 +38,8 @@ class ParameterReport:
             a weight that is not formed, the "weight", or "nothing" where the pass does not use it.
         why: Why the weight is drawn, if it is.
         prior: The prior's standard deviation, None where it has none.
-        scale: The root of the posterior's mean variance.
+        scale: The root of the posterior's mean variance; None where no variance is known, as of inducing
+            weights that layers share.
         parameters: How many numbers are trained for it.
     """
 
@@ -114,16 +117,18 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
             drawn = poutine.trace(self).get_trace(*args, **kwargs)
             poutine.replay(self.model, trace=drawn)(*args, **kwargs)
     sites = [
-        _report_site(name, self[name], use, drawn.nodes[name])
+        _report_site(name, self[name], use, drawn.nodes)
         for name, use in self.uses.items()
         if name in drawn.nodes
     ]
     return GuideReport((*sites, *_report_others(poutine.unwrap(self.model))))
 
 
-def _report_site(name: str, posterior: SitePosterior, use: SiteUse, node: Any) -> ParameterReport:
-    site, q = posterior.site, posterior()
-    value = node["value"]
+def _report_site(
+    name: str, posterior: SitePosterior, use: SiteUse, nodes: Mapping[str, Any]
+) -> ParameterReport:
+    site, value = posterior.site, nodes[name]["value"]
+    q = nodes[name if site.bias is None else joint_name(site)]["fn"]
     is_owner = site.name == name
     drawn, why = _way_of(value, use, q)
     is_point = isinstance(q, PointMass)
@@ -136,7 +141,7 @@ def _report_site(name: str, posterior: SitePosterior, use: SiteUse, node: Any) -
         "weight" if is_point else drawn,
         "a point" if is_point else why,
         prior,
-        None if is_point else _scale_of(q),
+        None if is_point else _scale_of(posterior),
         sum(each.numel() for each in posterior.parameters()) if is_owner else 0,
     )
 
@@ -159,10 +164,11 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def _scale_of(q: Any) -> float | None:
+def _scale_of(posterior: SitePosterior) -> float | None:
+    """Return the root of the mean variance; None where it is not known, or sites are drawn together."""
     try:
-        variance = q.variance
-    except NotImplementedError:
+        variance = posterior().variance
+    except (NotImplementedError, RuntimeError):
         return None
     return float(variance.mean().sqrt())
 
@@ -174,7 +180,7 @@ def _report_others(model: Any) -> Iterator[ParameterReport]:
     for name, parameter in model.named_parameters():
         yield ParameterReport(name, tuple(parameter.shape), "trained", parameters=parameter.numel())
     for module in model.modules():
-        for attribute in vars(module).get("frozen_parameters", ()):
+        for attribute in frozen_names(module):
             shape = tuple(getattr(module, attribute).shape)
             yield ParameterReport(declared_name(module, attribute), shape, "frozen")
 

@@ -22,6 +22,7 @@ from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.linalg.shapes import shrink
+from pyro_structvi.nn.frozen import buffers_that_change
 from pyro_structvi.nn.layout import layout_of, parametrized
 
 
@@ -267,7 +268,8 @@ def trial_run(model: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def _buffers_kept(model: Any) -> Iterator[None]:
     module = poutine.unwrap(model)
-    buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    buffers = [buffer for part in parts for _, buffer in buffers_that_change(part)]
     kept = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -91,9 +91,8 @@ class StructuredAdam(torch.optim.Optimizer):
             [{"params": each, "unit": unit} for unit, each in sorted(groups.items())],
             options | {"unit": 1.0, "fused": True},
         )
-        self._step_supports_amp_scaling = (
-            True  # as torch's fused ones: `found_inf` leaves all as it is
-        )
+        # As torch's fused ones: it divides by `grad_scale`, and `found_inf` leaves all as it is.
+        self._step_supports_amp_scaling = True
         self._correlated = {
             each.loc: each for each in posteriors if posterior_lr and _is_correlated(each)
         }
@@ -177,6 +176,7 @@ class StructuredAdam(torch.optim.Optimizer):
             beta1=beta1,
             beta2=beta2,
             lr=lr,
+            grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
             weight_decay=0.0,
             eps=group["eps"],

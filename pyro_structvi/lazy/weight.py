@@ -71,14 +71,18 @@ class LazyWeight(WeightStandIn):
     @property
     def way(self) -> tuple[str, str]:
         """How it was used, as "outputs", "rows", "factors", "weight" or "nothing"; and why, if drawn."""
-        members = [member.way for member in self._members.values()]
-        if members:
-            return members[0]
+        if self._members_in_use:
+            return self._members_in_use[0].way
         if self._given:
             return self._given, ""
         if self._was_formed:
             return "weight", self._why_drawn
         return ("factors" if self._factored is not None else "nothing"), ""
+
+    @property
+    def _members_in_use(self) -> list["LazyWeight"]:
+        """The weights of a stack that have been used, and not only looked at."""
+        return [each for each in self._members.values() if each._given or each.is_drawn]
 
     @property
     def _was_formed(self) -> bool:
@@ -90,6 +94,8 @@ class LazyWeight(WeightStandIn):
 
         Each has its own draw: they are used apart, so the distribution must let them be independent.
         """
+        if self._given:
+            self._refuse_second_use()
         if not self._may_give_outputs(None):
             return None
         if index not in self._members:
@@ -236,7 +242,7 @@ class LazyWeight(WeightStandIn):
                 "the pass that counted its uses did not do, so that it was not drawn beforehand. Call "
                 "`guide.initialize(...)` in the mode in which the net takes activation checkpoints."
             )
-        if self._given or self._members:
+        if self._given or self._members_in_use:
             raise RuntimeError(
                 f"The model uses the weight at site '{self.use.name}' more often in this pass than "
                 "in the pass in which its uses were counted, after its outputs were drawn. A "

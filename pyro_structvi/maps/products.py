@@ -61,7 +61,7 @@ def read_addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
 ) -> Rewrite | None:
     """Read ``bias + x @ weight``, as the ``Conv1D`` of GPT-2 calls it."""
-    if beta != 1 or alpha != 1 or input.dim() != 1:
+    if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
         return None
     arrangement = Arrangement.transposed(tuple(mat2.shape))
     return Rewrite(lambda: arranged_linear(mat1, mat2, input, arrangement))

@@ -15,6 +15,7 @@ from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
 from pyro_structvi._torch import compiled_module, unlisted_weights
 from pyro_structvi.nn.every_site import sample_every_site
+from pyro_structvi.nn.frozen import freeze
 from pyro_structvi.nn.layers.rank_one import RankOne, RankOneLayer
 from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
@@ -42,8 +43,9 @@ def bayesianize(
     """Return a copy of a net whose weights are sample sites with priors.
 
     The given net is not changed. Its weights are kept, by reference, as the values at which a guide's
-    means start, and so are its frozen parameters. A weight shared by several modules becomes one site.
-    Priors are buffers: ``.to()``, ``.double()`` and state dicts carry them along.
+    means start. Its frozen parameters are shared too, as buffers: a large base takes its memory once,
+    and a state dict that is loaded is written into it. A weight shared by several modules becomes one
+    site. Priors are buffers: ``.to()``, ``.double()`` and state dicts carry them along.
 
     Args:
         net: Any module, a bare ``nn.Linear`` too. Of what ``torch.compile`` returned the module inside
@@ -87,9 +89,7 @@ def bayesianize(
     names = {id(parameter): _plain_name(name) for name, parameter in net.named_parameters()}
     converted = _convert_layers(net, {} if layers is None else layers, prior)
     own = _parameters_of_layers(net, converted)
-    frozen = {
-        id(parameter): parameter for parameter in net.parameters() if not parameter.requires_grad
-    }
+    frozen = {id(parameter) for parameter in net.parameters() if not parameter.requires_grad}
     normalizing = {
         id(parameter)
         for module in (() if normalization else net.modules())
@@ -123,15 +123,20 @@ def bayesianize(
         )
     check_reparametrized(net, sampled)
     # What becomes a site, or is frozen, is shared with the net and not copied: nobody writes to it.
-    shared = {id(parameter): parameter for parameter in net.parameters()}
-    memo: dict[int, Any] = {key: shared[key] for key in [*sampled, *frozen]}
-    bayes_net = _copy(net, memo | converted | computed_weights(net))
+    shared = {
+        id(parameter): parameter
+        for parameter in net.parameters()
+        if id(parameter) in sampled or id(parameter) in frozen
+    }
+    bayes_net = _copy(net, shared | converted | computed_weights(net))
     with unlisted_weights(bayes_net):
         make_pyro_module(bayes_net)
         _leave_fast_path(bayes_net)
         _sample_parameters(bayes_net, sampled)
-        _freeze_for_good(bayes_net)
         for module in bayes_net.modules():
+            for attribute, parameter in _own_parameters(module):
+                if not parameter.requires_grad:
+                    freeze(module, attribute)
             if declared_samples(module):
                 module.register_state_dict_post_hook(_keep_priors_only)
     sample_every_site(bayes_net)
@@ -250,16 +255,6 @@ def _sample_parameters(bayes_net: PyroModule, sampled: dict[int, Any]) -> None:
             sample_from(module, attribute, sampled[id(parameter)], parameter.shape)
             initial = module.__dict__.setdefault("initial_values", {})
             initial[attribute] = parameter.detach()
-
-
-def _freeze_for_good(bayes_net: PyroModule) -> None:
-    """Turn frozen parameters into buffers: Pyro's param store would thaw them."""
-    for module in bayes_net.modules():
-        for attribute, parameter in _own_parameters(module):
-            if not parameter.requires_grad:
-                delattr(module, attribute)
-                module.register_buffer(attribute, parameter.detach())
-                module.__dict__.setdefault("frozen_parameters", []).append(attribute)
 
 
 def _keep_priors_only(

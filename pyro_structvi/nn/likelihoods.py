@@ -67,6 +67,24 @@ class Likelihood(PyroModule):
             )
         return at_least_single(found), plates
 
+    def _run_classes(self, x: Any, y: Tensor | None, *dims: str) -> tuple[Tensor, int]:
+        """Return logits ``(*dims, classes)`` as :meth:`_run_net` does, and check the observations."""
+        logits, plates = self._run_net(x)
+        if logits.dim() != plates + len(dims) + 1:
+            kind = type(self).__name__
+            raise ValueError(
+                f"A {kind}'s net must return logits of shape ({', '.join(dims)}, classes), but got "
+                f"{tuple(logits.shape)}."
+            )
+        if y is not None:
+            shape = logits.shape[plates:-1]
+            check_shape("y", y, shape, f"({', '.join(dims)}{',' if len(dims) == 1 else ''})")
+            if y.is_floating_point() or y.is_complex():
+                raise ValueError(
+                    f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
+                )
+        return logits, plates
+
     def _observe(self, likelihood: Any, y: Tensor | None) -> None:
         """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
         size = likelihood.batch_shape[-1]
@@ -126,14 +144,7 @@ class Classifier(Likelihood):
             ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
         """
         with naming("x", x):
-            logits, plates = self._run_net(x)
-            if logits.dim() != plates + 2:
-                raise ValueError(
-                    "A Classifier's net must return logits of shape (batch, classes), but got "
-                    f"{tuple(logits.shape)}."
-                )
-            if y is not None:
-                check_classes(y, logits.shape[plates : plates + 1], "(batch,)")
+            logits, _ = self._run_classes(x, y, "batch")
             self._observe(finite_likelihood(lambda: dist.Categorical(logits=logits)), y)
         return logits
 
@@ -224,27 +235,16 @@ class Regressor(Likelihood):
 
 
 def _check_net(net: nn.Module) -> nn.Module:
-    if not isinstance(net, PyroModule) and any(isinstance(m, PyroModule) for m in net.modules()):
-        make_pyro_module(net)
-    if was_called(net):
+    is_plain = not isinstance(net, PyroModule)
+    parts = [part for part in net.modules() if isinstance(part, PyroModule)] if is_plain else [net]
+    if any(was_called(part) for part in parts):
         raise ValueError(
             "`net` was called before it became part of this model, and Pyro names sites at the "
             "first call. Make a new one with `bayesianize` and wrap it before calling it."
         )
+    if is_plain and parts:
+        make_pyro_module(net)
     return net
-
-
-def check_classes(y: Tensor, shape: torch.Size, text: str) -> None:
-    """Raise a ``ValueError`` unless observations are integers of a shape.
-
-    Args:
-        y: The observations.
-        shape: The shape they must have.
-        text: What its dimensions are.
-    """
-    check_shape("y", y, shape, text)
-    if y.is_floating_point() or y.is_complex():
-        raise ValueError(f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`.")
 
 
 def finite_likelihood(make: Callable[[], Any]) -> Any:

@@ -6,7 +6,7 @@ import pyro.distributions as dist
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Count, checked, naming
-from pyro_structvi.nn.likelihoods import Likelihood, Output, check_classes, finite_likelihood
+from pyro_structvi.nn.likelihoods import Likelihood, Output, finite_likelihood
 
 
 class TokenClassifier(Likelihood):
@@ -22,7 +22,8 @@ class TokenClassifier(Likelihood):
             ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
         ignore_index: The class of tokens that do not count.
         shift: Whether the logits at a token are those of the next one, as of causal language models.
-            Then ``y`` are the tokens themselves, and the last logits are left out.
+            Then ``y`` are the tokens themselves, and the last logits are left out; ``predict`` scores
+            the tokens after the first, ``y[:, 1:]``.
         output: What takes the logits from what the net returns; a tensor is taken as it is, and of
             anything else its ``logits``.
 
@@ -66,14 +67,7 @@ class TokenClassifier(Likelihood):
             ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
         """
         with naming("x", x):
-            logits, plates = self._run_net(x)
-            if logits.dim() != plates + 3:
-                raise ValueError(
-                    "A TokenClassifier's net must return logits of shape (batch, length, classes), but "
-                    f"got {tuple(logits.shape)}."
-                )
-            if y is not None:
-                check_classes(y, logits.shape[plates : plates + 2], "(batch, length)")
+            logits, _ = self._run_classes(x, y, "batch", "length")
             if self.shift:
                 logits, y = logits[..., :-1, :], None if y is None else y[:, 1:]
             tokens = finite_likelihood(

@@ -8,9 +8,16 @@ from pyro import poutine
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import FullCovariance, MeanField, PointEstimate
+from pyro_structvi.families import (
+    FullCovariance,
+    InducingWeights,
+    MatrixNormal,
+    MeanField,
+    PointEstimate,
+)
 from pyro_structvi.guides import OtherRowsWarning
 from pyro_structvi.guides.report import _HEAD
+from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor, regression_data
 
 
@@ -135,3 +142,44 @@ def test_it_is_printed_as_a_table():
     assert head.split() == [*_HEAD]
     assert rows[0].split()[:4] == ["net.words.weight", "(5,", "4)", "random"]
     assert len(rows) == 9
+
+
+@pytest.mark.parametrize("name", GUIDES | POINTS)
+def test_every_structure_is_reported(name):
+    """Each of its numbers once, with the scale at which it starts."""
+    guide = (GUIDES | POINTS)[name](make_regressor())
+    report = guide.report(*regression_data()).parameters
+    assert sorted(each.name for each in report) == sorted(guide.site_names)
+    own = guide.posteriors.values()
+    assert all(each.scale is None or 0 < each.scale < 1 for each in report)
+    assert sum(each.parameters for each in report) == sum(
+        value.numel() for posterior in own for value in posterior.parameters()
+    )
+
+
+def test_weights_that_are_drawn_together_are_reported():
+    families = {"*.weight": InducingWeights((3, 2), posterior=MatrixNormal(), shared=True)}
+    guide = ps.StructuredGuide(make_regressor(), {**families, "*": MeanField()})
+    found = reported(guide, *regression_data())
+    weights = [each for name, each in found.items() if name.endswith("weight")]
+    assert {each.posterior for each in weights} == {"InducingWeights"}
+    assert {each.scale for each in weights} == {
+        None
+    }  # that given the shared draw would be too small
+    assert {each.drawn for each in weights} == {"outputs"}
+
+
+def test_frozen_parameters_are_not_copied_to_be_put_back(monkeypatch):
+    """Neither by a trial run nor by a step: a large base takes its memory once."""
+    cloned = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(
+        torch.Tensor, "clone", lambda self, **kw: cloned.append(self.shape) or clone(self, **kw)
+    )
+    net = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    net[0].requires_grad_(False)
+    model = ps.Classifier(ps.bayesianize(net, 0.5, False), num_data=6)
+    x, y = torch.randn(6, 7), torch.randint(3, (6,))
+    ps.fit(model, ps.MeanFieldGuide(model), (x, y), num_steps=2, progress=False)
+    assert (7,) in cloned  # running statistics
+    assert (7, 7) not in cloned

@@ -279,3 +279,24 @@ def test_without_a_rate_an_optimizer_has_its_own():
     model, guide = make(ps.MeanFieldGuide)
     options = {"optimizer": torch.optim.Adam, "lr_schedule": None, "progress": False}
     assert ps.fit(model, guide, regression_data(), num_steps=1, **options).lr == [1e-3]
+
+
+@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.RowwiseGuide])
+def test_scaled_gradients_are_divided_by_their_scale(make_guide):
+    """As mixed precision scales them, by another factor in each step."""
+
+    def train(scales):
+        torch.manual_seed(0)
+        model, guide = make(make_guide)
+        optimizer = ps.StructuredAdam(guide, guide.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales is not None)
+        for number in range(3):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            loss = ps.StructuredELBO().differentiable_loss(model, guide, *regression_data())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update(None if scales is None else scales[number])
+        return snapshot(guide)
+
+    torch.testing.assert_close(train([64.0, 8192.0, 1.0]), train(None), rtol=1e-9, atol=1e-12)

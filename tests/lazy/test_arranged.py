@@ -173,6 +173,7 @@ def test_a_structure_that_does_not_survive_the_order_is_drawn_once():
     [
         lambda w: torch.addmm(torch.ones(OUT), torch.ones(ROWS, IN), w, beta=2),
         lambda w: torch.addmm(torch.ones(ROWS, OUT), torch.ones(ROWS, IN), w),
+        lambda w: torch.addmm(torch.ones(1), torch.ones(ROWS, IN), w),
         lambda w: w @ torch.ones(OUT, 2),
         lambda w: torch.einsum("ii,io->io", torch.ones(IN, IN), w),
         lambda w: torch.einsum("bi,io->b", torch.ones(ROWS, IN), w),
@@ -215,6 +216,19 @@ def test_an_expert_met_twice_is_refused_and_so_is_the_stack_after_it():
         F.linear(x, weight[0])
     with pytest.raises(RuntimeError, match="more often"):
         weight.sum()
+
+
+def test_a_stack_whose_outputs_were_drawn_has_no_experts_left():
+    weight = lazy(mean_field(STACK, IN, OUT))
+    torch.bmm(torch.ones(STACK, ROWS, IN), weight)
+    with pytest.raises(RuntimeError, match="more often"):
+        weight[0]
+
+
+def test_looking_at_an_expert_is_no_use_of_it():
+    weight = lazy(mean_field(STACK, IN, OUT))
+    assert weight[0].shape == (IN, OUT)
+    torch.bmm(torch.ones(STACK, ROWS, IN), weight)
 
 
 # ---- counting ------------------------------------------------------------------------------------

@@ -137,3 +137,11 @@ def test_bayesian_parts_of_a_plain_net_have_names_of_their_own():
 def test_parts_without_names_are_refused():
     with pytest.raises(ValueError, match="Two modules of the model declare the site 'weight'"):
         ps.MeanFieldGuide(parts()).initialize(torch.randn(6, 4))
+
+
+def test_a_part_that_was_called_by_itself_is_refused():
+    net = parts()
+    net[0](torch.randn(2, 4))
+    with pytest.raises(ValueError, match="was called before it became part of this model"):
+        ps.Classifier(net, num_data=6)
+    assert type(net) is nn.Sequential

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pyro_structvi._torch import all_modules, own_tensors
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.nn.frozen import buffers_that_change
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -134,11 +135,7 @@ class Modules:
             raise
 
     def _buffers(self) -> list[tuple[nn.Module, str]]:
-        return [
-            (module, name)
-            for module in self._all()
-            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
-        ]
+        return [(module, name) for module in self._all() for name, _ in buffers_that_change(module)]
 
     def _all(self) -> Iterator[nn.Module]:
         for root in self._roots:

@@ -188,7 +188,8 @@ class ReplayedStep:
             return outputs[: -len(self._parameters)]
         numbers = outputs[0]
         assert numbers is not None
-        self._optimizer.step(skip=(~numbers.sum().isfinite()).to(torch.float32))
+        parts = numbers[1:]  # of which the check of a fit reads the sum, too
+        self._optimizer.step(skip=(~parts.sum().isfinite()).to(torch.float32))
         return outputs
 
     def _warm_up(self, inputs: Sequence[Tensor]) -> Outputs:

@@ -2,6 +2,7 @@
 
 import linecache
 import operator
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from pyro_structvi import _torch_steps
-from pyro_structvi._torch_steps import as_if_compiling
+from pyro_structvi import _torch, _torch_steps
 from pyro_structvi.linalg.precision import autocast_off
 
 Outputs = tuple[Tensor | None, ...]
@@ -41,7 +41,11 @@ class Traced:
 
     def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
         def record(*tensors: Tensor) -> Outputs:
-            with _RefusesPython(), as_if_compiling(), _torch_steps.Watch(_refuse_sizes):
+            with (
+                _RefusesPython(),
+                _torch_steps.as_if_compiling(),
+                _torch_steps.Watch(_refuse_sizes),
+            ):
                 self.outputs = function(*tensors)
             return self.outputs
 
@@ -201,8 +205,8 @@ def explain(error: BaseException) -> str:
 
 
 def _origin_of(error: BaseException) -> str | None:
-    libraries = tuple(str(Path(str(library.__file__)).parent) for library in (torch, pyro))
-    own = __file__, str(_torch_steps.__file__)
+    libraries = tuple(f"{Path(str(library.__file__)).parent}{os.sep}" for library in (torch, pyro))
+    own = __file__, str(_torch.__file__), str(_torch_steps.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith((*libraries, *own, "<"))]
     if not outside:
