@@ -23,9 +23,11 @@ from pyro_structvi.infer import (
     fit,
 )
 from pyro_structvi.nn import (
+    BinaryClassifier,
     Classifier,
     FanIn,
     HierarchicalScale,
+    PoissonRegressor,
     RankOne,
     Regressor,
     TokenClassifier,
@@ -46,9 +48,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     # making a model
+    "BinaryClassifier",
     "Classifier",
     "FanIn",
     "HierarchicalScale",
+    "PoissonRegressor",
     "RankOne",
     "Regressor",
     "TokenClassifier",

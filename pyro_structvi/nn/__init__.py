@@ -15,15 +15,22 @@ from pyro_structvi.nn.layers.walsh_hadamard import (
     WalshHadamardLinear,
 )
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
-from pyro_structvi.nn.likelihoods import Classifier, Regressor
+from pyro_structvi.nn.likelihoods import (
+    BinaryClassifier,
+    Classifier,
+    PoissonRegressor,
+    Regressor,
+    TokenClassifier,
+)
 from pyro_structvi.nn.priors import FanIn, HierarchicalScale
-from pyro_structvi.nn.tokens import TokenClassifier
 
 __all__ = [
+    "BinaryClassifier",
     "Classifier",
     "FanIn",
     "HierarchicalScale",
     "PointEstimateWarning",
+    "PoissonRegressor",
     "RankOne",
     "RankOneConv1d",
     "RankOneConv2d",

@@ -13,8 +13,8 @@ from torch import nn
 from pyro_structvi._pyro import declared_name, declared_samples
 from pyro_structvi.guides.sites import find_declared_sites
 from pyro_structvi.nn.conversion import TiedPrior
-from pyro_structvi.nn.likelihoods import Classifier, Regressor
 from pyro_structvi.nn.prior_sites import BufferedPrior
+from pyro_structvi.reference.jax_likelihoods import JaxLikelihood, to_jax_likelihood
 from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
 
 # Distributions of single elements that Pyro and NumPyro call by the same names.
@@ -57,33 +57,33 @@ class ElementPrior:
 
 @dataclass(frozen=True, eq=False)
 class NumPyroModel:
-    """A :class:`Classifier` or :class:`Regressor` as a NumPyro model; made by :func:`to_numpyro`.
+    """A model of classes, labels, counts or targets in NumPyro; made by :func:`to_numpyro`.
 
     Attributes:
         net: The net as a function of input and sites.
         priors: The prior of each site.
         num_data: The number of training examples; None for those that the model is called with.
-        noise_scale: The site of a regressor's noise scale, or its value; None for a classifier.
+        likelihood: From the net's output and the sites to the distribution of the observations.
     """
 
     net: JaxNet
     priors: dict[str, ElementPrior]
     num_data: int | None
-    noise_scale: Any
+    likelihood: JaxLikelihood
 
     def __call__(self, x: Any, y: Any = None) -> Any:
         """Sample all sites, and observe the targets or sample them at site ``obs``.
 
         Args:
             x: The net's input as an array, first dimension the batch.
-            y: Classes ``(batch,)`` or targets of the shape of the net's output, or None.
+            y: Observations as the Pyro model takes them, or None.
 
         Returns:
             The net's output.
         """
         sites = {name: numpyro.sample(name, prior.build()) for name, prior in self.priors.items()}
         output = self.net(x, sites)
-        likelihood = self._likelihood(output, sites)
+        likelihood = self.likelihood(output, sites)
         size = len(output)
         with (
             numpyro.handlers.scale(scale=(self.num_data or size) / size),
@@ -91,13 +91,6 @@ class NumPyroModel:
         ):
             numpyro.sample("obs", likelihood, obs=y)
         return output
-
-    def _likelihood(self, output: Any, sites: dict[str, Any]) -> Any:
-        if self.noise_scale is None:
-            return numpyro.distributions.Categorical(logits=output)
-        is_site = isinstance(self.noise_scale, str)
-        scale = sites[self.noise_scale] if is_site else jnp.asarray(self.noise_scale)
-        return numpyro.distributions.Normal(output, scale).to_event(output.ndim - 1)
 
 
 def to_numpyro(model: Any) -> NumPyroModel:
@@ -107,41 +100,31 @@ def to_numpyro(model: Any) -> NumPyroModel:
     reach the translation.
 
     Args:
-        model: A :class:`Classifier` or :class:`Regressor` around a Bayesian net of linear layers
-            and activations.
+        model: A :class:`Classifier`, :class:`BinaryClassifier`, :class:`PoissonRegressor` or
+            :class:`Regressor` around a Bayesian net of linear layers and activations.
 
     Returns:
         A function of arrays ``(x, y=None)`` with NumPyro's sample statements. It computes in JAX's
         precision of the moment, for instance in float64 under ``jax.enable_x64(True)``.
 
     Raises:
-        TypeError: If the model is neither a ``Classifier`` nor a ``Regressor``.
+        TypeError: If the model is none of these.
         ValueError: If the model has no latent site.
         NotImplementedError: If a prior, a layer or a function of the net has no translation.
 
     Example:
         >>> import numpy as np
         >>> from numpyro.infer.util import log_density
-        >>> from pyro_structvi import bayesianize
+        >>> from pyro_structvi import Regressor, bayesianize
         >>> model = Regressor(bayesianize(nn.Linear(2, 1), prior=1.0), num_data=5, noise_scale=0.1)
         >>> weights = {"net.weight": np.zeros((1, 2)), "net.bias": np.zeros(1)}
         >>> data = (np.zeros((5, 2)), np.zeros((5, 1)))
         >>> round(float(log_density(to_numpyro(model), data, {}, weights)[0]), 3)
         4.161
     """
-    if not isinstance(model, (Classifier, Regressor)):
-        raise TypeError(
-            "`model` must be a Classifier or a Regressor, but got "
-            f"{type(model).__name__}. Write `Regressor(bayesianize(net), num_data, noise_scale)`."
-        )
-    attributes = _site_attributes(model)
-    net = JaxNet(model.net, attributes)
-    noise_scale, used = None, net.sites
-    if isinstance(model, Regressor):
-        buffer = dict(model.named_buffers(recurse=False)).get("noise_scale")
-        name = declared_name(model, "noise_scale")
-        noise_scale = name if buffer is None else to_array(buffer)
-        used = used | ({name} if buffer is None else set())
+    likelihood, read = to_jax_likelihood(model)
+    net = JaxNet(model.net, _site_attributes(model))
+    used = net.sites | read
     priors = {
         name: _translate_prior(name, found.prior)
         for name, found in find_declared_sites(model).items()
@@ -152,7 +135,7 @@ def to_numpyro(model: Any) -> NumPyroModel:
             "`model` has no latent site to sample. Make its net Bayesian first, with "
             "`bayesianize(net, prior=1.0)`."
         )
-    return NumPyroModel(net, priors, model.num_data, noise_scale)
+    return NumPyroModel(net, priors, model.num_data, likelihood)
 
 
 def _site_attributes(model: nn.Module) -> list[SiteAttribute]:

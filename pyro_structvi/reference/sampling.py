@@ -100,8 +100,8 @@ def nuts(
     chains of n draws and :math:`B` the variance of their means.
 
     Args:
-        model: A ``Classifier`` or ``Regressor`` around a Bayesian net of linear layers and
-            activations.
+        model: A ``Classifier``, ``BinaryClassifier``, ``PoissonRegressor`` or ``Regressor`` around a
+            Bayesian net of linear layers and activations.
         x: All N training inputs, ``(N, ...)``.
         y: All N targets, as the model takes them.
         num_warmup: Number of steps of each chain that tune the sampler and are thrown away.
@@ -117,7 +117,7 @@ def nuts(
         The draws by site, in the dtype and on the device of the model.
 
     Raises:
-        TypeError: If the model is neither a ``Classifier`` nor a ``Regressor``, or ``x`` or ``y``
+        TypeError: If the model is none of these, or ``x`` or ``y``
             is not a tensor.
         ValueError: If an argument is out of range, ``x`` or ``y`` is not finite, or they are not all
             of the model's data.

@@ -3,6 +3,7 @@
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
+import scipy.stats
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -46,6 +47,99 @@ def test_a_regressor_is_a_scaled_gaussian(noise_scale):
     scale = values.get("noise_scale", torch.as_tensor(model.noise_scale))
     expected = 10 * torch.distributions.Normal(mean, scale).log_prob(y).sum()
     torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
+
+
+def test_a_heteroscedastic_regressor_has_means_and_then_scales():
+    net = ps.bayesianize(nn.Linear(3, 4))
+    model = ps.Regressor(net, num_data=60, noise="heteroscedastic")
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    values = draw(model, x)
+    outputs = nn.functional.linear(x, values["net.weight"], values["net.bias"])
+    normal = torch.distributions.Normal(outputs[:, :2], (1 + outputs[:, 2:].exp()).log())
+    torch.testing.assert_close(log_likelihood(model, values, x, y), 10 * normal.log_prob(y).sum())
+    torch.testing.assert_close(poutine.condition(model, values)(x), outputs[:, :2])
+
+
+@pytest.mark.parametrize("noise", [0.3, dist.Gamma(2.0, 3.0), "learned"])
+def test_noise_takes_what_noise_scale_takes(noise):
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), 60, noise=noise)
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    values = draw(model, x)
+    mean = nn.functional.linear(x, values["net.weight"], values["net.bias"])
+    scale = values.get("noise_scale", torch.tensor(0.3))
+    expected = 10 * torch.distributions.Normal(mean, scale).log_prob(y).sum()
+    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
+
+
+def test_learned_noise_has_a_half_normal_prior():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), 60, noise="learned")
+    prior = poutine.trace(model).get_trace(torch.zeros(6, 3)).nodes["noise_scale"]["fn"]
+    value = torch.tensor(0.7)
+    torch.testing.assert_close(prior.log_prob(value), dist.HalfNormal(1.0).log_prob(value))
+
+
+def test_noise_of_students_t_distribution():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), 60, 0.3, df=3)
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    values = draw(model, x)
+    mean = nn.functional.linear(x, values["net.weight"], values["net.bias"])
+    student = scipy.stats.t(3, mean, 0.3)
+    expected = torch.tensor(10 * student.logpdf(y).sum())
+    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
+
+
+def test_binary_targets_of_one_and_of_several_labels():
+    x = torch.randn(6, 3)
+    for net, y in (
+        (nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), torch.tensor([0, 1, 1, 0, 1, 0])),
+        (nn.Linear(3, 2), torch.randint(2, (6, 2)) == 1),
+    ):
+        model = ps.BinaryClassifier(ps.bayesianize(net), num_data=60)
+        values = draw(model, x)
+        logits = poutine.condition(model, values)(x)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, y.double(), reduction="sum")
+        torch.testing.assert_close(log_likelihood(model, values, x, y), -10 * loss)
+
+
+def test_counts_have_logarithmic_rates():
+    model = ps.PoissonRegressor(ps.bayesianize(nn.Linear(3, 2)), num_data=60)
+    x, y = torch.randn(6, 3), torch.randint(9, (6, 2))
+    values = draw(model, x)
+    logs = poutine.condition(model, values)(x)
+    expected = torch.tensor(10 * scipy.stats.poisson(logs.exp()).logpmf(y).sum())
+    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_scale": 0.1, "noise": 0.1}, "`noise_scale` must be given"),
+        ({"noise": "unknown"}, "`noise` must be"),
+        ({"noise": -1.0}, "`noise` must be positive"),
+        ({"noise_scale": 0.1, "df": 1.0}, "`df` must be above 1"),
+    ],
+)
+def test_noise_that_is_none(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ps.Regressor(nn.Linear(3, 2), 6, **options)
+
+
+def test_heteroscedastic_nets_have_two_outputs_for_a_target():
+    model = ps.Regressor(nn.Linear(3, 3), 6, noise="heteroscedastic")
+    with pytest.raises(ValueError, match=r"2 \* size\), under heteroscedastic.*got \(6, 3\)"):
+        model(torch.zeros(6, 3))
+    with pytest.raises(ValueError, match=r"`y` must have shape that of the means = \(6, 1\)"):
+        ps.Regressor(nn.Linear(3, 2), 6, noise="heteroscedastic")(
+            torch.zeros(6, 3), torch.zeros(6, 2)
+        )
+
+
+@pytest.mark.parametrize("kind", [ps.BinaryClassifier, ps.PoissonRegressor])
+def test_labels_and_counts_must_fit(kind):
+    with pytest.raises(
+        ValueError, match=r"`y` must have shape that of the net's output = \(6, 2\)"
+    ):
+        kind(nn.Linear(3, 2), 6)(torch.zeros(6, 3), torch.zeros(6))
 
 
 def test_a_noise_prior_moves_with_the_model():

@@ -14,7 +14,14 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
 import pyro_structvi.reference
-from pyro_structvi import Classifier, FanIn, Regressor, bayesianize
+from pyro_structvi import (
+    BinaryClassifier,
+    Classifier,
+    FanIn,
+    PoissonRegressor,
+    Regressor,
+    bayesianize,
+)
 from pyro_structvi.reference import to_numpyro
 from pyro_structvi.reference.jax_net import JaxNet
 
@@ -176,6 +183,26 @@ def test_log_joint_of_a_classifier_agrees():
     assert_same_log_joint(model, make_data()[0], torch.tensor([0, 1, 2, 3, 0, 1]))
 
 
+COUNTS = torch.tensor([[0.0, 3.0], [1.0, 0.0], [2.0, 1.0], [7.0, 1.0], [0.0, 0.0], [1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("make", "outputs", "y"),
+    [
+        (lambda net: Regressor(net, NUM_DATA, noise="learned"), 2, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic"), 4, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, 0.3, df=2.5), 2, COUNTS),
+        (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic", df=4), 4, COUNTS),
+        (lambda net: PoissonRegressor(net, NUM_DATA), 2, COUNTS),
+        (lambda net: BinaryClassifier(net, NUM_DATA), 2, COUNTS.clamp_max(1)),
+    ],
+    ids=["learned", "heteroscedastic", "student", "both", "counts", "labels"],
+)
+def test_log_joint_agrees_for_each_likelihood(make, outputs, y):
+    model = make(bayesianize(make_mlp(outputs=outputs), 1.0))
+    assert_same_log_joint(model, make_data()[0], y.double())
+
+
 def test_log_joint_agrees_for_targets_of_higher_rank():
     net = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
     x = torch.randn(BATCH, 4, 3, generator=torch.Generator().manual_seed(0))
@@ -327,7 +354,7 @@ def test_the_translation_samples_and_returns_what_the_model_does():
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 1), lambda x, y: None])
 def test_a_model_of_another_kind_is_refused(model):
-    with pytest.raises(TypeError, match="must be a Classifier or a Regressor, but got"):
+    with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got"):
         to_numpyro(model)
 
 

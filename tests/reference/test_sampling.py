@@ -298,7 +298,7 @@ def test_divergences_are_counted_and_warned_of():
 
 
 def test_a_model_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match="must be a Classifier or a Regressor, but got Linear"):
+    with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got Linear"):
         nuts(nn.Linear(3, 1), *make_data())
 
 

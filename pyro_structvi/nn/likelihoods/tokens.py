@@ -6,7 +6,7 @@ import pyro.distributions as dist
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Count, checked, naming
-from pyro_structvi.nn.likelihoods import Likelihood, Output, finite_likelihood
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
 
 
 class TokenClassifier(Likelihood):

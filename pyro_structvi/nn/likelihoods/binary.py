@@ -1,0 +1,67 @@
+"""A net as a model of binary targets: one yes or no for each example, or for each of several labels."""
+
+from typing import Any
+
+import pyro.distributions as dist
+from torch import Tensor, nn
+
+from pyro_structvi._checks import Count, check_shape, checked, naming
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
+
+
+class BinaryClassifier(Likelihood):
+    """A net as a model of binary targets: ``y_n ~ Bernoulli(sigmoid(net(x_n)))``.
+
+    With several outputs each is a label, independent of the others given the weights (multi-label
+    classification).
+
+    Args:
+        net: A module from ``(batch, ...)`` to logits ``(batch,)`` or ``(batch, labels)``, with sample
+            sites; it may return an object with ``logits``.
+        num_data: Number of training examples; the log likelihood of a batch counts
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
+        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
+
+    Raises:
+        ValueError: If ``num_data`` is not a whole number of at least 1.
+        TypeError: If ``net`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import bayesianize
+        >>> model = BinaryClassifier(bayesianize(nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> model(torch.zeros(5, 4)).shape
+        torch.Size([5, 3])
+    """
+
+    @checked
+    def __init__(
+        self, net: nn.Module, num_data: Count | None = None, output: Output | None = None
+    ) -> None:
+        super().__init__(net, num_data, output)
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Sample the targets at site ``obs``, or observe them.
+
+        Args:
+            x: The net's input, first dimension the batch; a mapping gives keyword arguments where the
+                net's ``forward`` has their names.
+            y: Zeros and ones of the shape of the logits, in any dtype, or None.
+
+        Returns:
+            The logits, in float32 where the net's output has half precision.
+
+        Raises:
+            ValueError: If ``y`` has another shape than the logits.
+        """
+        with naming("x", x):
+            logits, plates = self._run_net(x)
+            if y is not None:
+                check_shape("y", y, logits.shape[plates:], "that of the net's output")
+                y = y.to(logits.dtype)
+            event = logits.dim() - plates - 1
+            self._observe(
+                finite_likelihood(lambda: dist.Bernoulli(logits=logits).to_event(event)), y
+            )
+        return logits

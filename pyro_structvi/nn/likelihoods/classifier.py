@@ -1,0 +1,60 @@
+"""A net as a model of classes."""
+
+from typing import Any
+
+import pyro.distributions as dist
+from torch import Tensor, nn
+
+from pyro_structvi._checks import Count, checked, naming
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
+
+
+class Classifier(Likelihood):
+    """A net as a model of classes: ``y_n ~ Categorical(softmax(net(x_n)))``.
+
+    Args:
+        net: A module from ``(batch, ...)`` to logits ``(batch, classes)``, with sample sites; it may
+            return an object with ``logits``.
+        num_data: Number of training examples; the log likelihood of a batch counts
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
+        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
+
+    Raises:
+        ValueError: If ``num_data`` is not a whole number of at least 1.
+        TypeError: If ``net`` is not a module.
+
+    Example:
+        >>> from pyro_structvi import bayesianize
+        >>> model = Classifier(bayesianize(nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> model(torch.zeros(5, 4)).shape
+        torch.Size([5, 3])
+    """
+
+    @checked
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        output: Output | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output)
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Sample the classes at site ``obs``, or observe them.
+
+        Args:
+            x: The net's input, first dimension the batch; a mapping, such as a ``BatchEncoding``, gives
+                keyword arguments where the net's ``forward`` has their names.
+            y: Classes ``(batch,)`` as integers, or None.
+
+        Returns:
+            The logits ``(batch, classes)``, in float32 where the net's output has half precision.
+
+        Raises:
+            ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
+        """
+        with naming("x", x):
+            logits, _ = self._run_classes(x, y, "batch")
+            self._observe(finite_likelihood(lambda: dist.Categorical(logits=logits)), y)
+        return logits

@@ -1,0 +1,121 @@
+"""A net as a model of its observations: what all likelihoods share."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+
+from pyro_structvi._checks import (
+    NO_CLASS,
+    check_shape,
+    shape_text,
+)
+from pyro_structvi._pyro import make_pyro_module, was_called
+from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.nn.calling import call_net, read_output
+from pyro_structvi.nn.plates import run_in_plates
+
+Output = Annotated[Callable[[Any], Tensor], NO_CLASS]
+
+
+class Likelihood(PyroModule):
+    """A net as a model of its observations.
+
+    A plain net that has PyroModules among its parts becomes one itself, in place, so that the names of
+    their sites say where they are.
+
+    Args:
+        net: A module with sample sites.
+        num_data: Number of training examples, or None where ``fit`` is to set it.
+        output: What takes a tensor from what the net returns; None for a tensor, or the ``logits`` of an
+            object.
+
+    Attributes:
+        num_data: That number; None as long as it is not known.
+        is_num_data_given: Whether the user gave it, and not ``fit``.
+    """
+
+    def __init__(self, net: nn.Module, num_data: int | None, output: Output | None = None) -> None:
+        super().__init__()
+        self.net = _check_net(net)
+        self._output = output
+        self.is_num_data_given = num_data is not None
+        self.num_data = num_data
+
+    def _run_net(self, x: Any) -> tuple[Tensor, int]:
+        """Return the output, in single precision at least, and how many of its dimensions are plates."""
+        net, output = self.net, self._output
+        found, plates = run_in_plates(net, lambda: read_output(call_net(net, x), output))
+        _check_batch_of_one(x, found.shape[plates:])
+        if found.dim() <= plates or found.shape[plates] == 0:
+            raise ValueError(
+                "`x` must hold at least one example, but the net's output has shape "
+                f"{tuple(found.shape)}."
+            )
+        return at_least_single(found), plates
+
+    def _run_classes(self, x: Any, y: Tensor | None, *dims: str) -> tuple[Tensor, int]:
+        """Return logits ``(*dims, classes)`` as :meth:`_run_net` does, and check the observations."""
+        logits, plates = self._run_net(x)
+        if logits.dim() != plates + len(dims) + 1:
+            kind = type(self).__name__
+            raise ValueError(
+                f"A {kind}'s net must return logits of shape ({', '.join(dims)}, classes), but got "
+                f"{tuple(logits.shape)}."
+            )
+        if y is not None:
+            shape = logits.shape[plates:-1]
+            check_shape("y", y, shape, f"({', '.join(dims)}{',' if len(dims) == 1 else ''})")
+            if y.is_floating_point() or y.is_complex():
+                raise ValueError(
+                    f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
+                )
+        return logits, plates
+
+    def _observe(self, likelihood: Any, y: Tensor | None) -> None:
+        """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
+        size = likelihood.batch_shape[-1]
+        if y is not None and self.num_data is None:
+            raise ValueError(
+                "`num_data`, the number of training examples, must be known before observations are "
+                f"scored. Pass it to {type(self).__name__}, or train by `fit`, which sets it."
+            )
+        scale = (self.num_data or size) / size
+        with poutine.scale(scale=scale), pyro.plate("data", size, dim=-1):
+            pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})
+
+
+def _check_net(net: nn.Module) -> nn.Module:
+    is_plain = not isinstance(net, PyroModule)
+    parts = [part for part in net.modules() if isinstance(part, PyroModule)] if is_plain else [net]
+    if any(was_called(part) for part in parts):
+        raise ValueError(
+            "`net` was called before it became part of this model, and Pyro names sites at the "
+            "first call. Make a new one with `bayesianize` and wrap it before calling it."
+        )
+    if is_plain and parts:
+        make_pyro_module(net)
+    return net
+
+
+def finite_likelihood(make: Callable[[], Any]) -> Any:
+    """Make a likelihood; torch's error about its parameters would print them."""
+    try:
+        return make()
+    except ValueError:
+        raise ValueError("The net's output for `x` must be finite, but holds a NaN.") from None
+
+
+def _check_batch_of_one(x: Any, shape: torch.Size) -> None:
+    """Raise a ``ValueError`` if a net has dropped the dimension of a batch that has one example."""
+    is_one = isinstance(x, Tensor) and x.dim() > 1 and len(x) == 1
+    if is_one and len(shape) < 2 and shape != (1,):
+        raise ValueError(
+            f"`x` is a batch of one example, but the net's output has shape {shape_text(shape)}: a "
+            "`squeeze()` in the net drops every dimension of size 1. Write `squeeze(-1)` there, or "
+            "leave a last batch of one out, with `DataLoader(..., drop_last=True)`."
+        )
