@@ -62,6 +62,8 @@ FINE = {
     "*.expand.batch_shape": "huge",
     "*.image.x": "deeper, longer",
     "*.rows.index": "longer, wider, deeper, scalar, empty",
+    "BinaryClassifier.forward.y": "whole, float32",  # zeros and ones of any dtype
+    "PoissonRegressor.forward.y": "whole, float32",
     "*.forward.x": "longer, wider, deeper",
     "laplace_variances.x": "longer, deeper",
     "predictive_distance.*": "deeper, longer, float32",

@@ -5,7 +5,7 @@ from typing import Any
 import pyro.distributions as dist
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Count, check_shape, checked, naming
+from pyro_structvi._checks import Count, checked, naming
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
 
 
@@ -56,12 +56,7 @@ class BinaryClassifier(Likelihood):
             ValueError: If ``y`` has another shape than the logits.
         """
         with naming("x", x):
-            logits, plates = self._run_net(x)
-            if y is not None:
-                check_shape("y", y, logits.shape[plates:], "that of the net's output")
-                y = y.to(logits.dtype)
-            event = logits.dim() - plates - 1
-            self._observe(
-                finite_likelihood(lambda: dist.Bernoulli(logits=logits).to_event(event)), y
-            )
+            logits, event, y = self._run_numbers(x, y)
+            labels = finite_likelihood(lambda: dist.Bernoulli(logits=logits).to_event(event))
+            self._observe(labels, y)
         return logits

@@ -5,7 +5,7 @@ from typing import Any
 import pyro.distributions as dist
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Count, check_shape, checked, naming
+from pyro_structvi._checks import Count, checked, naming
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
 
 
@@ -56,10 +56,7 @@ class PoissonRegressor(Likelihood):
             ValueError: If ``y`` has another shape than the net's output.
         """
         with naming("x", x):
-            logs, plates = self._run_net(x)
-            if y is not None:
-                check_shape("y", y, logs.shape[plates:], "that of the net's output")
-                y = y.to(logs.dtype)
-            event = logs.dim() - plates - 1
-            self._observe(finite_likelihood(lambda: dist.Poisson(logs.exp()).to_event(event)), y)
+            logs, event, y = self._run_numbers(x, y)
+            counts = finite_likelihood(lambda: dist.Poisson(logs.exp()).to_event(event))
+            self._observe(counts, y)
         return logs

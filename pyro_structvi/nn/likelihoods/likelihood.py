@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import (
     NO_CLASS,
+    check_same_kind,
     check_shape,
     shape_text,
 )
@@ -75,6 +76,17 @@ class Likelihood(PyroModule):
                     f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
                 )
         return logits, plates
+
+    def _run_numbers(self, x: Any, y: Tensor | None) -> tuple[Tensor, int, Tensor | None]:
+        """Return the output, how many of its dimensions are a target, and observations in its dtype."""
+        found, plates = self._run_net(x)
+        if y is not None:
+            check_shape("y", y, found.shape[plates:], "that of the net's output")
+            if y.is_complex():
+                raise ValueError(f"`y` must hold real numbers, but got {y.dtype}. Pass `y.real`.")
+            y = y.to(found.dtype)
+            check_same_kind("y", y, "net(x)", found)
+        return found, found.dim() - plates - 1, y
 
     def _observe(self, likelihood: Any, y: Tensor | None) -> None:
         """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""

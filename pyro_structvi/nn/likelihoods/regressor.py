@@ -92,8 +92,8 @@ class Regressor(Likelihood):
             )
         if df is not None and not 1 < df < math.inf:
             raise ValueError(
-                f"`df` must be above 1, so that the noise has a mean, and finite, but got {df}. Leave it "
-                "out for normal noise."
+                f"`df` must be above 1, so that the noise has a mean, and finite, but got {df}. "
+                "Leave it out for normal noise."
             )
         self.df = df
         self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"
