@@ -2,7 +2,8 @@
 
 from pyro_structvi.posterior import element_scores, pruning, warm_start
 from pyro_structvi.posterior.inference_data import to_inference_data
-from pyro_structvi.posterior.prediction import Prediction, predict
+from pyro_structvi.posterior.predicting import predict
+from pyro_structvi.posterior.prediction import Prediction
 
 __all__ = [
     "Prediction",

@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.posterior import passes as passes_module
-from pyro_structvi.posterior import prediction as prediction_module
+from pyro_structvi.posterior import predicting
 from pyro_structvi.posterior.passes import Passes
 from pyro_structvi.posterior.runs import evaluation_mode
 from tests.guide_cases import GUIDES, POINTS
@@ -159,7 +159,9 @@ def test_members_of_an_ensemble_take_turns_over_passes():
 def test_averages_over_parts_are_those_over_all(sizes):
     mean, variance = 1e3 + torch.randn(50, 6, 4), torch.rand(50, 6, 4)
     entropy, density = torch.rand(50, 6), 30 * torch.randn(50, 6)
-    averages = prediction_module._Averages()
+    reader = predicting._Reader(1, keeps=True)
+    reader.entropy = lambda probabilities: torch.special.entr(probabilities).sum(-1)
+    averages = predicting._Averages(reader)
     for part in zip(
         *(values.split(sizes) for values in (mean, variance, entropy, density)), strict=True
     ):
@@ -218,7 +220,7 @@ def test_passes_keep_within_the_memory_that_is_allowed(draws_in_a_pass):
     weights, outputs = 302, 10 * (50 + 50 + 2)
     least = 8 * (weights + outputs) * draws_in_a_pass / 2**30
     batches = [((x,), None)]
-    read = prediction_module._read
+    read = predicting._Reader(1, keeps=True)
     passes = Passes(model, ps.KTiedGuide(model), batches, None, read, least)
     sizes = [len(one.outputs["mean"]) for one in passes.run(40)]
     assert sum(sizes) == 40
@@ -233,7 +235,7 @@ def test_streaming_keeps_no_function(monkeypatch):
 
     def watched(self, total):
         for one in run(self, total):
-            alive.append(weakref.ref(one.outputs["function"]))
+            alive.append(weakref.ref(one.outputs.get("function.0", one.outputs["mean"])))
             yield one
             del one
             assert sum(reference() is not None for reference in alive) <= 2

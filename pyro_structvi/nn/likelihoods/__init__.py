@@ -1,8 +1,8 @@
 """Likelihoods: a net becomes a model of classes, labels, counts, tokens or real targets."""
 
-from pyro_structvi.nn.likelihoods.binary import BinaryClassifier
 from pyro_structvi.nn.likelihoods.classifier import Classifier
 from pyro_structvi.nn.likelihoods.counts import PoissonRegressor
+from pyro_structvi.nn.likelihoods.labels import BinaryClassifier
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood
 from pyro_structvi.nn.likelihoods.regressor import Regressor
 from pyro_structvi.nn.likelihoods.tokens import TokenClassifier

@@ -1,0 +1,275 @@
+"""Predictions: every draw of the posterior is one consistent function of the inputs."""
+
+import math
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Independent, OneHotCategorical
+from tqdm.auto import tqdm
+
+from pyro_structvi._checks import Count, Positive, Program, check_tensors, checked
+from pyro_structvi._nested import map_nested, nested_tensors
+from pyro_structvi._pyro import ONE_THREAD
+from pyro_structvi._torch import put_together, take_apart
+from pyro_structvi.distributions.own_tensors import in_single
+from pyro_structvi.posterior.draws import Posterior, as_arguments, check_posterior, count_draws
+from pyro_structvi.posterior.mixture import StackedLikelihood
+from pyro_structvi.posterior.passes import Passes
+from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
+
+
+@checked
+def predict(
+    model: Program,
+    posterior: Posterior,
+    x: Any,
+    num_samples: Count | None = None,
+    *,
+    y: Tensor | None = None,
+    batch_size: Count | None = None,
+    stream: bool = False,
+    site: str | None = None,
+    max_memory: Positive = 1 / 32,
+    progress: bool = False,
+) -> Prediction:
+    """Predict with draws of a posterior.
+
+    Each draw fixes all global sites, so that the model is one function over all inputs and all
+    mini-batches. Latents of single examples (in a plate with observations) take the posterior's values
+    where the plate has the size that it was fitted to, and are drawn from the model elsewhere; a
+    :class:`LocalLatentWarning` says which. The model runs in evaluation mode and without gradients.
+    One pass has many draws where :func:`torch.func.vmap` can map it; its Python code runs once for them.
+
+    Args:
+        model: A model that samples its observations when called with inputs only.
+        posterior: A guide, or draws by site ``(draws, *shape)``, such as those of
+            ``reference.nuts``.
+        x: Inputs, first dimension the N examples; a tuple for a model of several inputs. An input is a
+            tensor, or a mapping of tensors, such as a ``BatchEncoding``.
+        num_samples: Number of draws; None for all that are given, or 100 of a guide.
+        y: Observations at which to evaluate the predictive density.
+        batch_size: How many inputs to run at once; None for all.
+        stream: Whether to drop each draw's function values once they were averaged; memory then
+            does not grow with the number of draws.
+        site: The observed site's name, where it cannot be told from the model.
+        max_memory: How much memory the weights and the layers' outputs may take, in GiB, of draws that
+            run in one pass: by default 32 MiB. What torch needs beside, such as noise, may take as much
+            again. More is often faster on a GPU. Draws run one by one where a single one takes more, or
+            where torch cannot vectorize the model; only the time differs.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Moments, entropies and densities, computed online and in single precision at least (a net in
+        half precision, or autocast, too), and the function values unless streamed.
+
+    Raises:
+        TypeError: If ``posterior`` is neither a guide nor draws.
+        ValueError: If a number is not positive, lengths differ, the observed site is ambiguous, or
+            ``posterior`` does not have exactly the model's global sites, or the model returns tensors
+            without the examples first in mini-batches.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 4), num_samples=20)
+        >>> prediction.mean.shape, prediction.functions.shape
+        (torch.Size([5, 3]), torch.Size([20, 5, 3]))
+    """
+    check_posterior(model, posterior)
+    args = as_arguments(x)
+    batches = _split(args, y, batch_size)
+    total = count_draws(posterior, num_samples)
+    reader = _Reader(len(batches), keeps=not stream)
+    averages = [_Averages(reader) for _ in batches]
+    kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
+    with ONE_THREAD, evaluation_mode(model), _bar(total, progress) as bar:
+        passes = Passes(model, posterior, batches, site, reader, max_memory)
+        for done in passes.run(total):
+            averages[done.batch].add(done.outputs)
+            if not stream:
+                kept[done.batch].append(reader.kept(done.outputs))
+            if done.batch == len(batches) - 1:
+                bar.update(len(done.outputs["mean"]))
+    joined = _join([own.result() for own in averages])
+    return Prediction(**joined, **reader.draws(kept), num_samples=total)
+
+
+def _bar(total: int, progress: bool) -> Any:
+    return tqdm(total=total, desc="predict", disable=not progress)
+
+
+def _split(
+    args: tuple[Any, ...], y: Tensor | None, batch_size: int | None
+) -> list[tuple[tuple[Any, ...], Tensor | None]]:
+    """Cut the arguments into mini-batches along the first dimension."""
+    if y is not None:
+        check_tensors("y", y)
+    # What a mapping holds may have another length, as the edges of a graph, if it is not cut.
+    cut = args if batch_size is not None else [each for each in args if isinstance(each, Tensor)]
+    lengths = [len(value) for value in nested_tensors((cut, y))]
+    size = max(lengths, default=1)
+    if set(lengths) - {size} or size == 0:
+        raise ValueError(f"`x` and `y` must have one length, but got {lengths}.")
+    if batch_size is None:
+        return [map_nested(lambda tensor: tensor, (args, y))]
+    parts = [slice(start, start + batch_size) for start in range(0, size, batch_size)]
+    return [map_nested(itemgetter(part), (args, y)) for part in parts]
+
+
+class _Reader:
+    """Reads what a model says of the observations at a draw, and puts the draws together again.
+
+    Args:
+        num_batches: How many mini-batches there are.
+        keeps: Whether to keep each draw's function values and likelihood.
+    """
+
+    def __init__(self, num_batches: int, keeps: bool) -> None:
+        self.num_batches, self.keeps = num_batches, keeps
+        self.likelihood: StackedLikelihood | None = None  # by the first draw, which runs by itself
+        self.structure: Any = None
+        self.entropy: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, distribution: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
+        likelihood = in_single(distribution)
+        base = likelihood
+        while isinstance(base, Independent):
+            base = base.base_dist
+        mean, variance = _moments(base)
+        returned = mean if returned is None else returned
+        leaves, structure = take_apart(returned)
+        self._check(leaves, len(mean))
+        if self.likelihood is None:
+            self.likelihood, self.structure = StackedLikelihood(likelihood), structure
+            self.entropy = _entropy_of(base, likelihood)
+        found = {"mean": mean, "variance": variance}
+        if self.keeps:
+            found |= self.likelihood.take_apart(likelihood)
+            found |= {f"function.{number}": leaf for number, leaf in enumerate(leaves)}
+        if self.entropy is not None:
+            found["entropy"] = self.entropy(mean)
+        if y is not None:
+            found["log_density"] = observed_log_prob(likelihood, y)
+        return found
+
+    def _check(self, leaves: list[Any], size: int) -> None:
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+            raise TypeError(
+                "The model must return a tensor, tensors in a tuple or dict, or nothing, so that its "
+                f"values can be stacked over draws, but returns {kinds}."
+            )
+        if self.num_batches > 1 and any(leaf.shape[:1] != (size,) for leaf in leaves):
+            raise ValueError(
+                "With `batch_size`, what the model returns must have the examples as its first "
+                f"dimension, {size} in a mini-batch, but has shapes "
+                f"{[tuple(leaf.shape) for leaf in leaves]}. Leave `batch_size` out, or let the model "
+                "return nothing else."
+            )
+
+    def kept(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what is kept of a pass."""
+        return {name: value for name, value in outputs.items() if "." in name}
+
+    def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
+        """Return the stacked functions and likelihoods of what was kept of each mini-batch."""
+        if self.likelihood is None or not kept[0]:
+            return {"functions": None, "likelihood": None}
+        columns = {
+            name: [torch.cat([done[name] for done in own]) for own in kept] for name in kept[0][0]
+        }
+        joined = {
+            name: own[0] if len(own) == 1 else torch.cat(own, 1) for name, own in columns.items()
+        }
+        functions = [value for name, value in joined.items() if name.startswith("function.")]
+        likelihoods = {key: value for key, value in joined.items() if key.startswith("likelihood.")}
+        return {
+            "functions": put_together(functions, self.structure),
+            "likelihood": self.likelihood.put_together(likelihoods),
+        }
+
+
+def _moments(base: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(base, (Categorical, OneHotCategorical)):
+        has_logits = isinstance(base, Categorical) and "probs" not in vars(base)
+        probs = base.logits.exp() if has_logits else base.probs  # a softmax takes longer
+        probs = probs / probs.sum(
+            -1, keepdim=True
+        )  # which is not 1 after a softmax in half precision
+        return probs, probs * (1 - probs)
+    return base.mean, base.variance
+
+
+def _entropy_of(base: Any, likelihood: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return the entropy as a function of probabilities, for one class of each example or for labels."""
+    if isinstance(base, (Categorical, OneHotCategorical)) and base is likelihood:
+        return lambda probabilities: torch.special.entr(probabilities).sum(-1)
+    if isinstance(base, Bernoulli):
+        return lambda p: torch.special.entr(p) + torch.special.entr(1 - p)
+    return None
+
+
+class _Averages:
+    """Averages over draws, which come some at a time.
+
+    References:
+        Chan, Golub and LeVeque (1983), "Algorithms for computing the sample variance", Eq. 2.1.
+    """
+
+    def __init__(self, reader: _Reader) -> None:
+        self.reader, self.count = reader, 0
+        self.averages: dict[str, Tensor] = {}
+        self.squares: Tensor
+        self.log_density: Tensor | None = None
+
+    def add(self, new: dict[str, Tensor]) -> None:
+        """Add what was read at several draws, ``(draws, *shape)`` each."""
+        added, before = len(new["mean"]), self.count
+        self.count += added
+        averages = {name: new[name].mean(0) for name in _AVERAGED if name in new}
+        squares = (new["mean"] - averages["mean"]).square().sum(0)
+        density = new["log_density"].logsumexp(0) if "log_density" in new else None
+        if not before:
+            self.averages, self.squares, self.log_density = averages, squares, density
+            return
+        change = {name: averages[name] - own for name, own in self.averages.items()}
+        self.squares += squares + change["mean"].square() * (before * added / self.count)
+        for name, own in self.averages.items():
+            own += change[name] * (added / self.count)
+        if self.log_density is not None and density is not None:
+            self.log_density = torch.logaddexp(self.log_density, density)
+
+    def result(self) -> dict[str, Tensor | None]:
+        """Return what a prediction has of one mini-batch."""
+        function_variance = self.squares / self.count
+        found: dict[str, Tensor | None] = {
+            "mean": self.averages["mean"],
+            "variance": self.averages["variance"] + function_variance,
+            "function_variance": function_variance,
+            "entropy": None,
+            "mutual_information": None,
+            "log_density": None,
+        }
+        if self.reader.entropy is not None:
+            entropy = self.reader.entropy(self.averages["mean"])
+            found["entropy"] = entropy
+            found["mutual_information"] = (entropy - self.averages["entropy"]).clamp_min(0)
+        if self.log_density is not None:
+            found["log_density"] = self.log_density - math.log(self.count)
+        return found
+
+
+_AVERAGED = ("mean", "variance", "entropy")
+
+
+def _join(parts: list[dict[str, Tensor | None]]) -> dict[str, Any]:
+    """Put mini-batches together."""
+    columns = {name: [part[name] for part in parts] for name in parts[0]}
+    return {
+        name: None if own[0] is None else torch.cat([part for part in own if part is not None])
+        for name, own in columns.items()
+    }

@@ -1,0 +1,166 @@
+"""Intervals, quantiles and draws of the predictive distribution."""
+
+import pytest
+import scipy.optimize
+import scipy.stats
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from tests.models import make_classifier, make_regressor, regression_data
+from tests.statistics import assert_mean
+
+
+def predicted(model, num_samples=7, size=5, **options):
+    guide = ps.MeanFieldGuide(model, init_scale=0.3)
+    return ps.predict(model, guide, torch.randn(size, 3), num_samples, **options)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("noise", [0.3, "heteroscedastic", "learned"])
+def test_quantiles_of_normal_noise_are_those_of_the_mixture(noise, batch_size):
+    outputs = 4 if noise == "heteroscedastic" else 2
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, outputs)), 60, noise=noise)
+    prediction = predicted(model, batch_size=batch_size)
+    normal = prediction.likelihood.base_dist
+    torch.testing.assert_close(normal.loc, prediction.functions)
+    found = prediction.quantile(torch.tensor([0.025, 0.5, 0.9]))
+    assert found.shape == (3, 5, 2)
+    for row, level in zip(found, (0.025, 0.5, 0.9), strict=True):
+        for n, target in ((0, 0), (3, 1), (4, 0)):
+            parts = scipy.stats.norm(normal.loc[:, n, target], normal.scale[:, n, target])
+            expected = scipy.optimize.brentq(lambda v: parts.cdf(v).mean() - level, -50, 50)  # noqa: B023
+            assert row[n, target].item() == pytest.approx(expected, abs=1e-9)
+    torch.testing.assert_close(prediction.quantile(0.9), found[2])
+    lower, upper = prediction.interval(0.95)
+    torch.testing.assert_close(lower, found[0])
+    torch.testing.assert_close(upper, prediction.quantile(0.975))
+
+
+def test_the_likelihood_at_each_draw_gives_the_density():
+    model, (x, y) = make_regressor(), regression_data()
+    prediction = ps.predict(model, ps.KTiedGuide(model), x, 9, y=y, batch_size=5)
+    assert prediction.likelihood.batch_shape == (9, 12)
+    densities = prediction.likelihood.log_prob(y).logsumexp(0) - torch.tensor(9.0).log()
+    torch.testing.assert_close(densities, prediction.log_density)
+
+
+def test_draws_of_observations_have_the_predictive_moments():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 4)), 60, noise="heteroscedastic")
+    prediction = predicted(model, num_samples=4, size=2)
+    torch.manual_seed(1)
+    drawn = prediction.sample_observations(50_000)
+    assert drawn.shape == (200_000, 2, 2)
+    # As often of each draw of the weights, so the errors are smaller than those of independent draws.
+    assert_mean(drawn.flatten(1), prediction.mean.flatten())
+    squares = (drawn - prediction.mean).square()
+    assert_mean(squares.flatten(1), prediction.variance.flatten())
+
+
+def test_quantiles_where_torch_knows_no_distribution_function():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1)), 60, 0.3, df=3)
+    prediction = predicted(model, num_samples=1)
+    torch.manual_seed(1)
+    lower, upper = prediction.interval(0.8)
+    student = scipy.stats.t(3, prediction.mean, 0.3)
+    # The share of a distribution below the r-th of 2,000 draws has the distribution Beta(r, 2001 - r).
+    ends = [scipy.stats.beta(r, 2001 - r) for r in (200, 1801)]
+    for share, exact in zip((student.cdf(lower), student.cdf(upper)), ends, strict=True):
+        assert (exact.cdf(share) > 1e-7).all()
+        assert (exact.sf(share) > 1e-7).all()
+
+
+def test_counts_have_whole_quantiles():
+    model = ps.PoissonRegressor(ps.bayesianize(nn.Linear(3, 1)), 60)
+    lower, upper = predicted(model, num_samples=50).interval(0.9)
+    assert torch.equal(lower, lower.round())
+    assert torch.equal(upper, upper.round())
+    assert (lower <= upper).all()
+
+
+def test_labels_have_entropies_one_by_one():
+    model = ps.BinaryClassifier(ps.bayesianize(nn.Linear(3, 2)), 60)
+    prediction = predicted(model)
+    p = prediction.functions.sigmoid()
+    mean = p.mean(0)
+    torch.testing.assert_close(prediction.mean, mean)
+    torch.testing.assert_close(prediction.variance, mean * (1 - mean))
+    entropy = torch.distributions.Bernoulli(mean).entropy()
+    torch.testing.assert_close(prediction.entropy, entropy)
+    of_draws = torch.distributions.Bernoulli(p).entropy().mean(0)
+    torch.testing.assert_close(prediction.mutual_information, entropy - of_draws)
+
+
+class Returning(nn.Module):
+    """A model that returns what a function makes of its likelihood's mean."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.model, self.made = make_regressor(), made
+
+    def forward(self, x, y=None):
+        return self.made(self.model(x, y))
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_functions_are_nested_as_the_model_returns_them(batch_size):
+    model, (x, _) = (
+        Returning(lambda mean: {"mean": mean, "both": (mean.exp(), -mean)}),
+        regression_data(),
+    )
+    prediction = ps.predict(model, ps.KTiedGuide(model), x, 6, batch_size=batch_size)
+    mean = prediction.functions["mean"]
+    assert mean.shape == (6, 12, 1)
+    torch.testing.assert_close(mean, prediction.likelihood.mean)
+    torch.testing.assert_close(prediction.functions["both"][0], mean.exp())
+    torch.testing.assert_close(prediction.functions["both"][1], -mean)
+
+
+def test_a_model_that_returns_nothing_has_the_conditional_mean():
+    model, (x, _) = Returning(lambda mean: None), regression_data()
+    prediction = ps.predict(model, ps.KTiedGuide(model), x, 6)
+    torch.testing.assert_close(prediction.functions, prediction.likelihood.mean)
+
+
+def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
+    model, (x, _) = Returning(lambda mean: mean.sum()), regression_data()
+    guide = ps.KTiedGuide(model)
+    prediction = ps.predict(model, guide, x, 6)
+    torch.testing.assert_close(prediction.functions, prediction.likelihood.mean.sum((1, 2)))
+    with pytest.raises(ValueError, match=r"With `batch_size`, what the model returns must have"):
+        ps.predict(model, guide, x, 6, batch_size=5)
+
+
+def test_what_is_no_tensor_cannot_be_stacked():
+    model, (x, _) = Returning(lambda mean: (mean, "text")), regression_data()
+    with pytest.raises(TypeError, match=r"must return a tensor, .* but returns Tensor, str"):
+        ps.predict(model, ps.KTiedGuide(model), x, 6)
+
+
+def test_a_streamed_prediction_has_no_draws_left():
+    prediction = predicted(make_regressor(), stream=True)
+    assert prediction.likelihood is None
+    for ask in (
+        prediction.interval,
+        prediction.sample_observations,
+        lambda: prediction.quantile(0.5),
+    ):
+        with pytest.raises(ValueError, match=r"`stream=False`"):
+            ask()
+
+
+def test_classes_have_no_quantiles():
+    with pytest.raises(ValueError, match=r"Classes have no order.*`prediction.mean`"):
+        predicted(make_classifier()).interval()
+
+
+@pytest.mark.parametrize("q", [0.0, 1.0, -1.0, float("nan"), torch.tensor([0.5, 2.0])])
+def test_levels_lie_between_0_and_1(q):
+    with pytest.raises(ValueError, match="`q` must be strictly between 0 and 1"):
+        predicted(make_regressor()).quantile(q)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, float("nan")])
+def test_an_interval_has_a_level_between_0_and_1(level):
+    with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1"):
+        predicted(make_regressor()).interval(level)
