@@ -1,12 +1,15 @@
 """The predictive distribution: a mixture of the likelihoods at the draws of a posterior."""
 
+import copy
 from collections.abc import Iterator
+from inspect import getattr_static
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent
+from torch.distributions.utils import lazy_property
 
 from pyro_structvi.distributions.own_tensors import map_tensors, tensors_of
 
@@ -22,12 +25,11 @@ class StackedLikelihood:
     """
 
     def __init__(self, template: Any) -> None:
-        self.template = template
+        self.template = template = _as_given(template)
         batch = template.batch_shape
         found = {id(tensor): (path, tensor) for path, tensor in _paths(template)}
         fits = all(tensor.shape[: len(batch)] == batch for _, tensor in found.values())
         is_known = bool(tensors_of(template)) and bool(batch) and fits
-        # By attribute: another draw's likelihood may have formed more of them, or less.
         self.paths = {path: key for key, (path, _) in found.items()} if is_known else {}
 
     def take_apart(self, likelihood: Any) -> dict[str, Tensor]:
@@ -50,6 +52,22 @@ class StackedLikelihood:
             if id(part) not in shared:
                 part._batch_shape = shape + part.batch_shape[1:]
         return stacked
+
+
+def _as_given(distribution: Any) -> Any:
+    """Return a copy without what the distribution has formed of its tensors, such as probabilities."""
+    new = copy.copy(distribution)
+    kind, members = type(distribution), vars(distribution)
+    formed = {
+        name for name in members if isinstance(getattr_static(kind, name, None), lazy_property)
+    }
+    given = {id(value) for name, value in members.items() if name not in formed}
+    for name, value in members.items():
+        if name in formed and id(value) not in given:
+            vars(new).pop(name)
+        elif isinstance(value, Distribution):
+            vars(new)[name] = _as_given(value)
+    return new
 
 
 def _paths(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
