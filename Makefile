@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 SMOKE ?=
 ALL ?=
 
-.PHONY: help demo test test-all test-nets mutation lint docs bench bench-scaling convergence clean
+.PHONY: help demo test test-all test-nets mutation lint docs bench bench-scaling convergence league clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ bench-scaling: $(INSTALLED) ## how the cost of a layer grows with its sizes
 
 convergence: $(INSTALLED) ## the ELBO against steps, by recipes of training; BENCH="--guide rowwise --data FILE.npz"
 	$(BIN)/python -m benchmarks.convergence $(BENCH)
+
+league: $(INSTALLED) ## distances of posteriors to that of NUTS, and their cost; BENCH="--problem moons --data FILE.npz"
+	$(BIN)/python -m benchmarks.league $(BENCH)
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist demo_output docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.league_tables import league_tables, read_rows
+from benchmarks.markdown import markdown
+
 # A posterior, and one that contains it, whose best ELBO is at least as high.
 NESTED = [
     ("k-tied 1", "k-tied 2"),
@@ -23,8 +26,10 @@ NESTED = [
 ]
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs/benchmarks.md", ROOT / "docs/training.md"]
-GENERATED = re.compile(r"(<!-- from (?P<file>\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "league.md", "training.md")]
+GENERATED = re.compile(
+    r"(<!-- from (?P<file>\S+\.(json|csv)) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
 
 
 def main() -> None:
@@ -49,15 +54,14 @@ def render(text: str) -> str:
     """Put the tables of the files that a page names in place of those it has."""
 
     def replace(match: re.Match[str]) -> str:
-        results = json.loads((ROOT / match["file"]).read_text())
+        path = ROOT / match["file"]
+        if path.suffix == ".csv":
+            return f"{match[1]}\n{league_tables(read_rows(path))}\n\n{match['end']}"
+        results = json.loads(path.read_text())
         write = next(write for kind, write in WRITERS.items() if kind in results)
-        return f"{match[1]}\n{write(results)}\n\n{match[3]}"
+        return f"{match[1]}\n{write(results)}\n\n{match['end']}"
 
     return GENERATED.sub(replace, text)
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def machine_line(results: dict[str, Any]) -> str:

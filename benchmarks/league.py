@@ -1,0 +1,226 @@
+"""How far posteriors are from the exact one, which NUTS samples on the same model, and what they cost.
+
+    make league                                                # every problem and posterior
+    make league BENCH="--problem cosine --method rowwise --seeds 1"
+    make league BENCH="--data energy.npz"                      # a regression with a gap, too
+    make league BENCH="--smoke"                                # a few steps, to see that it runs
+
+Every posterior is trained by the defaults of ``fit``. What was measured is added to the file of
+results, a line for each number, and is not measured again; the draws of NUTS are kept in a folder. The
+ceiling is a second run of NUTS with another seed, the floor the prior and the MAP. A file of data has
+``x`` and ``y``. Seconds are of CPU.
+"""
+
+import argparse
+import csv
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor, nn
+
+import pyro_structvi as ps
+from benchmarks.convergence import bound
+from benchmarks.league_problems import LEAGUE, LeagueProblem, regression_gap
+from benchmarks.league_tables import HEADER, draw_figure, league_tables, read_rows
+from benchmarks.problems import Problem
+from pyro_structvi.families import Dropout, PointEstimate
+from pyro_structvi.testing import guides_for, points_for
+
+METHODS: dict[str, Callable[[Any], nn.Module]] = {
+    **points_for("demo"),
+    "MC dropout": lambda model: ps.StructuredGuide(
+        model, {"*.0.*": PointEstimate(), "*": Dropout(rate=0.1)}
+    ),
+    **guides_for("demo"),
+}
+CEILING, PRIOR = "NUTS again", "prior"
+NO_BOUND = {
+    "MAP",
+    "Ensemble-W",
+    "MC dropout",
+    "Ensemble-U",
+}  # points: what is maximized bounds nothing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problem", choices=[*LEAGUE, "none"], action="append")
+    parser.add_argument("--data", type=Path, action="append", default=[], help="an .npz file")
+    parser.add_argument("--method", choices=[CEILING, PRIOR, *METHODS], action="append")
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--seeds", type=int, default=3, help="runs, whose mean and error are given")
+    parser.add_argument("--draws", type=int, default=1000, help="of each posterior")
+    parser.add_argument("--warmup", type=int, default=500, help="of each of NUTS' four chains")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps only, to see that it runs"
+    )
+    parser.add_argument("--references", type=Path, default=Path("demo_output/league"))
+    parser.add_argument("--output", type=Path, help="a CSV file; what it has is not measured again")
+    parser.add_argument("--figure", type=Path, help="where to draw distance over cost")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.seeds, options.draws, options.warmup = 20, 1, 40, 20
+    options.references.mkdir(parents=True, exist_ok=True)
+    makers = {name: LEAGUE[name] for name in options.problem or LEAGUE if name != "none"}
+    makers |= {path.stem: lambda path=path: regression_gap(path) for path in options.data}
+    torch.set_num_threads(1)
+    rows = read_rows(options.output) if options.output and options.output.exists() else []
+    for name, make in makers.items():
+        for method in options.method or [PRIOR, CEILING, *METHODS]:
+            for seed in range(1 if method in (PRIOR, CEILING) else options.seeds):
+                if any(row[:3] == (name, method, str(seed)) for row in rows):
+                    continue
+                found = measure(name, make, method, seed, options)
+                new = [
+                    (name, method, str(seed), key, f"{value:.6g}") for key, value in found.items()
+                ]
+                print(
+                    *new[-1][:3], {key: round(value, 3) for key, value in found.items()}, flush=True
+                )
+                rows += new
+                if options.output:
+                    append(options.output, new)
+    print(league_tables(rows))
+    if options.figure:
+        draw_figure(rows, options.figure)
+
+
+def append(path: Path, rows: list[tuple[str, ...]]) -> None:
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([HEADER] * is_new + rows)
+
+
+def measure(
+    name: str, make: Callable[[], LeagueProblem], method: str, seed: int, options: Any
+) -> dict[str, float]:
+    """Return what is measured of one posterior, by the names of quantities."""
+    torch.manual_seed(0)  # of data and net
+    problem = make()
+    reference, _ = reference_draws(name, problem, 0, options)
+    torch.manual_seed(seed)
+    if method == CEILING:
+        posterior, said = reference_draws(name, problem, 1, options)
+        found = dict(said)
+    elif method == PRIOR:
+        posterior, found = prior_draws(problem, options.draws), {}
+    else:
+        posterior = METHODS[method](problem.model)
+        found = train(problem, method, posterior, options)
+    torch.manual_seed(seed)
+    for region, x in problem.regions.items():
+        y = problem.y_region if region == [*problem.regions][-1] else None
+        ours, theirs = (
+            ps.predict(problem.model, draws, x, options.draws, y=y)
+            for draws in (posterior, reference)
+        )
+        values = distances(problem.compares, ours, theirs)
+        if y is not None:
+            values["log density"] = float(ours.log_density.mean())
+            values["log density of NUTS"] = float(theirs.log_density.mean())
+        found |= {f"{region}: {key}": value for key, value in values.items()}
+    return found
+
+
+def train(problem: LeagueProblem, method: str, guide: nn.Module, options: Any) -> dict[str, float]:
+    start = time.process_time()
+    ps.fit(
+        *(problem.model, guide, (problem.x, problem.y)),
+        num_steps=options.steps,
+        batch_size=problem.batch_size,
+        progress=False,
+    )
+    found = {"seconds": time.process_time() - start}
+    if method not in NO_BOUND:
+        own = Problem(problem.title, problem.model, problem.x, problem.y)
+        elbo, _ = bound(own, guide, 20 if options.smoke else 500)
+        found["ELBO"] = elbo
+        if problem.evidence is not None:
+            found["gap to the evidence"] = problem.evidence - elbo
+    return found
+
+
+def reference_draws(
+    name: str, problem: LeagueProblem, seed: int, options: Any
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return draws of the exact posterior, and what the sampler says of them."""
+    if problem.exact is not None:
+        torch.manual_seed(1000 + seed)
+        return problem.exact(4 * options.draws), {"seconds": 0.0}
+    path = options.references / f"{name}-{seed}-{options.warmup}-{options.draws}.pt"
+    if not path.exists():
+        from pyro_structvi import reference
+
+        start = time.process_time()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", reference.DivergenceWarning)  # they are counted
+            draws = reference.nuts(
+                *(problem.model, problem.x, problem.y),
+                num_warmup=options.warmup,
+                num_samples=options.draws // 2,
+                seed=seed,
+                progress=False,
+                **problem.nuts,
+            )
+        said = {
+            "seconds": time.process_time() - start,
+            "R-hat": draws.r_hat,
+            "divergences": float(draws.divergences),
+        }
+        said |= {"effective draws": effective_draws(problem, draws)}
+        torch.save((dict(draws), said), path)
+    loaded: tuple[dict[str, Tensor], dict[str, float]] = torch.load(path)
+    return loaded
+
+
+def effective_draws(problem: LeagueProblem, draws: Any) -> float:
+    """Return the smallest effective number of draws of the functions in the last region."""
+    import numpyro.diagnostics
+
+    x = [*problem.regions.values()][-1]
+    functions = ps.predict(problem.model, draws, x).functions
+    chains = functions.reshape(draws.num_chains, -1, *functions.shape[1:])
+    return float(numpyro.diagnostics.effective_sample_size(chains.double().numpy()).min())
+
+
+def prior_draws(problem: LeagueProblem, count: int) -> dict[str, Tensor]:
+    """Return draws of the prior by site."""
+    with torch.no_grad(), poutine.block():
+        traces = [poutine.trace(problem.model).get_trace(problem.x[:1]) for _ in range(count)]
+    names = [name for name in traces[0].stochastic_nodes if name not in ("data", "obs")]
+    return {name: torch.stack([trace.nodes[name]["value"] for trace in traces]) for name in names}
+
+
+def distances(compares: str, ours: Any, theirs: Any) -> dict[str, float]:
+    """Return the distances of two predictions, by name; the first is the one that counts."""
+    from pyro_structvi import metrics
+
+    if compares == "classes":
+        spread = [own.functions.log_softmax(-1).std(0).mean() for own in (ours, theirs)]
+        return {
+            "total variation": metrics.total_variation(ours.mean, theirs.mean),
+            "agreement": metrics.agreement(ours.mean, theirs.mean),
+            "ratio of standard deviations": float(spread[0] / spread[1]),
+        }
+    functions = metrics.predictive_distance(ours.functions, theirs.functions)
+    found = {
+        "Wasserstein": functions.wasserstein,
+        "difference of means": functions.mean_difference,
+        "ratio of standard deviations": functions.scale_ratio,
+    }
+    if compares == "observations":
+        drawn: Mapping[str, Tensor] = {
+            key: own.sample_observations() for key, own in (("ours", ours), ("theirs", theirs))
+        }
+        found["Wasserstein"] = metrics.wasserstein(drawn["ours"], drawn["theirs"])
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The league's tables and its figure, from its file of results."""
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean, stdev
+
+from benchmarks.markdown import markdown
+
+HEADER = ("problem", "method", "seed", "quantity", "value")
+TITLES = {
+    "cosine": "1-D regression, 1-50-1 tanh, 100 examples",
+    "moons": "Two moons, 2-20-20-2 tanh, 200 examples",
+    "digits": "Digits of 4 x 4 pixels, 16-36-10 ReLU, 500 examples",
+    "linear": "Conjugate linear regression, 8-1, 60 examples, correlated inputs",
+    "energy": "UCI energy with a gap, 8-50-2 ReLU, 512 examples",
+}
+FLOORS = ("prior", "MAP")
+CEILING = "NUTS again"
+
+Row = tuple[str, ...]
+Cells = dict[str, dict[str, list[float]]]  # by method and quantity, a value for each run
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the lines of a file of results."""
+    with path.open(newline="") as file:
+        header, *rows = (tuple(row) for row in csv.reader(file))
+    if header != HEADER:
+        raise ValueError(f"{path} must have the columns {HEADER}, but has {header}.")
+    return rows
+
+
+def by_problem(rows: Iterable[Row]) -> dict[str, Cells]:
+    """Return the values of each problem by method and quantity."""
+    found: dict[str, Cells] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for problem, method, _, quantity, value in rows:
+        found[problem][method][quantity].append(float(value))
+    return found
+
+
+def headline(cells: Cells) -> str:
+    """Return the quantity that counts: the distance in the last region."""
+    quantities = [quantity for own in cells.values() for quantity in own if ": " in quantity]
+    region = quantities[-1].split(": ")[0]
+    return next(quantity for quantity in quantities if quantity.startswith(f"{region}: "))
+
+
+def ordered(cells: Cells) -> list[str]:
+    """Return the methods, the closest to the exact posterior first."""
+    main = headline(cells)
+    return sorted(
+        (name for name in cells if main in cells[name]), key=lambda n: fmean(cells[n][main])
+    )
+
+
+def league_tables(rows: Iterable[Row]) -> str:
+    """Return a table for each problem, the closest posterior first."""
+    parts = []
+    for problem, cells in by_problem(rows).items():
+        quantities = list(dict.fromkeys(quantity for own in cells.values() for quantity in own))
+        main = headline(cells)
+        shown = [main, *(q for q in quantities if ": " in q and q != main and shows(q))]
+        shown += [q for q in ("ELBO", "gap to the evidence", "seconds") if q in quantities]
+        body = [
+            [method, *(cell(cells[method].get(quantity, [])) for quantity in shown)]
+            for method in ordered(cells)
+        ]
+        said = ", ".join(
+            f"{quantity} {cells[CEILING][quantity][0]:.4g}"
+            for quantity in ("R-hat", "effective draws", "divergences")
+            if quantity in cells.get(CEILING, {})
+        )
+        line = f"\n\nThe second run of NUTS: {said}." if said else ""
+        title = TITLES.get(problem, problem)
+        parts.append(f"### {title}\n\n{markdown(['posterior', *shown], body)}{line}")
+    return "\n\n".join(parts)
+
+
+def shows(quantity: str) -> bool:
+    """Whether a quantity has a column; the others are in the file."""
+    return not quantity.endswith(("difference of means", "of NUTS"))
+
+
+def cell(values: list[float]) -> str:
+    """Return the mean of runs with its standard error."""
+    if not values:
+        return ""
+    mean = digits(fmean(values))
+    return (
+        mean if len(values) == 1 else f"{mean} ± {digits(stdev(values) / math.sqrt(len(values)))}"
+    )
+
+
+def digits(value: float) -> str:
+    return (
+        f"{value:.1f}"
+        if abs(value) >= 20
+        else f"{value:.2f}"
+        if abs(value) >= 1
+        else f"{value:.3f}"
+    )
+
+
+def draw_figure(rows: Iterable[Row], path: Path) -> None:
+    """Draw the distance to the exact posterior over the seconds of training, a panel each problem."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from pyro_structvi.plots import plot_distance_over_cost
+
+    found = by_problem(rows)
+    columns = min(2, len(found))
+    with rc_context({"svg.hashsalt": "league", "font.size": 8}):
+        figure = Figure(
+            figsize=(5.6 * columns, 4.2 * -(-len(found) // columns)), layout="constrained"
+        )
+        axes = figure.subplots(-(-len(found) // columns), columns, squeeze=False)
+        for axis, (problem, cells) in zip(axes.flat, found.items(), strict=False):
+            main = headline(cells)
+            points = {
+                method: (fmean(cells[method]["seconds"]), fmean(cells[method][main]))
+                for method in ordered(cells)
+                if cells[method].get("seconds", [0.0])[0] > 0
+            }
+            plot_distance_over_cost(points, ax=axis)
+            axis.set(title=TITLES.get(problem, problem), ylabel=main, xlabel="seconds of CPU")
+        for axis in list(axes.flat)[len(found) :]:
+            axis.remove()
+        figure.savefig(path, metadata={"Date": None})
