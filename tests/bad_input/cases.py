@@ -39,6 +39,7 @@ MODULES = [
 RECORDS = {
     *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
     *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
+    *("BinaryScores", "DetectionScores", "RegressionScores", "RiskCoverage"),
 }
 # Base classes without instances; their subclasses are called.
 ABSTRACT = {"Family", "GaussianWeight", "MatrixFamily", "MemoryLimitedFamily", "WeightDistribution"}
@@ -88,7 +89,7 @@ def public_callables():
         for name in names:
             value = getattr(module, name)
             is_warning = inspect.isclass(value) and issubclass(value, Warning)
-            if isinstance(value, ModuleType) or is_warning:
+            if isinstance(value, ModuleType) or is_warning or not callable(value):
                 continue
             if name in RECORDS | ABSTRACT | BETWEEN_PARTS:
                 continue
@@ -440,13 +441,68 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "seed": 0,
         "progress": False,
     },
-    "classification_scores": lambda: {
-        "probabilities": torch.randn(SIZE, 3).softmax(-1),
-        "y": torch.tensor([0, 1, 2, 0, 1, 2]),
+    **{
+        name: lambda: {"probabilities": probabilities(), "y": torch.tensor([0, 1, 2, 0, 1, 2])}
+        for name in ("accuracy", "brier_score", "nll")
+    },
+    **{
+        name: lambda: {
+            "probabilities": probabilities(),
+            "y": torch.tensor([0, 1, 2, 0, 1, 2]),
+            "num_bins": 10,
+        }
+        for name in (
+            "adaptive_calibration_error",
+            "classification_scores",
+            "classwise_calibration_error",
+            "expected_calibration_error",
+        )
     },
     "predictive_distance": lambda: {
         "functions": torch.randn(5, 4),
         "reference": torch.randn(6, 4),
+    },
+    "wasserstein": lambda: {"draws": torch.randn(5, 4), "reference": torch.randn(6, 4)},
+    **{
+        name: lambda: {"probabilities": probabilities(), "reference": probabilities()}
+        for name in ("agreement", "total_variation")
+    },
+    "binary_scores": lambda: {
+        "probabilities": torch.rand(SIZE, 2),
+        "y": torch.tensor([[0, 1], [1, 1], [0, 0]] * 2),
+        "num_bins": 10,
+    },
+    "regression_scores": lambda: {
+        "prediction": PredictionOfNumbers(),
+        "y": torch.randn(SIZE),
+        "level": 0.9,
+    },
+    "rmse": lambda: {"mean": torch.randn(SIZE), "y": torch.randn(SIZE)},
+    "log_predictive_density": lambda: {"log_density": torch.randn(SIZE)},
+    "crps": lambda: {"draws": torch.randn(5, SIZE), "y": torch.randn(SIZE)},
+    "interval_coverage": lambda: {
+        "lower": torch.randn(SIZE),
+        "upper": torch.randn(SIZE) + 9.0,
+        "y": torch.randn(SIZE),
+    },
+    "interval_width": lambda: {"lower": torch.randn(SIZE), "upper": torch.randn(SIZE) + 9.0},
+    "risk_coverage": lambda: {"uncertainty": torch.randn(SIZE), "loss": torch.rand(SIZE)},
+    **{
+        name: lambda: {"probabilities": probabilities()}
+        for name in ("entropy_score", "max_probability_score")
+    },
+    "mutual_information_score": lambda: {"draws": torch.randn(4, SIZE, 3).softmax(-1)},
+    "ood_scores": lambda: {"prediction": prediction_of_classes()},
+    "detection_scores": lambda: {"inside": torch.randn(SIZE), "outside": torch.randn(4)},
+    "detect": lambda: {
+        "prediction_inside": prediction_of_classes(),
+        "prediction_outside": prediction_of_classes(),
+    },
+    "corrupt": lambda: {
+        "images": torch.rand(2, 3, 4, 4),
+        "kind": "contrast",
+        "severity": 2,
+        "seed": 1,
     },
     "plot_regressions": lambda: {
         "predictions": {"mean field": prediction()},
@@ -570,6 +626,29 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 GUIDES = [name for name in VALID if name.endswith("Guide") or name == "AutoLowRankLRT"]
+
+
+def probabilities():
+    return torch.randn(SIZE, 3).softmax(-1)
+
+
+def prediction_of_classes():
+    model = classifier()
+    return ps.predict(model, ps.MeanFieldGuide(model), inputs(), 2)
+
+
+class PredictionOfNumbers:
+    """What `regression_scores` reads of a prediction."""
+
+    def __init__(self):
+        self.mean = torch.zeros(SIZE)
+        self.log_density = torch.full((SIZE,), -1.0)
+
+    def interval(self, level):
+        return self.mean - 2.0, self.mean + 2.0
+
+    def sample_observations(self, num_samples=1):
+        return torch.randn(4 * num_samples, SIZE)
 
 
 def prediction():

@@ -70,7 +70,27 @@ FINE = {
     "FanIn.standard_deviation.parameter": (
         "scalar, empty, deeper, complex, meta, longer, wider, whole, float32, nan, infinity"
     ),
-    "classification_scores.probabilities": "wider, float32",
+    # scores are computed in double for any dtype; more examples, or more draws
+    **dict.fromkeys(
+        (
+            *("classification_scores.probabilities", "accuracy.probabilities", "nll.probabilities"),
+            *("brier_score.probabilities", "*_calibration_error.probabilities"),
+            *("agreement.*", "total_variation.*", "rmse.*", "interval_*.*", "risk_coverage.*"),
+            *("regression_scores.y", "crps.y"),
+        ),
+        "float32",
+    ),
+    **dict.fromkeys(("crps.draws", "wasserstein.*"), "longer, float32"),
+    "detection_scores.*": "longer, wider, float32",
+    **dict.fromkeys(
+        ("max_probability_score.*", "entropy_score.*", "mutual_information_score.*"),
+        "longer, deeper, float32",
+    ),
+    "log_predictive_density.log_density": "longer, wider, float32",
+    "binary_scores.*": "float32, true, zero",
+    "regression_scores.level": "zero",
+    "corrupt.images": "longer, wider, float32",
+    "corrupt.seed": "zero",
     "plot_regressions.*": "float32, nan, infinity",
     # what the function is there to answer
     "estimate_memory.rank": "huge",

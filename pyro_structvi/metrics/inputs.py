@@ -1,0 +1,91 @@
+"""What scores take: probabilities, labels, tensors of one shape, and predictions."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_structvi._checks import brief, check_classes, check_finite, check_real, check_shape
+
+
+def checked_probabilities(name: str, probabilities: Tensor, dim: int = 2) -> Tensor:
+    """Return probabilities ``(..., classes)`` in double, from 0 to 1, or raise."""
+    check_real(name, probabilities, dim=dim)
+    check_not_empty(name, probabilities)
+    double = probabilities.detach().double().flatten(0, -2)
+    off = torch.maximum(_beyond(double).amax(-1), (double.sum(-1) - 1).abs())
+    wrong = ~(off <= _tolerance(probabilities))  # NaN too
+    if bool(wrong.any()):
+        index = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"`{name}` must be at least 0 and sum to 1 over the classes, but row "
+            f"{index} is not. Pass `logits.softmax(-1)` for logits."
+        )
+    return double.clamp(0, 1).reshape(probabilities.shape)
+
+
+def checked_shares(name: str, probabilities: Tensor) -> Tensor:
+    """Return probabilities of independent events in double, from 0 to 1, or raise."""
+    check_real(name, probabilities, dim=1)
+    check_not_empty(name, probabilities)
+    double = probabilities.detach().double()
+    if not bool((_beyond(double) <= _tolerance(probabilities)).all()):  # NaN too
+        raise ValueError(
+            f"`{name}` must be from 0 to 1 everywhere, but is not. Pass `logits.sigmoid()` for logits."
+        )
+    return double.clamp(0, 1)
+
+
+def checked_classes(name: str, y: Tensor, probabilities: Tensor) -> Tensor:
+    """Return the right classes ``(N,)``, on the device of ``(N, classes)`` probabilities, or raise."""
+    check_shape(name, y, probabilities.shape[:1], "(N,)", by="probabilities")
+    check_classes(name, y, probabilities.shape[-1])
+    return y.long().to(probabilities.device)
+
+
+def same_shape_doubles(**tensors: Tensor) -> list[Tensor]:
+    """Return finite tensors of one shape in double, on the first one's device, or raise."""
+    by, reference = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        check_real(name, tensor)
+        check_not_empty(name, tensor)
+        check_finite(name, tensor)
+        if tensor is not reference:
+            check_shape(name, tensor, reference.shape, f"that of `{by}`", by=by)
+    return [tensor.detach().double().to(reference.device) for tensor in tensors.values()]
+
+
+def check_not_empty(name: str, tensor: Tensor) -> None:
+    """Raise a ``ValueError`` if a tensor has no values, for a mean of none is no number."""
+    if not tensor.numel():
+        raise ValueError(f"`{name}` must hold at least one value, but got {brief(tensor)}.")
+
+
+def check_vector(name: str, tensor: Tensor) -> None:
+    """Raise a ``ValueError`` unless a tensor has one number for each example."""
+    if tensor.dim() != 1:
+        raise ValueError(
+            f"`{name}` must have one number for each example, (N,), but got {brief(tensor)}. Sum or "
+            "average over the other dimensions."
+        )
+
+
+def check_prediction(name: str, prediction: Any, *attributes: str) -> None:
+    """Raise a ``TypeError`` unless an object has what a score reads from a prediction."""
+    missing = [each for each in attributes if not hasattr(prediction, each)]
+    if missing or isinstance(prediction, type):
+        words = ", ".join(f"`{each}`" for each in attributes)
+        raise TypeError(
+            f"`{name}` must be a prediction, with {words}, but got {brief(prediction)}. "
+            "Pass what `predict` returns."
+        )
+
+
+def _beyond(probabilities: Tensor) -> Tensor:
+    """Return how far numbers are below 0 or above 1."""
+    return torch.maximum(-probabilities, probabilities - 1)
+
+
+def _tolerance(probabilities: Tensor) -> float:
+    """Return what rounding may do to probabilities of this dtype."""
+    return float(max(1e-3, torch.finfo(probabilities.dtype).eps ** 0.5))

@@ -1,0 +1,186 @@
+"""Scores of class probabilities, against their definitions and scikit-learn."""
+
+import math
+
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
+
+from pyro_structvi.metrics import (
+    accuracy,
+    adaptive_calibration_error,
+    brier_score,
+    classification_scores,
+    classwise_calibration_error,
+    expected_calibration_error,
+    nll,
+)
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def predicted(count=500, classes=4):
+    probabilities = (3 * torch.randn(count, classes)).softmax(-1)
+    return probabilities, torch.randint(classes, (count,))
+
+
+def error_by_definition(confidence, right, num_bins):
+    """Guo et al. (2017), Eq. 3, one bin after the other; the last one has 1."""
+    error = 0.0
+    for index in range(num_bins):
+        low, high = index / num_bins, (index + 1) / num_bins
+        inside = (confidence >= low) & ((confidence < high) | (high == 1.0))
+        if inside.any():
+            gap = right[inside].mean() - confidence[inside].mean()
+            error += float(inside.double().mean() * gap.abs())
+    return error
+
+
+def top(probabilities, y):
+    confidence, guess = probabilities.max(-1)
+    return confidence, (guess == y).double()
+
+
+def test_scores_of_right_classes_are_those_of_scikit_learn():
+    probabilities, y = predicted()
+    scores = classification_scores(probabilities, y)
+    assert scores.accuracy == accuracy_score(y, probabilities.argmax(-1))
+    assert scores.nll == pytest.approx(log_loss(y, probabilities), abs=1e-12)
+    expected = brier_score_loss(y, probabilities.numpy(), scale_by_half=False, labels=range(4))
+    assert scores.brier == pytest.approx(expected, abs=1e-12)
+    each = (accuracy(probabilities, y), nll(probabilities, y), brier_score(probabilities, y))
+    assert each == (scores.accuracy, scores.nll, scores.brier)
+
+
+def test_accuracy_and_nll():
+    probabilities = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]])
+    scores = classification_scores(probabilities, torch.tensor([0, 1, 0]))
+    assert scores.accuracy == pytest.approx(2 / 3)
+    expected = -torch.tensor([0.7, 0.6, 0.3]).log().mean().item()
+    assert scores.nll == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_bins", [1, 10, 15, 20])
+def test_calibration_error_by_its_definition(num_bins):
+    probabilities, y = predicted()
+    expected = error_by_definition(*top(probabilities, y), num_bins)
+    assert expected_calibration_error(probabilities, y, num_bins) == pytest.approx(
+        expected, abs=1e-12
+    )
+    scores = classification_scores(probabilities, y, num_bins)
+    assert scores.calibration_error == pytest.approx(expected, abs=1e-12)
+
+
+def test_fifteen_bins_by_default():
+    probabilities, y = predicted()
+    for error in (
+        expected_calibration_error,
+        adaptive_calibration_error,
+        classwise_calibration_error,
+    ):
+        assert error(probabilities, y) == error(probabilities, y, 15) != error(probabilities, y, 14)
+    scores = classification_scores(probabilities, y)
+    assert scores.calibration_error == expected_calibration_error(probabilities, y, 15)
+
+
+def test_certainty_is_in_the_last_bin():
+    probabilities = torch.tensor([[1.0, 0.0], [0.95, 0.05]])
+    y = torch.tensor([1, 0])
+    # In one bin: the accuracy is 1/2, the confidence 0.975. In two they would give (1 + 0.05) / 2.
+    assert expected_calibration_error(probabilities, y, 10) == pytest.approx(0.475, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_bins", [1, 7, 15, 500, 800])
+def test_adaptive_calibration_error_by_its_definition(num_bins):
+    probabilities, y = predicted()
+    confidence, right = top(probabilities, y)
+    order = sorted(range(500), key=lambda index: confidence[index].item())
+    expected, bins = 0.0, min(num_bins, 500)
+    for index in range(bins):
+        inside = [n for place, n in enumerate(order) if place * bins // 500 == index]
+        assert len(inside) in (500 // bins, 500 // bins + 1)
+        gap = right[inside].mean() - confidence[inside].mean()
+        expected += len(inside) / 500 * float(gap.abs())
+    error = adaptive_calibration_error(probabilities, y, num_bins)
+    assert error == pytest.approx(expected, abs=1e-12)
+
+
+def test_adaptive_calibration_error_knows_no_order_of_examples():
+    confidence = torch.tensor([0.6, 0.8]).repeat_interleave(20).unsqueeze(-1)
+    probabilities = torch.cat([confidence, 1 - confidence], -1)
+    y = (torch.arange(40) % 4 == 0).long()
+    # Of each kind 3 in 4 are right, in every bin of ties.
+    expected = (0.15 + 0.05) / 2
+    for order in (torch.arange(40), torch.randperm(40), y.argsort()):
+        error = adaptive_calibration_error(probabilities[order], y[order], 8)
+        assert error == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_bins", [10, 15])
+def test_classwise_calibration_error_by_its_definition(num_bins):
+    probabilities, y = predicted()
+    errors = [
+        error_by_definition(probabilities[:, label], (y == label).double(), num_bins)
+        for label in range(4)
+    ]
+    error = classwise_calibration_error(probabilities, y, num_bins)
+    assert error == pytest.approx(sum(errors) / 4, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_certain_mistake_has_an_infinite_nll_in_every_dtype(dtype):
+    probabilities = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype)
+    assert classification_scores(probabilities, torch.tensor([1, 1])).nll == torch.inf
+    assert nll(probabilities[1:], torch.tensor([1])) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "row", [[2.0, -1.0], [0.6, 0.6], [-0.2, 1.2], [0.3, 0.3], [torch.nan, 1.0], [1.2, 0.0]]
+)
+def test_what_is_no_vector_of_probabilities_is_refused(row, dtype):
+    rows = torch.tensor([[0.5, 0.5], row], dtype=dtype)
+    with pytest.raises(ValueError, match=r"must be at least 0 and sum to 1.*row 1.*softmax\(-1\)"):
+        classification_scores(rows, torch.tensor([0, 1]))
+
+
+def test_probabilities_have_two_dimensions():
+    for wrong in (torch.ones(2), torch.ones(2, 1).long()):
+        with pytest.raises(ValueError, match="`probabilities` must hold real numbers"):
+            classification_scores(wrong, torch.zeros(2).long())
+    with pytest.raises(ValueError, match=r"must have shape \(N, classes\), but have 3 dimensions"):
+        accuracy(torch.ones(5, 2, 1), torch.zeros(5).long())
+
+
+def test_there_must_be_examples():
+    with pytest.raises(ValueError, match="`probabilities` must hold at least one value"):
+        accuracy(torch.ones(0, 2), torch.zeros(0).long())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_softmax_in_any_dtype_is_taken(dtype):
+    probabilities = (3 * torch.randn(200, 1000)).softmax(-1).to(dtype)
+    classification_scores(probabilities, torch.zeros(200).long())
+
+
+def test_rounding_beyond_one_changes_nothing():
+    probabilities = (3 * torch.randn(50, 4, dtype=torch.float32)).softmax(-1)
+    probabilities[0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    y = probabilities.argmax(-1)
+    expected = classification_scores(probabilities, y)
+    probabilities[0] = torch.tensor([1 + 1.2e-7, -1e-9, 0.0, 0.0])
+    assert probabilities.max() > 1
+    scores = classification_scores(probabilities, y)
+    assert scores.calibration_error == pytest.approx(expected.calibration_error, abs=1e-9)
+    assert scores.nll == pytest.approx(expected.nll)
+
+
+def test_classes_must_fit():
+    with pytest.raises(ValueError, match=r"`y` must have shape \(N,\) = \(3,\), but got \(2,\)"):
+        classification_scores(torch.ones(3, 2) / 2, torch.zeros(2, dtype=torch.long))
+
+
+def test_classes_may_be_of_32_bits_and_probabilities_with_a_gradient():
+    probabilities, y = predicted()
+    expected = classification_scores(probabilities, y)
+    assert classification_scores(probabilities.requires_grad_(), y.int()) == expected

@@ -1,0 +1,189 @@
+"""Scores of predicted numbers, against closed forms for normals and the definition."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from scipy.integrate import quad
+from sklearn.metrics import root_mean_squared_error
+from torch import Tensor
+from torch.distributions import Normal
+from torchmetrics.functional.regression import continuous_ranked_probability_score
+
+from pyro_structvi.metrics import (
+    crps,
+    interval_coverage,
+    interval_width,
+    log_predictive_density,
+    regression_scores,
+    rmse,
+)
+
+
+@dataclass(frozen=True)
+class NormalPrediction:
+    """What a prediction has, of normals with known moments."""
+
+    mean: Tensor
+    scale: Tensor
+    log_density: Tensor | None
+    draws: int = 4000
+
+    def interval(self, level):
+        reach = Normal(0.0, 1.0).icdf(torch.tensor((1 + level) / 2))
+        return self.mean - reach * self.scale, self.mean + reach * self.scale
+
+    def sample_observations(self, num_samples=1):
+        return self.mean + self.scale * torch.randn(num_samples * self.draws, *self.mean.shape)
+
+
+def of_normals(y, mean, scale, draws=4000):
+    density = Normal(mean, scale).log_prob(y).reshape(len(y), -1).sum(-1)
+    return NormalPrediction(mean, scale, density, draws)
+
+
+def crps_of_a_normal(mean, scale, y):
+    """Gneiting and Raftery (2007), the equation after Eq. 21."""
+    z, unit = (y - mean) / scale, Normal(0.0, 1.0)
+    return scale * (z * (2 * unit.cdf(z) - 1) + 2 * unit.log_prob(z).exp() - torch.pi**-0.5)
+
+
+def crps_by_pairs(draws, y):
+    gaps = (draws.unsqueeze(0) - draws.unsqueeze(1)).abs().sum((0, 1))
+    return (draws - y).abs().mean(0) - gaps / (2 * len(draws) * (len(draws) - 1))
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 2), ()])
+@pytest.mark.parametrize("count", [2, 3, 50])
+def test_crps_by_sorting_is_that_by_pairs(shape, count):
+    draws, y = torch.randn(count, *shape), torch.randn(shape)
+    torch.testing.assert_close(crps(draws, y), crps_by_pairs(draws, y), rtol=0, atol=1e-12)
+    far = crps(draws + 1e6, y + 1e6)
+    torch.testing.assert_close(far, crps(draws, y), rtol=0, atol=1e-9)  # rounding of the sums
+
+
+def test_crps_of_ties():
+    draws = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0]).unsqueeze(-1)
+    y = torch.tensor([2.0])
+    torch.testing.assert_close(crps(draws, y), crps_by_pairs(draws, y), rtol=0, atol=1e-12)
+
+
+def test_crps_of_torchmetrics_is_that_of_the_draws_themselves():
+    draws, y = torch.randn(20, 6), torch.randn(6)
+    biased = continuous_ranked_probability_score(draws.T, y)
+    pairs = (draws.unsqueeze(0) - draws.unsqueeze(1)).abs().mean((0, 1))
+    expected = biased - (pairs / 2 * 20 / 19 - pairs / 2).mean()
+    torch.testing.assert_close(crps(draws, y).mean(), expected, rtol=0, atol=1e-12)
+
+
+def test_crps_is_unbiased_for_few_draws():
+    # 400,000 pairs of standard normal draws: 5 standard errors, P(false alarm) = 6e-7.
+    y = torch.full((400_000,), 0.3)
+    scores = crps(torch.randn(2, len(y)), y)
+    error = scores.mean() - crps_of_a_normal(0.0, 1.0, y[0])
+    assert error.abs() < 5 * scores.std() / len(y) ** 0.5
+
+
+def test_crps_of_a_normal_in_closed_form():
+    mean, scale = torch.tensor([0.0, 1.0, -2.0]), torch.tensor([1.0, 0.5, 3.0])
+    y = torch.tensor([0.5, 3.0, -2.0])
+    quantiles = (torch.arange(20_000) + 0.5) / 20_000
+    draws = mean + scale * torch.special.ndtri(quantiles).unsqueeze(-1)
+    expected = crps_of_a_normal(mean, scale, y)
+    # The tails beyond the last quantile, 1/40,000, and the fair factor S / (S - 1): below 1e-4.
+    torch.testing.assert_close(crps(draws, y), expected, rtol=0, atol=1e-4 * 3)
+
+
+def test_the_closed_form_is_the_integral():
+    unit, y = Normal(0.0, 1.0), 0.7
+    below = quad(lambda t: unit.cdf(torch.tensor(t)).item() ** 2, -12, y)[0]
+    above = quad(lambda t: (1 - unit.cdf(torch.tensor(t)).item()) ** 2, y, 12)[0]
+    closed = crps_of_a_normal(0.0, 1.0, torch.tensor(y)).item()
+    assert closed == pytest.approx(below + above, abs=1e-10)
+
+
+def test_certain_draws_have_the_absolute_error():
+    assert crps(torch.full((5, 2), 3.0), torch.tensor([1.0, 3.5])).tolist() == [2.0, 0.5]
+
+
+def test_rmse_is_that_of_scikit_learn():
+    mean, y = torch.randn(30, 2), torch.randn(30, 2)
+    expected = root_mean_squared_error(y.flatten(), mean.flatten())
+    assert rmse(mean, y) == pytest.approx(expected, abs=1e-12)
+
+
+def test_log_predictive_density():
+    assert log_predictive_density(torch.tensor([-1.0, -2.5])) == -1.75
+    assert log_predictive_density(torch.tensor([-1.0, -torch.inf])) == -torch.inf
+    with pytest.raises(ValueError, match=r"`log_density` must have one number.*logsumexp\(0\)"):
+        log_predictive_density(torch.zeros(5, 2))
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="`log_density` must be finite"):
+            log_predictive_density(torch.tensor([-1.0, wrong]))
+
+
+def test_intervals_have_their_ends():
+    lower, upper = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 1.0, 4.0])
+    assert interval_coverage(lower, upper, torch.tensor([0.0, 1.0, 1.1, 0.9])) == 0.5
+    assert interval_width(lower, upper) == 1.5
+    for call in (
+        lambda: interval_width(upper, lower),
+        lambda: interval_coverage(upper, lower, lower),
+    ):
+        with pytest.raises(ValueError, match="`lower` must be at most `upper`"):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(300,), (100, 3)])
+def test_all_scores_of_normals(shape):
+    mean, scale = torch.randn(shape), 0.5 + torch.rand(shape)
+    y = mean + scale * torch.randn(shape)
+    density = Normal(mean, scale).log_prob(y).reshape(len(y), -1).sum(-1)
+    scores = regression_scores(NormalPrediction(mean, scale, density), y, level=0.9)
+    assert scores.rmse == rmse(mean, y)
+    assert scores.log_density == pytest.approx(density.mean().item(), abs=1e-12)
+    reach = 1.6448536269514722
+    inside = ((y - mean).abs() <= reach * scale).double().mean().item()
+    assert scores.coverage == pytest.approx(inside, abs=1e-12)
+    assert scores.width == pytest.approx(2 * reach * scale.mean().item(), abs=1e-12)
+    # A score has a deviation below 1 over 4000 draws, and 300 are averaged: 6 standard errors.
+    expected = crps_of_a_normal(mean, scale, y).mean().item()
+    assert scores.crps == pytest.approx(expected, abs=6 / (4000 * 300) ** 0.5)
+    wider = regression_scores(NormalPrediction(mean, scale, density), y)
+    assert wider.width == pytest.approx(2 * 1.959963984540054 * scale.mean().item(), abs=1e-12)
+
+
+def test_a_single_draw_gives_100_observations():
+    mean, scale = torch.zeros(5000), torch.ones(5000)
+    y = torch.randn(5000)
+    prediction = of_normals(y, mean, scale, draws=1)
+    scores = regression_scores(prediction, y)
+    # As above, with 100 observations for each of 5000 targets.
+    expected = crps_of_a_normal(mean, scale, y).mean().item()
+    assert scores.crps == pytest.approx(expected, abs=6 / (100 * 5000) ** 0.5)
+
+
+def test_what_a_prediction_must_have():
+    y = torch.randn(4, 1)
+    prediction = of_normals(y, torch.zeros(4, 1), torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"`prediction` must have a log density.*y=y\)"):
+        regression_scores(replace(prediction, log_density=None), y)
+    with pytest.raises(TypeError, match="`prediction` must be a prediction, with `mean`"):
+        regression_scores(y, y)
+    with pytest.raises(ValueError, match=r"`y` must have shape that of `mean` = \(4, 1\)"):
+        regression_scores(prediction, y.squeeze(-1))
+
+
+def test_draws_must_fit():
+    with pytest.raises(ValueError, match=r"`draws` must have shape \(S, \*y.shape\) = \(5, 3\)"):
+        crps(torch.zeros(5, 2), torch.zeros(3))
+    with pytest.raises(
+        ValueError, match="`draws` must hold at least 2 draws of each target, but got 1"
+    ):
+        crps(torch.zeros(1, 3), torch.zeros(3))
+
+
+def test_scores_are_computed_in_double():
+    draws, y = torch.randn(50, 7).half(), torch.randn(7).half()
+    assert torch.equal(crps(draws, y), crps(draws.double(), y.double()))
+    assert rmse(draws[0], y) == rmse(draws[0].double(), y.double())
