@@ -18,7 +18,7 @@ TITLES = {
     "energy": "UCI energy with a gap, 8-50-2 ReLU, 512 examples",
 }
 FLOORS = ("prior", "MAP")
-CEILING = "NUTS again"
+CEILING = "reference, again"
 
 Row = tuple[str, ...]
 Cells = dict[str, dict[str, list[float]]]  # by method and quantity, a value for each run

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -143,6 +144,9 @@ def nuts(
     _check_settings(num_samples, target_accept_prob)
     translated = to_numpyro(model)
     _check_data(model, x, y)
+    if not model.is_num_data_given:  # `fit` sets it likewise
+        model.num_data = len(x)
+        translated = replace(translated, num_data=len(x))
     example = _check_translation(model, translated, x, y)
     with jax.enable_x64(True):
         kernel = NUTS(
@@ -189,7 +193,7 @@ def _check_data(model: Any, x: Tensor, y: Tensor) -> None:
         check_no_nan(name, value)
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"`{name}` must be finite, but it holds infinite values.")
-    if model.num_data not in (None, len(x)):
+    if model.is_num_data_given and model.num_data != len(x):
         raise ValueError(
             f"`x` must hold all {model.num_data} training examples (the model's `num_data`), but "
             f"got {len(x)}: a sampler needs all the data at each step. Pass all of it, or make the "

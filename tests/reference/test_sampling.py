@@ -297,6 +297,16 @@ def test_divergences_are_counted_and_warned_of():
 # ---- bad input ---------------------------------------------------------------------------------
 
 
+def test_the_number_of_examples_is_that_of_the_data_where_it_is_not_given():
+    draws = []
+    for num_data in (None, NUM_DATA):
+        torch.manual_seed(0)
+        model = Regressor(bayesianize(nn.Linear(3, 1), prior=1.0), num_data, 0.5)
+        draws.append(nuts(model, *make_data(), num_warmup=80, num_samples=4, progress=False))
+        assert model.num_data == NUM_DATA
+    assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
+
+
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got Linear"):
         nuts(nn.Linear(3, 1), *make_data())
