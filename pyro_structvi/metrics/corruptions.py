@@ -1,6 +1,7 @@
 """Images that are harder to classify: noise, blur, contrast, brightness, coarse pixels, JPEG."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from importlib import import_module
 from io import BytesIO
@@ -120,7 +121,7 @@ def _noise_of(image: Tensor, seed: int) -> Tensor:
 
 def _blurred(images: Tensor, level: float) -> Tensor:
     blur = _library("torchvision.transforms.v2.functional", "blur", "torchvision").gaussian_blur
-    reach = -int(-4 * level // 1)  # standard deviations, as scikit-image has it
+    reach = math.ceil(4 * level)  # beyond 4 standard deviations there is nothing to see
     sizes = [2 * min(reach, size - 1) + 1 for size in reversed(images.shape[-2:])]
     blurred: Tensor = blur(images, sizes, [level, level])
     return blurred
