@@ -1,6 +1,7 @@
 """Images that are harder to classify: noise, blur, contrast, brightness, coarse pixels, JPEG."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from importlib import import_module
 from io import BytesIO
@@ -120,10 +121,13 @@ def _noise_of(image: Tensor, seed: int) -> Tensor:
 
 def _blurred(images: Tensor, level: float) -> Tensor:
     blur = _library("torchvision.transforms.v2.functional", "blur", "torchvision").gaussian_blur
-    reach = -int(-4 * level // 1)  # standard deviations, as scikit-image has it
-    sizes = [2 * min(reach, size - 1) + 1 for size in reversed(images.shape[-2:])]
-    blurred: Tensor = blur(images, sizes, [level, level])
-    return blurred
+    reach = math.ceil(4 * level)  # beyond 4 standard deviations there is nothing to see
+    height, width = (2 * min(reach, size - 1) + 1 for size in images.shape[-2:])
+    channels = images.flatten(0, 1).unsqueeze(1)
+    # One direction after the other, a third of the time.
+    across: Tensor = blur(channels, [width, 1], [level, level])
+    both: Tensor = blur(across, [1, height], [level, level])
+    return both.reshape(images.shape)
 
 
 def _with_less_contrast(images: Tensor, level: float) -> Tensor:

@@ -53,6 +53,11 @@ def test_calibration_error_by_its_definition(num_bins):
     assert error == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_label_is_predicted_above_one_half():
+    assert binary_scores(torch.tensor([0.51, 0.49, 0.5]), torch.tensor([1, 0, 0])).accuracy == 1
+    assert binary_scores(torch.tensor([0.51, 0.49, 0.5]), torch.tensor([0, 1, 1])).accuracy == 0
+
+
 def test_certainty():
     certain = torch.tensor([1.0, 0.0])
     assert binary_scores(certain, torch.tensor([1, 0])).nll == 0

@@ -173,6 +173,9 @@ def test_rounding_beyond_one_changes_nothing():
     scores = classification_scores(probabilities, y)
     assert scores.calibration_error == pytest.approx(expected.calibration_error, abs=1e-9)
     assert scores.nll == pytest.approx(expected.nll)
+    assert nll(probabilities[:1], torch.tensor([1])) == torch.inf
+    certain = brier_score(probabilities[:1], torch.tensor([0]))
+    assert certain == 0
 
 
 def test_classes_must_fit():
