@@ -88,13 +88,13 @@ class Passes:
         """Yield the passes of so many draws: those of some draws at all mini-batches before the next."""
         draws = Draws(self._posterior, total, self._batches[0][0])
         first = draws.take(1)
-        with _counted_bytes() as layers:
+        with counted_bytes() as layers:
             outputs = self._run_first(first)
         yield Pass(0, self._kept(first), outputs)
         yield from self._run_batches(first, 1)
-        weights = _bytes_of(first)
+        weights = bytes_of(first)
         at_once = self._fitting(weights)  # whatever the inputs: a seed then gives the same draws
-        in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs))
+        in_pass = self._fitting(weights + sum(layers) + bytes_of(outputs))
         while draws.left:
             for part in _split(draws.take(min(at_once, draws.left)), in_pass):
                 yield from self._run_batches(part)
@@ -184,12 +184,12 @@ def _checks_of(distribution: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _counted_bytes() -> Iterator[list[int]]:
+def counted_bytes() -> Iterator[list[int]]:
     """Count the bytes of the outputs of all modules that run in this block."""
     found: list[int] = []
 
     def count(module: Any, args: Any, outputs: Any) -> None:
-        found.append(_bytes_of(dict(enumerate(take_apart(outputs)[0]))))
+        found.append(bytes_of(dict(enumerate(take_apart(outputs)[0]))))
 
     handle = register_module_forward_hook(count)
     try:
@@ -198,7 +198,8 @@ def _counted_bytes() -> Iterator[list[int]]:
         handle.remove()
 
 
-def _bytes_of(values: Mapping[Any, Any]) -> int:
+def bytes_of(values: Mapping[Any, Any]) -> int:
+    """Return how many bytes the tensors among some values take."""
     tensors = (value for value in values.values() if isinstance(value, Tensor))
     return sum(value.numel() * value.itemsize for value in tensors)
 
