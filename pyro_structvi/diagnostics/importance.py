@@ -16,10 +16,11 @@ from torch import Tensor
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.distributions import BernoulliDropout, PointMass, PointMixture, PrunedNormal
+from pyro_structvi.families import Members
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.joint_posterior import in_one_pass
 from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.posterior.passes import bytes_of, counted_bytes
+from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode
 
 MIN_SAMPLES = 25  # of which a fifth, 5, are the tail that a Pareto distribution is fitted to
@@ -71,8 +72,9 @@ def pareto_k(
     posterior has several modes; predictions may be good all the same, so check these on held-out data
     (:func:`expected_coverage`). A gap between the two bounds is a part of ``KL(q, posterior)``.
 
-    Weights are drawn, whatever the guide's ``local_reparam``, and the model runs in evaluation mode. Of
-    inducing weights that layers share, the weights are those of both sets together.
+    Weights are drawn, whatever the guide's ``local_reparam``, and the model runs in evaluation mode. The
+    density of an ``InducingWeightGuide`` is that of the weights W alone, so that its ELBO here is above
+    the bound on W and U that training has; with ``shared=True`` it is that of W and U together.
 
     Args:
         model: The model.
@@ -119,7 +121,7 @@ def pareto_k(
             return _log_weight(model, guide.in_pass(joint, None), args, kwargs)
 
         joint.factorize()
-        log_weights = _of_draws(log_weight, num_samples, joint.draw())
+        log_weights = _of_draws(log_weight, num_samples)
     return _diagnosis(log_weights)
 
 
@@ -127,8 +129,8 @@ def _check_density(guide: StructuredGuide) -> None:
     """Raise a ``ValueError`` if the posterior of some site has no density."""
     without = (PointMass, PointMixture, BernoulliDropout, PrunedNormal)
     for posterior in guide.all_posteriors():
-        q = posterior()
-        if isinstance(q, without) or getattr(q, "is_mixture", False):
+        of_inducing = getattr(posterior.family, "posterior", None)
+        if isinstance(posterior(), without) or isinstance(of_inducing, Members):
             raise ValueError(
                 "`guide` must have a density over all weights, but its posterior of "
                 f"'{posterior.site.name}', {posterior.family}, has none. Compare its predictions with "
@@ -175,17 +177,15 @@ def _check_sites(of_model: Any, of_guide: Any) -> None:
         )
 
 
-def _of_draws(
-    log_weight: Callable[[Any], Tensor], count: int, example: Mapping[str, Tensor]
-) -> Tensor:
+def _of_draws(log_weight: Callable[[Any], Tensor], count: int) -> Tensor:
     """Return the log weights of so many draws: the first by itself, the others together if possible.
 
     What torch cannot vectorize runs draw by draw; then only the time differs. Under vmap nothing can be
     validated, so what is wrong in any case must show in the first draw, or as a NaN.
     """
-    with counted_bytes() as layers:
+    with counted_bytes() as outputs:  # of layers, and of the guide, which are the weights
         first = log_weight(0)
-    at_once = max(1, MAX_BYTES // max(1, bytes_of(example) + sum(layers)))
+    at_once = max(1, MAX_BYTES // max(1, sum(outputs)))
     numbers = torch.arange(1, count, device=first.device)
     try:
         with pyro.validation_enabled(False):

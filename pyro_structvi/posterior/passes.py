@@ -92,9 +92,9 @@ class Passes:
             outputs = self._run_first(first)
         yield Pass(0, self._kept(first), outputs)
         yield from self._run_batches(first, 1)
-        weights = bytes_of(first)
+        weights = _bytes_of(first)
         at_once = self._fitting(weights)  # whatever the inputs: a seed then gives the same draws
-        in_pass = self._fitting(weights + sum(layers) + bytes_of(outputs))
+        in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs))
         while draws.left:
             for part in _split(draws.take(min(at_once, draws.left)), in_pass):
                 yield from self._run_batches(part)
@@ -189,7 +189,7 @@ def counted_bytes() -> Iterator[list[int]]:
     found: list[int] = []
 
     def count(module: Any, args: Any, outputs: Any) -> None:
-        found.append(bytes_of(dict(enumerate(take_apart(outputs)[0]))))
+        found.append(_bytes_of(dict(enumerate(take_apart(outputs)[0]))))
 
     handle = register_module_forward_hook(count)
     try:
@@ -198,8 +198,7 @@ def counted_bytes() -> Iterator[list[int]]:
         handle.remove()
 
 
-def bytes_of(values: Mapping[Any, Any]) -> int:
-    """Return how many bytes the tensors among some values take."""
+def _bytes_of(values: Mapping[Any, Any]) -> int:
     tensors = (value for value in values.values() if isinstance(value, Tensor))
     return sum(value.numel() * value.itemsize for value in tensors)
 
