@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from pyro_structvi._checks import Rule, check_no_nan, check_real, check_shape, checked
+from pyro_structvi._checks import Rule, check_finite, check_real, check_shape, checked
 
 WithIntervals = Annotated[
     Any,
@@ -59,7 +59,7 @@ def expected_coverage(
     Raises:
         TypeError: If ``prediction`` has no intervals.
         ValueError: If a level is not between 0 and 1, there is none, or ``y`` has not the intervals'
-            shape or holds a NaN.
+            shape or is not finite.
 
     Example:
         >>> import torch
@@ -75,7 +75,7 @@ def expected_coverage(
     if not len(levels):
         raise ValueError("`levels` must hold at least one level, but is empty.")
     check_real("y", y, dim=1)
-    check_no_nan("y", y)
+    check_finite("y", y)
     return {float(level): _coverage(prediction, y, level) for level in levels}
 
 

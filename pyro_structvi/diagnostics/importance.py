@@ -23,7 +23,7 @@ from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode
 
-MIN_SAMPLES = 25  # of which a fifth, 5, are the tail that a Pareto distribution is fitted to
+MIN_SAMPLES = 100  # of which a fifth is the tail that a Pareto distribution is fitted to
 MAX_BYTES = 2**25  # of weights and layers' outputs in one pass, as by default in `predict`
 ROUNDING = 1e-8  # log weights within it, relative to their size, are equal
 
@@ -81,7 +81,7 @@ def pareto_k(
         guide: A fitted guide with a density: no points, ensembles or dropout.
         *args: The arguments of model and guide: *all* training data, observations included. A mini-batch
             gives the weights of another posterior.
-        num_samples: The number S of draws, at least 25.
+        num_samples: The number S of draws, at least 100.
         **kwargs: Their keyword arguments.
 
     Returns:
@@ -89,8 +89,8 @@ def pareto_k(
 
     Raises:
         ImportError: If ArviZ is not installed.
-        ValueError: If the guide has no density or not the model's sites, ``num_samples`` is below 25, or
-            a log weight is NaN.
+        ValueError: If the guide has no density or not the model's sites, ``num_samples`` is below 100,
+            or a log weight is NaN.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize

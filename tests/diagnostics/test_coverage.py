@@ -65,7 +65,7 @@ def test_several_targets_count_each_and_the_error_is_that_of_the_examples():
         ({"prediction": None}, TypeError, "`prediction` must be a prediction of real targets"),
         ({"prediction": Normals}, TypeError, "`prediction` must be .* got the class Normals"),
         ({"y": torch.zeros(4)}, ValueError, r"`y` must have shape .* = \(3,\), but got \(4,\)"),
-        ({"y": torch.tensor([0.0, torch.nan, 1.0])}, ValueError, "`y` holds 1 NaN of 3 values"),
+        ({"y": torch.tensor([0.0, torch.nan, 1.0])}, ValueError, "`y` must be finite everywhere"),
         ({"levels": [0.5, 1.0]}, TypeError, "`levels` must be"),
         ({"levels": []}, ValueError, "`levels` must hold at least one level"),
     ],
