@@ -35,7 +35,7 @@ def exact_fit(width=1.0, shift=0.0, draws=19):
 
 
 def test_ranks_of_the_exact_posterior_are_uniform():
-    """Six quantities; a chi-square test each, P = 1e-6 in all."""
+    """Five quantities; a chi-square test each, P = 1e-6 in all."""
     found = simulation_based_calibration(make, exact_fit(), INPUTS, 100, 19)
     assert [*found.ranks] == [*(f"f(x[{number}])" for number in range(4)), "log likelihood"]
     for name, ranks in found.ranks.items():
