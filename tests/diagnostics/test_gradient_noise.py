@@ -68,7 +68,7 @@ def assert_snr_of_normals(found, expected, count):
 def test_one_weight_in_closed_form(kl_weight, local_reparam):
     """Exact for ``loc``, whose gradient is normal; for ``log_scale`` to first order in 1 / draws."""
     model, guide, data = one_weight(local_reparam)
-    count, objective = 500, ps.StructuredELBO(kl_weight)
+    count, objective = 300, ps.StructuredELBO(kl_weight)
     noise = gradient_snr(model, guide, *data, num_samples=count, objective=objective)
     of_loc, of_scale = closed_form(*data, kl_weight, local_reparam)
     assert_snr_of_normals(noise[KEYS[0]].snr, of_loc[0] ** 2 / of_loc[1], count)
@@ -93,7 +93,7 @@ def test_a_schedule_is_read_at_its_present_step_and_stays_there():
 
 def test_particles_divide_the_variance():
     model, guide, data = one_weight(local_reparam=True)
-    objective, count = ps.StructuredELBO(num_particles=4), 150
+    objective, count = ps.StructuredELBO(num_particles=4), 100
     found = gradient_snr(model, guide, *data, num_samples=count, objective=objective)[KEYS[0]].snr
     mean, variance, *_ = closed_form(*data, 1.0, local_reparam=True)[0]
     assert_snr_of_normals(found, 4 * mean**2 / variance, count)
