@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,6 +33,7 @@ MODULES = [
     *("pyro_structvi.posterior", "pyro_structvi.posterior.pruning"),
     *("pyro_structvi.posterior.element_scores", "pyro_structvi.posterior.warm_start"),
     *("pyro_structvi.reference", "pyro_structvi.metrics", "pyro_structvi.plots"),
+    "pyro_structvi.diagnostics",
 ]
 
 # Made by the library and handed to users; not called by them.
@@ -40,6 +41,8 @@ RECORDS = {
     *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
     *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
     *("BinaryScores", "DetectionScores", "RegressionScores", "RiskCoverage"),
+    *("CalibrationRanks", "Coverage", "GradientNoise", "ImportanceDiagnosis", "ModelDraw"),
+    "Spectrum",
 }
 # Base classes without instances; their subclasses are called.
 ABSTRACT = {"Family", "GaussianWeight", "MatrixFamily", "MemoryLimitedFamily", "WeightDistribution"}
@@ -511,6 +514,31 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "y": torch.randn(4),
         "truth": torch.randn(SIZE),
         "limits": (-1.0, 1.0),
+    },
+    # diagnostics
+    "gradient_snr": lambda: {
+        **passes(),
+        "num_samples": 2,
+        "objective": ps.StructuredELBO(),
+    },
+    "spectra": lambda: {"guide": ps.KTiedGuide(regressor(), rank=2)},
+    "compress_scales": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
+    "pareto_k": lambda: {**passes(), "num_samples": 100},
+    "simulation_based_calibration": lambda: {
+        "make_model": regressor,
+        "fit": lambda model, x, y: ps.MeanFieldGuide(model),
+        "x": inputs(),
+        "num_simulations": 10,
+        "num_samples": 2,
+        "functions": {"first": lambda draw: draw.function[0, 0]},
+        "site": "obs",
+    },
+    "expected_coverage": lambda: {
+        "prediction": SimpleNamespace(
+            interval=lambda level: (-torch.ones(SIZE, 1), torch.ones(SIZE, 1))
+        ),
+        "y": targets(),
+        "levels": [0.5, 0.9],
     },
     # distributions
     "AugmentedMatrixNormal": lambda: {

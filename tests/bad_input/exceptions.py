@@ -66,6 +66,8 @@ FINE = {
     "PoissonRegressor.forward.y": "whole, float32",
     "*.forward.x": "longer, wider, deeper",
     "laplace_variances.x": "longer, deeper",
+    "simulation_based_calibration.x": "longer, deeper",
+    "expected_coverage.y": "float32",
     "predictive_distance.*": "deeper, longer, float32",
     "FanIn.standard_deviation.parameter": (
         "scalar, empty, deeper, complex, meta, longer, wider, whole, float32, nan, infinity"
@@ -98,6 +100,7 @@ FINE = {
     "Subnetwork.chosen": "unknown key, empty",
     "largest.variances": "unknown key",
     "plot_regressions.predictions": "unknown key",
+    "simulation_based_calibration.functions": "unknown key",
     "bayesianize.layers": "empty",
 }
 
@@ -137,6 +140,8 @@ EXCEPTIONS = {
     "Pyro's own errors of observed sites": {
         "StructuredELBO.*.y": "none, nan, infinity",
         "CompiledSVI.*.y": "none, nan, infinity",
+        "gradient_snr.y": "none, nan, infinity",
+        "pareto_k.y": "none, nan, infinity",
         "predict.y": "infinity",
         "to_inference_data.y": "infinity",
     },
