@@ -59,7 +59,7 @@ def plot_reliability(
     Example:
         >>> import torch
         >>> ax = plot_reliability(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), [0, 0])
-        >>> [bar.get_height() for bar in ax.containers[0]]
+        >>> [float(bar.get_height()) for bar in ax.containers[0]]
         [0.0, 1.0]
 
     References:

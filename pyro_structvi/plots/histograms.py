@@ -45,8 +45,8 @@ def plot_histograms(
     for index, (name, scores) in enumerate(groups.items()):
         density, _ = np.histogram(scores, edges, density=True)
         style = curve_style(index)
-        ax.stairs(density, edges, fill=True, color=(style["color"], 0.3))
-        ax.stairs(density, edges, label=name, **style)
+        line = {"edgecolor": style["color"], "linestyle": style["linestyle"], "linewidth": 1.2}
+        ax.stairs(density, edges, fill=True, facecolor=(style["color"], 0.3), label=name, **line)
     ax.set_ylim(bottom=0)
     add_labels(ax, label, "density")
     add_legend(ax)

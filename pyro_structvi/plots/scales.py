@@ -112,7 +112,8 @@ def plot_scale_matrix(
 
     Raises:
         ValueError: If a standard deviation is not positive, a rank is not one that the matrix can
-            have, or the number of axes is another one.
+            have, or the number of axes is another one, or they are of
+            several figures.
 
     Example:
         >>> import torch
@@ -135,6 +136,8 @@ def plot_scale_matrix(
         raise ValueError(f"`ranks` must hold at least one number, all from 1 to {most}.")
     if axes is not None and len(axes) != 1 + len(ranks):
         raise ValueError(f"`axes` must hold {1 + len(ranks)} axes, but got {len(axes)}.")
+    if axes is not None and len({figure_of(each) for each in axes}) > 1:
+        raise ValueError("`axes` must be of one figure, which has one colour bar for all of them.")
     panels = _matrix_panels(matrix, len(ranks)) if axes is None else list(axes)
     approximations = [_truncated(matrix, rank) for rank in ranks]
     titles = [
