@@ -1,7 +1,6 @@
 """What users give to be drawn, as checked arrays of numpy."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +9,9 @@ from torch import Tensor
 
 from pyro_structvi._checks import brief, check_classes, shape_text
 
-# What can be drawn: one-dimensional where a list of numbers serves, of any dimension otherwise.
-Values = Tensor | NDArray[Any] | Sequence[float]
-Matrix = Tensor | NDArray[Any]
+# What can be drawn: a list of numbers too, where one dimension is enough.
+Values = Tensor | np.ndarray | Sequence[float]
+Matrix = Tensor | np.ndarray
 Array = NDArray[np.float64]
 
 

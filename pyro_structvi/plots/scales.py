@@ -108,7 +108,7 @@ def plot_scale_matrix(
             figure when None.
 
     Returns:
-        The axes of the panels: the matrix, then the ranks in their order.
+        The axes of the panels, first of the matrix and then of the ranks in their order.
 
     Raises:
         ValueError: If a standard deviation is not positive, a rank is not one that the matrix can

@@ -75,6 +75,24 @@ def test_a_name_that_stands_far_away_has_a_line_to_its_point():
     assert all((text.arrow_patch is not None) == (text in far) for text in texts)
 
 
+def test_no_line_runs_through_the_name_of_another_point():
+    rows = {f"number {index:02}": row for index, row in enumerate(many_rows(0.1).values())}
+    ax = plot_distance_over_cost(rows, Figure(figsize=(5, 3.2)).subplots())
+    ax.figure.draw_without_rendering()
+    texts = names_in(ax)
+    boxes = {text: super(Annotation, text).get_window_extent() for text in texts}
+    lines = {text: text.arrow_patch for text in texts if text.arrow_patch is not None}
+    assert lines
+    crossed = [
+        (text.get_text(), other.get_text())
+        for text, line in lines.items()
+        for other, box in boxes.items()
+        if other is not text
+        and line.get_path().transformed(line.get_transform()).intersects_bbox(box, filled=False)
+    ]
+    assert crossed == []
+
+
 def test_a_name_alone_stands_right_beside_its_point():
     (text,) = names_in(plot_distance_over_cost({"a": (1.0, 0.5)}, ax=Figure().subplots()))
     assert (text.xyann, text.get_horizontalalignment()) == ((5, 0), "left")
