@@ -200,6 +200,8 @@ def plot_regressions(
         panel.set_ylim(limits or _padded(points[1]))
     for panel in panels[len(predictions) :]:
         panel.remove()
+    for panel in panels[max(0, len(predictions) - columns) : len(predictions)]:
+        panel.xaxis.set_tick_params(labelbottom=True)  # the lowest panel of each column
     figure = figure_of(panels[0])
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

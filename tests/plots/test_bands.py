@@ -76,6 +76,8 @@ def test_one_panel_a_method_with_three_bands(tmp_path):
     assert [panel.get_title() for panel in figure.axes] == titles
     bands = [c for c in figure.axes[0].collections if "Poly" in type(c).__name__]
     assert len(bands) == 3
+    labelled = [panel.xaxis.get_tick_params()["labelbottom"] for panel in figure.axes]
+    assert labelled == [False, True, True, True, True], "the lowest panel of each column"
     for width, band in enumerate(bands, 1):
         heights = band.get_paths()[0].vertices[:, 1]
         mean, scale = prediction.mean.flatten(), prediction.variance.flatten().sqrt()
