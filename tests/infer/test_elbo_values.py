@@ -1,5 +1,7 @@
 """StructuredELBO and Pyro's ELBOs: their terms, exact means and gradients, and where the optimum is."""
 
+import math
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
