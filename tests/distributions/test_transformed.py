@@ -39,18 +39,18 @@ def by_trapezoids(q, log_density):
 
 
 PRIORS = {
-    "half-normal": dist.HalfNormal(0.7),
-    "gamma": dist.Gamma(2.0, 3.0),
-    "inverse gamma": dist.InverseGamma(2.0, 1.0),
-    "log-normal": dist.LogNormal(0.2, 2.0),
-    "half-Cauchy": dist.HalfCauchy(1.0),
-    "exponential": dist.Exponential(2.0),
+    "half-normal": lambda: dist.HalfNormal(0.7),
+    "gamma": lambda: dist.Gamma(2.0, 3.0),
+    "inverse gamma": lambda: dist.InverseGamma(2.0, 1.0),
+    "log-normal": lambda: dist.LogNormal(0.2, 2.0),
+    "half-Cauchy": lambda: dist.HalfCauchy(1.0),
+    "exponential": lambda: dist.Exponential(2.0),
 }
 
 
 @pytest.mark.parametrize("name", PRIORS)
 def test_kl_to_positive_priors_is_the_integral(name):
-    prior = PRIORS[name]
+    prior = PRIORS[name]()
     q = posterior()
     exact = by_trapezoids(q, prior.log_prob)
     tolerance = 3e-8 if name == "half-Cauchy" else 1e-9
@@ -76,9 +76,7 @@ def test_kl_to_a_half_normal_is_its_closed_form():
 def test_arguments_of_the_prior_broadcast():
     scales = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     found = kl_divergence(posterior(), dist.HalfNormal(scales).expand([2, 3]).to_event(2))
-    exact = by_scipy(
-        posterior(), lambda value, index: dist.HalfNormal(scales[index[1]]).log_prob(value)
-    )
+    exact = by_trapezoids(posterior(), dist.HalfNormal(scales).log_prob)
     torch.testing.assert_close(found, exact.sum(), rtol=1e-9, atol=1e-9)
 
 
