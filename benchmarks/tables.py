@@ -25,7 +25,7 @@ NESTED = [
     ("FFG-U", "FCG-U"),
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = REPOSITORY = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "league.md", "training.md")]
 GENERATED = re.compile(
     r"(<!-- from (?P<file>\S+\.(json|csv)) -->\n).*?(?P<end><!-- end -->)", re.DOTALL

@@ -1,0 +1,156 @@
+"""The league: what is measured, what is not measured twice, and its tables."""
+
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pyro_structvi as ps
+from benchmarks import league, league_problems, league_tables, tables, uci_tables
+from tests.statistics import assert_moments
+
+ROWS = [
+    ("p", "good", "0", "seconds", "2"),
+    ("p", "good", "0", "ELBO", "-3"),
+    ("p", "good", "0", "near: Wasserstein", "0.3"),
+    ("p", "good", "0", "far: Wasserstein", "0.1"),
+    ("p", "good", "0", "far: difference of means", "7"),
+    ("p", "good", "1", "far: Wasserstein", "0.3"),
+    ("p", "bad", "0", "seconds", "1"),
+    ("p", "bad", "0", "near: Wasserstein", "0.2"),
+    ("p", "bad", "0", "far: Wasserstein", "25"),
+    ("p", "reference, again", "0", "R-hat", "1.25"),
+    ("p", "reference, again", "0", "far: Wasserstein", "0.01"),
+]
+
+
+def test_the_table_is_ordered_by_the_distance_in_the_last_region():
+    text = league_tables.league_tables(ROWS).splitlines()
+    head, _, *body = (line for line in text if line.startswith("|"))
+    assert head == "| posterior | far: Wasserstein | near: Wasserstein | ELBO | seconds |"
+    assert body == [
+        "| reference, again | 0.010 |  |  |  |",
+        "| good | 0.200 ± 0.100 | 0.300 | -3.00 | 2.00 |",
+        "| bad | 25.0 | 0.200 |  | 1.00 |",
+    ]
+    assert text[-1] == "The second run of NUTS: R-hat 1.25."
+
+
+def test_results_come_back_from_their_file(tmp_path):
+    path = tmp_path / "league.csv"
+    league.append(path, ROWS[:3])
+    league.append(path, ROWS[3:])
+    assert league_tables.read_rows(path) == ROWS
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="must have the columns"):
+        league_tables.read_rows(tmp_path / "other.csv")
+
+
+def test_a_page_shows_a_table_of_a_csv_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    league.append(tmp_path / "a.csv", ROWS)
+    page = "# Title\n<!-- from a.csv -->\nold\n<!-- end -->\nrest\n"
+    text = tables.render(page)
+    assert league_tables.league_tables(ROWS) in text
+    assert "old" not in text
+    assert text.startswith("# Title\n<!-- from a.csv -->\n")
+    assert text.endswith("\n<!-- end -->\nrest\n")
+    assert tables.render(text) == text
+
+
+def test_exact_draws_are_those_of_the_conjugate_posterior():
+    """By the rule for conditional normals, from the joint distribution of targets and weights."""
+    torch.manual_seed(0)
+    problem = league_problems.linear_regression()
+    x = torch.cat([problem.x.double(), torch.ones(60, 1, dtype=torch.double)], 1)
+    joint = x @ x.T + 0.25 * torch.eye(60, dtype=torch.double)
+    gain = torch.linalg.solve(joint, x).T
+    mean = (gain @ problem.y.double()).flatten()
+    covariance = torch.eye(9, dtype=torch.double) - gain @ x
+    draws = problem.exact(40_000)
+    flat = torch.cat([draws["net.weight"].flatten(1), draws["net.bias"]], 1).double()
+    assert_moments(flat, mean, covariance)
+
+
+def test_draws_of_the_prior_have_its_moments():
+    torch.manual_seed(0)
+    problem = league_problems.linear_regression()
+    draws = league.prior_draws(problem, 3000)
+    assert set(draws) == {"net.weight", "net.bias"}
+    assert_moments(draws["net.weight"].flatten(1).double(), torch.zeros(8), torch.eye(8))
+
+
+def test_a_posterior_has_no_distance_from_itself_and_ratios_are_of_deviations():
+    functions = torch.randn(50, 6, 1)
+    near = SimpleNamespace(functions=functions)
+    wide = SimpleNamespace(functions=functions + (functions - functions.mean(0)))
+    assert league.distances("functions", near, near)["Wasserstein"] == 0
+    ratio = league.distances("functions", wide, near)["ratio of standard deviations"]
+    assert ratio == pytest.approx(2)
+    logits = torch.randn(50, 6, 3)
+    ours, theirs = (
+        SimpleNamespace(functions=each, mean=each.softmax(-1).mean(0))
+        for each in (logits, 0 * logits)
+    )
+    found = league.distances("classes", ours, theirs)
+    expected = (ours.mean - 1 / 3).abs().sum(-1).mean() / 2
+    assert found["total variation"] == pytest.approx(expected.item())
+    assert math.isinf(found["ratio of standard deviations"])
+
+
+def test_the_gap_of_a_regression_is_the_middle_third(tmp_path):
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(90, 2)), random.normal(size=90)
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    problem = league_problems.regression_gap(tmp_path / "data.npz")
+    assert len(problem.x) == 60
+    assert len(problem.regions["gap"]) == 30
+    inside = problem.regions["gap"][:, 0]
+    outside = problem.x[:, 0]
+    assert ((outside < inside.min()) | (outside > inside.max())).all()
+    assert problem.model.is_heteroscedastic
+    assert problem.x.mean(0).abs().max() < 1e-6
+    assert problem.y.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_nothing_is_measured_twice(tmp_path):
+    command = [
+        *(sys.executable, "-m", "benchmarks.league", "--smoke", "--problem", "linear"),
+        *("--method", "mean field", "--output", str(tmp_path / "league.csv")),
+        *("--references", str(tmp_path)),
+    ]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, check=True, cwd=tables.REPOSITORY)
+        for _ in range(2)
+    )
+    assert first.stdout.startswith("linear mean field 0 {")
+    assert second.stdout.startswith("### Conjugate linear regression")
+    assert first.stdout.endswith(second.stdout)
+
+
+def test_mc_dropout_keeps_the_inputs():
+    problem = league_problems.cosine_regression()
+    guide = league.mc_dropout(problem.model)
+    guide.initialize(problem.x)
+    assert isinstance(guide["net.0.weight"].family, ps.families.PointEstimate)
+    assert isinstance(guide["net.2.weight"].family, ps.families.Dropout)
+
+
+def test_uci_tables_hold_published_numbers_and_errors_over_splits():
+    rows = [
+        ("energy", "0", "heteroscedastic", "mean field", "-1.0", "0.5", "3"),
+        ("energy", "1", "heteroscedastic", "mean field", "-1.2", "0.7", "3"),
+        ("energy", "gap 0", "heteroscedastic", "mean field", "-9", "4", "3"),
+    ]
+    text = uci_tables.uci_tables(rows)
+    assert "| DVI (there) | -1.01 |" in text
+    assert "| mean field | -1.10 ± 0.10; 0.60 ± 0.10 |" in text
+    assert "Splits: energy 2." in text
+    assert "### Gap splits, heteroscedastic noise" in text
+    assert "| mean field | -9.00; 4.00 |" in text
