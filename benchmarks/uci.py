@@ -7,7 +7,7 @@
 A file has ``x``, ``y``, ``train_idx`` and ``test_idx (splits, examples)``: the splits of
 Hernandez-Lobato and Adams (2015). One hidden layer of 50 ReLU units (100 for protein); inputs and
 targets are standardized by the training part; prior scales of weights are learned
-(``HierarchicalScale``), and so is the noise: one number, or heteroscedastic. One recipe for all sets: the
+(``HierarchicalScale``), and so is the noise, one number or heteroscedastic. One recipe for all sets: the
 defaults of ``fit``. What the file of results has is not measured again.
 """
 
