@@ -1,0 +1,50 @@
+"""ArviZ as it is installed: 0.23 and 1.x differ in how they are given groups of variables."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+
+def import_arviz() -> Any:
+    """Return ArviZ, imported without its announcement of the next version.
+
+    ArviZ 0.23 makes it once a day, at the first import, to those who import it themselves too.
+
+    Raises:
+        ImportError: If ArviZ, or what it needs, is not installed.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
+        try:
+            import arviz
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                'ArviZ is needed: `pip install "pyro-structvi[diagnostics]"`.'
+            ) from error
+    return arviz
+
+
+def from_groups(
+    arviz: Any,
+    groups: Mapping[str, Mapping[str, Any]],
+    dims: Mapping[str, Sequence[str]],
+    coords: Mapping[str, Any],
+) -> Any:
+    """Return what ArviZ keeps inference data in, made of arrays.
+
+    ArviZ 0.23 takes each group as a keyword and makes an ``InferenceData``; 1.x takes a mapping of
+    groups and makes an ``xarray.DataTree``. Both give a variable of the group ``log_likelihood`` the
+    first of its dimensions where it has fewer.
+
+    Args:
+        arviz: The module.
+        groups: Arrays by group and name; of draws ``(chain, draw, *shape)``. Empty groups are left out.
+        dims: Names of the dimensions of each variable, without those of the draws.
+        coords: Coordinates by dimension; whole numbers where there are none.
+    """
+    given = {name: dict(group) for name, group in groups.items() if group}
+    names = {"dims": {name: [*own] for name, own in dims.items()}, "coords": dict(coords)}
+    if "posterior" in signature(arviz.from_dict).parameters:
+        return arviz.from_dict(**given, **names)
+    return arviz.from_dict(given, **names)
