@@ -100,7 +100,7 @@ def to_inference_data(
         ...     outputs=True,
         ... )
         >>> {name: each.shape for name, each in data["posterior"].data_vars.items()}
-        {'net.bias': (1, 20, 1), 'norm': (1, 20), 'outputs': (1, 20, 8, 1)}
+        {'net.bias': (1, 20, 1), 'outputs': (1, 20, 8, 1), 'norm': (1, 20)}
         >>> data["log_likelihood"]["obs"].dims
         ('chain', 'draw', 'obs_id')
     """
