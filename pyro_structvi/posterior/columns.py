@@ -108,6 +108,6 @@ class PosteriorGroup(Columns):
 
 
 def as_array(values: Tensor) -> Any:
-    """Return an array on the host, in float64 if values are real."""
+    """Return an array on the host with memory of its own, in float64 if values are real."""
     array = at_least_single(values.detach()).cpu().numpy()
-    return array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array
+    return array.astype(np.float64 if np.issubdtype(array.dtype, np.floating) else array.dtype)

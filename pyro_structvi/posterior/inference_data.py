@@ -126,7 +126,7 @@ def to_inference_data(
         }
 
     name, kept, drawn = passes.observed, by_chain(group), by_chain(predicted)
-    observed = as_array(y).copy()  # not the user's own memory
+    observed = as_array(y)
     dims = dims_of_observations(name, observed.shape)
     groups = {
         "posterior": kept,

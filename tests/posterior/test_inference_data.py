@@ -127,13 +127,13 @@ def test_values_are_float64_for_a_float32_model():
 
 
 def test_it_survives_a_file(tmp_path):
-    model, (x, y) = make_regressor(), regression_data()
-    data = ps.to_inference_data(model, ps.KTiedGuide(model), x, y, num_samples=4)
-    data.to_netcdf(tmp_path / "k_tied.nc")
-    loaded = az.from_netcdf(tmp_path / "k_tied.nc")
-    np.testing.assert_array_equal(
-        loaded["posterior"]["net.0.weight"], data["posterior"]["net.0.weight"]
-    )
+    (model, draws), (x, y) = sampled_chains(), regression_data()
+    data = ps.to_inference_data(model, draws, x, y, 8)
+    data.to_netcdf(tmp_path / "chains.nc")
+    loaded = az.from_netcdf(tmp_path / "chains.nc")
+    for group, name in (("posterior", "net.0.weight"), ("sample_stats", "diverging")):
+        np.testing.assert_array_equal(loaded[group][name], data[group][name])
+        assert loaded[group][name].dtype == data[group][name].dtype
 
 
 def test_lengths_must_agree():
@@ -357,12 +357,18 @@ def test_masked_observations_have_the_log_likelihood_zero(where):
     np.testing.assert_allclose(density.detach(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_observations_may_have_gradients_and_are_copied():
+def test_observations_may_have_gradients():
     model, (x, y) = make_regressor(), regression_data()
     data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y.requires_grad_(), 4)
-    before = y.detach().clone()
-    y.detach().zero_()
-    np.testing.assert_array_equal(data["observed_data"]["obs"].values, before)
+    np.testing.assert_array_equal(data["observed_data"]["obs"].values, y.detach())
+
+
+def test_observations_are_copied():
+    model, (x, _) = make_classifier(), regression_data()
+    y = torch.ones(12, dtype=torch.long)
+    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, 4)
+    y.zero_()
+    assert (data["observed_data"]["obs"].values == 1).all()
 
 
 # ---- statistics of a sampler ---------------------------------------------------------------------
