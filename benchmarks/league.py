@@ -121,7 +121,7 @@ def measure(
         found = train(problem, method, posterior, options)
     torch.manual_seed(seed)
     for region, x in problem.regions.items():
-        y = problem.y_region if region == [*problem.regions][-1] else None
+        y = problem.scored.get(region)
         ours, theirs = (
             ps.predict(problem.model, draws, x, options.draws, y=y)
             for draws in (posterior, reference)

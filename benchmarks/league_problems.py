@@ -31,7 +31,7 @@ class LeagueProblem(NamedTuple):
         evidence: The log evidence in nats, where it is known.
         exact: Draws of the exact posterior by site, where there is a closed form: a function of their
             number.
-        y_region: Observations at the last region, where there are some.
+        scored: Observations at some of the regions.
     """
 
     title: str
@@ -44,7 +44,7 @@ class LeagueProblem(NamedTuple):
     batch_size: int | None = None
     evidence: float | None = None
     exact: Callable[[int], dict[str, Tensor]] | None = None
-    y_region: Tensor | None = None
+    scored: Mapping[str, Tensor] = {}
 
 
 def cosine_regression() -> LeagueProblem:
@@ -109,9 +109,11 @@ def small_digits() -> LeagueProblem:
     net = nn.Sequential(nn.Linear(16, 36), nn.ReLU(), nn.Linear(36, 10))
     model = ps.Classifier(ps.bayesianize(net, ps.FanIn(math.sqrt(2), 1.0)), num_data=len(train))
     title = "digits of 4 x 4 pixels, 16-36-10 ReLU, 500 examples"
-    regions = {"turned": turned, "test": x[test]}
+    regions = {"test": x[test], "turned": turned}
     return LeagueProblem(
-        *(title, model, x[train], y[train], regions, "classes"), batch_size=100, y_region=y[test]
+        *(title, model, x[train], y[train], regions, "classes"),
+        batch_size=100,
+        scored={"test": y[test]},
     )
 
 
@@ -137,7 +139,7 @@ def regression_gap(path: Path, column: int = 0) -> LeagueProblem:
     title = f"{path.stem} with a gap, {x.shape[1]}-50-2 ReLU, {int((~inside).sum())} examples"
     regions = {"on data": x[~inside], "gap": x[inside]}
     return LeagueProblem(
-        *(title, model, x[~inside], y[~inside], regions, "observations"), y_region=y[inside]
+        *(title, model, x[~inside], y[~inside], regions, "observations"), scored={"gap": y[inside]}
     )
 
 

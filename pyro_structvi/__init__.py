@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 # These need optional packages, so they are imported when they are first asked for.
-_OPTIONAL = ("metrics", "plots", "reference")
+_OPTIONAL = ("diagnostics", "metrics", "plots", "reference")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -230,6 +230,20 @@ def test_arguments_by_position_are_checked():
         annotated(1.0, -1)
 
 
+@checks.checked
+def with_arguments_of_another(first: checks.Count, *args: Any, rank: checks.Count = 1) -> None:
+    pass
+
+
+def test_arguments_for_another_function_are_not_checked():
+    """They stand by position where the function's own further arguments have names."""
+    with_arguments_of_another(1, "text", None)
+    with pytest.raises(ValueError, match="`rank` must be a whole number"):
+        with_arguments_of_another(1, "text", rank=0)
+    with pytest.raises(ValueError, match="`first` must be a whole number"):
+        with_arguments_of_another(0, "text")
+
+
 def test_a_checked_function_says_what_it_takes():
     assert list(inspect.signature(annotated).parameters)[:2] == ["number", "count"]
     assert repr(checks.Count) == "typing.Annotated[int, a whole number of at least 1]"

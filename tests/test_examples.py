@@ -24,6 +24,11 @@ SCRIPTS = {
         *("--problem", "linear", "--steps", "30", "--particles", "20"),
         *("--guide", "k-tied 1", "--recipe", "default", "--output", "{folder}/convergence.json"),
     ],
+    "benchmarks/league.py": [
+        *("--smoke", "--problem", "linear", "--problem", "cosine", "--references", "{folder}"),
+        *("--method", "reference, again", "--method", "k-tied, k = 1", "--method", "MC dropout"),
+        *("--output", "{folder}/league.csv", "--figure", "{folder}/league.svg"),
+    ],
     "benchmarks/tables.py": ["--output", "{folder}"],
     "benchmarks/scaling.py": [
         *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),

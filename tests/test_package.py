@@ -17,7 +17,7 @@ def test_importing_needs_no_optional_package():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["metrics", "plots", "reference"])
+@pytest.mark.parametrize("name", ["diagnostics", "metrics", "plots", "reference"])
 def test_optional_submodules_are_attributes(name):
     assert getattr(ps, name).__name__ == f"pyro_structvi.{name}"
 

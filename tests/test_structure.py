@@ -13,13 +13,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pyro_structvi"
 FILES = sorted(PACKAGE.rglob("*.py"))
-OPTIONAL = {"reference", "metrics", "plots"}
+OPTIONAL = {"reference", "metrics", "plots", "diagnostics"}
 
 # Each part may import those before it; `nn` only what stands before `lazy`.
 ORDER = [
     *("_checks", "_nested", "_patterns", "_torch", "_torch_steps", "_pyro"),
     *("linalg", "maps", "distributions", "nn", "lazy", "families", "guides"),
-    *("posterior", "infer", "reference", "metrics", "plots", "testing"),
+    *("posterior", "infer", "reference", "metrics", "plots", "diagnostics", "testing"),
 ]
 
 PRIVATE_FILES = {"_pyro.py", "_torch.py", "_torch_steps.py"}

@@ -48,7 +48,9 @@ def checked(target: T) -> T:
     Where it takes ``validate_args``, it does so only if arguments are to be validated.
     """
     loose = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
-    names = [name for name, own in signature(target).parameters.items() if own.kind not in loose]
+    parameters = signature(target).parameters.items()
+    names = [name for name, own in parameters if own.kind not in loose]
+    positional = [name for name, own in parameters if own.kind < Parameter.VAR_POSITIONAL]
     asked = "validate_args" in names
 
     @cache
@@ -59,7 +61,7 @@ def checked(target: T) -> T:
     def checking(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("validate_args") is False:  # in a training step
             return target(*args, **kwargs)
-        given = dict(zip(names, args, strict=False), **kwargs) if args else kwargs
+        given = dict(zip(positional, args, strict=False), **kwargs) if args else kwargs
         if asked:
             check("validate_args", given.get("validate_args"), bool | None)
         if not asked or validates(given.get("validate_args")):

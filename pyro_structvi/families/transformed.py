@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import TransformedDistribution
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
 from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.distributions.transformed import TransformedNormal
 from pyro_structvi.families.family import Family
 from pyro_structvi.families.site import LatentSite
 
@@ -18,9 +18,9 @@ from pyro_structvi.families.site import LatentSite
 class TransformedMeanField(Family):
     """Independent normals pushed onto the site's support; a log-normal where that is positive.
 
-    The density carries the Jacobian, so every ELBO is unbiased. Against most priors the KL has no
-    closed form (a log-normal prior is the exception);
-    :class:`~pyro_structvi.StructuredELBO` then samples it and says so once.
+    The density carries the Jacobian, so every ELBO is unbiased. Against a prior with independent
+    elements the KL is computed by quadrature, exactly for a log-normal one; against others
+    :class:`~pyro_structvi.StructuredELBO` samples it.
 
     Example:
         >>> from pyro_structvi.guides import StructuredGuide
@@ -51,7 +51,7 @@ class TransformedMeanField(Family):
         loc, scale = parameters["loc"], parameters["log_scale"].exp()
         plates = len(site.shape) - site.event_dim
         base = MeanFieldNormal(loc, scale, loc.dim() - plates, validate_args=False)
-        return TransformedDistribution(base, [bijection_onto(site.support)], validate_args=False)
+        return TransformedNormal(base, [bijection_onto(site.support)], validate_args=False)
 
 
 def bijection_onto(support: Any) -> Any:

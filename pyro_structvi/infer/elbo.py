@@ -1,7 +1,6 @@
 """The evidence lower bound with its KL terms in closed form."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match
 from torch import Tensor
 
-from pyro_structvi._checks import Count, NonNegative, Program, checked
+from pyro_structvi._checks import Count, NonNegative, Program, checked, warn_user
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.terms import ELBOTerms, average, terms_of
@@ -22,7 +21,7 @@ from pyro_structvi.lazy.messenger import DelayDraws
 
 
 class SampledKLWarning(UserWarning):
-    """The KL of a site has no closed form and is estimated by sampling."""
+    """The KL of a weight has no closed form and is estimated by sampling."""
 
 
 class StructuredELBO(ELBO):
@@ -31,8 +30,8 @@ class StructuredELBO(ELBO):
     .. math:: \mathcal{L} = \mathrm{E}_q[\log p(y \mid x, W)] - w \sum_s \mathrm{KL}(q_s \| p_s)
 
     Log densities are computed at observed sites only, so a weight that has not been drawn stays
-    undrawn. Where no closed form is registered, ``log q - log p`` at the draw stands in, and a
-    :class:`SampledKLWarning` names the site once. The closed form needs the posteriors of
+    undrawn. Where neither a closed form nor quadrature is registered, ``log q - log p`` at the draw
+    stands in, and a :class:`SampledKLWarning` names a weight once. Closed forms need the posteriors of
     different sites to be independent, or to say at an auxiliary site what they share, as in every
     guide of this package. For an ensemble of points the terms are averages over its members.
 
@@ -188,11 +187,10 @@ class StructuredELBO(ELBO):
         new = [name for name in terms.sampled if name not in self._warned]
         if new:
             self._warned.update(new)
-            warnings.warn(
-                f"No closed-form KL is registered for the sites {new}; it is estimated from one "
+            warn_user(
+                f"No closed-form KL is registered for the weights {new}; it is estimated from one "
                 "draw for each particle, which is unbiased but noisier.",
                 SampledKLWarning,
-                stacklevel=2,
             )
         return terms
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_structvi._checks import shape_text
-from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass
+from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass, WeightDistribution
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import LazyWeight
@@ -28,7 +28,7 @@ class ELBOTerms:
         log_likelihood: Estimated expectation of the log density of each observed site, scaled to
             the whole data set.
         kl: The KL divergence of each latent site's posterior from its prior.
-        sampled: The latent sites whose KL was estimated from one draw, for want of a closed form.
+        sampled: The weights whose KL was estimated from one draw, for want of a closed form.
     """
 
     log_likelihood: dict[str, Tensor]
@@ -50,7 +50,7 @@ class ELBOTerms:
         return bound if isinstance(bound, Tensor) else torch.tensor(float(bound))
 
 
-Term = tuple[Tensor, bool]  # nats, and whether they are a closed form
+Term = tuple[Tensor, bool]  # nats, and whether it is a weight's KL that was sampled
 
 
 def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> ELBOTerms:
@@ -94,7 +94,7 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
                 )
             coupled = [part for part in role.coupled if part in model]
             kl[name] = _auxiliary_term(site, coupled, model)
-    sampled = tuple(name for name, (_, is_closed) in kl.items() if not is_closed)
+    sampled = tuple(name for name, (_, is_sampled) in kl.items() if is_sampled)
     return ELBOTerms(likelihood, {name: nats for name, (nats, _) in kl.items()}, sampled)
 
 
@@ -121,12 +121,13 @@ def _latent_term(site: Any, in_model: Any) -> Term:
         if _is_delta(posterior):  # Pyro's KL of a Delta forgets its log_density, the Jacobian
             raise NotImplementedError
         with autocast_off(value):
-            return _weighed(kl_divergence(posterior, prior), in_model), True
+            return _weighed(kl_divergence(posterior, prior), in_model), False
     except NotImplementedError:
         if isinstance(value, LazyWeight):
             value = value.draw_for_density()
         nats = _weighed(posterior.log_prob(value), in_model)
-        return nats - _weighed(prior.log_prob(value), in_model), False
+        nats = nats - _weighed(prior.log_prob(value), in_model)
+        return nats, isinstance(posterior, WeightDistribution)
 
 
 def _joined_term(site: Any, parts: Sequence[str], model: dict[str, Any]) -> Term:
@@ -146,7 +147,7 @@ def _auxiliary_term(site: Any, coupled: Sequence[str], model: dict[str, Any]) ->
     """Return the KL of a site that only the guide has, or its log density where that is all there is."""
     q, handled = site["fn"], _handlers_of(coupled, model) if coupled else site
     is_closed = isinstance(q, Auxiliary)
-    return _weighed(q.kl() if is_closed else q.log_prob(site["value"]), handled), is_closed
+    return _weighed(q.kl() if is_closed else q.log_prob(site["value"]), handled), not is_closed
 
 
 def _weighed(nats: Tensor, handled: Any) -> Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 def import_arviz() -> Any:
     """Return ArviZ, imported without its announcement of the next version.
 
-    ArviZ 0.23 makes it at the first import of each day. Other warnings of the import are shown, and so is
-    the announcement where ArviZ is imported by anybody else.
+    ArviZ 0.23 makes it at the first import of each day. Other warnings of the import are shown.
 
     Raises:
         ImportError: If ArviZ, or what it needs, is not installed.

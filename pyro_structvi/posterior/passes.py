@@ -88,7 +88,7 @@ class Passes:
         """Yield the passes of so many draws: those of some draws at all mini-batches before the next."""
         draws = Draws(self._posterior, total, self._batches[0][0])
         first = draws.take(1)
-        with _counted_bytes() as layers:
+        with counted_bytes() as layers:
             outputs = self._run_first(first)
         yield Pass(0, self._kept(first), outputs)
         yield from self._run_batches(first, 1)
@@ -184,7 +184,7 @@ def _checks_of(distribution: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _counted_bytes() -> Iterator[list[int]]:
+def counted_bytes() -> Iterator[list[int]]:
     """Count the bytes of the outputs of all modules that run in this block."""
     found: list[int] = []
 

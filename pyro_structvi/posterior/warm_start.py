@@ -22,6 +22,11 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     whose product comes close to its standard deviations; see :func:`tie_scales`. All other sites keep
     their posteriors. The new guide is a guide of the same model, to be used as it is or trained on.
 
+    How to read it: the rank is large enough if ELBO and predictions hardly change. Which rank that may
+    be, ``diagnostics.spectra`` says before. The paper sets what is negative in a truncated singular
+    value decomposition to a small constant, which gives up the rank; positive factors keep it, and for
+    rank 1 are the same.
+
     Args:
         guide: A fitted guide; it stays as it is.
         rank: The k of the new posteriors.

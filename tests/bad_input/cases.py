@@ -8,13 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pyro
 import pyro.distributions as dist
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import pyro_structvi as ps
@@ -33,6 +34,7 @@ MODULES = [
     *("pyro_structvi.posterior", "pyro_structvi.posterior.pruning"),
     *("pyro_structvi.posterior.element_scores", "pyro_structvi.posterior.warm_start"),
     *("pyro_structvi.reference", "pyro_structvi.metrics", "pyro_structvi.plots"),
+    "pyro_structvi.diagnostics",
 ]
 
 # Made by the library and handed to users; not called by them.
@@ -40,6 +42,8 @@ RECORDS = {
     *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
     *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
     *("BinaryScores", "DetectionScores", "RegressionScores", "RiskCoverage"),
+    *("CalibrationRanks", "Coverage", "GradientNoise", "ImportanceDiagnosis", "ModelDraw"),
+    "Spectrum",
 }
 # Base classes without instances; their subclasses are called.
 ABSTRACT = {"Family", "GaussianWeight", "MatrixFamily", "MemoryLimitedFamily", "WeightDistribution"}
@@ -515,6 +519,117 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "truth": torch.randn(SIZE),
         "limits": (-1.0, 1.0),
     },
+    # diagnostics
+    "gradient_snr": lambda: {
+        **passes(),
+        "num_samples": 2,
+        "objective": ps.StructuredELBO(),
+    },
+    "spectra": lambda: {"guide": ps.KTiedGuide(regressor(), rank=2)},
+    "compress_scales": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
+    "pareto_k": lambda: {**passes(), "num_samples": 100},
+    "simulation_based_calibration": lambda: {
+        "make_model": regressor,
+        "fit": lambda model, x, y: ps.MeanFieldGuide(model),
+        "x": inputs(),
+        "num_simulations": 10,
+        "num_samples": 2,
+        "functions": {"first": lambda draw: draw.function[0, 0]},
+        "site": "obs",
+    },
+    "expected_coverage": lambda: {
+        "prediction": SimpleNamespace(
+            interval=lambda level: (-torch.ones(SIZE, 1), torch.ones(SIZE, 1))
+        ),
+        "y": targets(),
+        "levels": [0.5, 0.9],
+    },
+    "plot_band": lambda: {
+        "x": torch.linspace(-1, 1, SIZE),
+        "mean": torch.randn(SIZE),
+        "scale": positive(SIZE),
+        "ax": axes(),
+        "widths": (1.0, 2.0),
+        "lower": None,
+        "upper": None,
+        "data_x": torch.randn(4),
+        "data_y": torch.randn(4),
+        "truth": torch.randn(SIZE),
+        "label": "mean",
+    },
+    "plot_decision": lambda: {
+        "grid_x": torch.linspace(-1, 1, 5),
+        "grid_y": torch.linspace(-1, 1, 4),
+        "values": torch.rand(4, 5),
+        "x": torch.randn(SIZE, 2),
+        "y": torch.tensor([0, 1, 2, 0, 1, 2]),
+        "ax": axes(),
+        "label": "probability",
+    },
+    "plot_reliability": lambda: {
+        "probabilities": torch.randn(SIZE, 3).softmax(-1),
+        "y": torch.tensor([0, 1, 2, 0, 1, 2]),
+        "num_bins": 15,
+        "ax": axes(),
+    },
+    "plot_risk_coverage": lambda: {
+        "coverage": torch.linspace(0.1, 1, SIZE),
+        "risk": positive(SIZE),
+        "ax": axes(),
+        "label": "mean field",
+    },
+    "plot_coverage": lambda: {
+        "levels": torch.linspace(0.1, 0.9, SIZE),
+        "coverage": torch.rand(SIZE),
+        "ax": axes(),
+        "label": "mean field",
+        "num_examples": 50,
+    },
+    "plot_trace": lambda: {
+        "values": {"loss": torch.randn(SIZE)},
+        "ax": axes(),
+        "smooth": 2,
+        "start": 0.1,
+        "label": "value",
+    },
+    "plot_elbo": lambda: {
+        "history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0]),
+        "ax": axes(),
+        "kl_by_site": {"net.0.weight": torch.randn(2)},
+        "smooth": 2,
+        "start": 0.1,
+    },
+    "plot_spectrum": lambda: {
+        "singular_values": {"net.0": torch.tensor([3.0, 2.0, 1.0])},
+        "ax": axes(),
+        "quantity": "singular value",
+        "label": None,
+    },
+    "plot_scale_matrix": lambda: {
+        "scale": positive(4, 3),
+        "ranks": (1, 2),
+        "axes": [*Figure().subplots(1, 3)],
+    },
+    "plot_covariance": lambda: {
+        "covariance": torch.eye(3) + 0.5,
+        "ax": axes(),
+        "correlation": False,
+    },
+    "plot_histograms": lambda: {
+        "values": {"in": torch.rand(SIZE), "out": torch.rand(4)},
+        "ax": axes(),
+        "num_bins": 5,
+        "label": "entropy (nats)",
+    },
+    "plot_distance_over_cost": lambda: {
+        "rows": {"mean field": (1.0, 0.5), "k-tied": (2.0, 0.4)},
+        "ax": axes(),
+        "errors": {"mean field": 0.1},
+        "floor": 0.1,
+        "ceiling": 1.0,
+        "unit": "s",
+        "label": "distance",
+    },
     # distributions
     "AugmentedMatrixNormal": lambda: {
         "row_factor": torch.randn(2, 4),
@@ -658,6 +773,10 @@ def prediction():
     model = ps.Regressor(ps.bayesianize(nn.Linear(1, 1)), SIZE, 0.3)
     grid = torch.linspace(-1, 1, SIZE).unsqueeze(-1)
     return ps.predict(model, ps.MeanFieldGuide(model), grid, 2)
+
+
+def axes():
+    return Figure().subplots()
 
 
 # Of methods: what owns them, by the name of its class, and their arguments.

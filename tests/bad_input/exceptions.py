@@ -68,6 +68,8 @@ FINE = {
     "PoissonRegressor.forward.y": "whole, float32",
     "*.forward.x": "longer, wider, deeper",
     "laplace_variances.x": "longer, deeper",
+    "simulation_based_calibration.x": "longer, deeper",
+    "expected_coverage.y": "float32",
     "predictive_distance.*": "deeper, longer, float32",
     "FanIn.standard_deviation.parameter": (
         "scalar, empty, deeper, complex, meta, longer, wider, whole, float32, nan, infinity"
@@ -94,12 +96,43 @@ FINE = {
     "corrupt.images": "longer, wider, float32",
     "corrupt.seed": "zero",
     "plot_regressions.*": "float32, nan, infinity",
+    # figures take lists and arrays too, and convert them
+    **{
+        f"plot_{name}": "list, numpy, whole, float32"
+        for name in (
+            *("band.*", "risk_coverage.*", "coverage.*", "covariance.*"),
+            *("decision.grid_*", "decision.values", "decision.x"),
+        )
+    },
+    "plot_reliability.y": "list, numpy",
+    "plot_reliability.probabilities": "numpy, float32",
+    "plot_decision.y": "list, numpy, too large",
+    "plot_scale_matrix.scale": "numpy, whole, float32, longer, wider",
+    "plot_band.scale": "list, numpy, whole, float32, zero",
+    "plot_band.widths": "fractions, huge",
+    "plot_distance_over_cost.floor": "zero",
+    "plot_distance_over_cost.ceiling": "zero",
+    "plot_*.start": "zero",
     # what the function is there to answer
     "estimate_memory.rank": "huge",
     # names that nothing can know yet, or that are any text
     "Subnetwork.chosen": "unknown key, empty",
     "largest.variances": "unknown key",
     "plot_regressions.predictions": "unknown key",
+    "simulation_based_calibration.functions": "unknown key",
+    "plot_trace.values": "unknown key",
+    "plot_histograms.values": "unknown key",
+    "plot_spectrum.singular_values": "unknown key",
+    "plot_elbo.kl_by_site": "unknown key, empty",
+    "plot_distance_over_cost.errors": "empty",
+    **{
+        f"plot_{name}": "text, empty"
+        for name in (
+            *("band.label", "decision.label", "risk_coverage.label", "coverage.label"),
+            *("trace.label", "histograms.label", "distance_over_cost.label"),
+            "distance_over_cost.unit",
+        )
+    },
     "bayesianize.layers": "empty",
 }
 
@@ -139,6 +172,8 @@ EXCEPTIONS = {
     "Pyro's own errors of observed sites": {
         "StructuredELBO.*.y": "none, nan, infinity",
         "CompiledSVI.*.y": "none, nan, infinity",
+        "gradient_snr.y": "none, nan, infinity",
+        "pareto_k.y": "none, nan, infinity",
         "predict.y": "infinity",
         "to_inference_data.y": "infinity",
     },

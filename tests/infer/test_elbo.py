@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -13,7 +14,6 @@ from pyro.infer import SVI, Trace_ELBO
 import pyro_structvi as ps
 from pyro_structvi.infer import SampledKLWarning
 from tests.models import (
-    hierarchical_function,
     linear_function,
     make_classifier,
     make_regressor,
@@ -28,15 +28,31 @@ def losses(elbo, model, guide, *args, count):
         return torch.tensor([[elbo.loss(model, guide, *args)] for _ in range(count)])
 
 
-def test_a_sampled_kl_is_said_once_by_name():
+def heavy_tailed(x, y=None):
+    """A weight whose KL has no closed form, and a scale whose KL is computed by quadrature."""
+    scale = pyro.sample("scale", dist.HalfNormal(torch.tensor(1.0)))
+    weight = pyro.sample("weight", dist.StudentT(3.0, torch.zeros(1, 3), 1.0).to_event(2))
+    with pyro.plate("data", len(x)):
+        pyro.sample("obs", dist.Normal(x @ weight.mT, scale).to_event(1), obs=y)
+
+
+def test_a_sampled_kl_is_said_once_by_name_at_the_users_line():
     x, y = torch.randn(5, 3), torch.randn(5, 1)
-    guide, elbo = ps.MeanFieldGuide(hierarchical_function), ps.StructuredELBO()
-    with pytest.warns(SampledKLWarning, match=r"sites \['scale'\]"):
-        terms = elbo.terms(hierarchical_function, guide, x, y)
-    assert terms.sampled == ("scale",)
+    guide, elbo = ps.MeanFieldGuide(heavy_tailed), ps.StructuredELBO()
+    with pytest.warns(SampledKLWarning, match=r"weights \['weight'\]") as caught:
+        terms = elbo.terms(heavy_tailed, guide, x, y)
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    assert terms.sampled == ("weight",)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        elbo.terms(hierarchical_function, guide, x, y)
+        elbo.terms(heavy_tailed, guide, x, y)
+
+
+def test_fit_says_of_a_sampled_kl_at_the_users_line():
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    with pytest.warns(SampledKLWarning) as caught:
+        ps.fit(heavy_tailed, ps.MeanFieldGuide(heavy_tailed), (x, y), num_steps=1, progress=False)
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
 
 
 # ---- particles, scales ---------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""How many observations the predictive intervals hold."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from pyro_structvi._checks import Rule, check_finite, check_real, check_shape, checked
+
+WithIntervals = Annotated[
+    Any,
+    Rule(
+        "a prediction of real targets, with a method `interval`",
+        lambda value: callable(getattr(value, "interval", None)) and not isinstance(value, type),
+    ),
+]
+Level = Annotated[float, Rule("a number above 0 and below 1", lambda value: 0 < value < 1)]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many observations the intervals of one level hold.
+
+    Attributes:
+        observed: The share of observations within their intervals, bounds included.
+        standard_error: The standard deviation that this share would have if the intervals were right,
+            ``sqrt(level (1 - level) / N)`` for N independent examples.
+    """
+
+    observed: float
+    standard_error: float
+
+
+@checked
+def expected_coverage(
+    prediction: WithIntervals, y: Tensor, levels: Sequence[Level] = (0.5, 0.8, 0.9, 0.95)
+) -> dict[float, Coverage]:
+    r"""Return which share of new observations lies in the predictive intervals of each level.
+
+    .. math:: \hat c = \frac1N \sum_n 1[l_n \le y_n \le u_n]
+
+    How to read it: the share should be the level, give or take two standard errors. Below it the
+    predictions are too sure, above it not sure enough. The right coverage alone is no praise: intervals
+    of the marginal distribution of y have it too, so look at their width or at a log density beside it.
+    On the training data itself coverage is too high.
+
+    Args:
+        prediction: What ``predict`` returns at N inputs: ``prediction.interval(level)`` is the lower and
+            the upper bound, ``(N, *event)`` each.
+        y: Observations at these inputs, ``(N, *event)``. Of several targets each counts, and the
+            standard error is still that of N examples, which is at least the right one.
+        levels: Levels of the intervals, each above 0 and below 1.
+
+    Returns:
+        The coverage by level, in the order of ``levels``.
+
+    Raises:
+        TypeError: If ``prediction`` has no intervals.
+        ValueError: If a level is not between 0 and 1, there is none, or ``y`` has not the intervals'
+            shape or is not finite.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> bounds = torch.tensor([-0.6745, -0.6745]), torch.tensor([0.6745, 0.6745])
+        >>> prediction = SimpleNamespace(interval=lambda level: bounds)  # stands in for a Prediction
+        >>> expected_coverage(prediction, torch.tensor([0.1, 2.0]), levels=[0.5])[0.5].observed
+        0.5
+
+    References:
+        Gneiting, Balabdaoui and Raftery (2007), "Probabilistic forecasts, calibration and sharpness".
+    """
+    if not len(levels):
+        raise ValueError("`levels` must hold at least one level, but is empty.")
+    check_real("y", y, dim=1)
+    check_finite("y", y)
+    return {float(level): _coverage(prediction, y, level) for level in levels}
+
+
+def _coverage(prediction: WithIntervals, y: Tensor, level: float) -> Coverage:
+    lower, upper = prediction.interval(level)
+    check_shape("y", y, lower.shape, "(N, *event)", by="prediction")
+    held = (lower <= y) & (y <= upper)
+    error = math.sqrt(level * (1 - level) / len(y))
+    return Coverage(float(held.double().mean()), error)

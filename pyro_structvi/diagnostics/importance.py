@@ -1,0 +1,225 @@
+"""How far a guide is from the posterior, by the weights of importance sampling."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.poutine as poutine
+import torch
+from numpy.typing import NDArray
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_structvi._checks import Count, Program, check_no_nan, checked
+from pyro_structvi._pyro import ONE_THREAD
+from pyro_structvi.distributions import BernoulliDropout, PointMass, PointMixture, PrunedNormal
+from pyro_structvi.families import Members
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.guides.joint_posterior import in_one_pass
+from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.posterior.passes import counted_bytes
+from pyro_structvi.posterior.runs import evaluation_mode
+
+MIN_SAMPLES = 100  # of which a fifth is the tail that a Pareto distribution is fitted to
+MAX_BYTES = 2**25  # of weights and layers' outputs in one pass, as by default in `predict`
+ROUNDING = 1e-8  # log weights within it, relative to their size, are equal
+
+
+@dataclass(frozen=True)
+class ImportanceDiagnosis:
+    """What the importance weights of a guide's draws say of it.
+
+    Attributes:
+        k_hat: The shape of the generalized Pareto distribution of the largest weights; minus infinity
+            where all weights are equal, so that there is no tail.
+        elbo: The average of the log weights, in nats: an estimate of the evidence lower bound.
+        importance_weighted_bound: The log of the average weight, in nats.
+        effective_sample_size: As how many draws of the posterior the smoothed weights count, from 1 to
+            ``num_samples``.
+    """
+
+    k_hat: float
+    elbo: float
+    importance_weighted_bound: float
+    effective_sample_size: float
+
+
+@checked
+def pareto_k(
+    model: Program,
+    guide: StructuredGuide,
+    *args: Any,
+    num_samples: Count = 1000,
+    **kwargs: Any,
+) -> ImportanceDiagnosis:
+    r"""Say how far a guide is from the posterior of all weights together.
+
+    The log weights of S draws of the whole guide, :math:`r_s = \log p(y, w_s) - \log q(w_s)`, are the
+    log evidence for every draw if q is the posterior. Of them
+
+    .. math:: \mathcal{L} = \frac1S \sum_s r_s \le \mathcal{L}_S = \log \frac1S \sum_s e^{r_s}
+
+    are the ELBO and the importance-weighted bound. In expectation :math:`\mathrm{E}[\mathcal{L}] \le
+    \mathrm{E}[\mathcal{L}_S] \le \log p(y)`, and :math:`\mathcal{L}_S` grows with S.
+
+    How to read it: below 0.5 the guide is so close that averages under the posterior can be had from its
+    draws by weighting; up to 0.7 still with many draws; above 0.7 neither the weights nor the
+    importance-weighted bound and the effective sample size are to be trusted. A k above 0.7 means that
+    some direction of all the weights is wrong, as nearly always in a net of many weights, whose
+    posterior has several modes; predictions may be good all the same, so check these on held-out data
+    (:func:`expected_coverage`). A gap between the two bounds is a part of ``KL(q, posterior)``.
+
+    Weights are drawn, whatever the guide's ``local_reparam``, and the model runs in evaluation mode. The
+    density of an ``InducingWeightGuide`` is that of the weights W alone, so that its ELBO here is above
+    the bound on W and U that training has; with ``shared=True`` it is that of W and U together.
+
+    Args:
+        model: The model.
+        guide: A fitted guide with a density: no points, ensembles or dropout.
+        *args: The arguments of model and guide: *all* training data, observations included. A mini-batch
+            gives the weights of another posterior.
+        num_samples: The number S of draws, at least 100.
+        **kwargs: Their keyword arguments.
+
+    Returns:
+        The diagnosis.
+
+    Raises:
+        ImportError: If ArviZ is not installed.
+        ValueError: If the guide has no density or not the model's sites, ``num_samples`` is below 100,
+            or a log weight is NaN.
+
+    Example:
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
+        >>> net = bayesianize(torch.nn.Linear(1, 1, bias=False), prior=1.0)
+        >>> model = Regressor(net, num_data=8, noise_scale=1.0)
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(-1)
+        >>> guide = MeanFieldGuide(model, init_scale=0.01)  # far too narrow, as it is not trained
+        >>> diagnosis = pareto_k(model, guide, x, 2 * x, num_samples=200)
+        >>> diagnosis.elbo < diagnosis.importance_weighted_bound
+        True
+
+    References:
+        Yao, Vehtari, Simpson and Gelman (2018), "Yes, but did it work? Evaluating variational
+        inference", section 2; Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed
+        importance sampling"; Burda, Grosse and Salakhutdinov (2016), "Importance weighted
+        autoencoders", Theorem 1.
+    """
+    if num_samples < MIN_SAMPLES:
+        raise ValueError(
+            f"`num_samples` must be at least {MIN_SAMPLES}, for a tail of weights, but got "
+            f"{num_samples}."
+        )
+    with ONE_THREAD, evaluation_mode(model):
+        joint = guide.begin_pass(*args, **kwargs)
+        _check_density(guide)
+
+        def log_weight(number: Any) -> Tensor:
+            return _log_weight(model, guide.in_pass(joint, None), args, kwargs)
+
+        joint.factorize()
+        log_weights = _of_draws(log_weight, num_samples)
+    return _diagnosis(log_weights)
+
+
+def _check_density(guide: StructuredGuide) -> None:
+    """Raise a ``ValueError`` if the posterior of some site has no density."""
+    without = (PointMass, PointMixture, BernoulliDropout, PrunedNormal)
+    for posterior in guide.all_posteriors():
+        of_inducing = getattr(posterior.family, "posterior", None)
+        if isinstance(posterior(), without) or isinstance(of_inducing, Members):
+            raise ValueError(
+                "`guide` must have a density over all weights, but its posterior of "
+                f"'{posterior.site.name}', {posterior.family}, has none. Compare its predictions with "
+                "observations instead, by `expected_coverage`."
+            )
+
+
+def _log_weight(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Draw all sites once and return ``log p(y, w) - log q(w)``, in double precision."""
+    with poutine.block():
+        of_guide = poutine.trace(guide).get_trace(*args, **kwargs)
+        of_model = poutine.trace(poutine.replay(model, trace=of_guide)).get_trace(*args, **kwargs)
+    _check_sites(of_model, of_guide)
+    total: Tensor = of_model.log_prob_sum().double() - of_guide.log_prob_sum().double()
+    return total
+
+
+def _check_sites(of_model: Any, of_guide: Any) -> None:
+    """Raise a ``ValueError`` unless model and guide have the same latent sites."""
+    model, guide = (
+        {
+            name: node
+            for name, node in trace.nodes.items()
+            if node["type"] == "sample" and not node["is_observed"] and not site_is_subsample(node)
+        }
+        for trace in (of_model, of_guide)
+    )
+    missing = [name for name in model if name not in guide]
+    unknown = [
+        name
+        for name, node in guide.items()
+        if name not in model and not SiteRole.of(node).is_auxiliary
+    ]
+    if missing or unknown:
+        raise ValueError(
+            f"`guide` must have the latent sites of the model, but these are missing in it: {missing}, "
+            f"and these are not in the model: {unknown}. Pass the guide of this very model, and the "
+            "observations too."
+        )
+
+
+def _of_draws(log_weight: Callable[[Any], Tensor], count: int) -> Tensor:
+    """Return the log weights of so many draws: the first by itself, the others together if possible.
+
+    What torch cannot vectorize runs draw by draw; then only the time differs. Under vmap nothing can be
+    validated, so what is wrong in any case must show in the first draw, or as a NaN.
+    """
+    with counted_bytes() as outputs:  # of layers, and of the guide, which are the weights
+        first = log_weight(0)
+    at_once = max(1, MAX_BYTES // max(1, sum(outputs)))
+    numbers = torch.arange(1, count, device=first.device)
+    try:
+        with pyro.validation_enabled(False):
+            others = [in_one_pass(log_weight, part) for part in numbers.split(at_once)]
+    except Exception:
+        others = [log_weight(number).reshape(1) for number in numbers]
+    return torch.cat([first.reshape(1), *others])
+
+
+def _diagnosis(log_weights: Tensor) -> ImportanceDiagnosis:
+    check_no_nan("log p(y, w) - log q(w)", log_weights)
+    elbo = float(log_weights.mean())
+    bound = float(log_weights.logsumexp(0)) - math.log(len(log_weights))
+    values = log_weights.cpu().numpy()
+    if np.ptp(values) <= ROUNDING * max(1.0, np.abs(values).max()):
+        return ImportanceDiagnosis(-math.inf, elbo, bound, float(len(values)))
+    smoothed, k_hat = _psis(values)
+    weights = np.exp(smoothed - smoothed.max())
+    size = weights.sum() ** 2 / np.square(weights).sum()
+    return ImportanceDiagnosis(k_hat, elbo, bound, float(size))
+
+
+def _psis(log_weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Return smoothed log weights and the shape of their tail, by ArviZ of either major version."""
+    try:
+        from arviz_stats.base import array_stats  # ArviZ 1, which takes minus the log weights
+    except ImportError:
+        try:
+            from arviz import psislw
+        except ImportError as error:
+            raise ImportError(
+                'ArviZ is needed: `pip install "pyro-structvi[diagnostics]"`.'
+            ) from error
+        smoothed, k_hat = psislw(log_weights)
+    else:
+        smoothed, k_hat = array_stats.psislw(-log_weights)
+    return np.asarray(smoothed), float(k_hat)

@@ -1,0 +1,88 @@
+"""Singular values of posterior means and standard deviations."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_structvi._checks import checked
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.posterior.element_scores import marginal_variances
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Singular values of the posterior of one weight, taken as a matrix ``(out, rest)``.
+
+    Attributes:
+        mean: Singular values of the matrix of means, descending, ``(min(out, rest),)``.
+        scale: Those of the matrix of standard deviations.
+        mean_share: For each singular value of the means, its share of the explained variance, the
+            square over the sum of squares; zeros for a matrix of zeros.
+        scale_share: The same for the standard deviations.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    mean_share: Tensor
+    scale_share: Tensor
+
+
+@checked
+def spectra(guide: StructuredGuide) -> dict[str, Spectrum]:
+    r"""Return the singular values of the posterior of each weight with at least two dimensions.
+
+    A weight ``(out, *rest)`` is flattened to the matrix ``(out, prod(rest))``: that of a convolution
+    ``(out, in, h, w)`` to ``(out, in h w)``, which has the singular values of the paper's ``(h w in,
+    out)``. Of a matrix of rank r the share of the explained variance is
+
+    .. math:: \gamma_k^2 / \textstyle\sum_{j \le r} \gamma_j^2
+
+    How to read it: ``scale_share.cumsum(0)[k - 1]`` is what a k-tied posterior of rank k can keep at
+    most of the standard deviations. Where it is near 1 for a small k, :func:`compress_scales` or a
+    ``KTiedGuide(model, rank=k)`` loses little. Means usually need many ranks, and standard deviations
+    few, in part because these are positive, so that one rank holds their common level.
+
+    Args:
+        guide: A fitted guide.
+
+    Returns:
+        The spectra by site, in float64. Sites that do not take every real value are left out.
+
+    Raises:
+        ValueError: If no site has a matrix or filters.
+        RuntimeError: If the guide knows no site yet.
+
+    Example:
+        >>> from pyro_structvi import Classifier, KTiedGuide, bayesianize
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(2, 6, 3), torch.nn.Flatten())
+        >>> guide = KTiedGuide(Classifier(bayesianize(net, prior=1.0), num_data=10), rank=1)
+        >>> spectrum = spectra(guide)["net.0.weight"]
+        >>> spectrum.scale.shape, round(float(spectrum.scale_share[0]), 4)
+        (torch.Size([6]), 1.0)
+
+    References:
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 2.3 and appendix C.
+    """
+    means, variances = guide.median(), marginal_variances(guide)
+    found = {
+        name: _spectrum(means[name], variance.sqrt())
+        for name, variance in variances.items()
+        if variance.dim() >= 2
+    }
+    if not found:
+        raise ValueError(
+            "`guide` must have a weight with at least two dimensions, but has the shapes "
+            f"{[tuple(variance.shape) for variance in variances.values()]}."
+        )
+    return found
+
+
+def _spectrum(mean: Tensor, scale: Tensor) -> Spectrum:
+    values = [torch.linalg.svdvals(each.double().flatten(1)) for each in (mean, scale)]
+    return Spectrum(*values, *map(_share, values))
+
+
+def _share(singular_values: Tensor) -> Tensor:
+    squares = (singular_values / singular_values.max().clamp_min(1e-300)).square()
+    return squares / squares.sum().clamp_min(1)

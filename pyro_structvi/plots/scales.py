@@ -1,0 +1,218 @@
+"""Figures of the posterior of a weight: spectra, standard deviations and covariances."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+from pyro_structvi._checks import checked, shape_text
+from pyro_structvi.plots.arrays import (
+    Array,
+    Matrix,
+    Values,
+    by_label,
+    check_not_negative,
+    real_array,
+)
+from pyro_structvi.plots.figures import (
+    DIVERGING,
+    SEQUENTIAL,
+    add_colour_bar,
+    add_labels,
+    add_legend,
+    curve_style,
+    figure_of,
+    make_axes,
+    make_panels,
+)
+
+# Share of the standard deviations at either end that have the colour of the end.
+OUTSIDE = 0.005
+
+
+@checked
+def plot_spectrum(
+    singular_values: Values | Mapping[str, Values],
+    ax: Axes | None = None,
+    quantity: Literal["singular value", "explained variance"] = "singular value",
+    label: str | None = None,
+) -> Axes:
+    r"""Draw the singular values of a matrix, or the share of its variance that each of them explains.
+
+    Singular value :math:`s_k` explains the share :math:`s_k^2 / \sum_j s_j^2`.
+
+    Args:
+        singular_values: Singular values ``(K,)``, descending; or those of several layers, by label.
+        ax: Where to draw; a new figure when None.
+        quantity: Singular values, on a logarithmic axis, or shares from 0 to 1, over components on
+            a logarithmic axis.
+        label: What the legend calls a single layer.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: If a singular value is negative, if all of a layer are zero, or if they ascend.
+
+    Example:
+        >>> ax = plot_spectrum({"layer 1": [3.0, 1.0]}, quantity="explained variance")
+        >>> ax.lines[0].get_ydata().tolist()
+        [0.9, 0.1]
+
+    References:
+        Swiatkowski et al. (2020), "The k-tied normal distribution: a compact parameterization of
+        Gaussian mean field posteriors in Bayesian neural networks", section 3.
+    """
+    layers = by_label("singular_values", singular_values, label)
+    for name, values in layers.values():
+        check_not_negative(name, values, "singular values")
+        if values[0] == 0 or (np.diff(values) > 0).any():
+            raise ValueError(f"`{name}` must descend from a first value above zero, but does not.")
+    ax = make_axes(ax)
+    for index, (title, (_, values)) in enumerate(layers.items()):
+        shown = values if quantity == "singular value" else values**2 / (values**2).sum()
+        order = np.arange(1, len(values) + 1)
+        ax.plot(order, shown, marker=".", label=title, **curve_style(index))
+    if quantity == "singular value":
+        ax.set_yscale("log")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    else:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_ylim(-0.02, 1.02)
+    unit = " (share)" if quantity == "explained variance" else ""
+    add_labels(ax, "component", quantity + unit)
+    add_legend(ax)
+    return ax
+
+
+@checked
+def plot_scale_matrix(
+    scale: Matrix, ranks: Sequence[int] = (1, 2), axes: Sequence[Axes] | None = None
+) -> list[Axes]:
+    r"""Draw a layer's posterior standard deviations beside their best approximations of low rank.
+
+    The approximation of rank k is :math:`\sum_{j \le k} s_j u_j v_j^\top` of the singular value
+    decomposition, and explains the share :math:`\sum_{j \le k} s_j^2 / \sum_j s_j^2` of the sum of
+    squares, written above it. All panels have the same colours, from the 0.5% to the 99.5% quantile
+    of the standard deviations.
+
+    Args:
+        scale: Standard deviations ``(out, in)``, in the weights' units.
+        ranks: Ranks of the approximations, each a panel.
+        axes: Where to draw, one axes for the matrix and one for each rank, of one figure; a new
+            figure when None.
+
+    Returns:
+        The axes of the panels, first of the matrix and then of the ranks in their order.
+
+    Raises:
+        ValueError: If a standard deviation is not positive, a rank is not one that the matrix can
+            have, or the number of axes is another one, or they are of
+            several figures.
+
+    Example:
+        >>> import torch
+        >>> axes = plot_scale_matrix(torch.rand(20, 10) + 0.5, ranks=(1, 2))
+        >>> len(axes)
+        3
+
+    References:
+        Swiatkowski et al. (2020), "The k-tied normal distribution: a compact parameterization of
+        Gaussian mean field posteriors in Bayesian neural networks", Figures 2 and 3.
+    """
+    matrix = real_array("scale", scale, dim=2)
+    if (matrix <= 0).any():
+        raise ValueError(
+            "`scale` must be positive everywhere, but is not. Pass standard deviations, for instance "
+            "`log_scale.exp()`."
+        )
+    most = min(matrix.shape)
+    if not ranks or not all(1 <= rank <= most for rank in ranks):
+        raise ValueError(f"`ranks` must hold at least one number, all from 1 to {most}.")
+    if axes is not None and len(axes) != 1 + len(ranks):
+        raise ValueError(f"`axes` must hold {1 + len(ranks)} axes, but got {len(axes)}.")
+    if axes is not None and len({figure_of(each) for each in axes}) > 1:
+        raise ValueError("`axes` must be of one figure, which has one colour bar for all of them.")
+    panels = _matrix_panels(matrix, len(ranks)) if axes is None else list(axes)
+    approximations = [_truncated(matrix, rank) for rank in ranks]
+    titles = [
+        f"rank {rank}\nexplains {share:.1%}"
+        for rank, (_, share) in zip(ranks, approximations, strict=True)
+    ]
+    matrices = [matrix, *(approximation for approximation, _ in approximations)]
+    low, high = np.quantile(matrix, [OUTSIDE, 1 - OUTSIDE])
+    for panel, each, title in zip(panels, matrices, ["standard\ndeviations", *titles], strict=True):
+        image = panel.imshow(each, aspect="auto", cmap=SEQUENTIAL, vmin=low, vmax=high)
+        panel.set_title(title, fontsize="medium")
+        panel.set_xlabel(panel.get_xlabel() or "input")
+    panels[0].set_ylabel(panels[0].get_ylabel() or "output")
+    bar: dict[str, Any] = {"label": "standard deviation\n(weights' units)", "extend": "both"}
+    figure_of(panels[0]).colorbar(image, ax=panels, **bar)
+    return panels
+
+
+def _matrix_panels(matrix: Array, num_ranks: int) -> list[Axes]:
+    """Return panels of a new figure, of nearly the shape of the matrix."""
+    height = float(np.clip(2.2 * matrix.shape[0] / matrix.shape[1], 2.4, 4.5))
+    return make_panels(
+        1, 1 + num_ranks, 2.0 * (1 + num_ranks) + 1.2, height, sharex=True, sharey=True
+    )
+
+
+def _truncated(matrix: Array, rank: int) -> tuple[Array, float]:
+    """Return the best approximation of a rank, and the share of the sum of squares that it explains."""
+    U, s, Vh = np.linalg.svd(matrix, full_matrices=False)
+    approximation: Array = (U[:, :rank] * s[:rank]) @ Vh[:rank]
+    return approximation, float((s[:rank] ** 2).sum() / (s**2).sum())
+
+
+@checked
+def plot_covariance(covariance: Matrix, ax: Axes | None = None, correlation: bool = False) -> Axes:
+    r"""Draw a covariance matrix, or its correlations, with white at zero.
+
+    Correlations are :math:`C_{ij} / \sqrt{C_{ii} C_{jj}}`.
+
+    Args:
+        covariance: Covariance ``(M, M)`` of a layer's weights, in their units squared, in the order
+            of ``weight.flatten()``.
+        ax: Where to draw; a new figure when None.
+        correlation: Whether to draw correlations, from -1 to 1, which are seen beside a large
+            variance too.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: If the matrix is not symmetric with positive variances.
+
+    Example:
+        >>> import torch
+        >>> ax = plot_covariance(torch.tensor([[4.0, 1.0], [1.0, 1.0]]), correlation=True)
+        >>> ax.images[0].get_array().tolist()
+        [[1.0, 0.5], [0.5, 1.0]]
+    """
+    matrix = real_array("covariance", covariance, dim=2)
+    if matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(
+            f"`covariance` must be square, but got the shape {shape_text(matrix.shape)}."
+        )
+    if not (matrix.diagonal() > 0).all():
+        raise ValueError("`covariance` must have positive variances on its diagonal, but has not.")
+    scale = np.sqrt(matrix.diagonal())
+    correlations = matrix / scale[:, None] / scale
+    if np.abs(correlations - correlations.T).max() > 1e-4:
+        raise ValueError("`covariance` must be symmetric, but is not.")
+    shown = correlations if correlation else matrix
+    limit = 1.0 if correlation else np.abs(matrix).max()
+    ax = make_axes(ax, 5.0, 3.9)
+    image = ax.imshow(shown, cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation="nearest")
+    add_colour_bar(
+        ax, image, "correlation" if correlation else "covariance (weights' units squared)"
+    )
+    add_labels(ax, "weight", "weight")
+    return ax

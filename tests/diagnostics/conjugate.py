@@ -1,0 +1,39 @@
+"""A linear regression with an exact posterior, of which the diagnostics are known."""
+
+from collections import namedtuple
+
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal
+
+import pyro_structvi as ps
+from pyro_structvi.families.cholesky_parameters import factor_parameters
+
+SITE, NOISE = "net.weight", 0.5
+
+Exact = namedtuple("Exact", ["mean", "covariance", "log_evidence"])
+
+
+def make_model(num_data, inputs):
+    return ps.Regressor(ps.bayesianize(nn.Linear(inputs, 1, bias=False), 1.0), num_data, NOISE)
+
+
+def exact(x, y):
+    """Return what is known of the model with inputs ``(N, in)`` and targets ``(N, 1)``."""
+    precision = x.mT @ x / NOISE**2 + torch.eye(x.shape[1])
+    marginal = x @ x.mT + NOISE**2 * torch.eye(len(x))
+    evidence = MultivariateNormal(torch.zeros(len(x)), marginal).log_prob(y.squeeze(-1))
+    mean = torch.linalg.solve(precision, x.mT @ y / NOISE**2)
+    return Exact(mean.mT, precision.inverse(), evidence)
+
+
+def full_guide(model, mean, covariance):
+    """Return a guide with this normal posterior."""
+    guide = ps.FullCovarianceGuide(model)
+    posterior = guide[SITE]
+    log_diagonal, lower = factor_parameters(torch.linalg.cholesky(covariance))
+    with torch.no_grad():
+        posterior.loc.copy_(mean)
+        posterior.log_diagonal.copy_(log_diagonal)
+        posterior.lower.copy_(lower)
+    return guide

@@ -1,0 +1,272 @@
+"""Importance weights of a guide: constant at the exact posterior, with a heavy tail beside it."""
+
+import math
+import sys
+from types import ModuleType
+
+import arviz
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_structvi as ps
+from pyro_structvi.diagnostics import importance, pareto_k
+from pyro_structvi.diagnostics.importance import _diagnosis
+from pyro_structvi.testing import guides_for
+from tests.diagnostics.conjugate import exact, full_guide, make_model
+from tests.models import (
+    hierarchical_function,
+    local_latent_function,
+    make_regressor,
+    regression_data,
+)
+
+
+def conjugate():
+    x, y = regression_data(size=10)
+    return make_model(10, 3), (x, y), exact(x, y)
+
+
+def test_at_the_exact_posterior_every_weight_is_the_evidence():
+    model, data, known = conjugate()
+    guide = full_guide(model, known.mean, known.covariance)
+    diagnosis = pareto_k(model, guide, *data, num_samples=200)
+    assert diagnosis.k_hat == -math.inf
+    assert diagnosis.elbo == pytest.approx(float(known.log_evidence), abs=1e-9)
+    assert diagnosis.importance_weighted_bound == pytest.approx(float(known.log_evidence), abs=1e-9)
+    assert diagnosis.effective_sample_size == 200
+
+
+def test_bounds_of_a_guide_with_known_weights():
+    """Of a posterior with twice the covariance: E[r], E[e^r] = p(y), each a z-test with P = 1e-6.
+
+    The weights are at most 2^(3/2) p(y), so that k is below zero and all means are finite: the variance
+    of r is that of a chi-square with 3 degrees of freedom, over 4; that of e^r / p(y) is
+    (4 / 3)^(3/2) - 1.
+    """
+    model, data, known = conjugate()
+    guide = full_guide(model, known.mean, 2 * known.covariance)
+    diagnosis = pareto_k(model, guide, *data, num_samples=4000)
+    evidence, kl = float(known.log_evidence), 1.5 * (2 - 1 - math.log(2))
+    # KL(q || p) with covariance 2 S, and r = log p(y) + 3/2 log 2 - u / 2, u ~ chi2(3).
+    assert abs(diagnosis.elbo - (evidence - kl)) < 4.9 * math.sqrt(2 * 3 / 4 / 4000)
+    ratio = math.exp(diagnosis.importance_weighted_bound - evidence)
+    assert abs(ratio - 1) < 4.9 * math.sqrt(((4 / 3) ** 1.5 - 1) / 4000)
+    assert diagnosis.k_hat < 0.5
+    # Kong's 1 / (1 + Var(e^r / p(y))) of the draws.
+    assert diagnosis.effective_sample_size / 4000 == pytest.approx((3 / 4) ** 1.5, rel=0.03)
+
+
+def test_a_guide_that_is_too_narrow_is_told():
+    """With a quarter of each standard deviation weights have the tail k = 1 - 1 / 16."""
+    model, data, known = conjugate()
+    guide = full_guide(model, known.mean, known.covariance / 16)
+    diagnosis = pareto_k(model, guide, *data, num_samples=1000)
+    assert diagnosis.k_hat > 0.7
+    assert diagnosis.effective_sample_size < 300
+    assert diagnosis.elbo < diagnosis.importance_weighted_bound < float(known.log_evidence) + 1
+
+
+GUIDES = {name: make for name, make in guides_for("tests").items() if "inducing" not in name}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_average_log_weight_is_the_elbo_of_every_guide(name):
+    """Two unbiased estimates of one number; P = 1e-6 by the spread of both."""
+    model, data = make_regressor(), regression_data()
+    guide = GUIDES[name](model, init_scale=0.05)
+    torch.manual_seed(1)
+    joint = guide.begin_pass(*data)
+    with torch.no_grad():
+        weights = importance._of_draws(
+            lambda number: importance._log_weight(model, guide.in_pass(joint, None), data, {}),
+            400,
+        )
+        elbo = ps.StructuredELBO()
+        bounds = torch.stack([elbo.terms(model, guide, *data).elbo for _ in range(80)])
+    error = (weights.var() / len(weights) + bounds.var() / len(bounds)).sqrt()
+    assert (weights.mean() - bounds.mean()).abs() < 5 * error + 1e-9
+    assert weights.std() > 1e-3
+    torch.manual_seed(1)
+    diagnosis = pareto_k(model, guide, *data, num_samples=400)
+    assert diagnosis.elbo == pytest.approx(float(weights.mean()), rel=1e-12)
+
+
+def test_inducing_weights_are_weighed_by_the_density_of_the_weights():
+    """Training bounds W and U together, which is below by the KL of U given W."""
+    model, data = make_regressor(), regression_data()
+    guide = ps.InducingWeightGuide(model, (2, 2), init_scale=0.05)
+    with torch.no_grad():
+        trained = ps.StructuredELBO(num_particles=50).terms(model, guide, *data).elbo
+    assert pareto_k(model, guide, *data, num_samples=200).elbo > float(trained) + 5
+
+
+def test_shared_inducing_weights_are_weighed_together_with_the_weights():
+    """Then the average log weight is the bound; P = 1e-6 by the standard deviation of both, about 10."""
+    model, data = make_regressor(), regression_data()
+    guide = ps.InducingWeightGuide(
+        model, (2, 2), inducing_posterior="full", shared=True, init_scale=0.05
+    )
+    elbo = ps.StructuredELBO()
+    with torch.no_grad():
+        bounds = torch.stack([elbo.terms(model, guide, *data).elbo for _ in range(100)])
+    found = pareto_k(model, guide, *data, num_samples=200)
+    error = bounds.std() * (1 / 100 + 4 / 200) ** 0.5  # weights vary more than bounds do
+    assert found.elbo == pytest.approx(float(bounds.mean()), abs=5 * float(error))
+
+
+def one_by_one(function, values):
+    raise RuntimeError("no batching rule")
+
+
+def test_what_torch_cannot_vectorize_runs_draw_by_draw(monkeypatch):
+    """Draws differ, so bounds of the two ways agree as independent estimates; P = 1e-6."""
+    model, data, known = conjugate()
+    guide = full_guide(model, known.mean, 2 * known.covariance)
+    monkeypatch.setattr(importance, "in_one_pass", one_by_one)
+    diagnosis = pareto_k(model, guide, *data, num_samples=300)
+    expected = float(known.log_evidence) - 1.5 * (1 - math.log(2))
+    assert abs(diagnosis.elbo - expected) < 4.9 * math.sqrt(2 * 3 / 4 / 300)
+
+
+def test_a_small_memory_takes_more_passes(monkeypatch):
+    model, data, known = conjugate()
+    guide = full_guide(model, known.mean, known.covariance)
+    sizes, own = [], importance.in_one_pass
+
+    def recorded(function, values):
+        sizes.append(len(values))
+        return own(function, values)
+
+    monkeypatch.setattr(importance, "in_one_pass", recorded)
+    monkeypatch.setattr(
+        importance, "MAX_BYTES", 7 * 8 * 23
+    )  # 3 weights; 10 outputs of net and model
+    diagnosis = pareto_k(model, guide, *data, num_samples=100)
+    assert sizes == [*[7] * 14, 1]
+    assert diagnosis.elbo == pytest.approx(float(known.log_evidence), abs=1e-9)
+
+
+def normal(value, loc, scale):
+    return dist.Normal(loc, scale).log_prob(value).sum()
+
+
+def of_hierarchy(x, y, scale, weight, noise):
+    prior = dist.HalfNormal(1.0).log_prob(scale) + dist.LogNormal(-1.0, 0.5).log_prob(noise)
+    return prior + normal(weight, 0.0, scale) + normal(y, x @ weight.mT, noise)
+
+
+def of_local_latents(x, y, weight, shift):
+    mean = (x @ weight.mT).squeeze(-1) + shift
+    return normal(weight, 0.0, 1.0) + normal(shift, 0.0, 0.5) + normal(y, mean, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("function", "density", "shape"),
+    [
+        (hierarchical_function, of_hierarchy, (6, 1)),
+        (local_latent_function, of_local_latents, (6,)),
+    ],
+)
+def test_the_weight_of_a_draw_by_densities_written_out(function, density, shape):
+    data = torch.randn(6, 3), torch.randn(shape)
+    guide = ps.MeanFieldGuide(function, init_scale=0.1)
+    guide.initialize(*data)
+    joint = guide.begin_pass(*data)
+    torch.manual_seed(3)
+    values = guide.in_pass(joint, None)(*data)
+    torch.manual_seed(3)
+    found = importance._log_weight(function, guide.in_pass(joint, None), data, {})
+    of_guide = sum(guide[name]().log_prob(value).sum() for name, value in values.items())
+    torch.testing.assert_close(found, density(*data, **values) - of_guide, rtol=1e-12, atol=1e-12)
+    assert math.isfinite(pareto_k(function, guide, *data, num_samples=100).k_hat)
+
+
+@pytest.mark.parametrize(
+    "make", [ps.MAPGuide, ps.EnsembleGuide, ps.MCDropoutGuide], ids=["map", "ensemble", "dropout"]
+)
+def test_guides_without_a_density_are_refused(make):
+    model, data = make_regressor(), regression_data()
+    with pytest.raises(ValueError, match=r"`guide` must have a density .* 'net.0.weight', \w+\("):
+        pareto_k(model, make(model), *data)
+
+
+def test_guides_that_are_points_in_part_are_refused():
+    model, data = make_regressor(), regression_data()
+    pruned = ps.MeanFieldGuide(model)
+    ps.pruning.prune_mean_field(pruned, 0.5)
+    inducing = ps.InducingWeightGuide(model, (2, 2), inducing_posterior="ensemble")
+    part = ps.SubnetworkGuide(
+        model, {"net.0.weight": torch.ones(5, 3, dtype=torch.bool)}, center=ps.MAPGuide(model)
+    )
+    for guide in (pruned, inducing, part):
+        with pytest.raises(ValueError, match="`guide` must have a density"):
+            pareto_k(model, guide, *data)
+
+
+def test_the_sites_must_be_those_of_the_model():
+    data = regression_data()
+    other = ps.MeanFieldGuide(make_model(12, 3))
+    with pytest.raises(ValueError, match=r"missing in it: \['net.0.weight'.*the model: \['net.wei"):
+        pareto_k(make_regressor(), other, *data)
+    model = make_regressor()
+    with pytest.raises(ValueError, match=r"missing in it: \['obs'\].*and the observations too"):
+        pareto_k(model, ps.MeanFieldGuide(model), data[0])
+
+
+def test_a_tail_needs_draws():
+    model, data, known = conjugate()
+    guide = full_guide(model, known.mean, known.covariance / 4)
+    with pytest.raises(ValueError, match=r"`num_samples` must be at least 100, .* but got 99"):
+        pareto_k(model, guide, *data, num_samples=99)
+    assert math.isfinite(pareto_k(model, guide, *data, num_samples=100).k_hat)
+
+
+# ---- of given log weights --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0.3, 0.9])
+def test_k_of_pareto_weights(k):
+    """Weights that are a generalized Pareto distribution's quantiles, in any order and unit."""
+    probs = (torch.arange(20_000) + 0.5) / 20_000
+    weights = ((1 - probs) ** -k)[torch.randperm(20_000)]
+    diagnosis = _diagnosis(weights.log() - 1234.5)
+    assert diagnosis.k_hat == pytest.approx(k, abs=0.02)
+    assert diagnosis.elbo == pytest.approx(k - 1234.5, abs=1e-3)
+    assert diagnosis.importance_weighted_bound == pytest.approx(
+        float(weights.mean().log()) - 1234.5, abs=1e-9
+    )
+
+
+def test_a_nan_is_refused():
+    with pytest.raises(ValueError, match=r"`log p\(y, w\) - log q\(w\)` holds 1 NaN of 30"):
+        _diagnosis(torch.tensor([0.0] * 29 + [torch.nan]))
+
+
+def test_the_effective_sample_size_is_of_the_smoothed_weights():
+    log_weights = 2 * torch.randn(500)
+    smoothed, k_hat = arviz.psislw(log_weights.numpy())
+    diagnosis = _diagnosis(log_weights)
+    assert diagnosis.k_hat == pytest.approx(float(k_hat))
+    weights = np.exp(smoothed)
+    assert diagnosis.effective_sample_size == pytest.approx(1 / np.square(weights).sum())
+
+
+def test_the_next_version_of_arviz_takes_minus_the_log_weights(monkeypatch):
+    """Its function stands in here: it gets log likelihoods, as for leaving one out."""
+    base, stats, array_stats = (ModuleType(name) for name in ("base", "arviz_stats", "array_stats"))
+    array_stats.psislw = lambda log_likelihood: arviz.psislw(-log_likelihood)
+    base.array_stats = array_stats
+    monkeypatch.setitem(sys.modules, "arviz_stats", stats)
+    log_weights = 2 * torch.randn(500)
+    expected = _diagnosis(log_weights)
+    monkeypatch.setitem(sys.modules, "arviz_stats.base", base)
+    assert _diagnosis(log_weights) == expected
+
+
+def test_without_arviz_an_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "arviz_stats", None)
+    monkeypatch.setitem(sys.modules, "arviz", None)
+    with pytest.raises(ImportError, match=r"ArviZ is needed: `pip install"):
+        _diagnosis(torch.randn(50))

@@ -1,0 +1,124 @@
+"""What all figures share: axes that are given, figures of no window, labels, legends."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+import pyro_structvi.plots
+from pyro_structvi import plots
+from pyro_structvi.plots.figures import COLOURS, curve_style
+from tests.bad_input.cases import VALID
+
+OF_ONE_AXES = sorted(set(plots.__all__) - {"plot_regressions", "plot_scale_matrix"})
+
+
+def draw(name, ax):
+    arguments = {key: value for key, value in VALID[name]().items() if key != "ax"}
+    return getattr(plots, name)(**arguments, ax=ax)
+
+
+@pytest.mark.parametrize("name", OF_ONE_AXES)
+def test_axes_are_used_and_returned(name):
+    first, second = Figure().subplots(1, 2)
+    assert draw(name, second) is second
+    assert second.has_data()
+    assert not first.has_data()
+
+
+@pytest.mark.parametrize("name", OF_ONE_AXES)
+def test_without_axes_there_is_a_figure_of_no_window_and_it_can_be_written(name, tmp_path):
+    ax = draw(name, None)
+    assert type(ax.figure) is Figure
+    assert ax.figure.canvas.manager is None
+    assert ax.get_xlabel()
+    assert ax.get_ylabel()
+    ax.figure.savefig(tmp_path / "figure.png", dpi=50)
+
+
+@pytest.mark.parametrize("name", OF_ONE_AXES)
+def test_labels_of_the_users_stay(name):
+    ax = Figure().subplots()
+    ax.set_xlabel("horizontal")
+    ax.set_ylabel("vertical")
+    draw(name, ax)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("horizontal", "vertical")
+
+
+@pytest.mark.parametrize("name", OF_ONE_AXES)
+def test_axes_of_a_part_of_a_figure(name):
+    part = Figure(layout="constrained").subfigures(1, 2)[1]
+    ax = part.subplots()
+    assert draw(name, ax) is ax
+    ax.get_figure(root=True).draw_without_rendering()
+
+
+def test_axes_that_were_removed():
+    ax = Figure().subplots()
+    ax.remove()
+    with pytest.raises(ValueError, match="`ax` must belong to a figure, but was removed"):
+        plots.plot_trace({"loss": [1.0]}, ax)
+
+
+def test_curves_differ_by_colour_and_then_by_style():
+    styles = [tuple(curve_style(index).values()) for index in range(4 * len(COLOURS))]
+    assert len(set(styles)) == len(styles)
+    assert [style[0] for style in styles[: len(COLOURS)]] == list(COLOURS)
+
+
+def test_colours_differ_in_lightness_or_in_blue():
+    """Dichromats see lightness and the contrast of blue and yellow."""
+
+    def seen(colour):
+        red, green, blue = to_rgb(colour)
+        return np.array([0.3 * red + 0.6 * green, blue])
+
+    pairs = itertools.combinations(map(seen, COLOURS), 2)
+    assert min(np.abs(a - b).max() for a, b in pairs) > 0.1
+
+
+@pytest.mark.parametrize(("layout", "beside"), [("constrained", True), (None, False)])
+def test_a_legend_stands_beside_the_axes_where_the_layout_makes_room(layout, beside):
+    ax = Figure(layout=layout).subplots()
+    plots.plot_trace({"loss": [1.0, 2.0]}, ax)
+    ax.figure.draw_without_rendering()
+    legend, axes = ax.get_legend().get_window_extent(), ax.get_window_extent()
+    assert bool(legend.x0 > axes.x1) == beside
+    assert legend.x1 < ax.figure.bbox.x1
+
+
+def test_tensors_arrays_and_lists_are_drawn_alike():
+    numbers = [0.5, 0.25, 0.125]
+    given = [numbers, np.array(numbers, "float32"), torch.tensor(numbers, requires_grad=True)]
+    lines = [plots.plot_spectrum(values).lines[0].get_ydata().tolist() for values in given]
+    assert lines == [numbers] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.tensor([True]), "`singular_values` must hold real numbers, but got a torch.Tensor"),
+        (np.array(["a"]), "`singular_values` must hold real numbers, but got a ndarray"),
+        ([], r"`singular_values` must hold at least one number, in 1 .*shape \(0,\)"),
+        (np.ones((2, 2)), r"in 1 dimension, but got the shape \(2, 2\)"),
+        ([1.0, np.nan], "`singular_values` must be finite everywhere"),
+        ({}, "`singular_values` must hold at least one entry, but is empty"),
+        ({"layer": [-1.0]}, r"`singular_values\['layer'\]` must be singular values, so at least 0"),
+    ],
+)
+def test_what_cannot_be_drawn(values, message):
+    with pytest.raises(ValueError, match=message):
+        plots.plot_spectrum(values)
+
+
+def test_a_label_beside_a_mapping():
+    with pytest.raises(ValueError, match="`label` must be None where `singular_values` is a map"):
+        plots.plot_spectrum({"layer": [1.0]}, label="layer")
+
+
+def test_every_function_is_listed():
+    names = {name for name in vars(pyro_structvi.plots) if name.startswith("plot_")}
+    assert names == set(plots.__all__)

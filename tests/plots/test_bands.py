@@ -1,0 +1,92 @@
+"""Bands about functions of one input, and panels of several methods."""
+
+import numpy as np
+import pytest
+import torch
+
+import pyro_structvi as ps
+from pyro_structvi.plots import plot_band, plot_regressions
+from tests.models import make_regressor
+
+X = np.array([0.0, 1.0, 3.0])
+MEAN = np.array([1.0, -1.0, 0.5])
+SCALE = np.array([0.1, 0.0, 0.4])
+
+
+def ends(band):
+    """Return the lower and the upper ends of a band, by its vertices at each input."""
+    vertices = band.get_paths()[0].vertices
+    heights = [vertices[vertices[:, 0] == x, 1] for x in X]
+    return np.array([each.min() for each in heights]), np.array([each.max() for each in heights])
+
+
+def test_bands_are_the_mean_and_multiples_of_the_scale():
+    ax = plot_band(X, MEAN, SCALE, widths=(0.5, 2.0))
+    assert len(ax.collections) == 2
+    for band, width in zip(ax.collections, (0.5, 2.0), strict=True):
+        np.testing.assert_allclose(ends(band), (MEAN - width * SCALE, MEAN + width * SCALE))
+    np.testing.assert_array_equal(ax.lines[0].get_xydata(), np.column_stack([X, MEAN]))
+
+
+def test_bands_by_their_ends_with_data_and_truth():
+    lower, upper = MEAN - np.array([[1.0], [0.5]]), MEAN + np.array([[2.0], [0.25]])
+    truth, points = MEAN + 0.1, ([0.5, 2.0], [7.0, 8.0])
+    ax = plot_band(
+        X, MEAN, lower=lower, upper=upper, data_x=points[0], data_y=points[1], truth=truth
+    )
+    *bands, data = ax.collections
+    for band, low, high in zip(bands, lower, upper, strict=True):
+        np.testing.assert_allclose(ends(band), (low, high))
+    np.testing.assert_array_equal(data.get_offsets(), np.transpose(points))
+    np.testing.assert_array_equal(ax.lines[1].get_ydata(), truth)
+    texts = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert texts == ["mean", "truth", "data"]
+    assert len(plot_band(X, MEAN, lower=lower[0], upper=upper[0]).collections) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Either `scale` or both `lower` and `upper` must be given"),
+        ({"scale": SCALE, "lower": X, "upper": X}, "Either `scale` or both `lower`"),
+        ({"lower": MEAN}, "Either `scale` or both `lower` and `upper`"),
+        ({"scale": -SCALE}, "`scale` must be a standard deviation, so at least 0"),
+        ({"scale": SCALE[:2]}, "`mean` and `scale` must have as many values, but got 3 and 2"),
+        ({"scale": SCALE, "widths": ()}, "`widths` must hold at least one number, all positive"),
+        ({"scale": SCALE, "widths": (0.0,)}, "`widths` must hold at least one number"),
+        ({"lower": MEAN, "upper": MEAN - 1}, "`lower` must be at most `upper`"),
+        ({"lower": [MEAN], "upper": [MEAN]}, None),
+        ({"lower": np.stack([MEAN, MEAN]), "upper": MEAN}, "as many bands, but got 2 and 1"),
+        ({"scale": SCALE, "data_x": X}, "`data_x` and `data_y` must be given together"),
+        ({"scale": SCALE, "data_x": X, "data_y": X[:1]}, "`data_x` and `data_y` must have as many"),
+        ({"scale": SCALE, "truth": X[:1]}, "`x` and `truth` must have as many values"),
+    ],
+)
+def test_wrong_bands(options, message):
+    with pytest.raises(ValueError if message else TypeError, match=message or "`lower` must be a"):
+        plot_band(X, MEAN, **options)
+
+
+def test_one_panel_a_method_with_three_bands(tmp_path):
+    model, grid = make_regressor(), torch.randn(7, 3)
+    prediction = ps.predict(model, ps.MeanFieldGuide(model), grid, 5)
+    line = torch.linspace(0, 1, 7)
+    titles = [f"method {index}" for index in range(5)]
+    figure = plot_regressions(dict.fromkeys(titles, prediction), line, line, line, truth=line)
+    assert [panel.get_title() for panel in figure.axes] == titles
+    bands = [c for c in figure.axes[0].collections if "Poly" in type(c).__name__]
+    assert len(bands) == 3
+    labelled = [panel.xaxis.get_tick_params()["labelbottom"] for panel in figure.axes]
+    assert labelled == [False, True, True, True, True], "the lowest panel of each column"
+    for width, band in enumerate(bands, 1):
+        heights = band.get_paths()[0].vertices[:, 1]
+        mean, scale = prediction.mean.flatten(), prediction.variance.flatten().sqrt()
+        torch.testing.assert_close(heights.max(), float((mean + width * scale).max()))
+        torch.testing.assert_close(heights.min(), float((mean - width * scale).min()))
+    figure.savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_no_prediction():
+    with pytest.raises(ValueError, match="`predictions` must hold at least one prediction"):
+        plot_regressions({}, torch.zeros(1), torch.zeros(1), torch.zeros(1))
