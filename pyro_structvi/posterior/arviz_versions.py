@@ -1,9 +1,12 @@
-"""ArviZ as it is installed: 0.23 and 1.x differ in how they are given groups of variables."""
+"""ArviZ as it is installed: what differs between 0.23 and 1.x."""
 
 import warnings
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 def import_arviz() -> Any:
@@ -48,3 +51,24 @@ def from_groups(
     if "posterior" in signature(arviz.from_dict).parameters:
         return arviz.from_dict(**given, **names)
     return arviz.from_dict(given, **names)
+
+
+def pareto_smoothed(log_weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Return log weights smoothed by a generalized Pareto distribution, and the shape of their tail.
+
+    ArviZ 1.x has the function in its part ``arviz_stats``, and takes minus the log weights.
+
+    Args:
+        log_weights: Logs of importance weights, ``(draws,)``.
+
+    Raises:
+        ImportError: If ArviZ is not installed.
+    """
+    arviz = import_arviz()
+    if hasattr(arviz, "psislw"):
+        smoothed, k_hat = arviz.psislw(log_weights)
+    else:
+        from arviz_stats.base import array_stats
+
+        smoothed, k_hat = array_stats.psislw(-log_weights)
+    return np.asarray(smoothed), float(k_hat)

@@ -411,32 +411,3 @@ def test_arviz_reads_the_statistics():
         az.plot_energy(data)
         az.plot_trace(data)
     plt.close("all")
-
-
-# ---- importing ArviZ -----------------------------------------------------------------------------
-
-
-def test_arviz_announces_itself_to_those_who_import_it_only(tmp_path, monkeypatch):
-    """In a stand-in, since the announcement is made once a day; other warnings are not hidden."""
-    folder = tmp_path / "arviz"
-    folder.mkdir()
-    notice = 'import warnings\nwarnings.warn("\\nArviZ is undergoing a refactor", FutureWarning)\n'
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def import_again(function):
-        monkeypatch.delitem(sys.modules, "arviz", raising=False)
-        return function()
-
-    (folder / "__init__.py").write_text(notice)
-    assert import_again(import_arviz).__file__ == str(folder / "__init__.py")
-    with pytest.warns(FutureWarning, match="undergoing"):
-        import_again(lambda: __import__("arviz"))
-    (folder / "__init__.py").write_text(notice.replace("is undergoing", "drops what you use in"))
-    with pytest.warns(FutureWarning, match="drops what you use"):
-        import_again(import_arviz)
-
-
-def test_where_arviz_is_missing_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arviz", None)
-    with pytest.raises(ImportError, match=r'pip install "pyro-structvi\[diagnostics\]"'):
-        call()
