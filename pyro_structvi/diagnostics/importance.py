@@ -9,7 +9,6 @@ import numpy as np
 import pyro
 import pyro.poutine as poutine
 import torch
-from numpy.typing import NDArray
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from pyro_structvi.families import Members
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.joint_posterior import in_one_pass
 from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.posterior.arviz_versions import pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode
 
@@ -202,24 +202,7 @@ def _diagnosis(log_weights: Tensor) -> ImportanceDiagnosis:
     values = log_weights.cpu().numpy()
     if np.ptp(values) <= ROUNDING * max(1.0, np.abs(values).max()):
         return ImportanceDiagnosis(-math.inf, elbo, bound, float(len(values)))
-    smoothed, k_hat = _psis(values)
+    smoothed, k_hat = pareto_smoothed(values)
     weights = np.exp(smoothed - smoothed.max())
     size = weights.sum() ** 2 / np.square(weights).sum()
     return ImportanceDiagnosis(k_hat, elbo, bound, float(size))
-
-
-def _psis(log_weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Return smoothed log weights and the shape of their tail, by ArviZ of either major version."""
-    try:
-        from arviz_stats.base import array_stats  # ArviZ 1, which takes minus the log weights
-    except ImportError:
-        try:
-            from arviz import psislw
-        except ImportError as error:
-            raise ImportError(
-                'ArviZ is needed: `pip install "pyro-structvi[diagnostics]"`.'
-            ) from error
-        smoothed, k_hat = psislw(log_weights)
-    else:
-        smoothed, k_hat = array_stats.psislw(-log_weights)
-    return np.asarray(smoothed), float(k_hat)

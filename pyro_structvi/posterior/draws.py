@@ -1,6 +1,7 @@
-"""Joint draws of a posterior, given as a guide or as draws by site."""
+"""What predictions begin with: inputs, and joint draws of a posterior, given as a guide or by site."""
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import pyro.poutine as poutine
@@ -8,6 +9,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import Program, check_tensors
+from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.joint_posterior import JointPosterior, stack_draws
 from pyro_structvi.lazy.site_role import SiteRole
@@ -44,6 +46,36 @@ def as_arguments(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
+def as_batches(
+    args: tuple[Any, ...], y: Tensor | None, batch_size: int | None
+) -> list[tuple[tuple[Any, ...], Tensor | None]]:
+    """Cut a model's arguments and observations into mini-batches along the first dimension.
+
+    Args:
+        args: The model's arguments; a mapping becomes a dict.
+        y: Observations, or None.
+        batch_size: How many examples a mini-batch has; None for all.
+
+    Returns:
+        Arguments and observations of each mini-batch.
+
+    Raises:
+        ValueError: If lengths differ.
+    """
+    if y is not None:
+        check_tensors("y", y)
+    # What a mapping holds may have another length, as the edges of a graph, if it is not cut.
+    cut = args if batch_size is not None else [each for each in args if isinstance(each, Tensor)]
+    lengths = [len(value) for value in nested_tensors((cut, y))]
+    size = max(lengths, default=1)
+    if set(lengths) - {size} or size == 0:
+        raise ValueError(f"`x` and `y` must have one length, but got {lengths}.")
+    if batch_size is None:
+        return [map_nested(lambda tensor: tensor, (args, y))]
+    parts = [slice(start, start + batch_size) for start in range(0, size, batch_size)]
+    return [map_nested(itemgetter(part), (args, y)) for part in parts]
+
+
 def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     """Return how many draws to make.
 
@@ -72,6 +104,15 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
     return num_samples or available
 
 
+def spaced(available: int, total: int) -> list[int]:
+    """Return the numbers of so many draws of those there are, evenly spaced from the first to the last.
+
+    Of chains that lie one after another each gives as many, if their number divides the total.
+    """
+    step = (available - 1) / max(total - 1, 1)
+    return [round(step * number) for number in range(total)]
+
+
 class Draws:
     """Joint draws of all sites, taken some at a time and stacked, as ordinary tensors.
 
@@ -98,8 +139,7 @@ class Draws:
         numbers = range(self.taken, self.taken + count)
         self.taken += count
         if isinstance(self.posterior, Mapping):
-            step = (count_draws(self.posterior, None) - 1) / max(self.total - 1, 1)
-            chosen = [round(step * number) for number in numbers]
+            chosen = spaced(count_draws(self.posterior, None), self.total)[numbers[0] : self.taken]
             return {name: draws[chosen] for name, draws in self.posterior.items()}
         if isinstance(self.posterior, StructuredGuide):
             self._joint = self._joint or self.posterior.joint_posterior()

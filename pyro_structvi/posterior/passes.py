@@ -60,7 +60,7 @@ class Passes:
         posterior: A guide, or draws by site.
         batches: Mini-batches: the model's arguments, and observations or None.
         site: The observed site's name, where it cannot be told from the model.
-        read: What to keep of a run, by name, of the distribution of the observation, the model's return
+        read: What to keep of a run, by name, of the trace's node of the observation, the model's return
             value, and the observations.
         max_memory: How much the weights and layers' outputs of draws in one pass may take, in GiB.
 
@@ -156,7 +156,7 @@ class Passes:
 
     def _outputs(self, trace: Any, node: Any, batch: int) -> Values:
         returned = as_drawn(trace.nodes["_RETURN"]["value"])
-        return self._read(node["fn"], returned, self._batches[batch][1])
+        return self._read(node, returned, self._batches[batch][1])
 
 
 def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -10,12 +9,17 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Independent, OneHotCategorical
 from tqdm.auto import tqdm
 
-from pyro_structvi._checks import Count, Positive, Program, check_tensors, checked
-from pyro_structvi._nested import map_nested, nested_tensors
+from pyro_structvi._checks import Count, Positive, Program, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
 from pyro_structvi.distributions.own_tensors import in_single
-from pyro_structvi.posterior.draws import Posterior, as_arguments, check_posterior, count_draws
+from pyro_structvi.posterior.draws import (
+    Posterior,
+    as_arguments,
+    as_batches,
+    check_posterior,
+    count_draws,
+)
 from pyro_structvi.posterior.mixture import StackedLikelihood
 from pyro_structvi.posterior.passes import Passes
 from pyro_structvi.posterior.prediction import Prediction
@@ -81,7 +85,7 @@ def predict(
     """
     check_posterior(model, posterior)
     args = as_arguments(x)
-    batches = _split(args, y, batch_size)
+    batches = as_batches(args, y, batch_size)
     total = count_draws(posterior, num_samples)
     reader = _Reader(len(batches), keeps=not stream)
     averages = [_Averages(reader) for _ in batches]
@@ -102,24 +106,6 @@ def _bar(total: int, progress: bool) -> Any:
     return tqdm(total=total, desc="predict", disable=not progress)
 
 
-def _split(
-    args: tuple[Any, ...], y: Tensor | None, batch_size: int | None
-) -> list[tuple[tuple[Any, ...], Tensor | None]]:
-    """Cut the arguments into mini-batches along the first dimension."""
-    if y is not None:
-        check_tensors("y", y)
-    # What a mapping holds may have another length, as the edges of a graph, if it is not cut.
-    cut = args if batch_size is not None else [each for each in args if isinstance(each, Tensor)]
-    lengths = [len(value) for value in nested_tensors((cut, y))]
-    size = max(lengths, default=1)
-    if set(lengths) - {size} or size == 0:
-        raise ValueError(f"`x` and `y` must have one length, but got {lengths}.")
-    if batch_size is None:
-        return [map_nested(lambda tensor: tensor, (args, y))]
-    parts = [slice(start, start + batch_size) for start in range(0, size, batch_size)]
-    return [map_nested(itemgetter(part), (args, y)) for part in parts]
-
-
 class _Reader:
     """Reads what a model says of the observations at a draw, and puts the draws together again.
 
@@ -134,8 +120,8 @@ class _Reader:
         self.structure: Any = None
         self.entropy: Callable[[Tensor], Tensor] | None = None
 
-    def __call__(self, distribution: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
-        likelihood = in_single(distribution)
+    def __call__(self, node: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
+        likelihood = in_single(node["fn"])
         base = likelihood
         while isinstance(base, Independent):
             base = base.base_dist
@@ -153,7 +139,7 @@ class _Reader:
         if self.entropy is not None:
             found["entropy"] = self.entropy(mean)
         if y is not None:
-            found["log_density"] = observed_log_prob(likelihood, y)
+            found["log_density"] = observed_log_prob(node, y)
         return found
 
     def _check(self, leaves: list[Any], size: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class _AtDraw(Messenger):
         self.values, self.unused, self.counts = values, unused, counts
 
     def _pyro_sample(self, msg: Any) -> None:
+        msg["infer"]["own_mask"] = msg["mask"]  # the model's, before that of the handlers around it
         if msg["is_observed"]:
             return
         value = self.values.get(msg["name"])
@@ -179,15 +181,23 @@ def left_to_the_model(
     return {*new}
 
 
-def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
-    """Return the log density of observations, in single precision at least, if they have its shape."""
+def observed_log_prob(node: Any, y: Tensor) -> Tensor:
+    """Return the log density of observations, in single precision at least, if they have its shape.
+
+    It is zero where the model masks its observation.
+
+    Args:
+        node: The trace's node of the observed site.
+        y: The observations.
+    """
+    likelihood, mask = node["fn"], node["infer"]["own_mask"]
     check_no_nan("y", y)
     check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")
     y, likelihood = at_least_single(y), in_single(likelihood)
     if not likelihood.support.is_discrete:
         check_same_kind("y", y, "prediction.mean", likelihood.mean)
     with autocast_off(y):
-        log_density: Tensor = likelihood.log_prob(y)
+        log_density: Tensor = scale_and_mask(likelihood.log_prob(y), mask=mask)
     return log_density
 
 

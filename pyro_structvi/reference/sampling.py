@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,14 @@ from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 
 _ROWS_AT_A_TIME = 1024
+# What NumPyro tells of each draw beside its log joint, and ArviZ's names for it.
+_FIELDS = {
+    "diverging": "diverging",
+    "energy": "energy",
+    "accept_prob": "acceptance_rate",
+    "adapt_state.step_size": "step_size",
+    "num_steps": "n_steps",
+}
 
 
 class DivergenceWarning(UserWarning):
@@ -41,6 +49,9 @@ class NUTSDraws(dict[str, Tensor]):
         divergences: Number of divergent transitions after warm-up, over all chains.
         r_hat: Largest split R-hat of net(x) over the training inputs; NaN if nothing moved.
         weight_r_hat: Largest split R-hat over the elements of all sites.
+        sample_stats: What the sampler says of each draw, arrays ``(chain, draw)`` under ArviZ's names;
+            those of :func:`nuts` are ``lp``, the log joint in unconstrained coordinates, ``energy``,
+            ``acceptance_rate``, ``step_size``, ``n_steps``, ``tree_depth`` and ``diverging``.
 
     Example:
         >>> draws = NUTSDraws({"w": torch.zeros(6, 3)}, 2, divergences=0, r_hat=1.0, weight_r_hat=1)
@@ -55,12 +66,14 @@ class NUTSDraws(dict[str, Tensor]):
         divergences: int,
         r_hat: float,
         weight_r_hat: float,
+        sample_stats: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         super().__init__(draws)
         self.num_chains = num_chains
         self.divergences = divergences
         self.r_hat = r_hat
         self.weight_r_hat = weight_r_hat
+        self.sample_stats = dict(sample_stats or {})
 
     def grouped(self) -> dict[str, np.ndarray]:
         """Return the draws as arrays ``(chain, draw, *shape)``, as ArviZ wants them."""
@@ -115,7 +128,7 @@ def nuts(
         progress: Whether to show a progress bar, one for each chain.
 
     Returns:
-        The draws by site, in the dtype and on the device of the model.
+        The draws by site, in the dtype and on the device of the model, with the sampler's statistics.
 
     Raises:
         TypeError: If the model is none of these, or ``x`` or ``y``
@@ -157,10 +170,16 @@ def nuts(
         )
         method, bar = _chain_method(num_chains, progress)
         mcmc = MCMC(kernel, chain_method=method, progress_bar=bar, **counts)
-        mcmc.run(jax.random.PRNGKey(seed), to_array(x), to_array(y))
+        mcmc.run(
+            jax.random.PRNGKey(seed),
+            to_array(x),
+            to_array(y),
+            extra_fields=("potential_energy", *_FIELDS),
+        )
         chains = jax.device_get(mcmc.get_samples(group_by_chain=True))
         r_hat = _largest_r_hat(_function_values(translated.net, chains, to_array(x)))
-    divergences = int(mcmc.get_extra_fields()["diverging"].sum())
+        stats = _sample_stats(jax.device_get(mcmc.get_extra_fields(group_by_chain=True)))
+    divergences = int(stats["diverging"].sum())
     if divergences:
         warnings.warn(
             f"{divergences} of {num_chains * num_samples} transitions diverged, so the draws may "
@@ -173,7 +192,19 @@ def nuts(
         name: torch.as_tensor(np.array(chains[name]).reshape(-1, *value.shape)).to(value)
         for name, value in example.items()
     }
-    return NUTSDraws(draws, num_chains, divergences, r_hat, _largest_r_hat(chains.values()))
+    weight_r_hat = _largest_r_hat(chains.values())
+    return NUTSDraws(draws, num_chains, divergences, r_hat, weight_r_hat, stats)
+
+
+def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return NumPyro's fields under ArviZ's names.
+
+    Each doubling of a tree takes as many steps as all before it and one more, or fewer in the last one,
+    so a tree of depth d has taken :math:`2^{d-1}` to :math:`2^d - 1` steps.
+    """
+    stats = {name: np.array(fields[field]) for field, name in _FIELDS.items()}
+    lp, depth = -np.array(fields["potential_energy"]), np.frexp(stats["n_steps"])[1]
+    return stats | {"lp": lp, "tree_depth": depth.astype(np.int64)}
 
 
 def _check_settings(num_samples: int, target_accept_prob: float) -> None:

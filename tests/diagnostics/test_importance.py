@@ -2,9 +2,7 @@
 
 import math
 import sys
-from types import ModuleType
 
-import arviz
 import numpy as np
 import pyro.distributions as dist
 import pytest
@@ -13,6 +11,7 @@ import torch
 import pyro_structvi as ps
 from pyro_structvi.diagnostics import importance, pareto_k
 from pyro_structvi.diagnostics.importance import _diagnosis
+from pyro_structvi.posterior.arviz_versions import pareto_smoothed
 from pyro_structvi.testing import guides_for
 from tests.diagnostics.conjugate import exact, full_guide, make_model
 from tests.models import (
@@ -246,27 +245,14 @@ def test_a_nan_is_refused():
 
 def test_the_effective_sample_size_is_of_the_smoothed_weights():
     log_weights = 2 * torch.randn(500)
-    smoothed, k_hat = arviz.psislw(log_weights.numpy())
+    smoothed, k_hat = pareto_smoothed(log_weights.numpy())
     diagnosis = _diagnosis(log_weights)
     assert diagnosis.k_hat == pytest.approx(float(k_hat))
     weights = np.exp(smoothed)
     assert diagnosis.effective_sample_size == pytest.approx(1 / np.square(weights).sum())
 
 
-def test_the_next_version_of_arviz_takes_minus_the_log_weights(monkeypatch):
-    """Its function stands in here: it gets log likelihoods, as for leaving one out."""
-    base, stats, array_stats = (ModuleType(name) for name in ("base", "arviz_stats", "array_stats"))
-    array_stats.psislw = lambda log_likelihood: arviz.psislw(-log_likelihood)
-    base.array_stats = array_stats
-    monkeypatch.setitem(sys.modules, "arviz_stats", stats)
-    log_weights = 2 * torch.randn(500)
-    expected = _diagnosis(log_weights)
-    monkeypatch.setitem(sys.modules, "arviz_stats.base", base)
-    assert _diagnosis(log_weights) == expected
-
-
 def test_without_arviz_an_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arviz_stats", None)
     monkeypatch.setitem(sys.modules, "arviz", None)
     with pytest.raises(ImportError, match=r"ArviZ is needed: `pip install"):
         _diagnosis(torch.randn(50))

@@ -1,44 +1,73 @@
-"""to_inference_data: groups, dims and values, and what ArviZ makes of them."""
+"""to_inference_data: groups, names of dimensions and values, and what ArviZ makes of them."""
 
+import sys
 import warnings
+from types import SimpleNamespace
 
-import arviz as az
 import numpy as np
+import pyro.poutine as poutine
 import pytest
 import torch
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.posterior.arviz_versions import import_arviz
+from pyro_structvi.posterior.passes import Passes
 from tests.models import make_classifier, make_regressor, regression_data
+from tests.posterior.chains import GROUPS, chains_of, groups_of
+
+az = import_arviz()
 
 
-class Chains(dict):
-    """Draws of two chains, as NUTS returns them."""
+@pytest.fixture(params=["installed", "1.x"])
+def arviz_of_both_versions(request, monkeypatch):
+    """Run with the ArviZ that is installed, and with the part of ArviZ 1.x that makes its data."""
+    if request.param == "1.x":
+        monkeypatch.setitem(sys.modules, "arviz", pytest.importorskip("arviz_base"))
 
-    num_chains = 2
 
-
+@pytest.mark.usefixtures("arviz_of_both_versions")
 def test_groups_dims_and_values():
     model, (x, y) = make_regressor(), regression_data()
     guide = ps.KTiedGuide(model, init_scale=0.3)
-    each = [guide.draw() for _ in range(6)]
-    draws = Chains({name: torch.stack([d[name] for d in each]) for name in guide.site_names})
-    data = ps.to_inference_data(model, draws, x, y)
-    assert set(data.groups()) == {
-        "posterior",
-        "posterior_predictive",
-        "log_likelihood",
-        "observed_data",
-    }
-    weight = data.posterior["net.0.weight"]
-    assert weight.dims[:2] == ("chain", "draw")
+    draws = chains_of(guide)
+    data = ps.to_inference_data(model, draws, x, y, outputs=True)
+    assert groups_of(data) == GROUPS
+    weight = data["posterior"]["net.0.weight"]
+    assert weight.dims == ("chain", "draw", "net.0.weight_out", "net.0.weight_in")
     assert weight.shape == (2, 3, 5, 3)
-    np.testing.assert_array_equal(weight.values[1, 0], each[3]["net.0.weight"].detach().numpy())
+    np.testing.assert_array_equal(weight.values[1, 0], draws["net.0.weight"][3].detach())
     functions = ps.predict(model, draws, x).functions
     expected = torch.distributions.Normal(functions, 0.3).log_prob(y).sum(-1).reshape(2, 3, 12)
-    np.testing.assert_allclose(data.log_likelihood["obs"].values, expected.numpy())
-    assert data.posterior_predictive["obs"].shape == (2, 3, 12, 1)
-    np.testing.assert_array_equal(data.observed_data["obs"].values, y.numpy())
+    np.testing.assert_allclose(data["log_likelihood"]["obs"].values, expected.numpy())
+    outputs = data["posterior"]["outputs"]
+    np.testing.assert_allclose(outputs.values, functions.reshape(2, 3, 12, 1), rtol=1e-12)
+    predictive, observed = data["posterior_predictive"]["obs"], data["observed_data"]["obs"]
+    np.testing.assert_array_equal(observed.values, y.numpy())
+    assert observed.dims == ("obs_id", "obs_dim_0")
+    assert predictive.shape == (2, 3, 12, 1)
+    assert predictive.dims == outputs.dims == ("chain", "draw", *observed.dims)
+    assert data["log_likelihood"]["obs"].dims == ("chain", "draw", "obs_id")
+    np.testing.assert_array_equal(observed["obs_id"], np.arange(12))
+
+
+def test_arviz_1_gets_groups_in_one_mapping(monkeypatch):
+    """Its signature, in a stand-in, so that this path runs where no part of ArviZ 1.x is."""
+
+    def from_dict(data, *, dims=None, coords=None):
+        return data, dims, coords
+
+    monkeypatch.setitem(sys.modules, "arviz", SimpleNamespace(from_dict=from_dict))
+    model, (x, y) = make_regressor(), regression_data()
+    groups, dims, coords = ps.to_inference_data(
+        model, ps.MeanFieldGuide(model), x, y, 4, sites=["*.2.bias"]
+    )
+    assert set(groups) == GROUPS
+    assert {name: value.shape for name, value in groups["posterior"].items()} == {
+        "net.2.bias": (1, 4, 1)
+    }
+    assert dims == {"net.2.bias": ["net.2.bias_out"], "obs": ["obs_id", "obs_dim_0"]}
+    assert coords["obs_id"].tolist() == [*range(12)]
 
 
 @pytest.mark.parametrize("make_model", [make_regressor, make_classifier])
@@ -52,11 +81,11 @@ def test_arviz_accepts_it(make_model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one chain; few draws for PSIS
         assert len(az.summary(mean_field)) == sum(
-            value[0, 0].size for value in mean_field.posterior.values()
+            value[0, 0].size for value in mean_field["posterior"].values()
         )
         table = az.compare({"mean field": mean_field, "k-tied": k_tied})
     assert set(table.index) == {"mean field", "k-tied"}
-    assert np.isfinite(table["elpd_loo"]).all()
+    assert np.isfinite(table["elpd_loo" if "elpd_loo" in table else "elpd"]).all()
 
 
 def test_loo_is_the_log_density_for_a_posterior_without_spread():
@@ -66,7 +95,9 @@ def test_loo_is_the_log_density_for_a_posterior_without_spread():
     exact = ps.predict(model, guide, x, 2, y=y).log_density.sum().item()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert az.loo(data).elpd_loo == pytest.approx(exact, rel=1e-5)
+        found = az.loo(data)
+    elpd = found.elpd_loo if "elpd_loo" in dir(found) else found.elpd
+    assert elpd == pytest.approx(exact, rel=1e-5)
 
 
 def test_values_are_float64_for_a_float32_model():
@@ -74,26 +105,171 @@ def test_values_are_float64_for_a_float32_model():
     model = ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.3)
     x, y = (value.float() for value in regression_data())
     data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, num_samples=4)
-    assert data.posterior["net.weight"].dtype == np.float64
+    assert data["posterior"]["net.weight"].dtype == np.float64
+    assert data["observed_data"]["obs"].dtype == np.float64
 
 
 def test_it_survives_a_file(tmp_path):
-    model, (x, y) = make_regressor(), regression_data()
-    data = ps.to_inference_data(model, ps.KTiedGuide(model), x, y, num_samples=4)
-    data.to_netcdf(tmp_path / "k_tied.nc")
-    loaded = az.from_netcdf(tmp_path / "k_tied.nc")
-    np.testing.assert_array_equal(loaded.posterior["net.0.weight"], data.posterior["net.0.weight"])
+    (model, draws), (x, y) = sampled_chains(), regression_data()
+    data = ps.to_inference_data(model, draws, x, y, 8)
+    data.to_netcdf(tmp_path / "chains.nc")
+    loaded = az.from_netcdf(tmp_path / "chains.nc")
+    for group, name in (("posterior", "net.0.weight"), ("sample_stats", "diverging")):
+        np.testing.assert_array_equal(loaded[group][name], data[group][name])
+        assert loaded[group][name].dtype == data[group][name].dtype
 
 
 def test_lengths_must_agree():
     model, (x, y) = make_regressor(), regression_data()
-    with pytest.raises(ValueError, match=r"same length, but got \[12\] and 11"):
+    with pytest.raises(ValueError, match=r"one length, but got \[12, 11\]"):
         ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y[:-1])
 
 
 def test_chains_must_stay_whole():
     model, (x, y) = make_regressor(), regression_data()
-    guide = ps.MeanFieldGuide(model)
-    draws = Chains({name: torch.stack([guide.draw()[name]] * 6) for name in guide.site_names})
+    draws = chains_of(ps.MeanFieldGuide(model))
     with pytest.raises(ValueError, match="multiple of the 2 chains, but got 3"):
         ps.to_inference_data(model, draws, x, y, num_samples=3)
+
+
+# ---- data of other forms -------------------------------------------------------------------------
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 1), nn.Linear(2, 1)
+
+    def forward(self, first, second):
+        return self.left(first) + self.right(second)
+
+
+@pytest.mark.parametrize("size", [2, 12])
+def test_inputs_by_keyword(size):
+    """With two examples a mapping of two inputs has as many entries as there are examples."""
+    model = ps.Regressor(ps.bayesianize(TwoInputs(), prior=1.0), size, 0.3)
+    x = {"first": torch.randn(size, 3), "second": torch.randn(size, 2)}
+    y = torch.randn(size, 1)
+    draws = chains_of(ps.MeanFieldGuide(model))
+    data = ps.to_inference_data(model, draws, x, y, outputs=True)
+    expected = sum(
+        torch.einsum("ni,soi->sno", x[key], draws[f"net.{name}.weight"])
+        + draws[f"net.{name}.bias"][:, None]
+        for key, name in (("first", "left"), ("second", "right"))
+    )
+    found = data["posterior"]["outputs"].values.reshape(6, size, 1)
+    np.testing.assert_allclose(found, expected.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_padded_tokens_are_padded_in_predictive_draws_too(monkeypatch):
+    valid, run = [], Passes._run_together
+
+    def noted(self, values, batch):
+        outputs, is_valid = run(self, values, batch)
+        valid.append(bool(is_valid.all()))
+        return outputs, is_valid
+
+    monkeypatch.setattr(Passes, "_run_together", noted)
+    net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5))
+    model = ps.TokenClassifier(ps.bayesianize(net, prior=1.0), 6)
+    x, y = torch.randint(7, (6, 3)), torch.randint(5, (6, 3))
+    y[0, 1:] = -100
+    draws = chains_of(ps.MeanFieldGuide(model, init_scale=0.3), 20)
+    data = ps.to_inference_data(model, draws, x, y)
+    assert valid == [True]  # so they did not run one by one
+    drawn = data["posterior_predictive"]["obs"].values.reshape(20, 6, 3)
+    padded = y.numpy() == -100
+    assert (drawn[:, padded] == -100).all()
+    assert set(np.unique(drawn[:, ~padded])) == {0, 1, 2, 3, 4}
+    tokens = ps.predict(model, draws, x).functions.log_softmax(-1)
+    nats = torch.stack([
+        sum(tokens[:, n, t, y[n, t]] for t in range(3) if y[n, t] != -100) for n in range(6)
+    ])
+    found = data["log_likelihood"]["obs"].values.reshape(20, 6)
+    np.testing.assert_allclose(found, nats.T.detach(), rtol=1e-10)
+
+
+def test_a_class_out_of_range_is_no_padding():
+    net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5))
+    model = ps.TokenClassifier(ps.bayesianize(net, prior=1.0), 6)
+    y = torch.full((6, 3), 5)
+    with pytest.raises(ValueError, match="within the support"):
+        ps.to_inference_data(model, ps.MeanFieldGuide(model), torch.zeros(6, 3).long(), y, 4)
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_masked_observations_have_the_log_likelihood_zero(where):
+    """Those of the model, whose mask may lie around it or in it; `predict` scores them likewise."""
+    inner, (x, y) = make_regressor(), regression_data()
+    mask = torch.arange(12) < 9
+
+    def inside(x, y=None):
+        with poutine.mask(mask=mask):
+            return inner(x, y)
+
+    model = poutine.mask(inner, mask=mask) if where == "around" else inside
+    draws = chains_of(ps.MeanFieldGuide(inner, init_scale=0.3))
+    masked, whole = (
+        ps.to_inference_data(each, draws, x, y)["log_likelihood"]["obs"].values
+        for each in (model, inner)
+    )
+    np.testing.assert_allclose(masked, whole * mask.numpy(), rtol=1e-12)
+    density = ps.predict(model, draws, x, y=y).log_density
+    expected = np.log(np.exp(masked).mean((0, 1)))
+    np.testing.assert_allclose(density.detach(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_observations_may_have_gradients():
+    model, (x, y) = make_regressor(), regression_data()
+    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y.requires_grad_(), 4)
+    np.testing.assert_array_equal(data["observed_data"]["obs"].values, y.detach())
+
+
+def test_observations_are_copied():
+    model, (x, _) = make_classifier(), regression_data()
+    y = torch.ones(12, dtype=torch.long)
+    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, 4)
+    y.zero_()
+    assert (data["observed_data"]["obs"].values == 1).all()
+
+
+# ---- statistics of a sampler ---------------------------------------------------------------------
+
+
+def sampled_chains():
+    model = make_regressor()
+    draws = chains_of(ps.MeanFieldGuide(model, init_scale=0.3), 40)
+    draws.sample_stats = {
+        "energy": np.random.default_rng(0).standard_normal((2, 20)),
+        "diverging": np.arange(40).reshape(2, 20) % 7 == 0,
+    }
+    return model, draws
+
+
+@pytest.mark.usefixtures("arviz_of_both_versions")
+def test_statistics_are_those_of_the_draws_that_are_taken():
+    (model, draws), (x, y) = sampled_chains(), regression_data()
+    draws.sample_stats["lp"] = draws["net.2.bias"].detach().numpy().reshape(2, 20)
+    for count in (None, 40, 14, 4):
+        data = ps.to_inference_data(model, draws, x, y, count)
+        stats, bias = data["sample_stats"], data["posterior"]["net.2.bias"]
+        assert stats["lp"].dims == ("chain", "draw")
+        np.testing.assert_array_equal(stats["lp"].values, bias.values[..., 0])
+    assert stats["diverging"].dtype == bool
+
+
+def test_arviz_reads_the_statistics():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("agg")
+    (model, draws), (x, y) = sampled_chains(), regression_data()
+    data = ps.to_inference_data(model, draws, x, y, sites=["net.2.bias"])
+    energy = draws.sample_stats["energy"]
+    expected = np.square(np.diff(energy)).mean(1) / energy.var(1)
+    found = az.bfmi(data)
+    found = np.asarray(found["energy"] if hasattr(found, "data_vars") else found)
+    np.testing.assert_allclose(found, expected, rtol=0.06)  # versions divide by n or by n - 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ArviZ calls matplotlib in ways that it will drop
+        az.plot_energy(data)
+        az.plot_trace(data)
+    plt.close("all")

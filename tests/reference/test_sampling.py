@@ -44,16 +44,19 @@ class GivenChains(MCMC):
     """A sampler whose draws are given, so that what is made of them can be tested without compiling."""
 
     chains, diverging = None, np.zeros((NUM_CHAINS, NUM_SAMPLES), bool)
+    numbers = np.arange(NUM_CHAINS * NUM_SAMPLES).reshape(NUM_CHAINS, NUM_SAMPLES)
 
-    def run(self, *args):
-        pass
+    def run(self, *args, extra_fields):
+        self.fields = extra_fields
 
     def get_samples(self, group_by_chain):
         assert group_by_chain
         return self.chains
 
-    def get_extra_fields(self):
-        return {"diverging": self.diverging}
+    def get_extra_fields(self, group_by_chain):
+        assert group_by_chain
+        found = {name: self.numbers + 100.0 * at for at, name in enumerate(self.fields)}
+        return found | {"diverging": self.diverging, "num_steps": self.numbers + 1}
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +157,30 @@ def test_given_divergences_are_counted_and_warned_of(model, given_chains, monkey
         assert nuts(model, x.float(), y.float(), **TINY).divergences == 3
 
 
+def test_statistics_are_the_samplers_under_arviz_names(draws):
+    numbers, fields = GivenChains.numbers, ("potential_energy", *sampling._FIELDS)
+    expected = {
+        name: numbers + 100.0 * fields.index(field) for field, name in sampling._FIELDS.items()
+    }
+    # Trees of depth d take at least 2^(d - 1) steps.
+    depths = [next(d for d in range(9) if 2**d > steps) for steps in range(1, numbers.size + 1)]
+    expected |= {
+        "lp": -(numbers + 100.0 * fields.index("potential_energy")),
+        "diverging": np.zeros(numbers.shape, bool),
+        "n_steps": numbers + 1,
+        "tree_depth": np.reshape(depths, numbers.shape),
+    }
+    assert set(draws.sample_stats) == {
+        *("acceptance_rate", "diverging", "energy", "lp", "n_steps", "step_size", "tree_depth")
+    }
+    for name, value in draws.sample_stats.items():
+        np.testing.assert_array_equal(value, expected[name])
+
+
+def test_draws_without_statistics_have_none():
+    assert NUTSDraws({}, 1, divergences=0, r_hat=1.0, weight_r_hat=1.0).sample_stats == {}
+
+
 def test_draws_go_into_predictive(model, draws):
     predicted = Predictive(model, posterior_samples=draws)(torch.zeros(5, 3).float())
     assert predicted["obs"].shape == (NUM_CHAINS * NUM_SAMPLES, 5, 1)
@@ -162,7 +189,8 @@ def test_draws_go_into_predictive(model, draws):
 def test_draws_are_copied_and_pickled_whole(draws):
     for other in (copy.copy(draws), pickle.loads(pickle.dumps(draws))):
         assert type(other) is NUTSDraws
-        assert vars(other) == vars(draws)
+        for name, value in vars(draws).items():
+            np.testing.assert_equal(vars(other)[name], value)
         assert all(torch.equal(other[name], value) for name, value in draws.items())
 
 
@@ -217,6 +245,34 @@ def test_draws_are_those_of_numpyro_in_float64():
     for name, value in found.grouped().items():
         assert value.dtype == np.float64
         np.testing.assert_allclose(value, expected[name], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_statistics_are_those_of_the_draws():
+    """The log joint at each draw, and what the sampler's definition says of the rest."""
+    model = Regressor(bayesianize(nn.Linear(3, 1), 1.0), NUM_DATA, 0.5)
+    x, y = make_data()
+    found = nuts(model, x, y, **TINY, max_tree_depth=4)
+    stats = found.sample_stats
+    assert all(value.shape == (NUM_CHAINS, NUM_SAMPLES) for value in stats.values())
+    # All sites are over the real line, so unconstrained coordinates are the weights themselves.
+    joint = [
+        pyro.poutine
+        .trace(pyro.poutine.condition(model, {k: v[n] for k, v in found.items()}))
+        .get_trace(x, y)
+        .log_prob_sum()
+        .item()
+        for n in range(NUM_CHAINS * NUM_SAMPLES)
+    ]
+    np.testing.assert_allclose(stats["lp"].ravel(), joint, rtol=1e-9)
+    assert (stats["energy"] >= -stats["lp"]).all()  # the kinetic energy is no less than zero
+    assert ((stats["acceptance_rate"] >= 0) & (stats["acceptance_rate"] <= 1)).all()
+    assert (stats["step_size"] == stats["step_size"][:, :1]).all()
+    assert (stats["step_size"] > 0).all()
+    assert (2 ** (stats["tree_depth"] - 1) <= stats["n_steps"]).all()
+    assert (stats["n_steps"] < 2 ** stats["tree_depth"]).all()
+    assert stats["tree_depth"].max() <= 4
+    assert stats["diverging"].sum() == found.divergences
 
 
 @pytest.mark.slow

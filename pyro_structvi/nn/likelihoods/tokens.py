@@ -4,6 +4,7 @@ from typing import Any
 
 import pyro.distributions as dist
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, checked, naming
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
@@ -109,8 +110,27 @@ class PaddedCategorical(dist.Categorical):
         new.ignore_index = self.ignore_index
         return super().expand(batch_shape, new)
 
+    @constraints.dependent_property(is_discrete=True, event_dim=0)
+    def support(self) -> constraints.Constraint:
+        """What can be observed: a class, or nothing."""
+        return _ClassOr(self.ignore_index, super().support)
+
     def log_prob(self, value: Tensor) -> Tensor:
         """Return log probabilities of the values' shape, zero where a value is to be ignored."""
         ignored = value == self.ignore_index
         log_probs: Tensor = super().log_prob(value.masked_fill(ignored, 0))
         return log_probs.masked_fill(ignored, 0.0)
+
+
+class _ClassOr(constraints.Constraint):
+    """A class, or the value that stands for none."""
+
+    is_discrete = True
+
+    def __init__(self, ignore_index: int, classes: constraints.Constraint) -> None:
+        self.ignore_index, self.classes = ignore_index, classes
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        is_class: Tensor = self.classes.check(value)
+        return is_class | (value == self.ignore_index)
