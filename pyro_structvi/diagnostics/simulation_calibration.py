@@ -201,12 +201,12 @@ def _draws(
     ]
 
 
-def _read(distribution: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
+def _read(node: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
     """Return what test quantities need of a model at a draw."""
     assert y is not None
     per_example = isinstance(returned, Tensor) and returned.shape[:1] == y.shape[:1]
-    function = returned if per_example else distribution.mean
-    return {"function": function, "log_likelihood": observed_log_prob(distribution, y)}
+    function = returned if per_example else node["fn"].mean
+    return {"function": function, "log_likelihood": observed_log_prob(node, y)}
 
 
 def _default_quantities(draw: ModelDraw) -> dict[str, Quantity]:

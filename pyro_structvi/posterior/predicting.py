@@ -128,7 +128,8 @@ class _Reader:
         mean, variance = _moments(base)
         returned = mean if returned is None else returned
         leaves, structure = take_apart(returned)
-        self._check(leaves, len(mean))
+        if self.keeps:
+            self._check(leaves, len(mean))
         if self.likelihood is None:
             self.likelihood, self.structure = StackedLikelihood(likelihood), structure
             self.entropy = _entropy_of(base, likelihood)

@@ -129,6 +129,7 @@ def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
     torch.testing.assert_close(prediction.functions, prediction.likelihood.mean.sum((1, 2)))
     with pytest.raises(ValueError, match=r"With `batch_size`, what the model returns must have"):
         ps.predict(model, guide, x, 6, batch_size=5)
+    assert ps.predict(model, guide, x, 6, batch_size=5, stream=True).mean.shape == (12, 1)
 
 
 def test_what_is_no_tensor_cannot_be_stacked():
