@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
@@ -68,7 +69,6 @@ def pareto_smoothed(log_weights: NDArray[np.float64]) -> tuple[NDArray[np.float6
     if hasattr(arviz, "psislw"):
         smoothed, k_hat = arviz.psislw(log_weights)
     else:
-        from arviz_stats.base import array_stats
-
+        array_stats = import_module("arviz_stats.base").array_stats
         smoothed, k_hat = array_stats.psislw(-log_weights)
     return np.asarray(smoothed), float(k_hat)
