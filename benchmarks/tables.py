@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import uci_tables
 from benchmarks.league_tables import league_tables, read_rows
 from benchmarks.markdown import markdown
 
@@ -26,7 +27,7 @@ NESTED = [
 ]
 
 ROOT = REPOSITORY = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "league.md", "training.md")]
+PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "league.md", "training.md", "uci.md")]
 GENERATED = re.compile(
     r"(<!-- from (?P<file>\S+\.(json|csv)) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
 )
@@ -56,12 +57,19 @@ def render(text: str) -> str:
     def replace(match: re.Match[str]) -> str:
         path = ROOT / match["file"]
         if path.suffix == ".csv":
-            return f"{match[1]}\n{league_tables(read_rows(path))}\n\n{match['end']}"
+            return f"{match[1]}\n{tables_of(path)}\n\n{match['end']}"
         results = json.loads(path.read_text())
         write = next(write for kind, write in WRITERS.items() if kind in results)
         return f"{match[1]}\n{write(results)}\n\n{match['end']}"
 
     return GENERATED.sub(replace, text)
+
+
+def tables_of(path: Path) -> str:
+    """Return the tables of a file of rows, by its columns."""
+    if path.read_text().startswith(",".join(uci_tables.HEADER)):
+        return uci_tables.uci_tables(uci_tables.read_rows(path))
+    return league_tables(read_rows(path))
 
 
 def machine_line(results: dict[str, Any]) -> str:

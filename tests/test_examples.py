@@ -34,6 +34,10 @@ SCRIPTS = {
         *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),
         *("--output", "{folder}/scaling.json", "--figure", "{folder}/scaling.svg"),
     ],
+    "benchmarks/uci.py": [
+        *("--data", "{folder}/regression.npz", "--splits", "1", "--steps", "20", "--draws", "10"),
+        *("--guide", "k-tied, k = 2", "--output", "{folder}/uci.csv"),
+    ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
@@ -77,6 +81,14 @@ def test_no_script_is_missing():
     assert found == set(SCRIPTS)
 
 
+def save_regression(path):
+    """Save a random regression with two splits."""
+    random = np.random.default_rng(0)
+    order = np.stack([random.permutation(60) for _ in range(2)])
+    x, y = random.normal(size=(60, 3)), random.normal(size=60)
+    np.savez(path, x=x, y=y, train_idx=order[:, :50], test_idx=order[:, 50:])
+
+
 def save_reviews(path):
     """Save random reviews in the layout of the example's data."""
     random, parts = np.random.default_rng(0), {}
@@ -101,6 +113,7 @@ def test_a_script_runs(script, tmp_path):
     for library in NEEDS.get(script, ()):
         pytest.importorskip(library)
     save_reviews(tmp_path / "reviews.npz")
+    save_regression(tmp_path / "regression.npz")
     arguments = [argument.format(folder=tmp_path) for argument in SCRIPTS[script]]
     result = subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
