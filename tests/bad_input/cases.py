@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from pyro_structvi import infer, reference
 from pyro_structvi.maps import Arrangement
 from pyro_structvi.reference import sampling
 from pyro_structvi.testing.inducing import make_joint
+from tests.predictions import normal_prediction
 
 # ---- what is public ------------------------------------------------------------------------------
 
@@ -477,7 +478,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "num_bins": 10,
     },
     "regression_scores": lambda: {
-        "prediction": PredictionOfNumbers(),
+        "prediction": normal_prediction(torch.zeros(SIZE), 1.0, torch.zeros(SIZE), draws=4),
         "y": torch.randn(SIZE),
         "level": 0.9,
     },
@@ -535,9 +536,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "site": "obs",
     },
     "expected_coverage": lambda: {
-        "prediction": SimpleNamespace(
-            interval=lambda level: (-torch.ones(SIZE, 1), torch.ones(SIZE, 1))
-        ),
+        "prediction": normal_prediction(torch.zeros(SIZE, 1), 1.0),
         "y": targets(),
         "levels": [0.5, 0.9],
     },
@@ -750,20 +749,6 @@ def probabilities():
 def prediction_of_classes():
     model = classifier()
     return ps.predict(model, ps.MeanFieldGuide(model), inputs(), 2)
-
-
-class PredictionOfNumbers:
-    """What `regression_scores` reads of a prediction."""
-
-    def __init__(self):
-        self.mean = torch.zeros(SIZE)
-        self.log_density = torch.full((SIZE,), -1.0)
-
-    def interval(self, level):
-        return self.mean - 2.0, self.mean + 2.0
-
-    def sample_observations(self, num_samples=1):
-        return torch.randn(4 * num_samples, SIZE)
 
 
 def prediction():

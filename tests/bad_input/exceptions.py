@@ -90,7 +90,6 @@ FINE = {
     ),
     "log_predictive_density.log_density": "longer, wider, float32",
     "binary_scores.*": "float32, true, zero",
-    "regression_scores.level": "zero",
     "corrupt.images": "longer, wider, float32",
     "corrupt.seed": "zero",
     "plot_regressions.*": "float32, nan, infinity",
