@@ -212,8 +212,8 @@ def _calibration(probabilities: Tensor, y: Tensor) -> Iterator[Part]:
 def _planes(fitted: Fitted, prediction: Prediction) -> Iterator[Part]:
     """Yield predictions over the plane, where there are two inputs."""
     shown = fitted.train.plane(2, POINTS)
-    is_one_answer = prediction.mean[0].numel() == 1 or prediction.mean.dim() == 2
-    if shown is None or not is_one_answer:
+    assert prediction.entropy is not None
+    if shown is None or prediction.entropy[0].numel() > 1:  # of several labels
         return
     x = fitted.train.args[0]
     first, second = _grid(x[:, 0], SIDE), _grid(x[:, 1], SIDE)

@@ -9,6 +9,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
+from torch.distributions import Bernoulli, Independent
 
 from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, shape_text
 from pyro_structvi._torch import own_tensors, take_apart
@@ -186,9 +187,17 @@ def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
     y, likelihood = at_least_single(y), in_single(likelihood)
     if not likelihood.support.is_discrete:
         check_same_kind("y", y, "prediction.mean", likelihood.mean)
+    elif _is_of_labels(likelihood):  # which are zeros and ones in any dtype, and torch wants its own
+        y = y.to(likelihood.mean)
     with autocast_off(y):
         log_density: Tensor = likelihood.log_prob(y)
     return log_density
+
+
+def _is_of_labels(likelihood: Any) -> bool:
+    while isinstance(likelihood, Independent):
+        likelihood = likelihood.base_dist
+    return isinstance(likelihood, Bernoulli)
 
 
 def tensors_in(model: Any) -> list[Tensor]:
