@@ -4,15 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.diagnostics.gradient_noise import gradient_snr
 from pyro_structvi.diagnostics.importance import pareto_k
 from pyro_structvi.diagnostics.report_data import Fitted
-from pyro_structvi.diagnostics.report_page import Listing, Part, Section, Table, make_ax, picture
+from pyro_structvi.diagnostics.report_page import Part, Section, Table, make_ax, picture
 from pyro_structvi.diagnostics.spectra import Spectrum, spectra
 from pyro_structvi.guides.report import GuideReport
 from pyro_structvi.infer import StructuredELBO
@@ -62,9 +61,6 @@ def parameters(fitted: Fitted, report: GuideReport) -> Section:
         _counts(fitted, report),
         Table("Parameters of the model", head, rows),
     ]
-    model = poutine.unwrap(fitted.model)
-    if isinstance(model, nn.Module):
-        parts.append(Listing("The model as it is printed", repr(model)))
     return Section("What was fitted", OF_PARAMETERS, parts)
 
 

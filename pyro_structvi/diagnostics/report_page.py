@@ -50,15 +50,7 @@ class Picture:
     is_wide: bool = False
 
 
-@dataclass(frozen=True)
-class Listing:
-    """A text in lines, folded under its title."""
-
-    title: str
-    text: str
-
-
-Part = str | Table | Picture | Listing
+Part = str | Table | Picture
 
 
 @dataclass(frozen=True)
@@ -139,7 +131,8 @@ def _table(table: Table) -> str:
     inside = f"<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody>"
     body = f'<div class="wide"><table>{inside}</table></div>'
     if len(table.rows) > LONG:
-        return _folded(f"{table.title} ({len(table.rows)} rows)", body)
+        title = f"{escape(table.title)} ({len(table.rows)} rows)"
+        return f"<details><summary>{title}</summary>\n{body}</details>"
     return f"<h3>{escape(table.title)}</h3>\n{body}"
 
 
@@ -161,15 +154,7 @@ def _picture(picture: Picture) -> str:
     return f"<figure{kind}>{image}<figcaption>{caption}</figcaption></figure>"
 
 
-def _listing(listing: Listing) -> str:
-    return _folded(listing.title, f'<pre class="wide">{escape(listing.text)}</pre>')
-
-
-def _folded(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>\n{body}</details>"
-
-
-_HTML_OF: dict[Any, Any] = {str: _text, Table: _table, Picture: _picture, Listing: _listing}
+_HTML_OF: dict[Any, Any] = {str: _text, Table: _table, Picture: _picture}
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --quiet: #59636e; --ground: #ffffff;
@@ -205,7 +190,6 @@ img { display: block; width: 100%; height: auto; background: #ffffff; border-rad
 figcaption { font-size: 0.85rem; margin-top: 0.3rem; }
 details { margin: 0.8rem 0; }
 summary { cursor: pointer; }
-pre { font-size: 0.8rem; background: var(--strip); padding: 0.7rem; border-radius: 6px; }
 """
 
 _PAGE = Template("""<!DOCTYPE html>

@@ -187,7 +187,7 @@ def observed_log_prob(likelihood: Any, y: Tensor) -> Tensor:
     y, likelihood = at_least_single(y), in_single(likelihood)
     if not likelihood.support.is_discrete:
         check_same_kind("y", y, "prediction.mean", likelihood.mean)
-    elif _is_of_labels(likelihood):  # which are zeros and ones in any dtype, and torch wants its own
+    elif _is_of_labels(likelihood):  # zeros and ones of any dtype, of which torch wants its own
         y = y.to(likelihood.mean)
     with autocast_off(y):
         log_density: Tensor = likelihood.log_prob(y)

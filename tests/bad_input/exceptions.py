@@ -37,6 +37,9 @@ FINE = {
     "TensorBoard.every": "huge",
     "predict.batch_size": "huge",
     "laplace_variances.batch_size": "huge",
+    "report.batch_size": "huge",
+    "report.path": "text",
+    "report.importance_samples": "zero",
     "nuts.max_tree_depth": "huge",
     # None and "" where a later default serves
     "*.init_loc_fn": "none",
@@ -149,6 +152,8 @@ EXCEPTIONS = {
         "fit.num_steps": "huge",
         "fit.num_particles": "huge",
         "predict.num_samples": "huge",
+        "report.num_samples": "huge",
+        "report.importance_samples": "huge",
         "to_inference_data.num_samples": "huge",
         "laplace_variances.num_samples": "huge",
         "StructuredELBO.num_particles": "huge",
