@@ -36,6 +36,7 @@ BLOCK = re.compile(
 ANNOUNCED = re.compile(r"(?P<name>\w+(?:Error|Warning)): (?P<message>.+)")
 # Pages that train for some seconds; a sample of them runs in CI.
 SLOW = {
+    "docs/is_it_any_good.md",
     "docs/reference_posteriors.md",
     "docs/priors_and_models.md",
     "docs/real_nets.md",

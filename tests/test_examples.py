@@ -41,6 +41,7 @@ SCRIPTS = {
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
+    "docs/scripts/is_it_any_good.py": ["--folder", "{folder}", "--steps", "20", "--nuts", "0"],
     "docs/scripts/kernel_costs.py": ["--rounds", "1", "--size", "64", "--stages", "1"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],
     "docs/scripts/local_shares.py": ["--net", "BERT"],

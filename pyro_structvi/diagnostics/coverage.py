@@ -3,19 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import Tensor
 
 from pyro_structvi._checks import Rule, check_finite, check_real, check_shape, checked
+from pyro_structvi.posterior.prediction import Prediction
 
-WithIntervals = Annotated[
-    Any,
-    Rule(
-        "a prediction of real targets, with a method `interval`",
-        lambda value: callable(getattr(value, "interval", None)) and not isinstance(value, type),
-    ),
-]
 Level = Annotated[float, Rule("a number above 0 and below 1", lambda value: 0 < value < 1)]
 
 
@@ -35,7 +29,7 @@ class Coverage:
 
 @checked
 def expected_coverage(
-    prediction: WithIntervals, y: Tensor, levels: Sequence[Level] = (0.5, 0.8, 0.9, 0.95)
+    prediction: Prediction, y: Tensor, levels: Sequence[Level] = (0.5, 0.8, 0.9, 0.95)
 ) -> dict[float, Coverage]:
     r"""Return which share of new observations lies in the predictive intervals of each level.
 
@@ -57,16 +51,17 @@ def expected_coverage(
         The coverage by level, in the order of ``levels``.
 
     Raises:
-        TypeError: If ``prediction`` has no intervals.
-        ValueError: If a level is not between 0 and 1, there is none, or ``y`` has not the intervals'
-            shape or is not finite.
+        TypeError: If ``prediction`` is no prediction.
+        ValueError: If a level is not between 0 and 1, there is none, ``y`` has not the intervals'
+            shape or is not finite, or the prediction has no intervals, as that of classes.
 
     Example:
         >>> import torch
-        >>> from types import SimpleNamespace
-        >>> bounds = torch.tensor([-0.6745, -0.6745]), torch.tensor([0.6745, 0.6745])
-        >>> prediction = SimpleNamespace(interval=lambda level: bounds)  # stands in for a Prediction
-        >>> expected_coverage(prediction, torch.tensor([0.1, 2.0]), levels=[0.5])[0.5].observed
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
+        >>> net = bayesianize(torch.nn.Linear(1, 1, bias=False), prior=1.0)
+        >>> model = Regressor(net, num_data=2, noise_scale=1.0)
+        >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(2, 1))  # N(0, 1) at zero
+        >>> expected_coverage(prediction, torch.tensor([[0.1], [2.0]]), levels=[0.5])[0.5].observed
         0.5
 
     References:
@@ -79,7 +74,7 @@ def expected_coverage(
     return {float(level): _coverage(prediction, y, level) for level in levels}
 
 
-def _coverage(prediction: WithIntervals, y: Tensor, level: float) -> Coverage:
+def _coverage(prediction: Prediction, y: Tensor, level: float) -> Coverage:
     lower, upper = prediction.interval(level)
     check_shape("y", y, lower.shape, "(N, *event)", by="prediction")
     held = (lower <= y) & (y <= upper)

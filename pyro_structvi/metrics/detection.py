@@ -1,7 +1,6 @@
 """Detection of examples from elsewhere: how well an uncertainty tells them from the usual ones."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,12 +8,8 @@ from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 from torch import Tensor
 
 from pyro_structvi._checks import check_finite, check_real, checked
-from pyro_structvi.metrics.inputs import (
-    check_not_empty,
-    check_prediction,
-    check_vector,
-    checked_probabilities,
-)
+from pyro_structvi.metrics.inputs import check_not_empty, check_vector, checked_probabilities
+from pyro_structvi.posterior.prediction import Prediction
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ def mutual_information_score(draws: Tensor) -> Tensor:
 
 
 @checked
-def ood_scores(prediction: Any) -> dict[str, Tensor]:
+def ood_scores(prediction: Prediction) -> dict[str, Tensor]:
     """Return three scores by which examples from outside can be told.
 
     Args:
@@ -181,7 +176,9 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
 
 
 @checked
-def detect(prediction_inside: Any, prediction_outside: Any) -> dict[str, DetectionScores]:
+def detect(
+    prediction_inside: Prediction, prediction_outside: Prediction
+) -> dict[str, DetectionScores]:
     """Score how well the uncertainties of a prediction tell where examples are from.
 
     Args:
@@ -208,8 +205,7 @@ def detect(prediction_inside: Any, prediction_outside: Any) -> dict[str, Detecti
     return {name: detection_scores(own, outside[name]) for name, own in inside.items()}
 
 
-def _ood_scores(name: str, prediction: Any) -> dict[str, Tensor]:
-    check_prediction(name, prediction, "mean", "entropy", "mutual_information")
+def _ood_scores(name: str, prediction: Prediction) -> dict[str, Tensor]:
     if prediction.entropy is None or prediction.mutual_information is None:
         raise ValueError(
             f"`{name}` must be of class probabilities, but has no entropy. Pass what `predict` "

@@ -1,6 +1,4 @@
-"""What scores take: probabilities, labels, tensors of one shape, and predictions."""
-
-from typing import Any
+"""What scores take: probabilities, labels, and tensors of one shape."""
 
 import torch
 from torch import Tensor
@@ -67,17 +65,6 @@ def check_vector(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"`{name}` must have one number for each example, (N,), but got {brief(tensor)}. Sum or "
             "average over the other dimensions."
-        )
-
-
-def check_prediction(name: str, prediction: Any, *attributes: str) -> None:
-    """Raise a ``TypeError`` unless an object has what a score reads from a prediction."""
-    missing = [each for each in attributes if not hasattr(prediction, each)]
-    if missing or isinstance(prediction, type):
-        words = ", ".join(f"`{each}`" for each in attributes)
-        raise TypeError(
-            f"`{name}` must be a prediction, with {words}, but got {brief(prediction)}. "
-            "Pass what `predict` returns."
         )
 
 

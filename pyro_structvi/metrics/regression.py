@@ -1,13 +1,13 @@
 """Scores of predicted numbers: errors, densities, the continuous ranked probability score, intervals."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_structvi._checks import Share, brief, check_finite, check_real, check_shape, checked
-from pyro_structvi.metrics.inputs import check_not_empty, check_prediction, same_shape_doubles
+from pyro_structvi.metrics.inputs import check_not_empty, same_shape_doubles
+from pyro_structvi.posterior.prediction import Prediction
 
 DRAWS_OF_A_POINT = 100
 
@@ -32,7 +32,7 @@ class RegressionScores:
 
 
 @checked
-def regression_scores(prediction: Any, y: Tensor, level: Share = 0.95) -> RegressionScores:
+def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) -> RegressionScores:
     """Score a prediction of numbers.
 
     The continuous ranked probability score takes one observation from each draw of the posterior,
@@ -42,34 +42,28 @@ def regression_scores(prediction: Any, y: Tensor, level: Share = 0.95) -> Regres
     Args:
         prediction: What ``predict`` returned for inputs and their targets, given as ``y=``.
         y: The same targets ``(N, *event)``, in the shape of ``prediction.mean``.
-        level: Probability of the intervals, at least 0 and below 1.
+        level: Probability of the intervals, strictly between 0 and 1.
 
     Returns:
         The scores.
 
     Raises:
         TypeError: If ``prediction`` is no prediction.
-        ValueError: If shapes differ, or the prediction has no density of the targets.
+        ValueError: If shapes differ, the prediction has no density of the targets, or it was streamed.
 
     Example:
-        >>> class Normals:  # in the place of a prediction
-        ...     mean, log_density = torch.zeros(4), torch.full((4,), -0.919)
-        ...
-        ...     def interval(self, level):
-        ...         return torch.full((4,), -1.96), torch.full((4,), 1.96)
-        ...
-        ...     def sample_observations(self, num_samples=1):
-        ...         return torch.randn(500 * num_samples, 4)
-        >>> scores = regression_scores(Normals(), torch.tensor([-1.0, 1.0, -1.0, 2.0]))
-        >>> scores.coverage, round(scores.rmse, 3)
-        (0.75, 1.323)
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
+        >>> x, y = torch.zeros(4, 1), torch.tensor([[-0.5], [0.5], [0.0], [9.0]])
+        >>> net = bayesianize(torch.nn.Linear(1, 1, bias=False), prior=1.0)
+        >>> model = Regressor(net, num_data=4, noise_scale=1.0)  # predicts N(0, 1) at zero
+        >>> scores = regression_scores(predict(model, MeanFieldGuide(model), x, y=y), y)
+        >>> scores.coverage, round(scores.width, 2)
+        (0.75, 3.92)
 
     References:
         Gneiting and Raftery (2007), "Strictly proper scoring rules, prediction, and estimation",
         Eq. 20 and 21.
     """
-    needed = ("mean", "log_density", "interval", "sample_observations")
-    check_prediction("prediction", prediction, *needed)
     if prediction.log_density is None:
         raise ValueError(
             "`prediction` must have a log density of the targets, but got None. Call "

@@ -10,6 +10,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
+from torch.distributions import Bernoulli, Independent
 
 from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, shape_text
 from pyro_structvi._torch import own_tensors, take_apart
@@ -196,9 +197,17 @@ def observed_log_prob(node: Any, y: Tensor) -> Tensor:
     y, likelihood = at_least_single(y), in_single(likelihood)
     if not likelihood.support.is_discrete:
         check_same_kind("y", y, "prediction.mean", likelihood.mean)
+    elif _is_of_labels(likelihood):  # zeros and ones of any dtype, of which torch wants its own
+        y = y.to(likelihood.mean)
     with autocast_off(y):
         log_density: Tensor = scale_and_mask(likelihood.log_prob(y), mask=mask)
     return log_density
+
+
+def _is_of_labels(likelihood: Any) -> bool:
+    while isinstance(likelihood, Independent):
+        likelihood = likelihood.base_dist
+    return isinstance(likelihood, Bernoulli)
 
 
 def tensors_in(model: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from pyro_structvi import infer, reference
 from pyro_structvi.maps import Arrangement
 from pyro_structvi.reference import sampling
 from pyro_structvi.testing.inducing import make_joint
+from tests.predictions import normal_prediction
 
 # ---- what is public ------------------------------------------------------------------------------
 
@@ -480,7 +481,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "num_bins": 10,
     },
     "regression_scores": lambda: {
-        "prediction": PredictionOfNumbers(),
+        "prediction": normal_prediction(torch.zeros(SIZE), 1.0, torch.zeros(SIZE), draws=4),
         "y": torch.randn(SIZE),
         "level": 0.9,
     },
@@ -525,6 +526,16 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "num_samples": 2,
         "objective": ps.StructuredELBO(),
     },
+    "report": lambda: {
+        **model_and_guide(),
+        "data": (inputs(), targets()),
+        "path": f"{FILES.name}/page.html",
+        "test_data": (inputs(), targets()),
+        "history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0]),
+        "num_samples": 2,
+        "importance_samples": 100,
+        "batch_size": 3,
+    },
     "spectra": lambda: {"guide": ps.KTiedGuide(regressor(), rank=2)},
     "compress_scales": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
     "pareto_k": lambda: {**passes(), "num_samples": 100},
@@ -538,9 +549,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "site": "obs",
     },
     "expected_coverage": lambda: {
-        "prediction": SimpleNamespace(
-            interval=lambda level: (-torch.ones(SIZE, 1), torch.ones(SIZE, 1))
-        ),
+        "prediction": normal_prediction(torch.zeros(SIZE, 1), 1.0),
         "y": targets(),
         "levels": [0.5, 0.9],
     },
@@ -753,20 +762,6 @@ def probabilities():
 def prediction_of_classes():
     model = classifier()
     return ps.predict(model, ps.MeanFieldGuide(model), inputs(), 2)
-
-
-class PredictionOfNumbers:
-    """What `regression_scores` reads of a prediction."""
-
-    def __init__(self):
-        self.mean = torch.zeros(SIZE)
-        self.log_density = torch.full((SIZE,), -1.0)
-
-    def interval(self, level):
-        return self.mean - 2.0, self.mean + 2.0
-
-    def sample_observations(self, num_samples=1):
-        return torch.randn(4 * num_samples, SIZE)
 
 
 def prediction():

@@ -1,30 +1,18 @@
-"""Coverage of predictive intervals, with a stand-in for predictions of known intervals."""
+"""Coverage of predictive intervals, of predictions whose intervals are known."""
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 from scipy.stats import binom, norm
-from torch import Tensor
 
 from pyro_structvi.diagnostics import expected_coverage
-
-
-@dataclass
-class Normals:
-    """Predictions N(mean, scale^2) with central intervals."""
-
-    mean: Tensor
-    scale: float
-
-    def interval(self, level):
-        half = self.scale * norm.ppf((1 + level) / 2)
-        return self.mean - half, self.mean + half
+from pyro_structvi.posterior import Prediction
+from tests.predictions import normal_prediction
 
 
 def test_counts_with_bounds_included():
-    prediction = Normals(torch.tensor([0.0, 1.0, 2.0, 3.0]), 1.0)
+    prediction = normal_prediction(torch.tensor([0.0, 1.0, 2.0, 3.0]), 1.0)
     half = norm.ppf(0.75)
     y = torch.tensor([0.0 + half, 1.0 + 1.01 * half, 2.0, 30.0])
     found = expected_coverage(prediction, y, levels=[0.5])
@@ -35,7 +23,7 @@ def test_counts_with_bounds_included():
 def test_the_right_intervals_are_covered_at_every_level():
     """The count is binomial; P = 1e-6 for each of four levels."""
     mean, size = torch.randn(2000), 2000
-    found = expected_coverage(Normals(mean, 0.7), mean + 0.7 * torch.randn(size))
+    found = expected_coverage(normal_prediction(mean, 0.7), mean + 0.7 * torch.randn(size))
     assert [*found] == [0.5, 0.8, 0.9, 0.95]
     for level, coverage in found.items():
         low, high = binom.ppf([5e-7, 1 - 5e-7], size, level) / size
@@ -46,7 +34,7 @@ def test_the_right_intervals_are_covered_at_every_level():
 def test_predictions_that_are_too_sure_cover_too_little():
     """A third of the scale: the share is that of N(0, 1) within a third of the bound; P = 1e-6."""
     mean, size = torch.zeros(2000), 2000
-    found = expected_coverage(Normals(mean, 1 / 3), torch.randn(size), [0.9])[0.9]
+    found = expected_coverage(normal_prediction(mean, 1 / 3), torch.randn(size), [0.9])[0.9]
     share = 2 * norm.cdf(norm.ppf(0.95) / 3) - 1
     low, high = binom.ppf([5e-7, 1 - 5e-7], size, share) / size
     assert low <= found.observed <= high < 0.9 - 2 * found.standard_error
@@ -54,7 +42,7 @@ def test_predictions_that_are_too_sure_cover_too_little():
 
 def test_several_targets_count_each_and_the_error_is_that_of_the_examples():
     y = torch.tensor([[0.0, 9.0], [0.0, 0.0], [9.0, 9.0]])
-    found = expected_coverage(Normals(torch.zeros(3, 2), 1.0), y, [0.8])[0.8]
+    found = expected_coverage(normal_prediction(torch.zeros(3, 2), 1.0), y, [0.8])[0.8]
     assert found.observed == 0.5
     assert found.standard_error == pytest.approx(math.sqrt(0.8 * 0.2 / 3))
 
@@ -62,8 +50,8 @@ def test_several_targets_count_each_and_the_error_is_that_of_the_examples():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"prediction": None}, TypeError, "`prediction` must be a prediction of real targets"),
-        ({"prediction": Normals}, TypeError, "`prediction` must be .* got the class Normals"),
+        ({"prediction": None}, TypeError, "`prediction` must be a Prediction, but got None"),
+        ({"prediction": Prediction}, TypeError, "`prediction` must be .* the class Prediction"),
         ({"y": torch.zeros(4)}, ValueError, r"`y` must have shape .* = \(3,\), but got \(4,\)"),
         ({"y": torch.tensor([0.0, torch.nan, 1.0])}, ValueError, "`y` must be finite everywhere"),
         ({"levels": [0.5, 1.0]}, TypeError, "`levels` must be"),
@@ -71,6 +59,6 @@ def test_several_targets_count_each_and_the_error_is_that_of_the_examples():
     ],
 )
 def test_what_is_refused(arguments, error, message):
-    valid = {"prediction": Normals(torch.zeros(3), 1.0), "y": torch.zeros(3)}
+    valid = {"prediction": normal_prediction(torch.zeros(3), 1.0), "y": torch.zeros(3)}
     with pytest.raises(error, match=message):
         expected_coverage(**valid | arguments)

@@ -1,7 +1,6 @@
 """Detection of examples from elsewhere, against pairs, loops and closed forms."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from pyro_structvi.metrics import (
     mutual_information_score,
     ood_scores,
 )
+from tests.predictions import normal_prediction
 
 
 def average_precision(found, others):
@@ -115,12 +115,14 @@ def test_of_predictions():
 
 def test_what_a_prediction_must_have():
     near, _ = predictions()
-    regression = SimpleNamespace(mean=torch.zeros(3, 1), entropy=None, mutual_information=None)
+    regression = normal_prediction(torch.zeros(3, 1), 1.0)
     with pytest.raises(ValueError, match="`prediction_outside` must be of class probabilities"):
         detect(near, regression)
-    with pytest.raises(TypeError, match="`prediction_inside` must be a prediction, with `mean`"):
+    with pytest.raises(TypeError, match="`prediction_inside` must be a Prediction"):
         detect(near.mean, near)
-    with pytest.raises(TypeError, match="`prediction` must be a prediction"):
+    with pytest.raises(
+        TypeError, match=r"`prediction` must be a Prediction, .* class Prediction\."
+    ):
         ood_scores(ps.posterior.Prediction)
 
 

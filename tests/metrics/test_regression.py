@@ -1,15 +1,15 @@
 """Scores of predicted numbers, against closed forms for normals and the definition."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from scipy.integrate import quad
 from sklearn.metrics import root_mean_squared_error
-from torch import Tensor
 from torch.distributions import Normal
 from torchmetrics.functional.regression import continuous_ranked_probability_score
 
+import pyro_structvi as ps
 from pyro_structvi.metrics import (
     crps,
     interval_coverage,
@@ -18,28 +18,7 @@ from pyro_structvi.metrics import (
     regression_scores,
     rmse,
 )
-
-
-@dataclass(frozen=True)
-class NormalPrediction:
-    """What a prediction has, of normals with known moments."""
-
-    mean: Tensor
-    scale: Tensor
-    log_density: Tensor | None
-    draws: int = 4000
-
-    def interval(self, level):
-        reach = Normal(0.0, 1.0).icdf(torch.tensor((1 + level) / 2))
-        return self.mean - reach * self.scale, self.mean + reach * self.scale
-
-    def sample_observations(self, num_samples=1):
-        return self.mean + self.scale * torch.randn(num_samples * self.draws, *self.mean.shape)
-
-
-def of_normals(y, mean, scale, draws=4000):
-    density = Normal(mean, scale).log_prob(y).reshape(len(y), -1).sum(-1)
-    return NormalPrediction(mean, scale, density, draws)
+from tests.predictions import normal_prediction
 
 
 def crps_of_a_normal(mean, scale, y):
@@ -139,24 +118,25 @@ def test_all_scores_of_normals(shape):
     mean, scale = torch.randn(shape), 0.5 + torch.rand(shape)
     y = mean + scale * torch.randn(shape)
     density = Normal(mean, scale).log_prob(y).reshape(len(y), -1).sum(-1)
-    scores = regression_scores(NormalPrediction(mean, scale, density), y, level=0.9)
+    prediction = normal_prediction(mean, scale, y, draws=1000)
+    scores = regression_scores(prediction, y, level=0.9)
     assert scores.rmse == rmse(mean, y)
     assert scores.log_density == pytest.approx(density.mean().item(), abs=1e-12)
     reach = 1.6448536269514722
     inside = ((y - mean).abs() <= reach * scale).double().mean().item()
     assert scores.coverage == pytest.approx(inside, abs=1e-12)
     assert scores.width == pytest.approx(2 * reach * scale.mean().item(), abs=1e-12)
-    # A score has a deviation below 1 over 4000 draws, and 300 are averaged: 6 standard errors.
+    # A score has a deviation below 1 over 1000 draws, and 300 are averaged: 6 standard errors.
     expected = crps_of_a_normal(mean, scale, y).mean().item()
-    assert scores.crps == pytest.approx(expected, abs=6 / (4000 * 300) ** 0.5)
-    wider = regression_scores(NormalPrediction(mean, scale, density), y)
+    assert scores.crps == pytest.approx(expected, abs=6 / (1000 * 300) ** 0.5)
+    wider = regression_scores(prediction, y)
     assert wider.width == pytest.approx(2 * 1.959963984540054 * scale.mean().item(), abs=1e-12)
 
 
 def test_a_single_draw_gives_100_observations():
     mean, scale = torch.zeros(5000), torch.ones(5000)
     y = torch.randn(5000)
-    prediction = of_normals(y, mean, scale, draws=1)
+    prediction = normal_prediction(mean, scale, y)
     scores = regression_scores(prediction, y)
     # As above, with 100 observations for each of 5000 targets.
     expected = crps_of_a_normal(mean, scale, y).mean().item()
@@ -165,13 +145,37 @@ def test_a_single_draw_gives_100_observations():
 
 def test_what_a_prediction_must_have():
     y = torch.randn(4, 1)
-    prediction = of_normals(y, torch.zeros(4, 1), torch.ones(4, 1))
+    prediction = normal_prediction(torch.zeros(4, 1), 1.0, y)
     with pytest.raises(ValueError, match=r"`prediction` must have a log density.*y=y\)"):
         regression_scores(replace(prediction, log_density=None), y)
-    with pytest.raises(TypeError, match="`prediction` must be a prediction, with `mean`"):
+    with pytest.raises(
+        TypeError, match=r"`prediction` must be a Prediction, but got a torch\.Tensor"
+    ):
         regression_scores(y, y)
     with pytest.raises(ValueError, match=r"`y` must have shape that of `mean` = \(4, 1\)"):
         regression_scores(prediction, y.squeeze(-1))
+    with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1, but got 0"):
+        regression_scores(prediction, y, level=0)
+
+
+def test_scores_of_what_predict_returns():
+    """A linear function with a normal posterior predicts N(m x, s^2 x^2 + noise^2) exactly."""
+    x = torch.tensor([[-2.0], [0.0], [1.0], [3.0]])
+    y = torch.tensor([[-1.0], [0.2], [2.0], [0.5]])
+    net = ps.bayesianize(torch.nn.Linear(1, 1, bias=False), prior=1.0)
+    model = ps.Regressor(net, num_data=4, noise_scale=0.5)
+    guide = ps.MeanFieldGuide(model, init_loc_fn=lambda site: torch.ones(1, 1), init_scale=0.3)
+    prediction = ps.predict(model, guide, x, num_samples=20_000, y=y)
+    scale = (0.09 * x.square() + 0.25).sqrt()
+    scores, exact = regression_scores(prediction, y), Normal(x, scale)
+    # Averages over 20,000 draws: 5 standard errors, of a density's ratio, an end and a score.
+    assert scores.rmse == pytest.approx(rmse(x, y), abs=5 * 0.9 / 20_000**0.5)
+    assert scores.log_density == pytest.approx(exact.log_prob(y).mean().item(), abs=0.04)
+    assert scores.width == pytest.approx(2 * 1.959964 * scale.mean().item(), rel=0.02)
+    inside = ((y - x).abs() <= 1.959964 * scale).double().mean().item()
+    assert scores.coverage == inside == 0.75
+    expected = crps_of_a_normal(x, scale, y).mean().item()
+    assert scores.crps == pytest.approx(expected, abs=5 / 20_000**0.5)
 
 
 def test_draws_must_fit():

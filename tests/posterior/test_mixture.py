@@ -91,6 +91,15 @@ def test_labels_have_entropies_one_by_one():
     torch.testing.assert_close(prediction.mutual_information, entropy - of_draws)
 
 
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+def test_labels_of_any_dtype_have_a_density(dtype):
+    model = ps.BinaryClassifier(ps.bayesianize(nn.Linear(3, 2)), 60)
+    x, y = torch.randn(5, 3), torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0], [0, 1]])
+    prediction = ps.predict(model, ps.MAPGuide(model), x, 1, y=y.to(dtype))
+    right = torch.where(y == 1, prediction.mean, 1 - prediction.mean)
+    torch.testing.assert_close(prediction.log_density, right.log().sum(-1), rtol=0, atol=1e-12)
+
+
 class Returning(nn.Module):
     """A model that returns what a function makes of its likelihood's mean."""
 

@@ -1,0 +1,421 @@
+"""The page about a fit: its numbers are those of the functions, and it needs nothing from elsewhere."""
+
+import math
+import os
+import re
+from dataclasses import asdict
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.diagnostics import (
+    GradientNoise,
+    ImportanceDiagnosis,
+    expected_coverage,
+    report,
+    report_of_fit,
+    spectra,
+)
+from pyro_structvi.diagnostics.report_page import Section, Table, cell_text, page
+from pyro_structvi.guides.starts import separate_randomness
+from pyro_structvi.infer import History
+from pyro_structvi.metrics import (
+    binary_scores,
+    classification_scores,
+    max_probability_score,
+    regression_scores,
+    risk_coverage,
+)
+from tests.diagnostics.pages import Page
+from tests.models import make_regressor, regression_data
+
+SECTIONS = [
+    *("What was fitted", "Predictions", "Evidence lower bound"),
+    *("Distance to the posterior", "Noise of gradients", "Spectra of the posterior"),
+]
+HISTORY = History(elbo=[-9.0, -5.0, -4.0], kl=[3.0, 2.0, 2.0])
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Leave out what takes time, and give numbers that are known in its place."""
+    diagnosis = ImportanceDiagnosis(0.625, -12.5, -11.25, 345.5)
+    noise = {"posteriors.net/weight.loc": GradientNoise(2.5, 1.75, 3.5)}
+    monkeypatch.setattr(report_of_fit, "pareto_k", lambda *args, **options: diagnosis)
+    monkeypatch.setattr(report_of_fit, "gradient_snr", lambda *args, **options: noise)
+
+
+def curve(size=20):
+    """Return a model of one input, its guide, and two sets of data."""
+    net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1))
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), size, 0.3)
+    x = torch.linspace(-1, 1, size).unsqueeze(-1)
+    guide = ps.KTiedGuide(model, rank=2, init_scale=0.2)
+    return model, guide, (x, x.sin()), (x[:9] + 0.01, x[:9].cos())
+
+
+def classes():
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0), 20)
+    guide = ps.MeanFieldGuide(model, init_scale=0.2)
+    return model, guide, *((torch.randn(n, 2), torch.randint(3, (n,))) for n in (20, 9))
+
+
+def labels():
+    model = ps.BinaryClassifier(ps.bayesianize(nn.Linear(3, 2), prior=1.0), 20)
+    guide = ps.MatrixNormalGuide(model, init_scale=0.2)
+    return model, guide, *((torch.randn(n, 3), torch.randint(2, (n, 2))) for n in (20, 9))
+
+
+def written(path, model, guide, data, test_data=None, **options):
+    """Write a page, read it, and check what holds for every one."""
+    assert report(model, guide, data, path, test_data=test_data, **options) == path
+    text = path.read_text()
+    without_images = re.sub(r'src="data:[^"]*"', "", text)
+    assert not re.search("http|//|url|@import|<script|<link", without_images)
+    found = Page(text)
+    for image in found.images:
+        references = re.findall(r'(?:xlink:)?href="([^"]*)"', image)
+        assert all(each.startswith(("#", "data:image/png;base64,")) for each in references)
+    assert [*found.sections] == SECTIONS
+    assert all(len(texts[0]) > 30 for texts in found.sections.values()), "how to read it"
+    assert "prefers-color-scheme: dark" in text
+    return found
+
+
+def as_cells(*values):
+    return [cell_text(float(value)) for value in values]
+
+
+def predicted(model, guide, data):
+    """Return the prediction that a report makes first, with the same random numbers."""
+    return ps.predict(model, guide, data[0], y=data[1])
+
+
+# ---- what pages say ------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_regression(tmp_path):
+    model, guide, data, test_data = curve()
+    found = written(tmp_path / "page.html", model, guide, data, test_data, history=HISTORY)
+    assert found.title == "KTiedGuide of a Regressor"
+    with separate_randomness():
+        prediction = predicted(model, guide, test_data)
+        scores = regression_scores(prediction, test_data[1])
+    assert [*found.column("Scores").values()] == as_cells(*asdict(scores).values())
+    coverage = expected_coverage(prediction, test_data[1], (0.5, 0.8, 0.9, 0.95))
+    observed = as_cells(*(each.observed for each in coverage.values()))
+    assert found.column("Coverage of intervals") == dict(
+        zip(("50%", "80%", "90%", "95%"), observed, strict=True)
+    )
+    assert found.sections["Predictions"][1] == "Scores at 9 examples of the test data."
+    k_hat, elbo, bound, size = map(
+        float, found.column("Importance weights of 1,000 draws").values()
+    )
+    assert k_hat > -1
+    assert elbo < bound
+    assert 1 <= size <= 1000
+    assert {*found.column("Signal-to-noise ratios")} == dict(guide.named_parameters()).keys()
+    # Coverage, band, trace; layers with one row or column have no spectrum.
+    assert len(found.images) == 3
+
+
+def test_parameters_are_those_of_the_guides_own_report(tmp_path, quick):
+    model, guide, data, _ = curve()
+    found, own = written(tmp_path / "page.html", model, guide, data), guide.report(*data)
+    assert found.tables["Parameters of the model"][1:] == [
+        [cell_text(value) for value in asdict(each).values()] for each in own.parameters
+    ]
+    numbers = found.column("Numbers")
+    assert numbers["training examples"] == "20"
+    assert numbers["random elements of the model"] == str(6 + 6 + 6 + 1)
+    assert numbers["numbers trained in the guide"] == str(
+        sum(each.numel() for each in guide.parameters())
+    )
+    assert "test examples" not in numbers
+
+
+def test_the_bound_is_its_terms(tmp_path, quick):
+    model, guide, data, _ = curve()
+    found = written(tmp_path / "page.html", model, guide, data)
+    with torch.no_grad():
+        terms = ps.StructuredELBO().terms(model, guide, *data)
+    kl = {name: float(own) for name, own in terms.kl.items()}
+    shown = found.column("KL divergence by site")
+    assert shown == {name: cell_text(value) for name, value in kl.items()}
+    assert [*shown] == sorted(kl, key=lambda name: -kl[name])
+    terms = {name: float(value) for name, value in found.column("Terms").items()}
+    assert terms["KL divergence"] == pytest.approx(sum(kl.values()), rel=1e-3)
+    rest = terms["log likelihood of obs"] - terms["KL divergence"]
+    assert terms["ELBO"] == pytest.approx(rest, abs=0.05)
+    with torch.no_grad():
+        many = ps.StructuredELBO(num_particles=300).terms(model, guide, *data).elbo
+    assert terms["ELBO"] == pytest.approx(float(many), rel=0.3)
+
+
+def test_numbers_of_importance_weights_and_of_gradients(tmp_path, quick):
+    model, guide, data, _ = curve()
+    found = written(tmp_path / "page.html", model, guide, data, importance_samples=200)
+    weights = found.column("Importance weights of 200 draws")
+    assert [*weights.values()] == ["0.625", "-12.5", "-11.25", "345.5"]
+    assert found.tables["Signal-to-noise ratios"][1:] == [
+        ["posteriors.net/weight.loc", "2.5", "1.75"]
+    ]
+
+
+def test_the_page_of_classes(tmp_path, quick):
+    model, guide, data, test_data = classes()
+    found = written(tmp_path / "page.html", model, guide, data, test_data, history=HISTORY)
+    with separate_randomness():
+        p = predicted(model, guide, test_data).mean
+    scores = classification_scores(p, test_data[1])
+    assert [*found.column("Scores").values()] == as_cells(*asdict(scores).values())
+    errors = (p.argmax(-1) != test_data[1]).double()
+    answered = risk_coverage(max_probability_score(p), errors)
+    areas = found.column("When the least sure examples are not answered")
+    assert [*areas.values()] == as_cells(answered.area, answered.excess_area)
+    own = spectra(guide)["net.0.weight"]
+    shares = [own.scale_share[:1], own.scale_share[:2], own.mean_share[:1], own.mean_share[:2]]
+    row = found.tables["Share of the sum of squares that low ranks explain"][1]
+    assert row == ["net.0.weight", "2", *as_cells(*(share.sum() for share in shares))]
+    # Reliability, risk, entropy and mutual information over the plane, trace, two spectra, scales.
+    assert len(found.images) == 8
+
+
+def test_the_page_of_labels(tmp_path, quick):
+    model, guide, data, _ = labels()
+    found = written(tmp_path / "page.html", model, guide, data)
+    with separate_randomness():
+        p = predicted(model, guide, data).mean
+    scores = binary_scores(p, data[1])
+    assert [*found.column("Scores").values()] == as_cells(*asdict(scores).values())
+    flat = torch.where(p > 0.5, p, 1 - p).flatten()
+    wrong = ((p > 0.5) != (data[1] == 1)).double().flatten()
+    area = risk_coverage(1 - flat, wrong).area
+    areas = found.column("When the least sure examples are not answered")
+    assert areas["area under the curve"] == cell_text(area)
+    assert "looks better than at new ones: pass `test_data`." in found.sections["Predictions"][1]
+    assert len(found.images) == 5  # reliability, risk, two spectra, scales
+
+
+def test_probabilities_over_the_plane_where_there_are_two_classes(tmp_path, quick, monkeypatch):
+    """The figure has the heights of a function that is known: the probability rises with x[0]."""
+    drawn = []
+    real = report_of_predictions_module().plot_decision
+    monkeypatch.setattr(
+        report_of_predictions_module(),
+        "plot_decision",
+        lambda *args, **options: drawn.append(args) or real(*args, **options),
+    )
+    model = ps.BinaryClassifier(ps.bayesianize(nn.Linear(2, 1, bias=False), prior=1.0), 20)
+    guide = ps.MAPGuide(model, init_loc_fn=lambda site: torch.tensor([[3.0, 0.0]]))
+    data = torch.randn(20, 2), torch.randint(2, (20, 1))
+    written(tmp_path / "page.html", model, guide, data, importance_samples=0)
+    first, second, heights, x, y = drawn[0]
+    expected = (3 * first).sigmoid().expand(len(second), -1)
+    torch.testing.assert_close(heights, expected, rtol=0, atol=1e-9)
+    assert first[0] < x[:, 0].min()
+    assert first[-1] > x[:, 0].max()
+    assert {tuple(row) for row in x.tolist()} == {tuple(row) for row in data[0].tolist()}
+    assert int(y.sum()) == int(data[1].sum())
+
+
+def report_of_predictions_module():
+    from pyro_structvi.diagnostics import report_of_predictions
+
+    return report_of_predictions
+
+
+def test_the_same_random_state_gives_the_same_page_and_stays(tmp_path):
+    model, guide, data, _ = curve()
+    model.train()
+    before, state = [each.clone() for each in guide.parameters()], torch.get_rng_state()
+    paths = [
+        report(model, guide, data, tmp_path / name, importance_samples=100) for name in ("a", "b")
+    ]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, before, guide.parameters()))
+    assert all(each.grad is None for each in guide.parameters())
+    assert model.training
+
+
+# ---- what is left out ----------------------------------------------------------------------------
+
+
+def left_out(found, title):
+    return [text for text in found.sections[title] if "left out" in text or "Left out" in text]
+
+
+def test_points_have_no_importance_weights_and_no_scales(tmp_path):
+    model = make_regressor()
+    found = written(tmp_path / "page.html", model, ps.MAPGuide(model), regression_data())
+    [reason] = left_out(found, "Distance to the posterior")
+    assert re.search("must have a density over all weights.*'net.0.weight'", reason)
+    assert [text[:40] for text in left_out(found, "Spectra of the posterior")] == [
+        "The figure of the standard deviations is",
+        "The figure of a matrix of standard devia",
+    ]
+    assert found.column("Numbers")["elements with a point for their posterior"] == "26"
+
+
+def test_weights_that_are_drawn_together_have_no_spectra(tmp_path, quick):
+    model = make_regressor()
+    guide = ps.InducingWeightGuide(model, (2, 2), "full", shared=True)
+    found = written(tmp_path / "page.html", model, guide, regression_data())
+    [reason] = left_out(found, "Spectra of the posterior")
+    assert "have one posterior with those of others" in reason
+
+
+def test_tokens_have_a_log_density_only(tmp_path, quick):
+    model = ps.TokenClassifier(ps.bayesianize(nn.Linear(3, 4), prior=1.0), 6)
+    data = torch.randn(6, 5, 3), torch.randint(4, (6, 5))
+    guide = ps.MeanFieldGuide(model)
+    found = written(tmp_path / "page.html", model, guide, data, num_samples=7)
+    with separate_randomness():
+        density = ps.predict(model, guide, data[0], 7, y=data[1]).log_density.mean()
+    assert found.column("Scores") == {"log density": cell_text(float(density))}
+    assert len(left_out(found, "Predictions")) == 1
+
+
+def one_hot(x, y=None):
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+    with pyro.plate("data", len(x)):
+        pyro.sample("obs", dist.OneHotCategorical(logits=x @ weight.T), obs=y)
+
+
+def test_a_function_with_observations_without_order(tmp_path, quick):
+    data = torch.randn(6, 3), torch.eye(2)[torch.randint(2, (6,))]
+    found = written(tmp_path / "page.html", one_hot, ps.MeanFieldGuide(one_hot), data)
+    assert found.title == "MeanFieldGuide of a one_hot"
+    assert [*found.column("Scores")] == ["log density"]
+    [reason] = left_out(found, "Predictions")
+    assert "Classes have no order" in reason
+
+
+def test_some_random_examples_and_mappings(tmp_path):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.layer(x["left"] + x["right"])
+
+    model = ps.Regressor(ps.bayesianize(Sum(), prior=1.0), 12, 0.3)
+    x, y = regression_data()
+    found = written(
+        *(tmp_path / "page.html", model, ps.MeanFieldGuide(model), ({"left": x, "right": x}, y)),
+        batch_size=5,
+        importance_samples=0,
+    )
+    assert "at 5 random training examples" in found.sections["Noise of gradients"][1]
+    assert left_out(found, "Distance to the posterior") == ["Left out, by `importance_samples=0`."]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"guide": nn.Linear(1, 1)}, TypeError, "`guide` must be a StructuredGuide"),
+        ({"data": torch.zeros(3)}, TypeError, r"`data` must be a tuple \(x, y\) .* a torch.Tensor"),
+        ({"data": (torch.zeros(3, 1), None)}, TypeError, r"`data` must be a tuple \(x, y\)"),
+        ({"test_data": [1, 2]}, TypeError, r"`test_data` must be a tuple .* got \[1, 2\]"),
+        (
+            {"data": (torch.zeros(3, 1), torch.zeros(2, 1))},
+            ValueError,
+            r"`data` must have as many inputs as observations, but got \[3\] and 2",
+        ),
+        (
+            {"data": (torch.full((2, 1), math.nan), torch.zeros(2, 1))},
+            ValueError,
+            r"`data\[0\]` holds 2 NaN",
+        ),
+        (
+            {"test_data": (torch.zeros(2, 1), torch.full((2, 1), math.inf))},
+            ValueError,
+            r"`test_data\[1\]` must be finite everywhere",
+        ),
+        (
+            {"test_data": (torch.zeros(2, 1).double(), torch.zeros(2, 3).double())},
+            ValueError,
+            "`y` must have shape that of the predictions",
+        ),
+        ({"history": History()}, ValueError, "`history` must hold at least one step"),
+        ({"importance_samples": 99}, ValueError, "`importance_samples` must be at least 100"),
+        ({"num_samples": 0}, ValueError, "`num_samples` must be a whole number of at least 1"),
+        ({"path": "{folder}"}, ValueError, "`path` must be that of a file in a folder"),
+        ({"path": "{folder}/none/page.html"}, ValueError, "`path` must be .* Make the folder"),
+        ({"path": 3}, TypeError, "`path` must be a string or a PathLike"),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(arguments, error, message, tmp_path, quick):
+    model, guide, data, _ = curve()
+    valid = {"model": model, "guide": guide, "data": data, "path": str(tmp_path / "page.html")}
+    chosen = valid | arguments
+    if isinstance(chosen["path"], str):
+        chosen["path"] = chosen["path"].format(folder=tmp_path)
+    with pytest.raises(error, match=message):
+        report(**chosen)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, quick, monkeypatch):
+    def refuse(*paths):
+        raise OSError("no room")
+
+    model, guide, data, _ = curve()
+    path = tmp_path / "page.html"
+    path.write_text("the old one")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        with pytest.raises(OSError, match="no room"):
+            report(model, guide, data, path)
+    assert path.read_text() == "the old one"
+    assert [*tmp_path.iterdir()] == [path]
+    report(model, guide, data, path)
+    assert path.read_text().startswith("<!DOCTYPE html>")
+
+
+# ---- the page itself -----------------------------------------------------------------------------
+
+
+def test_all_texts_are_escaped():
+    evil = "<script>&\"'</p>"
+    tables = [Table(f"{evil} table", (evil, "n"), [(evil, 1)] * rows) for rows in (1, 30)]
+    text = page(evil, evil, [Section(evil, evil, [evil, *tables])])
+    assert "<script" not in text
+    found = Page(text)
+    assert found.title == evil
+    assert found.sections == {evil: [evil, evil]}
+    assert found.tables[f"{evil} table"] == [[evil, "n"], [evil, "1"]]
+    assert len(found.tables[f"{evil} table (30 rows)"]) == 31
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        ((3, 2), "(3, 2)"),
+        (12345, "12,345"),
+        (0.123456, "0.1235"),
+        (-12345.6, "-12,346"),
+        (math.inf, "inf"),
+        (1e20, "1e+20"),
+        ("a_b", "a_b"),
+    ],
+)
+def test_cells(value, text):
+    assert cell_text(value) == text
+
+
+def test_an_empty_table_has_its_head():
+    assert Page(page("t", "s", [Section("a", "b", [Table("c", ("d",), [])])])).tables == {
+        "c": [["d"]]
+    }
