@@ -37,12 +37,14 @@ def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_of_lower(lower: Tensor) -> float:
-    """Return the size of a change of each entry below a diagonal of n entries: ``1 / sqrt(n)``.
+    """Return the size of a change of each entry below a diagonal of n entries.
 
-    An optimizer such as Adam moves each entry by about as much, so that a row of n entries moves by
-    the root of n times that.
+    An optimizer such as Adam moves each entry by about as much, so that a row of n entries moves by the
+    root of n times that: ``1 / sqrt(n)``. In a large factor the entries are many and their gradients
+    mostly noise, whose sum over rows grows besides: at most ``3 / n``.
     """
-    return 1 / math.sqrt((1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2)
+    size = (1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2
+    return min(1 / math.sqrt(size), 3 / size)
 
 
 def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ class StructuredAdam(torch.optim.Optimizer):
 
     Adam moves each number by about the learning rate, whatever it means. Here the rate is multiplied by
     the size of a change that matters, the parameter's unit (``Family.unit``): the prior's standard
-    deviation for means, though at most ``2 / sqrt(fan_in)``; 1 for logarithms; ``1 / sqrt(n)`` for
-    entries of a Cholesky factor with rows of n. A parameter that no posterior holds has the root mean
-    square of its start as its unit where it has two dimensions, and 0.1 otherwise.
+    deviation for means, though at most ``2 / sqrt(fan_in)``; 1 for logarithms; the smaller of
+    ``1 / sqrt(n)`` and ``3 / n`` for entries of a Cholesky factor with rows of n. A parameter that no
+    posterior holds has the root mean square of its start as its unit where it has two dimensions, and
+    0.1 otherwise.
 
     A posterior :math:`\mu + A e` with correlations moves its mean besides in its own coordinates,
     by Adam for the gradient by the noise e:
