@@ -111,17 +111,25 @@ def test_units_are_those_of_the_prior_and_of_the_fan_in():
     assert found == pytest.approx({
         "posteriors.net/0/weight.loc": 1.0,
         "posteriors.net/0/weight.log_diagonal": 1.0,
-        "posteriors.net/0/weight.lower": 50**-0.5,
+        "posteriors.net/0/weight.lower": 3 / 50,
         "posteriors.net/0/bias.loc": 0.7,
         "posteriors.net/0/bias.log_diagonal": 1.0,
-        "posteriors.net/0/bias.lower": 50**-0.5,
+        "posteriors.net/0/bias.lower": 3 / 50,
         "posteriors.net/2/weight.loc": 50**-0.5,
         "posteriors.net/2/weight.log_diagonal": 1.0,
-        "posteriors.net/2/weight.lower": 50**-0.5,
+        "posteriors.net/2/weight.lower": 3 / 50,
         "posteriors.net/2/bias.loc": 0.7,
         "posteriors.net/2/bias.log_diagonal": 1.0,
         "posteriors.net/2/bias.lower": 1.0,
     })
+
+
+def test_short_rows_of_a_factor_move_by_the_root_of_their_length():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2), prior=1.0), 10, 0.3)
+    guide = ps.RowwiseGuide(model, join_bias=True)
+    rates = rates_of(ps.StructuredAdam(guide, guide.parameters(), lr=1.0))
+    found = [rates[value] for name, value in guide.named_parameters() if name.endswith("lower")]
+    assert found == pytest.approx([0.5])  # of three inputs and a bias
 
 
 def test_a_wide_prior_does_not_move_weights_by_more_than_their_fan_in_allows():
