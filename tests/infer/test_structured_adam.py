@@ -12,6 +12,7 @@ from torch.distributions import MultivariateNormal
 import pyro_structvi as ps
 from pyro_structvi.distributions import GaussianWeight
 from pyro_structvi.families import FullCovariance, SitePosterior
+from pyro_structvi.families.cholesky_parameters import factor_parameters
 from pyro_structvi.infer import CosineDecay
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor, regression_data
@@ -308,3 +309,34 @@ def test_scaled_gradients_are_divided_by_their_scale(make_guide):
         return snapshot(guide)
 
     torch.testing.assert_close(train([64.0, 8192.0, 1.0]), train(None), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [ps.FullCovarianceGuide, ps.RowwiseGuide])
+def test_one_full_natural_step_solves_a_conjugate_model(kind):
+    """A (A' g) by the posterior's own noise is the natural gradient: it leads to the mean at once."""
+    torch.manual_seed(0)
+    x, y, noise = torch.randn(12, 3), torch.randn(12, 1), 0.4
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1), prior=1.5), 12, noise)
+    guide = kind(model, join_bias=True)
+    guide.initialize(x, y)
+    design = torch.cat([x, torch.ones(12, 1)], 1)
+    precision = design.T @ design / noise**2 + torch.eye(4) / 1.5**2
+    exact = torch.linalg.solve(precision, design.T @ y / noise**2)
+    [posterior] = [each for each in posteriors(guide) if each.site.bias is not None]
+    factor = torch.linalg.cholesky(torch.linalg.inv(precision))
+    log_diagonal, lower = factor_parameters(factor)
+    with torch.no_grad():
+        posterior.loc.copy_(torch.randn(1, 4))
+        posterior.log_diagonal.copy_(log_diagonal.reshape(posterior.log_diagonal.shape))
+        posterior.lower.copy_(lower.reshape(posterior.lower.shape))
+    q = posterior()
+    # The gradient of the expected loss is that at the mean: the loss is quadratic in the weights.
+    expected = (design @ q.mean.mT - y).square().sum() / (
+        2 * noise**2
+    ) + q.mean.square().sum() / 4.5
+    (gradient,) = torch.autograd.grad(expected, posterior.loc)
+    e = torch.zeros(q.noise_shape, requires_grad=True)
+    (own,) = torch.autograd.grad(q.scale_noise(e), e, gradient)
+    with torch.no_grad():
+        solved = posterior.loc - q.scale_noise(own)
+    torch.testing.assert_close(solved.mT, exact, rtol=1e-10, atol=1e-10)
