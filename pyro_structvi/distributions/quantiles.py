@@ -13,8 +13,7 @@ from pyro_structvi.distributions.inducing import InducingNormal
 from pyro_structvi.distributions.point_mass import PointMass
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.weight_distribution import GaussianWeight
-
-HALVINGS = 60
+from pyro_structvi.linalg.bisection import bisect
 
 
 @singledispatch
@@ -81,13 +80,13 @@ def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
     given = [distribution.given(member) for member in inducing.members.movedim(-3, 0)]
     means, stddev = torch.stack([each.mean for each in given]), given[0].variance.sqrt()
     ends = _of_normals(means, stddev, probs)
-    low, high = ends.amin(1), ends.amax(1)
     wanted = _in_front(probs, stddev)
-    for _ in range(HALVINGS):
-        middle = low + (high - low) / 2
-        is_below = ndtr((middle.unsqueeze(1) - means) / stddev).mean(1) < wanted
-        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
-    return high
+
+    def is_below(values: Tensor) -> Tensor:
+        found: Tensor = ndtr((values.unsqueeze(1) - means) / stddev).mean(1) < wanted
+        return found
+
+    return bisect(is_below, ends.amin(1), ends.amax(1))
 
 
 @quantiles.register

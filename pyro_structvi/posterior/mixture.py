@@ -12,8 +12,8 @@ from torch.distributions import Distribution, Independent
 from torch.distributions.utils import lazy_property
 
 from pyro_structvi.distributions.own_tensors import map_tensors, tensors_of
+from pyro_structvi.linalg.bisection import bisect
 
-_BISECTIONS = 60  # after which double precision has no bits left
 _DRAWS = 2000  # of observations, for quantiles where torch knows no distribution function
 
 
@@ -109,13 +109,12 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         count = -(-_DRAWS // base.batch_shape[0])
         drawn = likelihood.sample((count,)).flatten(0, 1)
         return _order_statistics(drawn, q)
-    low, high = parts.amin(1), parts.amax(1)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        is_below = base.cdf(middle.unsqueeze(1)).mean(1) < levels.squeeze(1)
-        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
-    quantiles: Tensor = (low + high) / 2
-    return quantiles
+
+    def is_below(values: Tensor) -> Tensor:
+        found: Tensor = base.cdf(values.unsqueeze(1)).mean(1) < levels.squeeze(1)
+        return found
+
+    return bisect(is_below, parts.amin(1), parts.amax(1))
 
 
 def _order_statistics(draws: Tensor, q: Tensor) -> Tensor:
