@@ -12,7 +12,7 @@ from pyro_structvi.plots.figures import BLUE, GREY, add_labels, make_axes
 from pyro_structvi.plots.label_places import place_labels
 
 # An axis is logarithmic if its largest number is more than so many times its smallest.
-WIDE = 20.0
+WIDE = 8.0
 
 
 @checked
@@ -27,7 +27,7 @@ def plot_distance_over_cost(
 ) -> Axes:
     """Draw posteriors as points: their distance to a reference over the cost of training.
 
-    An axis is logarithmic if its numbers are positive and the largest is more than 20 times the
+    An axis is logarithmic if its numbers are positive and the largest is more than 8 times the
     smallest. Names are placed for the limits and the size that the axes have at the call.
 
     Args:
