@@ -43,9 +43,9 @@ def test_points_error_bars_and_lines():
 @pytest.mark.parametrize(
     ("rows", "floor", "scales"),
     [
-        ({"a": (1.0, 0.5), "b": (19.0, 0.1)}, None, ("linear", "linear")),
-        ({"a": (1.0, 0.5), "b": (21.0, 0.1)}, None, ("log", "linear")),
-        ({"a": (1.0, 0.5), "b": (2.0, 0.1)}, 0.02, ("linear", "log")),
+        ({"a": (1.0, 0.5), "b": (7.0, 0.1)}, None, ("linear", "linear")),
+        ({"a": (1.0, 0.5), "b": (9.0, 0.1)}, None, ("log", "linear")),
+        ({"a": (1.0, 0.5), "b": (2.0, 0.1)}, 0.05, ("linear", "log")),
         ({"a": (1.0, 0.5), "b": (2.0, 0.0)}, None, ("linear", "linear")),
     ],
 )
