@@ -35,7 +35,8 @@ class TransformedNormal(TransformedDistribution):
         transforms: The bijection, as a list.
 
     Example:
-        >>> from torch.distributions import ExpTransform, HalfNormal, kl_divergence
+        >>> from pyro.distributions import HalfNormal
+        >>> from torch.distributions import ExpTransform, kl_divergence
         >>> from pyro_structvi.distributions import MeanFieldNormal
         >>> normal = MeanFieldNormal(torch.zeros(3), torch.tensor(0.1))
         >>> q = TransformedNormal(normal, [ExpTransform()])

@@ -49,7 +49,7 @@ def plot_distance_over_cost(
             has no row.
 
     Example:
-        >>> ax = plot_distance_over_cost({"mean field": (1.0, 0.5), "full": (60.0, 0.1)}, floor=0.05)
+        >>> ax = plot_distance_over_cost({"mean field": (1.0, 0.5), "full": (60.0, 0.2)}, floor=0.1)
         >>> ax.get_xscale(), ax.get_yscale()
         ('log', 'linear')
     """

@@ -25,6 +25,7 @@ class Classifier(Likelihood):
         TypeError: If ``net`` is not a module.
 
     Example:
+        >>> import torch
         >>> from pyro_structvi import bayesianize
         >>> model = Classifier(bayesianize(nn.Linear(4, 3), prior=1.0), num_data=100)
         >>> model(torch.zeros(5, 4)).shape
