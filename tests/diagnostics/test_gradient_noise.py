@@ -91,6 +91,7 @@ def test_a_schedule_is_read_at_its_present_step_and_stays_there():
     assert found == gradient_snr(model, guide, *data, num_samples=20, objective=constant)
 
 
+@pytest.mark.slow
 def test_particles_divide_the_variance():
     model, guide, data = one_weight(local_reparam=True)
     objective, count = ps.StructuredELBO(num_particles=4), 100

@@ -92,6 +92,7 @@ def test_the_average_log_weight_is_the_elbo_of_every_guide(name):
     assert diagnosis.elbo == pytest.approx(float(weights.mean()), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_inducing_weights_are_weighed_by_the_density_of_the_weights():
     """Training bounds W and U together, which is below by the KL of U given W."""
     model, data = make_regressor(), regression_data()
@@ -101,6 +102,7 @@ def test_inducing_weights_are_weighed_by_the_density_of_the_weights():
     assert pareto_k(model, guide, *data, num_samples=200).elbo > float(trained) + 5
 
 
+@pytest.mark.slow
 def test_shared_inducing_weights_are_weighed_together_with_the_weights():
     """Then the average log weight is the bound; P = 1e-6 by the standard deviation of both, about 10."""
     model, data = make_regressor(), regression_data()

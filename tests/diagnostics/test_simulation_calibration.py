@@ -44,6 +44,7 @@ def test_ranks_of_the_exact_posterior_are_uniform():
         assert found.p_values[name] > FALSE_ALARM / len(found.ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "where"), [(0.2, "ends"), (5.0, "middle")])
 def test_a_wrong_width_shows(width, where):
     found = simulation_based_calibration(make, exact_fit(width), INPUTS, 60, 19)

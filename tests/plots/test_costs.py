@@ -68,6 +68,7 @@ def test_names_do_not_cover_each_other_or_points(spread):
     assert all(shared(box, inside) == pytest.approx(box.width * box.height) for box in boxes)
 
 
+@pytest.mark.slow
 def test_a_name_that_stands_far_away_has_a_line_to_its_point():
     texts = names_in(plot_distance_over_cost(many_rows(0.2)))
     far = [text for text in texts if np.hypot(*text.xyann) > 8.01]
@@ -75,6 +76,7 @@ def test_a_name_that_stands_far_away_has_a_line_to_its_point():
     assert all((text.arrow_patch is not None) == (text in far) for text in texts)
 
 
+@pytest.mark.slow
 def test_no_line_runs_through_the_name_of_another_point():
     rows = {f"number {index:02}": row for index, row in enumerate(many_rows(0.1).values())}
     ax = plot_distance_over_cost(rows, Figure(figsize=(5, 3.2)).subplots())

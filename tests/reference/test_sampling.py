@@ -353,6 +353,7 @@ def test_divergences_are_counted_and_warned_of():
 # ---- bad input ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_number_of_examples_is_that_of_the_data_where_it_is_not_given():
     draws = []
     for num_data in (None, NUM_DATA):
