@@ -39,6 +39,8 @@ SECTIONS = [
 ]
 HISTORY = History(elbo=[-9.0, -5.0, -4.0], kl=[3.0, 2.0, 2.0])
 
+pytestmark = pytest.mark.slow  # the example of the docstring is the fast one
+
 
 @pytest.fixture
 def quick(monkeypatch):
@@ -139,7 +141,6 @@ def test_parameters_are_those_of_the_guides_own_report(tmp_path, quick):
     assert "test examples" not in numbers
 
 
-@pytest.mark.slow
 def test_the_bound_is_its_terms(tmp_path, quick):
     model, guide, data, _ = curve()
     found = written(tmp_path / "page.html", model, guide, data)
@@ -231,7 +232,6 @@ def report_of_predictions_module():
     return report_of_predictions
 
 
-@pytest.mark.slow
 def test_the_same_random_state_gives_the_same_page_and_stays(tmp_path):
     model, guide, data, _ = curve()
     model.train()
@@ -253,7 +253,6 @@ def left_out(found, title):
     return [text for text in found.sections[title] if "left out" in text or "Left out" in text]
 
 
-@pytest.mark.slow
 def test_points_have_no_importance_weights_and_no_scales(tmp_path):
     model = make_regressor()
     found = written(tmp_path / "page.html", model, ps.MAPGuide(model), regression_data())
@@ -274,7 +273,6 @@ def test_weights_that_are_drawn_together_have_no_spectra(tmp_path, quick):
     assert "have one posterior with those of others" in reason
 
 
-@pytest.mark.slow
 def test_tokens_have_a_log_density_only(tmp_path, quick):
     model = ps.TokenClassifier(ps.bayesianize(nn.Linear(3, 4), prior=1.0), 6)
     data = torch.randn(6, 5, 3), torch.randint(4, (6, 5))
@@ -292,7 +290,6 @@ def one_hot(x, y=None):
         pyro.sample("obs", dist.OneHotCategorical(logits=x @ weight.T), obs=y)
 
 
-@pytest.mark.slow
 def test_a_function_with_observations_without_order(tmp_path, quick):
     data = torch.randn(6, 3), torch.eye(2)[torch.randint(2, (6,))]
     found = written(tmp_path / "page.html", one_hot, ps.MeanFieldGuide(one_hot), data)
@@ -302,7 +299,6 @@ def test_a_function_with_observations_without_order(tmp_path, quick):
     assert "Classes have no order" in reason
 
 
-@pytest.mark.slow
 def test_some_random_examples_and_mappings(tmp_path):
     class Sum(nn.Module):
         def __init__(self):
