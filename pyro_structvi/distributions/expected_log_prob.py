@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Independent, Laplace, Normal
+from torch.distributions import Laplace, Normal
+
+from pyro_structvi.distributions.own_tensors import base_of
 
 _FAR = 40.0  # standard deviations, at which a normal's density is zero in double precision
 
@@ -35,8 +37,7 @@ def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
         >>> expected_neg_log_prob(zero, one, Laplace(zero, one))  # log 2 + sqrt(2 / pi)
         tensor(1.4910)
     """
-    while isinstance(prior, Independent):
-        prior = prior.base_dist
+    prior = base_of(prior)
     if hasattr(prior, "expected_neg_log_prob"):
         own: Tensor = prior.expected_neg_log_prob(mean, variance)
         return own

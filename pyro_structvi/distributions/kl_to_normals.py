@@ -12,6 +12,7 @@ from pyro_structvi._checks import check_shape, checked
 from pyro_structvi.distributions.arguments import check_value
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.independent import IndependentWeight
+from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
 from pyro_structvi.linalg.shapes import event_sum, shrink
 from pyro_structvi.linalg.squared_distance import squared_distance
@@ -182,8 +183,7 @@ def kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
 
 
 def _base(prior: Any) -> Any:
-    while isinstance(prior, Independent):
-        prior = prior.base_dist
+    prior = base_of(prior)
     return _plain(prior) if isinstance(prior, IndependentWeight) else prior
 
 

@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ReshapeTransform
 
 from pyro_structvi.linalg.precision import at_least_single, is_half
+
+
+def base_of(distribution: Any) -> Any:
+    """Return what torch's ``Independent``, which ``to_event`` makes, stands around."""
+    while isinstance(distribution, Independent):
+        distribution = distribution.base_dist
+    return distribution
 
 
 def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from pyro.distributions import Delta, Distribution
 from torch import Tensor
-from torch.distributions import Independent, Normal, register_kl
+from torch.distributions import Normal, register_kl
 
 from pyro_structvi._checks import check_finite, check_shape, checked, validates
 from pyro_structvi.distributions.arguments import as_expanded, as_size, check_parameters
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
 from pyro_structvi.distributions.kl_to_normals import normal_cross_entropy
+from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.linalg.shapes import event_sum
 
 
@@ -111,9 +112,7 @@ class PointMass(Delta):
 @register_kl(PointMass, Distribution)  # Pyro's class, for which it has a rule of Delta's
 def _kl_point_mass(q: PointMass, p: Any) -> Tensor:
     """The expected negative log density, in closed form or at a known value."""
-    base = p
-    while isinstance(base, Independent):
-        base = base.base_dist
+    base = base_of(p)
     if isinstance(base, Normal):
         return normal_cross_entropy(q, base)
     if not q.is_known:

@@ -14,7 +14,7 @@ from torch.distributions import kl_divergence
 
 from pyro_structvi._checks import shape_text
 from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass, WeightDistribution
-from pyro_structvi.distributions.own_tensors import in_single
+from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.weight import LazyWeight
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
@@ -167,8 +167,7 @@ def _enters_likelihood(name: str, site: Any) -> bool:
 
 
 def _is_delta(distribution: Any) -> bool:
-    while isinstance(distribution, torch.distributions.Independent):
-        distribution = distribution.base_dist
+    distribution = base_of(distribution)
     return isinstance(distribution, Delta) and not isinstance(distribution, PointMass)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Independent
 
 from pyro_structvi._checks import Count, Positive, Program, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import take_apart
+from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.posterior.arviz_versions import from_groups, import_arviz
 from pyro_structvi.posterior.columns import Columns, PosteriorGroup, as_array
 from pyro_structvi.posterior.dimensions import (
@@ -160,10 +160,8 @@ def _read(keeps_outputs: bool, node: Any, returned: Any, y: Tensor | None) -> Va
 
 def _draw_like(likelihood: Any, y: Tensor) -> Tensor:
     """Draw observations, without those that are not in ``y``."""
-    drawn, base = likelihood.sample(), likelihood
-    while isinstance(base, Independent):
-        base = base.base_dist
-    ignored = getattr(base, "ignore_index", None)
+    drawn = likelihood.sample()
+    ignored = getattr(base_of(likelihood), "ignore_index", None)
     return drawn if ignored is None else torch.where(y == ignored, y, drawn)
 
 

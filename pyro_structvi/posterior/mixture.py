@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution
 from torch.distributions.utils import lazy_property
 
-from pyro_structvi.distributions.own_tensors import map_tensors, tensors_of
+from pyro_structvi.distributions.own_tensors import base_of, map_tensors, tensors_of
 from pyro_structvi.linalg.bisection import bisect
 
 _DRAWS = 2000  # of observations, for quantiles where torch knows no distribution function
@@ -99,9 +99,7 @@ def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
     Returns:
         The quantiles ``(Q, N, *event)``.
     """
-    base = likelihood
-    while isinstance(base, Independent):
-        base = base.base_dist
+    base = base_of(likelihood)
     levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
     try:
         parts = base.icdf(levels)

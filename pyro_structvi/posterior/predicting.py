@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Independent, OneHotCategorical
+from torch.distributions import Bernoulli, Categorical, OneHotCategorical
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
-from pyro_structvi.distributions.own_tensors import in_single
+from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
@@ -122,9 +122,7 @@ class _Reader:
 
     def __call__(self, node: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
         likelihood = in_single(node["fn"])
-        base = likelihood
-        while isinstance(base, Independent):
-            base = base.base_dist
+        base = base_of(likelihood)
         mean, variance = _moments(base)
         returned = mean if returned is None else returned
         leaves, structure = take_apart(returned)

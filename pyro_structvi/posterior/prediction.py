@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Independent, OneHotCategorical
+from torch.distributions import Categorical, OneHotCategorical
 
 from pyro_structvi._checks import Count, checked
+from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.posterior.mixture import mixture_quantile
 
 
@@ -104,10 +105,7 @@ class Prediction:
         if not bool(((levels > 0) & (levels < 1)).all()):
             raise ValueError("`q` must be strictly between 0 and 1 everywhere.")
         likelihood = self._likelihood("quantiles")
-        base = likelihood
-        while isinstance(base, Independent):
-            base = base.base_dist
-        if isinstance(base, (Categorical, OneHotCategorical)):
+        if isinstance(base_of(likelihood), (Categorical, OneHotCategorical)):
             raise ValueError(
                 "Classes have no order, and so no quantiles. Take `prediction.mean`, their "
                 "probabilities."

@@ -10,11 +10,11 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
-from torch.distributions import Bernoulli, Independent
+from torch.distributions import Bernoulli
 
 from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, shape_text
 from pyro_structvi._torch import own_tensors, take_apart
-from pyro_structvi.distributions.own_tensors import in_single
+from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.guides.local_latents import warn_of_local_latents
 from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
@@ -205,9 +205,7 @@ def observed_log_prob(node: Any, y: Tensor) -> Tensor:
 
 
 def _is_of_labels(likelihood: Any) -> bool:
-    while isinstance(likelihood, Independent):
-        likelihood = likelihood.base_dist
-    return isinstance(likelihood, Bernoulli)
+    return isinstance(base_of(likelihood), Bernoulli)
 
 
 def tensors_in(model: Any) -> list[Tensor]:

@@ -160,7 +160,9 @@ def test_there_must_be_examples():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_softmax_in_any_dtype_is_taken(dtype):
     probabilities = (3 * torch.randn(200, 1000)).softmax(-1).to(dtype)
-    classification_scores(probabilities, torch.zeros(200).long())
+    scores = classification_scores(probabilities, torch.zeros(200).long())
+    assert scores.accuracy == (probabilities.argmax(-1) == 0).double().mean().item()
+    assert scores.nll == pytest.approx(-probabilities[:, 0].double().log().mean().item())
 
 
 def test_rounding_beyond_one_changes_nothing():

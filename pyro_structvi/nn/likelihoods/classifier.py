@@ -3,10 +3,10 @@
 from typing import Any
 
 import pyro.distributions as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_structvi._checks import Count, checked, naming
-from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
+from pyro_structvi._checks import naming
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood, finite_likelihood
 
 
 class Classifier(Likelihood):
@@ -27,19 +27,10 @@ class Classifier(Likelihood):
     Example:
         >>> import torch
         >>> from pyro_structvi import bayesianize
-        >>> model = Classifier(bayesianize(nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
         >>> model(torch.zeros(5, 4)).shape
         torch.Size([5, 3])
     """
-
-    @checked
-    def __init__(
-        self,
-        net: nn.Module,
-        num_data: Count | None = None,
-        output: Output | None = None,
-    ) -> None:
-        super().__init__(net, num_data, output)
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Sample the classes at site ``obs``, or observe them.

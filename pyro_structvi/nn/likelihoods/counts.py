@@ -3,10 +3,10 @@
 from typing import Any
 
 import pyro.distributions as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_structvi._checks import Count, checked, naming
-from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
+from pyro_structvi._checks import naming
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood, finite_likelihood
 
 
 class PoissonRegressor(Likelihood):
@@ -27,19 +27,13 @@ class PoissonRegressor(Likelihood):
     Example:
         >>> import torch
         >>> from pyro_structvi import bayesianize
-        >>> model = PoissonRegressor(bayesianize(nn.Linear(4, 1), prior=1.0), num_data=100)
+        >>> model = PoissonRegressor(bayesianize(torch.nn.Linear(4, 1), prior=1.0), num_data=100)
         >>> model(torch.zeros(5, 4)).shape
         torch.Size([5, 1])
 
     References:
         McCullagh and Nelder (1989), "Generalized linear models", chapter 6.
     """
-
-    @checked
-    def __init__(
-        self, net: nn.Module, num_data: Count | None = None, output: Output | None = None
-    ) -> None:
-        super().__init__(net, num_data, output)
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Sample the counts at site ``obs``, or observe them.

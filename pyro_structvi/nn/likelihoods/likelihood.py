@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import (
     NO_CLASS,
+    Count,
     check_same_kind,
     check_shape,
+    checked,
     shape_text,
 )
 from pyro_structvi._pyro import make_pyro_module, was_called
@@ -40,7 +42,10 @@ class Likelihood(PyroModule):
         is_num_data_given: Whether the user gave it, and not ``fit``.
     """
 
-    def __init__(self, net: nn.Module, num_data: int | None, output: Output | None = None) -> None:
+    @checked
+    def __init__(
+        self, net: nn.Module, num_data: Count | None = None, output: Output | None = None
+    ) -> None:
         super().__init__()
         self.net = _check_net(net)
         self._output = output
