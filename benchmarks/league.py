@@ -12,7 +12,6 @@ ceiling is a second run of NUTS with another seed, the floor the prior and the M
 """
 
 import argparse
-import csv
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 import pyro_structvi as ps
 from benchmarks.convergence import bound
 from benchmarks.league_problems import LEAGUE, LeagueProblem, regression_gap
-from benchmarks.league_tables import HEADER, draw_figure, league_tables, read_rows
+from benchmarks.league_tables import HEADER, draw_figure, league_tables
 from benchmarks.problems import Problem
+from benchmarks.rows import ResultsFile
 from pyro_structvi.families import Dropout, PointEstimate
 from pyro_structvi.testing import guides_for, points_for
 
@@ -75,32 +75,22 @@ def main() -> None:
     makers = {name: LEAGUE[name] for name in options.problem or LEAGUE if name != "none"}
     makers |= {path.stem: lambda path=path: regression_gap(path) for path in options.data}
     torch.set_num_threads(1)
-    rows = read_rows(options.output) if options.output and options.output.exists() else []
+    results = ResultsFile(options.output, HEADER)
     for name, make in makers.items():
         for method in options.method or [PRIOR, CEILING, *METHODS]:
             for seed in range(1 if method in (PRIOR, CEILING) else options.seeds):
-                if any(row[:3] == (name, method, str(seed)) for row in rows):
+                if results.has(name, method, str(seed)):
                     continue
                 found = measure(name, make, method, seed, options)
-                new = [
-                    (name, method, str(seed), key, f"{value:.6g}") for key, value in found.items()
-                ]
-                print(
-                    *new[-1][:3], {key: round(value, 3) for key, value in found.items()}, flush=True
+                results.add(
+                    *(
+                        (name, method, str(seed), key, f"{value:.6g}")
+                        for key, value in found.items()
+                    )
                 )
-                rows += new
-                if options.output:
-                    append(options.output, new)
-    print(league_tables(rows))
+    print(league_tables(results.rows))
     if options.figure:
-        draw_figure(rows, options.figure)
-
-
-def append(path: Path, rows: list[tuple[str, ...]]) -> None:
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([HEADER] * is_new + rows)
+        draw_figure(results.rows, options.figure)
 
 
 def measure(

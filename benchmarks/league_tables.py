@@ -1,13 +1,12 @@
 """The league's tables and its figure, from its file of results."""
 
-import csv
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from benchmarks.markdown import markdown
+from benchmarks.rows import Row, mean_with_error
 
 HEADER = ("problem", "method", "seed", "quantity", "value")
 TITLES = {
@@ -19,17 +18,7 @@ TITLES = {
 }
 CEILING, PRIOR = "reference, again", "prior"
 
-Row = tuple[str, ...]
 Cells = dict[str, dict[str, list[float]]]  # by method and quantity, a value for each run
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the lines of a file of results."""
-    with path.open(newline="") as file:
-        header, *rows = (tuple(row) for row in csv.reader(file))
-    if header != HEADER:
-        raise ValueError(f"{path} must have the columns {HEADER}, but has {header}.")
-    return rows
 
 
 def by_problem(rows: Iterable[Row]) -> dict[str, Cells]:
@@ -64,7 +53,10 @@ def league_tables(rows: Iterable[Row]) -> str:
         shown = [main, *(q for q in quantities if ": " in q and q != main and shows(q))]
         shown += [q for q in ("ELBO", "gap to the evidence", "seconds") if q in quantities]
         body = [
-            [method, *(cell(cells[method].get(quantity, [])) for quantity in shown)]
+            [
+                method,
+                *(mean_with_error(cells[method].get(quantity, []), digits) for quantity in shown),
+            ]
             for method in ordered(cells)
         ]
         said = ", ".join(
@@ -81,16 +73,6 @@ def league_tables(rows: Iterable[Row]) -> str:
 def shows(quantity: str) -> bool:
     """Whether a quantity has a column; the others are in the file."""
     return not quantity.endswith(("difference of means", "of NUTS"))
-
-
-def cell(values: list[float]) -> str:
-    """Return the mean of runs with its standard error."""
-    if not values:
-        return ""
-    mean = digits(fmean(values))
-    return (
-        mean if len(values) == 1 else f"{mean} ± {digits(stdev(values) / math.sqrt(len(values)))}"
-    )
 
 
 def digits(value: float) -> str:

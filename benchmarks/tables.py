@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import uci_tables
-from benchmarks.league_tables import league_tables, read_rows
+from benchmarks import league_tables, paper_tables, uci_tables
 from benchmarks.markdown import markdown
+from benchmarks.rows import read_rows
 
 # A posterior, and one that contains it, whose best ELBO is at least as high.
 NESTED = [
@@ -27,7 +27,10 @@ NESTED = [
 ]
 
 ROOT = REPOSITORY = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "league.md", "training.md", "uci.md")]
+PAGES = [
+    *(ROOT / "docs" / name for name in ("benchmarks.md", "league.md", "training.md", "uci.md")),
+    *sorted((ROOT / "examples" / "papers").glob("*/README.md")),
+]
 GENERATED = re.compile(
     r"(<!-- from (?P<file>\S+\.(json|csv)) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
 )
@@ -67,9 +70,14 @@ def render(text: str) -> str:
 
 def tables_of(path: Path) -> str:
     """Return the tables of a file of rows, by its columns."""
-    if path.read_text().startswith(",".join(uci_tables.HEADER)):
-        return uci_tables.uci_tables(uci_tables.read_rows(path))
-    return league_tables(read_rows(path))
+    header = tuple(path.read_text().splitlines()[0].split(","))
+    if header == paper_tables.HEADER:
+        return paper_tables.paper_tables(path)
+    kind, write = {
+        uci_tables.HEADER: (uci_tables, uci_tables.uci_tables),
+        league_tables.HEADER: (league_tables, league_tables.league_tables),
+    }[header]
+    return write(read_rows(path, kind.HEADER))
 
 
 def machine_line(results: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ defaults of ``fit``. What the file of results has is not measured again.
 """
 
 import argparse
-import csv
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import pyro_structvi as ps
-from benchmarks.uci_tables import HEADER, read_rows, uci_tables
+from benchmarks.rows import ResultsFile
+from benchmarks.uci_tables import HEADER, uci_tables
 
 GUIDES: dict[str, Callable[[Any], nn.Module]] = {
     "MAP": ps.MAPGuide,
@@ -64,28 +64,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a CSV file; what it has is not measured again")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = read_rows(options.output) if options.output and options.output.exists() else []
-    done = {row[:4] for row in rows}
+    results = ResultsFile(options.output, HEADER)
     for path in options.data:
         options.name = path.stem
         for split in list(splits(path, options.gaps))[: options.splits]:
             for noise in options.noise or NOISES:
                 for guide in options.guide or GUIDES:
                     key = (path.stem, split.name, noise, guide)
-                    if key not in done:
-                        row = (*key, *measure(split, noise, guide, options))
-                        print(*row, flush=True)
-                        rows.append(row)
-                        append(options.output, row)
-    print(uci_tables(rows))
-
-
-def append(path: Path | None, row: tuple[str, ...]) -> None:
-    if path is None:
-        return
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([HEADER] * is_new + [row])
+                    if not results.has(*key):
+                        results.add((*key, *measure(split, noise, guide, options)))
+    print(uci_tables(results.rows))
 
 
 def splits(path: Path, gaps: bool) -> Iterator[Split]:

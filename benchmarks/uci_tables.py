@@ -1,13 +1,10 @@
 """Tables of the UCI regressions, with published numbers beside ours."""
 
-import csv
-import math
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
-from statistics import fmean, stdev
 
 from benchmarks.markdown import markdown
+from benchmarks.rows import Row, mean_with_error
 
 HEADER = ("data", "split", "noise", "guide", "log likelihood", "RMSE", "seconds")
 SETS = ("boston", "concrete", "energy", "kin8nm", "power", "protein")
@@ -35,17 +32,6 @@ PUBLISHED = {
     ),
     "DVI (there)": ((-2.41,), (-3.06,), (-1.01,), (1.13,), (-2.80,), (-2.85,)),
 }
-
-Row = tuple[str, ...]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the lines of a file of results."""
-    with path.open(newline="") as file:
-        header, *rows = (tuple(row) for row in csv.reader(file))
-    if header != HEADER:
-        raise ValueError(f"{path} must have the columns {HEADER}, but has {header}.")
-    return rows
 
 
 def uci_tables(rows: Iterable[Row]) -> str:
@@ -82,11 +68,7 @@ def own_rows(rows: list[Row], sets: list[str]) -> list[list[str]]:
 
 
 def cell(rows: list[Row], name: str, guide: str) -> str:
-    """Return means over splits with standard errors."""
+    """Return means over splits with standard errors, or nothing where there is none."""
     own = [row for row in rows if row[0] == name and row[3] == guide]
-    return "; ".join(mean_with_error([float(row[i]) for row in own]) for i in (4, 5)) if own else ""
-
-
-def mean_with_error(values: list[float]) -> str:
-    mean = f"{fmean(values):.2f}"
-    return mean if len(values) == 1 else f"{mean} ± {stdev(values) / math.sqrt(len(values)):.2f}"
+    parts = (mean_with_error([float(row[i]) for row in own], "{:.2f}".format) for i in (4, 5))
+    return "; ".join(parts) if own else ""

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import pyro_structvi as ps
-from benchmarks import league, league_problems, league_tables, tables, uci_tables
+from benchmarks import league, league_problems, league_tables, paper_tables, tables, uci_tables
+from benchmarks.rows import ResultsFile, read_rows
 from tests.statistics import assert_moments
 
 ROWS = [
@@ -41,17 +42,17 @@ def test_the_table_is_ordered_by_the_distance_in_the_last_region():
 
 def test_results_come_back_from_their_file(tmp_path):
     path = tmp_path / "league.csv"
-    league.append(path, ROWS[:3])
-    league.append(path, ROWS[3:])
-    assert league_tables.read_rows(path) == ROWS
+    ResultsFile(path, league_tables.HEADER).add(*ROWS[:3])
+    ResultsFile(path, league_tables.HEADER).add(*ROWS[3:])
+    assert read_rows(path, league_tables.HEADER) == ROWS
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="must have the columns"):
-        league_tables.read_rows(tmp_path / "other.csv")
+        read_rows(tmp_path / "other.csv", league_tables.HEADER)
 
 
 def test_a_page_shows_a_table_of_a_csv_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    league.append(tmp_path / "a.csv", ROWS)
+    ResultsFile(tmp_path / "a.csv", league_tables.HEADER).add(*ROWS)
     page = "# Title\n<!-- from a.csv -->\nold\n<!-- end -->\nrest\n"
     text = tables.render(page)
     assert league_tables.league_tables(ROWS) in text
@@ -154,3 +155,29 @@ def test_uci_tables_hold_published_numbers_and_errors_over_splits():
     assert "Splits: energy 2." in text
     assert "### Gap splits, heteroscedastic noise" in text
     assert "| mean field | -9.00; 4.00 |" in text
+
+
+def test_a_papers_table_has_its_number_beside_ours(tmp_path):
+    path = tmp_path / "results.csv"
+    ResultsFile(path, paper_tables.HEADER).add(
+        ("Table 1", "k = 1", "0", "NLL", "0.1"),
+        ("Table 1", "k = 1", "1", "NLL", "0.3"),
+        ("Table 1", "k = 1", "0", "parameters", "481614"),
+        ("Table 1", "k = 2", "0", "NLL", "0.25"),
+    )
+    ResultsFile(tmp_path / "published.csv", paper_tables.HEADER).add(
+        ("Table 1", "k = 1", "paper", "NLL", "0.155"),
+        ("Table 1", "full", "paper", "NLL", "0.133"),
+        ("Table 2", "full", "paper", "NLL", "7"),
+    )
+    assert tables.tables_of(path).splitlines() == [
+        "### Table 1",
+        "",
+        "| ours (paper) | NLL | parameters |",
+        "| --- | --- | --- |",
+        "| k = 1 | 0.2 ± 0.1 (0.155) | 481,614 |",
+        "| k = 2 | 0.25 |  |",
+        "| full | (0.133) |  |",
+        "",
+        "1 to 2 seeds.",
+    ]
