@@ -1,11 +1,8 @@
 """A net as a model of classes."""
 
-from typing import Any
-
 import pyro.distributions as dist
 from torch import Tensor
 
-from pyro_structvi._checks import naming
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood, finite_likelihood
 
 
@@ -32,21 +29,17 @@ class Classifier(Likelihood):
         torch.Size([5, 3])
     """
 
-    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
-        """Sample the classes at site ``obs``, or observe them.
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the classes.
 
         Args:
-            x: The net's input, first dimension the batch; a mapping, such as a ``BatchEncoding``, gives
-                keyword arguments where the net's ``forward`` has their names.
+            output: Logits ``(*plates, batch, classes)``.
+            plates: How many of their dimensions are vectorized plates around the model.
             y: Classes ``(batch,)`` as integers, or None.
 
         Returns:
-            The logits ``(batch, classes)``, in float32 where the net's output has half precision.
-
-        Raises:
-            ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
+            The logits, in float32 where the net's output has half precision.
         """
-        with naming("x", x):
-            logits, _ = self._run_classes(x, y, "batch")
-            self._observe(finite_likelihood(lambda: dist.Categorical(logits=logits)), y)
-        return logits
+        self._check_classes(output, plates, y, "batch")
+        self._observe(finite_likelihood(lambda: dist.Categorical(logits=output)), y)
+        return output

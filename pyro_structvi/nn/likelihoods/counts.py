@@ -1,11 +1,8 @@
 """A net as a model of counts."""
 
-from typing import Any
-
 import pyro.distributions as dist
 from torch import Tensor
 
-from pyro_structvi._checks import naming
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood, finite_likelihood
 
 
@@ -35,22 +32,18 @@ class PoissonRegressor(Likelihood):
         McCullagh and Nelder (1989), "Generalized linear models", chapter 6.
     """
 
-    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
-        """Sample the counts at site ``obs``, or observe them.
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the counts.
 
         Args:
-            x: The net's input, first dimension the batch; a mapping gives keyword arguments where the
-                net's ``forward`` has their names.
+            output: Logarithms of rates, ``(*plates, batch, *target)``.
+            plates: How many of their dimensions are vectorized plates around the model.
             y: Whole numbers of at least 0, of the shape of the net's output, in any dtype, or None.
 
         Returns:
             The logarithms of the rates, in float32 where the net's output has half precision.
-
-        Raises:
-            ValueError: If ``y`` has another shape than the net's output.
         """
-        with naming("x", x):
-            logs, event, y = self._run_numbers(x, y)
-            counts = finite_likelihood(lambda: dist.Poisson(logs.exp()).to_event(event))
-            self._observe(counts, y)
-        return logs
+        y, event = self._as_numbers(output, plates, y), output.dim() - plates - 1
+        counts = finite_likelihood(lambda: dist.Poisson(output.exp()).to_event(event))
+        self._observe(counts, y)
+        return output

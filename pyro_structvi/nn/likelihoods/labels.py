@@ -1,11 +1,8 @@
 """A net as a model of binary targets: one yes or no for each example, or for each of several labels."""
 
-from typing import Any
-
 import pyro.distributions as dist
 from torch import Tensor
 
-from pyro_structvi._checks import naming
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood, finite_likelihood
 
 
@@ -35,22 +32,18 @@ class BinaryClassifier(Likelihood):
         torch.Size([5, 3])
     """
 
-    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
-        """Sample the targets at site ``obs``, or observe them.
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the targets.
 
         Args:
-            x: The net's input, first dimension the batch; a mapping gives keyword arguments where the
-                net's ``forward`` has their names.
+            output: Logits ``(*plates, batch)`` or ``(*plates, batch, labels)``.
+            plates: How many of their dimensions are vectorized plates around the model.
             y: Zeros and ones of the shape of the logits, in any dtype, or None.
 
         Returns:
             The logits, in float32 where the net's output has half precision.
-
-        Raises:
-            ValueError: If ``y`` has another shape than the logits.
         """
-        with naming("x", x):
-            logits, event, y = self._run_numbers(x, y)
-            labels = finite_likelihood(lambda: dist.Bernoulli(logits=logits).to_event(event))
-            self._observe(labels, y)
-        return logits
+        y, event = self._as_numbers(output, plates, y), output.dim() - plates - 1
+        labels = finite_likelihood(lambda: dist.Bernoulli(logits=output).to_event(event))
+        self._observe(labels, y)
+        return output

@@ -15,6 +15,7 @@ from pyro_structvi._checks import (
     check_same_kind,
     check_shape,
     checked,
+    naming,
     shape_text,
 )
 from pyro_structvi._pyro import make_pyro_module, was_called
@@ -52,7 +53,38 @@ class Likelihood(PyroModule):
         self.is_num_data_given = num_data is not None
         self.num_data = num_data
 
-    def _run_net(self, x: Any) -> tuple[Tensor, int]:
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Run the net, and sample the observations at site ``obs`` or observe them.
+
+        Args:
+            x: The net's input, first dimension the batch; a mapping, such as a ``BatchEncoding``, gives
+                keyword arguments where the net's ``forward`` has their names.
+            y: Observations, or None.
+
+        Returns:
+            What :meth:`observe` returns of the net's output.
+
+        Raises:
+            ValueError: If the net's output or ``y`` does not have the shape or the dtype that this
+                likelihood takes.
+        """
+        with naming("x", x):
+            return self.observe(*self.run_net(x), y)
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe what a net's output says of the observations; a subclass defines it.
+
+        Args:
+            output: The output, ``(*plates, batch, ...)``.
+            plates: How many of its dimensions are vectorized plates around the model.
+            y: Observations without those dimensions, or None.
+
+        Returns:
+            What the model returns.
+        """
+        raise NotImplementedError
+
+    def run_net(self, x: Any) -> tuple[Tensor, int]:
         """Return the output, in single precision at least, and how many of its dimensions are plates."""
         net, output = self.net, self._output
         found, plates = run_in_plates(net, lambda: read_output(call_net(net, x), output))
@@ -64,9 +96,8 @@ class Likelihood(PyroModule):
             )
         return at_least_single(found), plates
 
-    def _run_classes(self, x: Any, y: Tensor | None, *dims: str) -> tuple[Tensor, int]:
-        """Return logits ``(*dims, classes)`` as :meth:`_run_net` does, and check the observations."""
-        logits, plates = self._run_net(x)
+    def _check_classes(self, logits: Tensor, plates: int, y: Tensor | None, *dims: str) -> None:
+        """Raise a ``ValueError`` unless there are logits ``(*dims, classes)`` and classes of that shape."""
         if logits.dim() != plates + len(dims) + 1:
             kind = type(self).__name__
             raise ValueError(
@@ -80,18 +111,16 @@ class Likelihood(PyroModule):
                 raise ValueError(
                     f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
                 )
-        return logits, plates
 
-    def _run_numbers(self, x: Any, y: Tensor | None) -> tuple[Tensor, int, Tensor | None]:
-        """Return the output, how many of its dimensions are a target, and observations in its dtype."""
-        found, plates = self._run_net(x)
+    def _as_numbers(self, found: Tensor, plates: int, y: Tensor | None) -> Tensor | None:
+        """Return observations in the output's dtype, if they have its shape."""
         if y is not None:
             check_shape("y", y, found.shape[plates:], "that of the net's output")
             if y.is_complex():
                 raise ValueError(f"`y` must hold real numbers, but got {y.dtype}. Pass `y.real`.")
             y = y.to(found.dtype)
             check_same_kind("y", y, "net(x)", found)
-        return found, found.dim() - plates - 1, y
+        return y
 
     def _observe(self, likelihood: Any, y: Tensor | None) -> None:
         """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""

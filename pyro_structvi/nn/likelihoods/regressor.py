@@ -15,7 +15,6 @@ from pyro_structvi._checks import (
     check_same_kind,
     check_shape,
     checked,
-    naming,
 )
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.precision import at_least_single
@@ -114,33 +113,27 @@ class Regressor(Likelihood):
             check_positive(name, scale)
             self.register_buffer("noise_scale", scale)
 
-    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
-        """Sample the targets at site ``obs``, or observe them.
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the targets.
 
         Args:
-            x: The net's input, first dimension the batch; a mapping gives keyword arguments where the
-                net's ``forward`` has their names.
-            y: Targets of the shape of the means, or None.
+            output: What the net returns, ``(*plates, batch, *target)``, or with as many values again
+                along its last dimension under heteroscedastic noise.
+            plates: How many of its dimensions are vectorized plates around the model.
+            y: Targets of the shape of the means and of their device and dtype, of which half precision
+                counts as float32; or None.
 
         Returns:
             The means ``(batch, *target)``, in float32 where the net's output has half precision.
-
-        Raises:
-            ValueError: If ``y`` has not the shape and device of the means, or another dtype, of
-                which half precision counts as float32.
         """
-        with naming("x", x):
-            found, plates = self._run_net(x)
-            mean, scale = self._mean_and_scale(found, plates)
-            if y is not None:
-                meaning = (
-                    "that of the means" if self.is_heteroscedastic else "that of the net's output"
-                )
-                check_shape("y", y, mean.shape[plates:], meaning)
-                y = at_least_single(y)
-                check_same_kind("y", y, "net(x)", mean)
-            event = mean.dim() - plates - 1
-            self._observe(finite_likelihood(lambda: self._noise(mean, scale).to_event(event)), y)
+        mean, scale = self._mean_and_scale(output, plates)
+        if y is not None:
+            meaning = "that of the means" if self.is_heteroscedastic else "that of the net's output"
+            check_shape("y", y, mean.shape[plates:], meaning)
+            y = at_least_single(y)
+            check_same_kind("y", y, "net(x)", mean)
+        event = mean.dim() - plates - 1
+        self._observe(finite_likelihood(lambda: self._noise(mean, scale).to_event(event)), y)
         return mean
 
     def _noise(self, mean: Tensor, scale: Tensor) -> Any:

@@ -6,7 +6,7 @@ import pyro.distributions as dist
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_structvi._checks import Count, checked, naming
+from pyro_structvi._checks import Count, checked
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
 
 
@@ -53,28 +53,26 @@ class TokenClassifier(Likelihood):
         super().__init__(net, num_data, output)
         self.ignore_index, self.shift = ignore_index, shift
 
-    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
-        """Sample the classes of all tokens at site ``obs``, or observe them.
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the classes of all tokens.
 
         Args:
-            x: The net's input, first dimension the batch; a mapping gives keyword arguments.
+            output: Logits ``(*plates, batch, length, classes)``.
+            plates: How many of their dimensions are vectorized plates around the model.
             y: Classes ``(batch, length)`` as integers, or None.
 
         Returns:
             The logits ``(batch, length, classes)``, one token less if shifted, in float32 where the
             net's output has half precision.
-
-        Raises:
-            ValueError: If the net's output or ``y`` has another shape, or ``y`` is not integer.
         """
-        with naming("x", x):
-            logits, _ = self._run_classes(x, y, "batch", "length")
-            if self.shift:
-                logits, y = logits[..., :-1, :], None if y is None else y[:, 1:]
-            tokens = finite_likelihood(
-                lambda: PaddedCategorical(logits=logits, ignore_index=self.ignore_index)
-            )
-            self._observe(tokens.to_event(1), y)
+        self._check_classes(output, plates, y, "batch", "length")
+        logits = output
+        if self.shift:
+            logits, y = logits[..., :-1, :], None if y is None else y[:, 1:]
+        tokens = finite_likelihood(
+            lambda: PaddedCategorical(logits=logits, ignore_index=self.ignore_index)
+        )
+        self._observe(tokens.to_event(1), y)
         return logits
 
 
