@@ -18,7 +18,7 @@ OPTIONAL = {"reference", "metrics", "plots", "diagnostics"}
 # Each part may import those before it; `nn` only what stands before `lazy`.
 ORDER = [
     *("_checks", "_nested", "_patterns", "_torch", "_torch_steps", "_pyro"),
-    *("linalg", "maps", "distributions", "nn", "lazy", "families", "guides"),
+    *("linalg", "maps", "distributions", "nn", "lazy", "families", "guides", "moments"),
     *("posterior", "infer", "reference", "metrics", "plots", "diagnostics", "testing"),
 ]
 

@@ -3,6 +3,7 @@
 from pyro_structvi.distributions.auxiliary import Auxiliary
 from pyro_structvi.distributions.dropout import BernoulliDropout
 from pyro_structvi.distributions.full import FullNormal
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.inducing import (
     AugmentedMatrixNormal,
     ConditionalNormal,
@@ -18,7 +19,7 @@ from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.pruned import PrunedNormal
 from pyro_structvi.distributions.rowwise import RowwiseNormal
 from pyro_structvi.distributions.scale_mixture import ScaleMixtureNormal
-from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
 
 __all__ = [
     "AugmentedMatrixNormal",

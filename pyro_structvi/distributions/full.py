@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.outputs import GaussianOutputs
-from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
+from pyro_structvi.distributions.weight_distribution import Way
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import standard_normal
 from pyro_structvi.linalg.triangular import solve_lower
@@ -115,6 +116,16 @@ class FullNormal(GaussianWeight):
         A bank of filters for each example would cost more.
         """
         return ("outputs", "weight") if linear_map.is_dense else ("weight",)
+
+    def image_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        """Return the variance of each output; of a convolution by D filters for each of them."""
+        if linear_map.is_dense:
+            return super().image_variance(linear_map, x)
+        rows = self.scale_tril.tril().unflatten(0, (self.event_shape[0], -1)).mT
+        channel_dim = linear_map.channel_dim
+        images = linear_map(x, rows.flatten(0, 1)).unflatten(channel_dim, rows.shape[:2])
+        variance: Tensor = images.square().sum(channel_dim)
+        return variance
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi.distributions import arguments
-from pyro_structvi.distributions.weight_distribution import GaussianWeight
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.linalg.shapes import standard_normal
 
 
@@ -56,6 +56,11 @@ class IndependentWeight(GaussianWeight, abstract=True):
             samples + self.batch_shape + self.event_shape, self._first_parameter
         )
         return torch.addcmul(self.loc, noise, self.stddev)  # one pass over memory, not two
+
+    def spread(self, moment: Tensor) -> Tensor:
+        """Return the diagonal matrices of ``sum_j Var(W_ij) S_jj``."""
+        diagonal = moment.diagonal(dim1=-2, dim2=-1)
+        return torch.diag_embed(diagonal @ self.as_matrix(self.variance).mT)
 
     def whiten(self, difference: Tensor) -> Tensor:
         """Return the difference in standard deviations."""

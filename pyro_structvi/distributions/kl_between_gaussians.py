@@ -15,6 +15,7 @@ from torch.distributions import (
 from torch.distributions.transforms import ReshapeTransform
 
 from pyro_structvi.distributions.full import FullNormal
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.kl_to_normals import kl_weight_independent
 from pyro_structvi.distributions.low_rank import LowRankNormal
@@ -22,7 +23,6 @@ from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.noise_columns import noise_columns
 from pyro_structvi.distributions.pruned import PrunedNormal
 from pyro_structvi.distributions.rowwise import RowwiseNormal
-from pyro_structvi.distributions.weight_distribution import GaussianWeight
 from pyro_structvi.linalg.shapes import event_sum, identity_like
 
 W = TypeVar("W", bound=GaussianWeight)

@@ -11,9 +11,10 @@ from torch.distributions.kl import kl_divergence
 from pyro_structvi._checks import check_shape, checked
 from pyro_structvi.distributions.arguments import check_value
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.own_tensors import base_of
-from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linalg.shapes import event_sum, shrink
 from pyro_structvi.linalg.squared_distance import squared_distance
 

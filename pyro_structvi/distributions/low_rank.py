@@ -15,9 +15,10 @@ from pyro_structvi._checks import (
     shape_text,
 )
 from pyro_structvi.distributions.arguments import check_index
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.outputs import GaussianOutputs, meet_channels, square
-from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.row_gram import row_gram
 from pyro_structvi.linalg.shapes import shrink, standard_normal
@@ -239,6 +240,14 @@ class LowRankNormal(GaussianWeight):
         else:
             variance = linear_map(square(x), self.as_matrix(self.scale.square()), bias_variance)
         return _LowRankOutputs(self, linear_map, x, mean, variance)
+
+    def spread(self, moment: Tensor) -> Tensor:
+        """Return ``alpha sum_k V_k S V_k'``, plus the diagonal part's variances."""
+        directions = self.factors.reshape(self.rank, self.event_shape[0], -1)
+        low_rank = torch.einsum("kia,...ab,kjb->...ij", directions, moment, directions)
+        unit = self.as_matrix(self.scale.square().expand(self.loc.shape))
+        diagonal = moment.diagonal(dim1=-2, dim2=-1) @ unit.mT
+        return self.alpha * low_rank + torch.diag_embed(diagonal)
 
     def rows(self, index: Tensor) -> "LowRankNormal":
         """Return the distribution of rows ``W[index]``: low rank plus diagonal."""

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.outputs import GaussianOutputs
-from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way
+from pyro_structvi.distributions.weight_distribution import Way
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import standard_normal
 from pyro_structvi.maps import Arrangement, DenseMap, LinearMap
@@ -136,6 +137,12 @@ class MatrixNormal(GaussianWeight):
         product of these patches, not by a norm.
         """
         return ("outputs", "weight") if linear_map.groups == 1 else ("weight",)
+
+    def spread(self, moment: Tensor) -> Tensor:
+        """Return ``tr(B S) A``."""
+        columns = self.scale_tril_column @ self.scale_tril_column.mT
+        traces = (columns * moment).sum((-2, -1), keepdim=True)
+        return traces * (self.scale_tril_row @ self.scale_tril_row.mT)
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None

@@ -209,6 +209,26 @@ def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) ->
     return meet_channels(linear_map, floored_sqrt(bias_variance)) * standard_normal(shape, x)
 
 
+def grouped_variance(
+    matrix: Tensor, covariance: Tensor, linear_map: LinearMap, x: Tensor
+) -> Tensor:
+    """Return the variances of outputs under a map of several groups, by the covariance of each row.
+
+    Args:
+        matrix: The weight's mean ``(out, in)``, for its shape.
+        covariance: The weight's dense covariance.
+        linear_map: The map.
+        x: Its input.
+    """
+    channel_dim, (out, size) = linear_map.channel_dim, matrix.shape
+    rows = covariance.reshape(out, size, out, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    rows = rows.unflatten(0, (linear_map.groups, -1))
+    patches = linear_map.bank(x, torch.eye(size, dtype=x.dtype, device=x.device))
+    patches = patches.movedim(channel_dim, -1).unflatten(-1, (linear_map.groups, size))
+    variance = torch.einsum("...ga,goab,...gb->...go", patches, rows, patches)
+    return variance.flatten(-2).movedim(-1, channel_dim)
+
+
 class Square(torch.autograd.Function):
     """``x^2``."""
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.special import ndtr, ndtri
 
 from pyro_structvi.distributions.dropout import BernoulliDropout
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.inducing import InducingNormal
 from pyro_structvi.distributions.point_mass import PointMass
 from pyro_structvi.distributions.point_mixture import PointMixture
-from pyro_structvi.distributions.weight_distribution import GaussianWeight
 from pyro_structvi.linalg.bisection import bisect
 
 

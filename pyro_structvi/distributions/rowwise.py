@@ -9,8 +9,8 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
 from pyro_structvi.distributions.arguments import check_index
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.outputs import NormalOutputs
-from pyro_structvi.distributions.weight_distribution import GaussianWeight
 from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps import LinearMap
 
@@ -110,6 +110,11 @@ class RowwiseNormal(GaussianWeight):
             whitened, dim=channel_dim, dtype=self.loc.dtype
         ).square()
         return NormalOutputs(linear_map, mean, variance, bias_variance)
+
+    def spread(self, moment: Tensor) -> Tensor:
+        """Return the diagonal matrices of ``tr(L_i' S L_i)``."""
+        covariances = self.scale_tril @ self.scale_tril.mT
+        return torch.diag_embed(torch.einsum("iab,...ab->...i", covariances, moment))
 
     def rows(self, index: Tensor) -> "RowwiseNormal":
         """Return the distribution of rows ``W[index]``: a full covariance within each."""

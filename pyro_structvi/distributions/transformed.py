@@ -1,16 +1,15 @@
 """Independent normals pushed onto a support, such as a log-normal, and their KL by quadrature."""
 
 import math
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from pyro.distributions import TransformedDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from torch import Tensor
 from torch.distributions import Distribution, Independent, kl_divergence, register_kl
 
+from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.linalg.shapes import event_sum
 
 _NODES = (
@@ -44,6 +43,15 @@ class TransformedNormal(TransformedDistribution):
         torch.Size([])
     """
 
+    def at(self, nodes: Tensor) -> Tensor:
+        """Return the values ``(count, *shape)`` at numbers of the standard normal, ``(count,)``."""
+        normal = self.base_dist
+        value = normal.mean + normal.stddev * nodes.reshape(-1, *(1 for _ in normal.mean.shape))
+        for transform in self.transforms:
+            value = transform(value)
+        found: Tensor = value
+        return found
+
 
 @register_kl(TransformedNormal, torch.distributions.TransformedDistribution)
 @register_kl(TransformedNormal, Distribution)
@@ -63,8 +71,7 @@ def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
         raise NotImplementedError
     normal = q.base_dist
     nodes, weights = (
-        torch.as_tensor(part).to(normal.mean).reshape(-1, *[1] * normal.mean.dim())
-        for part in _gauss_hermite()
+        part.reshape(-1, *[1] * normal.mean.dim()) for part in gauss_hermite(_NODES, normal.mean)
     )
     value = normal.mean + normal.stddev * nodes
     log_derivative = torch.zeros_like(value)
@@ -74,10 +81,3 @@ def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
     expected = (weights * (element.log_prob(value) + log_derivative)).sum(0)
     entropy = normal.stddev.log() + 0.5 * math.log(2 * math.pi * math.e)
     return event_sum(-expected - entropy, len(q.event_shape))
-
-
-@cache
-def _gauss_hermite() -> tuple[np.ndarray, np.ndarray]:
-    """Return nodes and weights of expectations under a standard normal."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
-    return nodes, weights / math.sqrt(2 * math.pi)

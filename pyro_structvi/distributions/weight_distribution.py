@@ -1,6 +1,5 @@
 """The contract: what every distribution over a weight must define, may define, and obeys."""
 
-import math
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -10,11 +9,9 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import checked, validates
 from pyro_structvi.distributions import arguments
-from pyro_structvi.distributions.noise_columns import noise_columns
-from pyro_structvi.distributions.outputs import autocasts, bias_moments
+from pyro_structvi.distributions.outputs import grouped_variance
 from pyro_structvi.distributions.required_members import check_required_members
-from pyro_structvi.linalg.precision import autocast_off
-from pyro_structvi.linalg.shapes import event_sum, standard_normal
+from pyro_structvi.linalg.shapes import event_sum
 from pyro_structvi.maps import Arrangement, DenseMap, FactoredDraw, LinearMap
 
 Way = Literal["outputs", "factors", "weight"]
@@ -38,7 +35,8 @@ class WeightDistribution(TorchDistribution):
     ``takes_bias_column``, True if a joined bias is better kept as a column than met by an input of one;
     ``applies_in_factors``, True if ``ways_to_apply`` may have ``"factors"``;
     ``loc``, ``variance_sum``, ``ways_to_apply``, ``draw_factored``, ``split_noise``, ``rows``,
-    ``rearranged``, ``factorize``, ``expand``, as their docstrings say; ``log_prob`` and ``entropy``.
+    ``rearranged``, ``image_variance``, ``spread``, ``factorize``, ``expand``, as their docstrings say;
+    ``log_prob`` and ``entropy``.
 
     **Provided**: ``mean``, ``image``, ``as_matrix``, ``as_weight``, ``map_for_batch``, ``support``.
 
@@ -47,7 +45,7 @@ class WeightDistribution(TorchDistribution):
     1. ``rsample`` has ``mean`` and ``covariance_matrix``.
     2. ``log_prob`` and ``entropy`` are those of the dense multivariate normal.
     3. ``kl_divergence(q, p)`` is the dense one, for every independent normal ``p``.
-    4. ``image(x)`` has the mean and covariance of ``W x``.
+    4. ``image(x)`` has the mean and covariance of ``W x``, and ``spread`` is that for a random ``x``.
     5. Gradients equal those of the dense computation.
     6. ``expand`` and batches commute with all of these.
 
@@ -168,6 +166,36 @@ class WeightDistribution(TorchDistribution):
         """
         return None
 
+    def image_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        """Return the variance of each output of ``linear_map(x, W)``, also where no outputs are drawn.
+
+        Args:
+            linear_map: A dense map or a convolution.
+            x: Its input.
+        """
+        if linear_map.groups > 1 and "outputs" not in self.ways_to_apply(linear_map, x):
+            return grouped_variance(self.as_matrix(self.loc), self.covariance_matrix, linear_map, x)
+        variance: Tensor = self.image_under(linear_map, x).variance
+        return variance
+
+    def spread(self, moment: Tensor) -> Tensor:
+        r"""Return :math:`E[(W - M) S (W - M)^\top]`, the covariance of outputs that the weight makes.
+
+        For a random input that is independent of the weight, ``S`` is its second moment :math:`E[x
+        x^\top]`. Without a rule of a structure's own the dense covariance is formed.
+
+        Args:
+            moment: Symmetric matrices ``S (*batch, in, in)``.
+
+        Returns:
+            Matrices ``(*batch, out, out)``.
+        """
+        out = self.event_shape[0]
+        size = moment.shape[-1]
+        covariance = self.covariance_matrix.reshape(out, size, out, size)
+        outputs: Tensor = torch.einsum("iajb,...ab->...ij", covariance, moment)
+        return outputs
+
     def split_noise(
         self, sample_shape: torch.Size
     ) -> "tuple[WeightDistribution | None, Tensor | None]":
@@ -235,115 +263,3 @@ class WeightDistribution(TorchDistribution):
 
     def _event_sum(self, tensor: Tensor) -> Tensor:
         return event_sum(tensor, len(self.event_shape))
-
-
-class GaussianWeight(WeightDistribution, abstract=True):
-    r"""A weight :math:`W = \mu + A e` with standard normal noise :math:`e`.
-
-    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``;
-    ``argument_names``, ``"loc"`` first; ``scale_noise``, that is :math:`A e`; ``whiten``, that is
-    :math:`A^{-1} d` (or ``mahalanobis`` in its place, if A is not square); ``log_det_covariance``;
-    ``image_around``, the distribution of the outputs of a linear map around their mean.
-
-    **Optional**, beside what :class:`WeightDistribution` lists: ``noise_shape``, where ``e`` does not
-    have the event's shape; ``variance``, without which it is the diagonal of the dense covariance.
-
-    **Provided**: ``rsample``, ``covariance_matrix``, ``mahalanobis``, ``log_prob``, ``entropy``,
-    ``image_under`` with biases, ``trace_and_log_det``, and what :class:`WeightDistribution` provides.
-    """
-
-    _required: ClassVar[dict[str, tuple[str, ...]]] = {
-        "arg_constraints": (),
-        "argument_names": (),
-        "scale_noise": ("rsample", "covariance_matrix"),
-        "whiten": ("mahalanobis",),
-        "log_det_covariance": (),
-        "image_around": ("image_under",),
-    }
-
-    # ---- required --------------------------------------------------------------------------------
-
-    def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return ``A e`` for ``e (*sample_shape, *batch_shape, *noise_shape)``, of a weight's shape."""
-        raise NotImplementedError
-
-    def whiten(self, difference: Tensor) -> Tensor:
-        """Return the noise ``A^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
-        raise NotImplementedError
-
-    @property
-    def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        raise NotImplementedError
-
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> TorchDistribution:
-        """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
-
-        The mean is that of map and bias together; ``bias_variance (out,)`` is None for a known bias.
-        """
-        raise NotImplementedError
-
-    # ---- optional --------------------------------------------------------------------------------
-
-    @property
-    def noise_shape(self) -> torch.Size:
-        """The shape of the noise ``e`` of one weight."""
-        return torch.Size(self.event_shape)
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
-        diagonal = self.covariance_matrix.diagonal(dim1=-2, dim2=-1)
-        return diagonal.reshape(*self.batch_shape, *self.event_shape)
-
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
-        return self.variance_sum, self.log_det_covariance
-
-    # ---- provided --------------------------------------------------------------------------------
-
-    mode = property(lambda self: self.mean, doc="The mode, which is the mean.")
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
-        matrix = noise_columns(self).flatten(1 + len(self.batch_shape)).movedim(0, -1)
-        return matrix @ matrix.mT
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
-        shape = (
-            arguments.as_size("sample_shape", sample_shape) + self.batch_shape + self.noise_shape
-        )
-        return self.loc + self.scale_noise(standard_normal(shape, self._first_parameter))
-
-    def mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
-        return event_sum(self.whiten(difference).square(), len(self.event_shape))
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
-        if self._validate_args:
-            self._validate_sample(value)
-        size: int = self.event_shape.numel()
-        distance = self.mahalanobis(value - self.loc) + self.log_det_covariance
-        return -0.5 * (distance + size * math.log(2 * math.pi))
-
-    def entropy(self) -> Tensor:
-        """Return the differential entropy ``(*batch_shape,)``, in nats."""
-        size: int = self.event_shape.numel()
-        return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
-
-    def image_under(
-        self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
-    ) -> TorchDistribution:
-        """Do as the base class, with variances in the precision of the parameters."""
-        linear_map = self.map_for_batch(linear_map)
-        bias_loc, bias_variance = bias_moments(bias)
-        mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
-        if not autocasts(x):
-            return self.image_around(mean, linear_map, x, bias_variance)
-        with autocast_off(x):
-            return self.image_around(mean, linear_map, x.to(self.loc.dtype), bias_variance)

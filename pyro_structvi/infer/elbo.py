@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 import pyro.poutine as poutine
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from pyro_structvi._checks import Count, NonNegative, Program, checked, warn_user
 from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.infer.expected_terms import expected_terms
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.terms import ELBOTerms, average, terms_of
 from pyro_structvi.lazy.messenger import DelayDraws
+
+Estimator = Literal["draws", "moments"]
 
 
 class SampledKLWarning(UserWarning):
@@ -44,6 +47,10 @@ class StructuredELBO(ELBO):
         vectorize_particles: Whether one pass is to run them all, by :func:`torch.func.vmap` over guide
             and model: faster for small nets, and as many times the memory. Not for layers that update
             running statistics. Pyro's validation then looks at shapes only, not at values.
+        estimator: "draws" for an unbiased estimate by draws of weights or outputs; "moments" for one
+            without noise, by the moments of the net's output (:func:`~pyro_structvi.moments.net_moments`
+            says what it leaves out) and quadrature over the likelihood. It is exact where only the last
+            layer is random.
 
     Raises:
         ValueError: If ``kl_weight`` is negative or not finite, or ``num_particles`` is below 1.
@@ -65,8 +72,15 @@ class StructuredELBO(ELBO):
         kl_weight: NonNegative | Schedule = 1.0,
         num_particles: Count = 1,
         vectorize_particles: bool = False,
+        estimator: Estimator = "draws",
     ) -> None:
         super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
+        if estimator == "moments" and num_particles > 1:
+            raise ValueError(
+                f'`num_particles` must be 1 with `estimator="moments"`, which draws nothing, but got '
+                f"{num_particles}. Leave it out."
+            )
+        self.estimator: Estimator = estimator
         self.kl_weight = kl_weight
         self.step = 0
         self._warned: set[str] = set()
@@ -108,6 +122,8 @@ class StructuredELBO(ELBO):
         Raises:
             ValueError: If a latent site of the model is missing in the guide.
         """
+        if self.estimator == "moments":
+            return self._warned_of(expected_terms(model, guide, args, kwargs))
 
         def run(program: Callable[..., Any]) -> ELBOTerms:
             traces = self._get_trace(model, program, args, kwargs)

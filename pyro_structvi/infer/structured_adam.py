@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
-from pyro_structvi.distributions.weight_distribution import GaussianWeight
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.families import SitePosterior
 
 POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's

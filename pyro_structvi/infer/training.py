@@ -19,7 +19,7 @@ from pyro_structvi.infer.callbacks import Callbacks
 from pyro_structvi.infer.data.batches import as_batches, num_examples
 from pyro_structvi.infer.data.data_size import check_scale, set_num_data
 from pyro_structvi.infer.data.feed import Feed
-from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.elbo import Estimator, StructuredELBO
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.ranks import (
     noise_of_rank,
@@ -78,6 +78,7 @@ def fit(
     kl_weight: NonNegative | Schedule = 1.0,
     num_particles: Count = 1,
     vectorize_particles: bool = False,
+    estimator: Estimator = "draws",
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     compiled: Compiled = "auto",
     progress: bool = True,
@@ -122,6 +123,8 @@ def fit(
         kl_weight: Weight of the KL, a number or a schedule, such as ``LinearAnnealing(1000)``.
         num_particles: Draws averaged in each step.
         vectorize_particles: Whether one pass runs them all; see :class:`StructuredELBO`.
+        estimator: "draws", or "moments" for a bound without noise, as
+            :class:`~pyro_structvi.StructuredELBO` says.
         optimizer: Called with ``(parameters, lr=lr)``, without ``lr`` where that is None;
             :class:`StructuredAdam` of the guide when None.
         compiled: Whether steps run without Python, as those of :class:`CompiledSVI`. "auto" traces them
@@ -180,7 +183,7 @@ def fit(
     if resume and checkpoint is None:
         raise ValueError("`resume=True` needs `checkpoint`, the path to go on from, but got None.")
     _check_validation(validation, metric=metric, validate_every=validate_every, patience=patience)
-    elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles)
+    elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles, estimator)
     device = _device_of(guide)
     own_lr = {} if lr is None else {"lr": lr}
     make_optimizer = partial(optimizer or partial(StructuredAdam, guide), **own_lr)
@@ -196,6 +199,7 @@ def fit(
             "`batch_size`": batch_size,
             "`num_particles`": num_particles,
             "`vectorize_particles`": vectorize_particles,
+            "`estimator`": estimator,
             "`lr_schedule`": "cosine" if lr_schedule == "cosine" else "a function or None",
         }
         run.check(total, loader, settings)

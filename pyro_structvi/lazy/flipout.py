@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pyro_structvi.distributions.weight_distribution import GaussianWeight
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.linalg.shapes import standard_normal
 from pyro_structvi.maps import LinearMap, shape_per_example
 

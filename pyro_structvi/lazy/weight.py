@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._torch import inside_backward
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.outputs import autocasts
-from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.lazy.flipout import flipout
 from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.lazy.stand_in import WeightStandIn, as_drawn

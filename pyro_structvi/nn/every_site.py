@@ -32,6 +32,11 @@ def _sample_declared(module: PyroModule, args: Any) -> None:
     own = values_of_pass(module)
     if not isinstance(own, PassValues):
         keep_values_in(module, PassValues(own))
+    read_declared(module)
+
+
+def read_declared(module: nn.Module) -> None:
+    """Read all sites that a module and its parts declare, which samples those that have no value yet."""
     for part in module.modules():
         for attribute in declared_samples(part):
             getattr(part, attribute)

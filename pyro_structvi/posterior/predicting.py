@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, OneHotCategorical
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, Positive, Program, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
 from pyro_structvi.distributions.own_tensors import base_of, in_single
+from pyro_structvi.moments.random_tensor import Settings
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
@@ -21,6 +21,8 @@ from pyro_structvi.posterior.draws import (
     count_draws,
 )
 from pyro_structvi.posterior.mixture import StackedLikelihood
+from pyro_structvi.posterior.observations import entropy_of, observation_moments
+from pyro_structvi.posterior.one_pass import predict_in_one_pass
 from pyro_structvi.posterior.passes import Passes
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
@@ -39,8 +41,11 @@ def predict(
     site: str | None = None,
     max_memory: Positive = 1 / 32,
     progress: bool = False,
+    method: Literal["draws", "moments"] = "draws",
+    covariance: Literal["diagonal", "full"] = "diagonal",
+    linearize: bool = False,
 ) -> Prediction:
-    """Predict with draws of a posterior.
+    """Predict with draws of a posterior, or in one pass by the moments of its functions.
 
     Each draw fixes all global sites, so that the model is one function over all inputs and all
     mini-batches. Latents of single examples (in a plate with observations) take the posterior's values
@@ -65,12 +70,20 @@ def predict(
             again. More is often faster on a GPU. Draws run one by one where a single one takes more, or
             where torch cannot vectorize the model; only the time differs.
         progress: Whether to show a progress bar.
+        method: "draws", or "moments" for one pass without draws: the moments of each layer's output from
+            those of its input, and quadrature over the likelihood. It is an approximation, with no
+            function values; the page "One pass" of the documentation says how good.
+        covariance: With moments, "full" to keep the covariance between the units of dense layers, in
+            place of their variances.
+        linearize: With moments, whether a function without a rule is replaced by its tangent at the
+            mean, in place of an error.
 
     Returns:
         Moments, entropies and densities, computed online and in single precision at least (a net in
         half precision, or autocast, too), and the function values unless streamed.
 
     Raises:
+        NotImplementedError: With moments, if a function of the net has no rule.
         TypeError: If ``posterior`` is neither a guide nor draws.
         ValueError: If a number is not positive, lengths differ, the observed site is ambiguous, or
             ``posterior`` does not have exactly the model's global sites, or the model returns tensors
@@ -84,6 +97,10 @@ def predict(
         (torch.Size([5, 3]), torch.Size([20, 5, 3]))
     """
     check_posterior(model, posterior)
+    if method == "moments":
+        _refuse_of_draws(num_samples=num_samples, stream=stream or None, site=site)
+        settings = Settings(covariance == "full", linearize)
+        return predict_in_one_pass(model, posterior, x, y, batch_size, settings)
     args = as_arguments(x)
     batches = as_batches(args, y, batch_size)
     total = count_draws(posterior, num_samples)
@@ -100,6 +117,16 @@ def predict(
                 bar.update(len(done.outputs["mean"]))
     joined = _join([own.result() for own in averages])
     return Prediction(**joined, **reader.draws(kept), num_samples=total)
+
+
+def _refuse_of_draws(**given: Any) -> None:
+    """Raise a ``ValueError`` if arguments were given that only draws have."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f'`{name}` must be left out with `method="moments"`, which draws nothing, but got '
+                f"{value!r}."
+            )
 
 
 def _bar(total: int, progress: bool) -> Any:
@@ -123,14 +150,14 @@ class _Reader:
     def __call__(self, node: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
         likelihood = in_single(node["fn"])
         base = base_of(likelihood)
-        mean, variance = _moments(base)
+        mean, variance = observation_moments(base)
         returned = mean if returned is None else returned
         leaves, structure = take_apart(returned)
         if self.keeps:
             self._check(leaves, len(mean))
         if self.likelihood is None:
             self.likelihood, self.structure = StackedLikelihood(likelihood), structure
-            self.entropy = _entropy_of(base, likelihood)
+            self.entropy = entropy_of(base, likelihood)
         found = {"mean": mean, "variance": variance}
         if self.keeps:
             found |= self.likelihood.take_apart(likelihood)
@@ -176,26 +203,6 @@ class _Reader:
             "functions": put_together(functions, self.structure),
             "likelihood": self.likelihood.put_together(likelihoods),
         }
-
-
-def _moments(base: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(base, (Categorical, OneHotCategorical)):
-        has_logits = isinstance(base, Categorical) and "probs" not in vars(base)
-        probs = base.logits.exp() if has_logits else base.probs  # a softmax takes longer
-        probs = probs / probs.sum(
-            -1, keepdim=True
-        )  # which is not 1 after a softmax in half precision
-        return probs, probs * (1 - probs)
-    return base.mean, base.variance
-
-
-def _entropy_of(base: Any, likelihood: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return the entropy as a function of probabilities, for one class of each example or for labels."""
-    if isinstance(base, (Categorical, OneHotCategorical)) and base is likelihood:
-        return lambda probabilities: torch.special.entr(probabilities).sum(-1)
-    if isinstance(base, Bernoulli):
-        return lambda p: torch.special.entr(p) + torch.special.entr(1 - p)
-    return None
 
 
 class _Averages:

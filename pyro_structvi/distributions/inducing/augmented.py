@@ -15,6 +15,7 @@ from pyro_structvi._checks import (
     validates,
 )
 from pyro_structvi.distributions.arguments import as_size
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.inducing.matheron import (
     MatheronBases,
     MatheronDraw,
@@ -22,7 +23,7 @@ from pyro_structvi.distributions.inducing.matheron import (
 )
 from pyro_structvi.distributions.inducing.prior import InducingPrior, kronecker
 from pyro_structvi.distributions.outputs import bias_moments
-from pyro_structvi.distributions.weight_distribution import GaussianWeight, Way, WeightDistribution
+from pyro_structvi.distributions.weight_distribution import Way, WeightDistribution
 from pyro_structvi.linalg.formed_once import formed_once
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.shapes import identity_like

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributions import Laplace, Normal, kl_divergence, register_kl
 
 from pyro_structvi.distributions.expected_log_prob import expected_neg_log_prob
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.inducing.augmented import AugmentedNormal
 from pyro_structvi.distributions.inducing.normal import InducingNormal
@@ -17,7 +18,7 @@ from pyro_structvi.distributions.kl_to_normals import (
 )
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.point_mixture import PointMixture
-from pyro_structvi.distributions.weight_distribution import GaussianWeight, WeightDistribution
+from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linalg.shapes import event_sum, shrink
 
 register_kl(AugmentedNormal, IndependentWeight)(kl_to_independent)

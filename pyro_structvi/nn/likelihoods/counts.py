@@ -3,7 +3,7 @@
 import pyro.distributions as dist
 from torch import Tensor
 
-from pyro_structvi.nn.likelihoods.likelihood import Likelihood, finite_likelihood
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Terms, finite_likelihood
 
 
 class PoissonRegressor(Likelihood):
@@ -31,6 +31,11 @@ class PoissonRegressor(Likelihood):
     References:
         McCullagh and Nelder (1989), "Generalized linear models", chapter 6.
     """
+
+    @property
+    def terms(self) -> Terms:
+        """Single outputs."""
+        return "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe the counts.

@@ -1,7 +1,7 @@
 """A net as a model of its observations: what all likelihoods share."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pyro
 import pyro.poutine as poutine
@@ -24,6 +24,7 @@ from pyro_structvi.nn.calling import call_net, read_output
 from pyro_structvi.nn.plates import run_in_plates
 
 Output = Annotated[Callable[[Any], Tensor], NO_CLASS]
+Terms = Literal["elements", "pairs", "last dimension"]
 
 
 class Likelihood(PyroModule):
@@ -71,6 +72,15 @@ class Likelihood(PyroModule):
         with naming("x", x):
             return self.observe(*self.run_net(x), y)
 
+    @property
+    def terms(self) -> Terms:
+        """Over what the log likelihood of an example is a sum, for expectations over random outputs.
+
+        Of functions of single outputs; of an output of the first half of the last dimension and its
+        partner of the second; or of all outputs along the last dimension, which always holds.
+        """
+        return "last dimension"
+
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe what a net's output says of the observations; a subclass defines it.
 
@@ -97,7 +107,7 @@ class Likelihood(PyroModule):
         return at_least_single(found), plates
 
     def _check_classes(self, logits: Tensor, plates: int, y: Tensor | None, *dims: str) -> None:
-        """Raise a ``ValueError`` unless there are logits ``(*dims, classes)`` and classes of that shape."""
+        """Raise a ``ValueError`` unless there are logits ``(*dims, classes)``, and classes ``dims``."""
         if logits.dim() != plates + len(dims) + 1:
             kind = type(self).__name__
             raise ValueError(

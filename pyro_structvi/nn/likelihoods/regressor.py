@@ -18,7 +18,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.precision import at_least_single
-from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, Terms, finite_likelihood
 from pyro_structvi.nn.prior_sites import sample_from
 from pyro_structvi.nn.priors import resolve_prior
 
@@ -112,6 +112,11 @@ class Regressor(Likelihood):
             scale = torch.as_tensor(noise_scale, dtype=example.dtype, device=example.device)
             check_positive(name, scale)
             self.register_buffer("noise_scale", scale)
+
+    @property
+    def terms(self) -> Terms:
+        """Single outputs, or a mean and its scale."""
+        return "pairs" if self.is_heteroscedastic else "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe the targets.

@@ -1,0 +1,38 @@
+"""Moments of attention, by those of its products and its softmax."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_structvi.moments.layers import RULES as LAYERS
+from pyro_structvi.moments.sums import RULES as SUMS
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Return the moments of ``softmax(q k' / sqrt(d)) v``, with scores independent of the values."""
+    if dropout_p or enable_gqa:
+        raise NotImplementedError("Attention with dropout, or with shared heads, has no moments")
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = SUMS["matmul"](SUMS["mul"](query, factor), key.mT)
+    if is_causal:
+        shape = (query.shape[-2], key.shape[-2])
+        attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return SUMS["matmul"](LAYERS["softmax"](scores, -1), value)
+
+
+RULES: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention}

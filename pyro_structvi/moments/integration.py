@@ -1,0 +1,139 @@
+"""Expectations over a random output: the likelihood at nodes, and their weights."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_structvi._pyro import declared_name, declared_samples, site_values
+from pyro_structvi.distributions.own_tensors import base_of
+from pyro_structvi.distributions.transformed import TransformedNormal
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.quadrature import gauss_hermite, normal_points
+from pyro_structvi.moments.random_tensor import RandomTensor
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood
+
+NODES = {1: 32, 2: 16}  # along each variable, by how many variables there are
+POINTS = 256  # for more variables than that
+
+
+class AtNodes(NamedTuple):
+    """A likelihood at nodes of a random output.
+
+    Attributes:
+        likelihood: The distribution of the observations, ``(nodes, batch)``.
+        scale: What the model multiplies its log likelihood by.
+        weights: The nodes' weights, which add up to one.
+        y: The observations as the likelihood takes them, NaN where none are given.
+        site: The name of the observed site.
+    """
+
+    likelihood: Any
+    scale: Any
+    weights: Tensor
+    y: Tensor
+    site: str
+
+
+def likelihood_at_nodes(
+    model: Likelihood, output: RandomTensor, posteriors: Mapping[str, Any], y: Tensor | None = None
+) -> AtNodes:
+    """Return a model's likelihood at nodes of its net's random output.
+
+    With one or two variables in each term of the log likelihood these are a grid of Gauss-Hermite
+    quadrature, so expectations of polynomials up to degree 63 or 31 are exact. For more, such as the
+    logits of classes, they are 256 fixed quasi-random points, antithetic and of exact variances.
+
+    Args:
+        model: The model.
+        output: The moments of its net's output, ``(batch, ...)``.
+        posteriors: The distribution of each latent site by name; those that the likelihood itself
+            samples, such as a noise scale, are variables too.
+        y: Observations, or None.
+
+    Raises:
+        NotImplementedError: If a site of the likelihood has a posterior that is no transformed normal.
+    """
+    own = {
+        name: posteriors[name]
+        for attribute in declared_samples(model)
+        if (name := declared_name(model, attribute)) in posteriors
+    }
+    first = {"elements": 1, "pairs": 2, "last dimension": output.shape[-1]}[model.terms]
+    nodes, weights = _nodes(first + len(own), output.loc)
+    values = {name: _at(q, nodes[:, first + i], name) for i, (name, q) in enumerate(own.items())}
+    outputs = _outputs(output, nodes[:, :first], model.terms)
+    with site_values(model) as cache, _Observation() as seen:
+        cache.update(values)
+        model.observe(outputs, 1, y)
+    return AtNodes(seen.likelihood, seen.scale, weights, seen.y, seen.site)
+
+
+def _nodes(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return nodes ``(count, size)`` and their weights ``(count,)``."""
+    if size not in NODES:
+        return normal_points(POINTS, size, like)
+    line, weights = gauss_hermite(NODES[size], like)
+    grid = torch.cartesian_prod(*(line for _ in range(size))).reshape(-1, size)
+    products = torch.cartesian_prod(*(weights for _ in range(size))).reshape(-1, size)
+    return grid, products.prod(-1)
+
+
+def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
+    """Return outputs ``(count, batch, ...)`` at nodes ``(count, variables)``."""
+    lead = [1 for _ in range(output.dim() - 1)]
+    if terms == "last dimension":
+        if output.covariance is not None:
+            root = _root(output.covariance)
+            return output.loc + torch.einsum("kj,bij->kbi", nodes, root)
+        return output.loc + floored_sqrt(output.variance) * nodes.reshape(len(nodes), *lead, -1)
+    size = output.shape[-1] if output.dim() > 1 else 1
+    parts = nodes.shape[-1]
+    spread = nodes.repeat_interleave(size // parts, -1) if parts > 1 else nodes
+    shape = (len(nodes), *lead, spread.shape[-1]) if output.dim() > 1 else (len(nodes), 1)
+    return output.loc + floored_sqrt(output.variance) * spread.reshape(shape)
+
+
+def _root(covariance: Tensor) -> Tensor:
+    """Return a Cholesky factor; of what is singular to rounding, of a little more."""
+    least = 1e-12 if covariance.dtype == torch.float64 else 1e-6
+    size = covariance.shape[-1]
+    jitter = least * covariance.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    own = torch.diag_embed(jitter.expand(*covariance.shape[:-2], size))
+    root: Tensor = torch.linalg.cholesky(covariance + own)
+    return root
+
+
+def _at(q: Any, nodes: Tensor, name: str) -> Tensor:
+    """Return the values ``(count, 1, *shape)`` of a positive site at nodes of its normal."""
+    base = base_of(q)
+    if not isinstance(base, TransformedNormal):
+        if getattr(base, "has_rsample", False) and not bool(base.variance.any()):
+            known: Tensor = base.mean.expand(len(nodes), 1, *base.mean.shape)
+            return known
+        raise NotImplementedError(
+            f"The site '{name}' of the likelihood has a {type(base).__name__} for a posterior, over "
+            "which there is no quadrature here. Predict with draws."
+        )
+    return base.at(nodes).unsqueeze(1)
+
+
+class _Observation(Messenger):
+    """Keeps the distribution of the observations in place of a draw of it."""
+
+    likelihood: Any = None
+    scale: Any = 1.0
+    y: Any = None
+    site: str = ""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["infer"].get("is_observation"):
+            self.likelihood, self.site = msg["fn"], msg["name"]
+            shape = msg["fn"].batch_shape + msg["fn"].event_shape
+            self.scale = msg["scale"]
+            if msg["value"] is None:
+                msg["value"] = torch.full((), torch.nan).expand(shape)
+            self.y = msg["value"]
+            msg["is_observed"], msg["done"], msg["stop"] = True, True, True

@@ -1,0 +1,156 @@
+"""Moments of linear maps, of weights and inputs of which either may be random."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_structvi.distributions import FullNormal, MeanFieldNormal, WeightDistribution
+from pyro_structvi.distributions.outputs import meet_channels
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.maps import Arrangement, BiasColumnMap, LinearMap
+from pyro_structvi.maps.readings import Application, Lookup
+from pyro_structvi.moments.random_tensor import RandomTensor, moments, settings_of
+from pyro_structvi.moments.weights import RandomWeight
+
+LARGEST = (
+    4096  # elements of a weight whose dense covariance is formed to bring it into another order
+)
+
+
+def linear_moments(application: Application) -> RandomTensor:
+    r"""Return the moments of ``linear_map(x, W) + b``.
+
+    With :math:`E[x] = m`, :math:`\operatorname{Var}(x_j) = v_j`, independent of W and of each other,
+
+    .. math:: \operatorname{Var}(y_i) = m^\top \Sigma_i m + \sum_j (\Sigma_{i,jj} + M_{ij}^2) v_j
+            + \operatorname{Var}(b_i),
+
+    where :math:`\Sigma_i` is the covariance of row i of W. It holds for every distribution of W, and is
+    exact; what is lost is the covariance between outputs, unless it is kept.
+
+    References:
+        Wu, Nowozin, Meeds, Turner, Hernandez-Lobato and Gaunt (2019), "Deterministic variational
+        inference for robust Bayesian neural networks", Eq. 5, for independent elements.
+    """
+    linear_map, x, weight, bias, _ = application
+    settings = settings_of(x, weight, bias)
+    m, v = moments(x)
+    q, has_column = _distribution_of(application), _is_along(weight, bias)
+    matrix = application.matrix_of(weight) if q is None else q.as_matrix(q.loc)
+    bias_mean, bias_variance = moments(None if has_column else bias)
+    loc = (BiasColumnMap(linear_map) if has_column else linear_map)(m, matrix, bias_mean)
+    if settings.full_covariance and linear_map.is_dense and loc.dim() == 2:
+        covariance = _covariance(x, q, matrix, has_column)
+        if bias_variance is not None:
+            covariance = covariance + _covariance_of(bias)
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        return RandomTensor(loc, variance, settings, covariance)
+    variance = torch.zeros_like(loc)
+    if q is not None:
+        variance = _variance_at_mean(q, linear_map, m, has_column)
+    if v is not None:
+        second = matrix.square() if q is None else matrix.square() + q.as_matrix(q.variance)
+        variance = variance + linear_map(v, second[..., :-1] if has_column else second)
+    if bias_variance is not None:
+        variance = variance + meet_channels(linear_map, bias_variance)
+    return RandomTensor(loc, variance.expand(loc.shape), settings)
+
+
+def lookup_moments(lookup: Lookup) -> RandomTensor:
+    """Return the moments of rows that are looked up."""
+    weight: RandomTensor = lookup.weight
+    loc, variance = (F.embedding(lookup.x, part) for part in (weight.loc, weight.variance))
+    return RandomTensor(loc, variance, weight.settings)
+
+
+def _is_along(weight: Any, bias: Any) -> bool:
+    """Whether a weight and its bias come from one joint distribution."""
+    both = isinstance(weight, RandomWeight) and isinstance(bias, RandomWeight)
+    return both and weight.part == "weight" and bias.distribution is weight.distribution
+
+
+def _distribution_of(application: Application) -> WeightDistribution | None:
+    """Return the distribution of the weight as the map takes it; None where it is known."""
+    weight, arrangement = application.weight, application.arrangement
+    if not isinstance(weight, RandomTensor):
+        return None
+    if not isinstance(weight, RandomWeight):
+        scale = floored_sqrt(weight.variance)
+        q: WeightDistribution = MeanFieldNormal(weight.loc, scale, validate_args=False)
+    elif weight.part == "whole" or _is_along(weight, application.bias):
+        q = weight.distribution
+    else:
+        q = _dense(weight.distribution, weight)
+    if arrangement is None:
+        return q
+    found = q.rearranged(arrangement) if q.event_shape == weight.shape else None
+    return _rearranged(_dense(q, weight), arrangement) if found is None else found
+
+
+def _dense(q: WeightDistribution, weight: RandomTensor) -> FullNormal:
+    """Return the distribution of a weight, or of the weight without its bias, by its covariance."""
+    if q.event_shape.numel() > LARGEST:
+        raise NotImplementedError(
+            f"A {type(q).__name__} of {q.event_shape.numel()} elements meets a call that takes its "
+            "dimensions in another order, or without its bias, for which it has no moments. Use a "
+            "structure with independent elements there, `join_bias=False`, or predict with draws."
+        )
+    covariance = q.covariance_matrix
+    if isinstance(weight, RandomWeight) and weight.part == "weight":
+        out, size = q.event_shape
+        parts = covariance.reshape(out, size, out, size)[:, :-1, :, :-1]
+        covariance = parts.reshape(out * (size - 1), -1)
+    return FullNormal(weight.loc, _root(covariance), validate_args=False)
+
+
+def _rearranged(q: FullNormal, arrangement: Arrangement) -> FullNormal:
+    """Return a full covariance in another order of the dimensions, of a single weight."""
+    if arrangement.stack:
+        raise NotImplementedError(
+            "A stack of weights that are correlated has no moments. Predict with draws."
+        )
+    order = arrangement(torch.arange(q.event_shape.numel()).reshape(q.event_shape)).flatten()
+    covariance = q.covariance_matrix[order][:, order]
+    return FullNormal(arrangement(q.loc), _root(covariance), validate_args=False)
+
+
+def _root(covariance: Tensor) -> Tensor:
+    least = 1e-12 if covariance.dtype == torch.float64 else 1e-7
+    jitter = least * covariance.diagonal().mean() * torch.ones_like(covariance[0])
+    root: Tensor = torch.linalg.cholesky(covariance + torch.diag(jitter))
+    return root
+
+
+def _variance_at_mean(
+    q: WeightDistribution, linear_map: LinearMap, m: Tensor, has_column: bool
+) -> Tensor:
+    if has_column and q.takes_bias_column:
+        linear_map = BiasColumnMap(linear_map)
+    elif has_column:
+        linear_map, m = linear_map.join_bias(m)
+    return q.image_variance(linear_map, m)
+
+
+def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, has_column: bool) -> Tensor:
+    """Return the covariance between the outputs of a dense map, ``(batch, out, out)``."""
+    m, _ = moments(x)
+    own = _covariance_of(x) if isinstance(x, RandomTensor) else None
+    if has_column:
+        m = torch.cat([m, torch.ones_like(m[:, :1])], -1)
+        own = None if own is None else F.pad(own, (0, 1, 0, 1))
+    outer = m.unsqueeze(-1) * m.unsqueeze(-2)
+    total = (
+        torch.zeros_like(outer[:, :1, :1])
+        if q is None
+        else q.spread(outer if own is None else outer + own)
+    )
+    return total if own is None else total + matrix @ own @ matrix.mT
+
+
+def _covariance_of(x: RandomTensor) -> Tensor:
+    if isinstance(x, RandomWeight) and x.part == "whole":
+        covariance: Tensor = x.distribution.covariance_matrix
+        return covariance
+    return torch.diag_embed(x.variance) if x.covariance is None else x.covariance

@@ -1,0 +1,132 @@
+"""Moments of pooling: averages are exact, maxima take two elements at a time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.moments.random_tensor import RandomTensor
+
+Moments = tuple[Tensor, Tensor]
+
+
+def maximum_of_two(a: Moments, b: Moments) -> Moments:
+    """Return the moments of the larger of two independent normals.
+
+    References:
+        Clark (1961), "The greatest of a finite set of random variables", Eqs. 4 and 5.
+    """
+    (ma, va), (mb, vb) = a, b
+    theta = floored_sqrt(va + vb)
+    alpha = (ma - mb) / theta
+    first, second = torch.special.ndtr(alpha), torch.special.ndtr(-alpha)
+    density = torch.exp(-0.5 * alpha.square()) / (2 * torch.pi) ** 0.5
+    loc = ma * first + mb * second + theta * density
+    # About the mean, so that no large squares are subtracted.
+    above, below = ma - loc, mb - loc
+    variance = (
+        (va + above.square()) * first
+        + (vb + below.square()) * second
+        + (above + below) * theta * density
+    )
+    return loc, variance.clamp_min(0)
+
+
+def _max_pool(
+    dims: int,
+    input: RandomTensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> RandomTensor:
+    """Return the moments of the maximum over windows, each maximum of two taken for a normal."""
+    kernel, padding, dilation = (_tuple(value, dims) for value in (kernel_size, padding, dilation))
+    stride = kernel if stride is None or stride == [] else _tuple(stride, dims)
+    if ceil_mode or return_indices or any(d != 1 for d in dilation):
+        raise NotImplementedError(
+            "Max pooling with `ceil_mode`, `return_indices` or a dilation has no moments"
+        )
+    low = (input.loc.amin() - 40 * floored_sqrt(input.variance.amax())).detach()
+    loc, variance = input.loc, input.variance
+    if any(padding):
+        width = [size for size in reversed(padding) for _ in range(2)]
+        pads = F.pad(torch.zeros_like(loc), width, value=1.0).bool()
+        loc = torch.where(pads, low, F.pad(loc, width))
+        variance = F.pad(variance, width)
+    first = loc.dim() - dims
+    for axis, (size, step) in enumerate(zip(kernel, stride, strict=True)):
+        loc, variance = (part.unfold(first + axis, size, step) for part in (loc, variance))
+    found = _maximum([*zip(*(p.flatten(-dims).unbind(-1) for p in (loc, variance)), strict=True)])
+    return RandomTensor(*found, input.settings)
+
+
+def _maximum(parts: list[Moments]) -> Moments:
+    """Return the moments of the largest, in rounds of pairs."""
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=False)
+        parts = [maximum_of_two(*pair) for pair in pairs] + parts[len(parts) // 2 * 2 :]
+    return parts[0]
+
+
+def _average_pool(
+    dims: int,
+    input: RandomTensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> RandomTensor:
+    """Return the moments of averages over windows."""
+    if ceil_mode or divisor_override is not None or (not count_include_pad and padding):
+        raise NotImplementedError(
+            "Average pooling with `ceil_mode`, `divisor_override`, or padding that does not count, has "
+            "no moments"
+        )
+    kernel = _tuple(kernel_size, dims)
+    pool = getattr(F, f"avg_pool{dims}d")
+    loc, variance = (pool(part, kernel, stride, padding) for part in (input.loc, input.variance))
+    return RandomTensor(loc, variance / torch.Size(kernel).numel(), input.settings)
+
+
+def _adaptive_average_pool(dims: int, input: RandomTensor, output_size: Any) -> RandomTensor:
+    """Return the moments of averages over windows that fill the input."""
+    sizes = [
+        old if new is None else new
+        for new, old in zip(_tuple(output_size, dims), input.shape[-dims:], strict=True)
+    ]
+    pool = getattr(F, f"adaptive_avg_pool{dims}d")
+    counts = torch.ones((), dtype=input.dtype, device=input.device)
+    for new, old in zip(sizes, input.shape[-dims:], strict=True):
+        own = [-(-(i + 1) * old // new) - i * old // new for i in range(new)]
+        counts = counts.unsqueeze(-1) * counts.new_tensor(own)
+    return RandomTensor(
+        pool(input.loc, sizes), pool(input.variance, sizes) / counts, input.settings
+    )
+
+
+def _tuple(value: Any, dims: int) -> tuple[Any, ...]:
+    if isinstance(value, (tuple, list)):
+        return tuple(value) if len(value) == dims else tuple(value) * dims
+    return (value,) * dims
+
+
+_POOLS: dict[str, Callable[..., RandomTensor]] = {
+    "max": _max_pool,
+    "avg": _average_pool,
+    "adaptive_avg": _adaptive_average_pool,
+}
+
+RULES: dict[str, Callable[..., Any]] = {
+    f"{name}_pool{dims}d": partial(rule, dims)
+    for name, rule in _POOLS.items()
+    for dims in (1, 2, 3)
+}

@@ -1,0 +1,144 @@
+"""A tensor of which only the moments are known, and which flows through a net like any other."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from pyro_structvi._torch import take_apart, without_storage
+
+Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Settings(NamedTuple):
+    """How moments are propagated.
+
+    Attributes:
+        full_covariance: Whether the covariance between the units of a layer is kept.
+        linearize: Whether a function without a rule is replaced by its tangent at the mean.
+    """
+
+    full_covariance: bool = False
+    linearize: bool = False
+
+
+class RandomTensor(Tensor):
+    """A tensor whose elements have known means and variances, and count as normal.
+
+    It has no values. Functions of torch that meet it answer with the moments of their result, by
+    the table in :mod:`pyro_structvi.moments.rules`; one without a rule raises a
+    ``NotImplementedError``. Elements count as independent of each other, unless there is a covariance.
+
+    Args:
+        loc: Means.
+        variance: Variances, of the same shape.
+        settings: How moments are propagated.
+        covariance: None, or the covariance between the elements of the last dimension, ``(*shape,
+            size)`` for a tensor ``(*batch, size)``.
+
+    Example:
+        >>> x = RandomTensor(torch.zeros(2), torch.ones(2), Settings())
+        >>> y = 3 * x + 1
+        >>> y.loc, y.variance
+        (tensor([1., 1.]), tensor([9., 9.]))
+    """
+
+    _loc: Tensor
+    _variance: Tensor
+    settings: Settings
+    covariance: Tensor | None
+    _answer: ClassVar[Answer]
+
+    def __new__(
+        cls, loc: Tensor, variance: Tensor, settings: Settings, covariance: Tensor | None = None
+    ) -> Self:
+        """Make the tensor that has moments in place of values."""
+        tensor = without_storage(cls, loc.shape, loc)
+        tensor._loc, tensor._variance = loc, variance
+        tensor.settings, tensor.covariance = settings, covariance
+        return tensor
+
+    @property
+    def loc(self) -> Tensor:
+        """The means."""
+        return self._loc
+
+    @property
+    def variance(self) -> Tensor:
+        """The variances."""
+        return self._variance
+
+    def become(self, other: "RandomTensor") -> Self:
+        """Take another tensor's moments, as operations in place do."""
+        self._loc, self._variance, self.covariance = other.loc, other.variance, other.covariance
+        return self
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Show the moments."""
+        return f"RandomTensor(loc={self.loc!r}, variance={self.variance!r})"
+
+    @staticmethod
+    def answer_calls_by(answer: Answer) -> None:
+        """Let a function return the moments of a call, given torch's function and its arguments."""
+        RandomTensor._answer = staticmethod(answer)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Return the moments of what ``func`` returns."""
+        if func in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        return cls._answer(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Reached where ``__torch_function__`` is switched off, as inside of torch's own kernels."""
+        raise NotImplementedError(f"`{func}` has no rule for the moments of a random input.")
+
+
+def random_among(values: Any) -> Iterator[RandomTensor]:
+    """Yield the random tensors among nested arguments."""
+    return (leaf for leaf in take_apart(values)[0] if isinstance(leaf, RandomTensor))
+
+
+def settings_of(*values: Any) -> Settings:
+    """Return the settings of the first random tensor among arguments."""
+    return next(random_among(values)).settings
+
+
+def moments(value: Any) -> tuple[Any, Tensor | None]:
+    """Return mean and variance of an argument; the variance of what is known is None."""
+    return (value.loc, value.variance) if isinstance(value, RandomTensor) else (value, None)
+
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized"),
+    *("is_nested", "requires_grad", "grad_fn"),
+)
+
+METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+}
+
+
+def known(tensor: Tensor, like: Any) -> Tensor:
+    """Return zero variances for a tensor that is known, beside a random one."""
+    return torch.zeros_like(torch.as_tensor(tensor, dtype=like.dtype, device=like.device))

@@ -1,0 +1,155 @@
+"""Moments of functions that only move elements: means and variances move alike."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_structvi._torch import put_together, take_apart
+from pyro_structvi.moments.random_tensor import RandomTensor, known, moments, random_among
+
+
+def _rearrange(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply a method of tensors to mean and variance of its first argument."""
+    loc, variance = (getattr(part, name)(*args, **kwargs) for part in (x.loc, x.variance))
+    return _paired(loc, variance, x)
+
+
+def _paired(loc: Any, variance: Any, x: RandomTensor) -> Any:
+    locs, structure = take_apart(loc)
+    pairs = zip(locs, take_apart(variance)[0], strict=True)
+    return put_together([RandomTensor(*pair, x.settings) for pair in pairs], structure)
+
+
+def _attribute(name: str, x: RandomTensor) -> RandomTensor:
+    return RandomTensor(getattr(x.loc, name), getattr(x.variance, name), x.settings)
+
+
+def _convert(name: str, x: RandomTensor, *args: Any, **kwargs: Any) -> RandomTensor:
+    """Convert, keeping the covariance too."""
+
+    def convert(part: Tensor) -> Tensor:
+        converted: Tensor = getattr(part, name)(*args, **kwargs)
+        return converted
+
+    covariance = None if x.covariance is None else convert(x.covariance)
+    return RandomTensor(convert(x.loc), convert(x.variance), x.settings, covariance)
+
+
+def _joined(function: Callable[..., Tensor], tensors: Any, dim: int = 0) -> RandomTensor:
+    first = next(random_among([*tensors]))
+    pairs = [moments(tensor) for tensor in tensors]
+    variances = [known(loc, first) if v is None else v for loc, v in pairs]
+    loc = function([loc for loc, _ in pairs], dim)
+    return RandomTensor(loc, function(variances, dim), first.settings)
+
+
+def _getitem(x: Any, index: Any) -> RandomTensor:
+    if any(random_among(index)):
+        raise NotImplementedError("An index that is random has no moments")
+    return RandomTensor(x.loc[index], x.variance[index], x.settings)
+
+
+def _pad(x: RandomTensor, pad: Any, mode: str = "constant", value: Any = None) -> RandomTensor:
+    loc = F.pad(x.loc, pad, mode, value)
+    variance = F.pad(x.variance, pad, mode, 0.0 if mode == "constant" else None)
+    return RandomTensor(loc, variance, x.settings)
+
+
+def _masked_fill(x: RandomTensor, mask: Tensor, value: Any) -> RandomTensor:
+    loc, variance = x.loc.masked_fill(mask, value), x.variance.masked_fill(mask, 0.0)
+    return RandomTensor(loc, variance, x.settings)
+
+
+def _where(condition: Tensor, input: Any, other: Any) -> RandomTensor:
+    first = next(random_among((input, other)))
+    (a, va), (b, vb) = moments(input), moments(other)
+    zero = first.variance.new_zeros(())
+    variance = torch.where(condition, zero if va is None else va, zero if vb is None else vb)
+    loc = torch.where(condition, a, b)
+    return RandomTensor(loc, variance.expand(loc.shape), first.settings)
+
+
+def _interpolate(
+    x: RandomTensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    **kwargs: Any,
+) -> RandomTensor:
+    if mode not in ("nearest", "nearest-exact"):
+        raise NotImplementedError(f"`interpolate` with `mode='{mode}'` has no moments")
+    loc, variance = (
+        F.interpolate(part, size, scale_factor, mode, **kwargs) for part in (x.loc, x.variance)
+    )
+    return RandomTensor(loc, variance, x.settings)
+
+
+def _known_like(name: str, x: RandomTensor, *args: Any, **kwargs: Any) -> Tensor:
+    make: Callable[..., Tensor] = getattr(torch, name, None) or getattr(Tensor, name)
+    return make(x.loc, *args, **kwargs)
+
+
+def _identity(x: RandomTensor, *args: Any, **kwargs: Any) -> RandomTensor:
+    return x
+
+
+_METHODS = (
+    *(
+        "reshape",
+        "view",
+        "flatten",
+        "unflatten",
+        "permute",
+        "transpose",
+        "swapaxes",
+        "movedim",
+        "t",
+    ),
+    *("squeeze", "unsqueeze", "expand", "expand_as", "repeat", "repeat_interleave", "tile", "roll"),
+    *("chunk", "split", "unbind", "tensor_split", "narrow", "select", "index_select", "gather"),
+    *(
+        "flip",
+        "moveaxis",
+        "swapdims",
+        "broadcast_to",
+        "ravel",
+        "view_as",
+        "reshape_as",
+        "take_along_dim",
+    ),
+)
+_CONVERSIONS = (
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "type_as",
+    "contiguous",
+    "clone",
+    "detach",
+)
+_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
+
+RULES: dict[str, Callable[..., Any]] = {
+    **{name: partial(_rearrange, name) for name in _METHODS},
+    **{name: partial(_attribute, name) for name in ("T", "mT")},
+    **{name: partial(_convert, name) for name in _CONVERSIONS},
+    **{name: partial(_known_like, name) for name in _LIKE},
+    "pixel_shuffle": lambda x, n: _paired(
+        F.pixel_shuffle(x.loc, n), F.pixel_shuffle(x.variance, n), x
+    ),
+    "cat": partial(_joined, torch.cat),
+    "concat": partial(_joined, torch.cat),
+    "stack": partial(_joined, torch.stack),
+    "getitem": _getitem,
+    "identity": _identity,
+    "interpolate": _interpolate,
+    "masked_fill": _masked_fill,
+    "pad": _pad,
+    "where": _where,
+}

@@ -1,0 +1,111 @@
+"""The table from a function of torch to its moments; the functions stand in files by kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_structvi.maps.calls import parse_application
+from pyro_structvi.maps.readings import Application, FactorApplication, Lookup, Rewrite
+from pyro_structvi.moments import attending, layers, pooling, rearranging, sums
+from pyro_structvi.moments.linear import linear_moments, lookup_moments
+from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
+from pyro_structvi.moments.random_tensor import RandomTensor, random_among
+
+# By torch's names and with torch's arguments; one name serves functions, methods and operators.
+RULES: dict[str, Callable[..., Any]] = {
+    **rearranging.RULES,
+    **sums.RULES,
+    **layers.RULES,
+    **pooling.RULES,
+    **attending.RULES,
+}
+
+
+def moments_of_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return the moments of what a function of torch returns at random arguments.
+
+    Args:
+        function: The function called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        NotImplementedError: If the function has no rule.
+    """
+    reading = parse_application(function, args, kwargs)
+    if isinstance(reading, Rewrite):
+        return reading.compute()
+    if isinstance(reading, Application):
+        return linear_moments(reading)
+    if isinstance(reading, Lookup):
+        return lookup_moments(reading)
+    if isinstance(reading, FactorApplication):
+        return reading.function(reading.x, reading.weight)
+    name = name_of(function)
+    is_in_place = name.endswith("_") or kwargs.get("inplace", False)
+    found = _apply(name.removesuffix("_"), function, args, kwargs)
+    if is_in_place and isinstance(args[0], RandomTensor):
+        return args[0].become(found)
+    return found
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return torch's name of a function, method, operator or property; in-place ones end in ``_``."""
+    name: str = getattr(function, "__name__", repr(function))
+    if name == "__get__":
+        return str(getattr(function, "__self__").__name__)  # noqa: B009
+    if name.startswith("__i") and name.endswith("__") and name != "__invert__":
+        return f"{name[3:-2]}_"
+    return name.strip("_") if name.startswith("__") else name
+
+
+def _apply(
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if name in RULES:
+        return RULES[name](*args, **kwargs)
+    if name in NONLINEARITIES and isinstance(args[0], RandomTensor):
+        return propagate(NONLINEARITIES[name](*args[1:], **kwargs), args[0])
+    x = next(random_among((args, kwargs)))
+    if x.settings.linearize:
+        return linearized(function, args, kwargs)
+    raise NotImplementedError(
+        f"The function `{name}` has no rule for the moments of a random input"
+    )
+
+
+def linearized(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RandomTensor:
+    r"""Return the moments of a function's tangent at the mean, ``(J^2) v`` with its Jacobian J.
+
+    The first argument must be the only random one, with the examples first, and the function must treat
+    each example by itself. It takes a derivative in the direction of each element of an example.
+    """
+    x = args[0]
+    if not isinstance(x, RandomTensor) or len([*random_among((args, kwargs))]) != 1:
+        raise NotImplementedError(
+            f"`linearize` takes functions of one random tensor, their first argument, but "
+            f"`{name_of(function)}` has others"
+        )
+
+    def run(value: Tensor) -> Tensor:
+        result: Tensor = function(value, *args[1:], **kwargs)
+        return result
+
+    def push(direction: Tensor) -> Tensor:
+        tangent = direction * x.variance.sqrt()
+        result: Tensor = torch.func.jvp(run, (x.loc,), (tangent,))[1]
+        return result
+
+    size = x.shape[1:].numel()
+    directions = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *x.shape[1:])
+    variance = torch.func.vmap(push, chunk_size=64)(directions).square().sum(0)
+    return RandomTensor(run(x.loc), variance, x.settings)
+
+
+RandomTensor.answer_calls_by(moments_of_call)

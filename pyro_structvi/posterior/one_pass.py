@@ -1,0 +1,210 @@
+"""Predictions in one pass, by the moments of the net's output."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Normal
+
+from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, warn_user
+from pyro_structvi.distributions.own_tensors import base_of, in_single
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.linalg.precision import at_least_single, autocast_off, floored_sqrt
+from pyro_structvi.moments.integration import likelihood_at_nodes
+from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
+from pyro_structvi.moments.random_tensor import RandomTensor, Settings
+from pyro_structvi.moments.weights import (
+    Sites,
+    by_name,
+    member_numbers,
+    posteriors_of,
+    random_values,
+)
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood
+from pyro_structvi.posterior.draws import as_arguments, as_batches
+from pyro_structvi.posterior.observations import entropy_of, observation_moments
+from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.posterior.runs import evaluation_mode
+
+Batch = tuple[tuple[Any, ...], Tensor | None]
+
+LARGEST = 2**14  # outputs whose nodes are held at once
+
+
+class MomentsWarning(UserWarning):
+    """Moments leave out a dependence that a model is known to have."""
+
+
+class _Member(NamedTuple):
+    """What one posterior, or one member of an ensemble, predicts; ``(N, *event)`` but for entropies."""
+
+    mean: Tensor
+    noise: Tensor
+    function_variance: Tensor
+    entropy: Tensor | None
+    log_density: Tensor | None
+
+
+def predict_in_one_pass(
+    model: Any, guide: Any, x: Any, y: Tensor | None, batch_size: int | None, settings: Settings
+) -> Prediction:
+    """Return the predictions of a model by the moments of its net's output.
+
+    Args:
+        model: A likelihood around a net.
+        guide: A guide of this package.
+        x: Inputs.
+        y: Observations, or None.
+        batch_size: How many inputs to run at once; None for all.
+        settings: How moments are propagated.
+
+    Raises:
+        TypeError: If model or guide is something else.
+        NotImplementedError: If a function of the net has no moments.
+    """
+    check_served(model, guide)
+    args = as_arguments(x)
+    if len(args) != 1:
+        raise TypeError(
+            f'`x` must be the one input of the net with `method="moments"`, but got {len(args)}.'
+        )
+    with evaluation_mode(model):
+        joint = guide.joint_posterior(*args)
+        _warn_of_shared(guide)
+        batches = as_batches(args, y, batch_size)
+        of_members = [
+            _predict(model, posteriors_of(joint, number), batches, settings)
+            for number in member_numbers(guide)
+        ]
+    kind, members = of_members[0][0], [member for _, member in of_members]
+    return _mixture(kind, members)
+
+
+def _warn_of_shared(guide: StructuredGuide) -> None:
+    shared = used_more_than_once(guide)
+    if shared:
+        warn_user(
+            f"A pass uses the weights {shared} more than once, and moments count each use as "
+            "independent. Compare with draws before you rely on the variances.",
+            MomentsWarning,
+        )
+
+
+def _predict(
+    model: Likelihood, sites: Sites, batches: list[Batch], settings: Settings
+) -> tuple[type, _Member]:
+    """Return the likelihood's class, and what a posterior predicts."""
+    values, posteriors = random_values(sites, settings), by_name(sites)
+    parts: list[_Member] = []
+    kind = object
+    for (x, *_), y in batches:
+        output = output_moments(model, values, x, settings)
+        for cut in _cuts(output):
+            part = _cut(output, cut)
+            at = likelihood_at_nodes(model, part, posteriors)
+            likelihood = in_single(at.likelihood)
+            kind = type(base_of(likelihood))
+            parts.append(_read(likelihood, at.weights, None if y is None else y[cut]))
+    return kind, _Member(*map(_joined, zip(*parts, strict=True)))
+
+
+def _joined(parts: Any) -> Any:
+    """Return what mini-batches have, one after the other, or None where there is nothing."""
+    return None if parts[0] is None else torch.cat(parts)
+
+
+def _cuts(output: RandomTensor) -> list[slice]:
+    """Return parts of a batch whose nodes fit into memory."""
+    size = max(1, LARGEST // max(1, output.shape[1:].numel()))
+    return [slice(start, start + size) for start in range(0, len(output), size)]
+
+
+def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
+    covariance = None if output.covariance is None else output.covariance[cut]
+    return RandomTensor(output.loc[cut], output.variance[cut], output.settings, covariance)
+
+
+def _read(likelihood: Any, weights: Tensor, y: Tensor | None) -> _Member:
+    """Average what a likelihood ``(nodes, N)`` says over its nodes."""
+    base = base_of(likelihood)
+
+    def average(values: Tensor) -> Tensor:
+        return torch.einsum("k,k...->...", weights.to(values), values)
+
+    means, noises = observation_moments(base)
+    mean = average(means)
+    variance, entropy = average((means - mean).square()), entropy_of(base, likelihood)
+    density = None if y is None else _log_density(likelihood, weights, mean, variance, y)
+    return _Member(
+        *(mean, average(noises), variance),
+        None if entropy is None else average(entropy(means)),
+        density,
+    )
+
+
+def _log_density(
+    likelihood: Any, weights: Tensor, mean: Tensor, variance: Tensor, y: Tensor
+) -> Tensor:
+    """Return the log of the predictive density of observations, ``(N,)``.
+
+    Under normal noise the function is integrated out exactly, and only the noise scale has nodes.
+    """
+    check_no_nan("y", y)
+    shape = likelihood.batch_shape[1:] + likelihood.event_shape
+    check_shape("y", y, shape, "that of the predictions")
+    y, base = at_least_single(y), base_of(likelihood)
+    if not likelihood.support.is_discrete:
+        check_same_kind("y", y, "prediction.mean", mean)
+    elif isinstance(base, Bernoulli):
+        y = y.to(mean)
+    with autocast_off(y):
+        if isinstance(base, Normal):
+            scale = floored_sqrt(base.scale.square() + variance)
+            log_probs = Normal(mean, scale, validate_args=False).log_prob(y)
+            log_probs = log_probs.flatten(2).sum(-1) if log_probs.dim() > 2 else log_probs
+        else:
+            log_probs = likelihood.log_prob(y)
+    logs = weights.to(log_probs).log().reshape(-1, *(1 for _ in log_probs.shape[1:]))
+    density: Tensor = (logs + log_probs).logsumexp(0)
+    return density
+
+
+def _mixture(kind: type, members: list[_Member]) -> Prediction:
+    """Return the prediction of a mixture of posteriors, of one in most cases."""
+    means = torch.stack([member.mean for member in members])
+    noise = torch.stack([member.noise for member in members]).mean(0)
+    own = torch.stack([member.function_variance for member in members])
+    mean = means.mean(0)
+    function_variance = own.mean(0) + (means - mean).square().mean(0)
+    entropy = information = density = None
+    if members[0].entropy is not None:
+        terms = torch.special.entr(mean)
+        labels = torch.special.entr(1 - mean) if issubclass(kind, Bernoulli) else None
+        entropy = terms.sum(-1) if labels is None else terms + labels
+        within = torch.stack([m.entropy for m in members if m.entropy is not None]).mean(0)
+        information = (entropy - within).clamp_min(0)
+    if members[0].log_density is not None:
+        each = [m.log_density for m in members if m.log_density is not None]
+        density = torch.stack(each).logsumexp(0) - math.log(len(each))
+    variances = torch.stack([member.noise for member in members]) + own
+    return Prediction(
+        *(mean, noise + function_variance, function_variance, entropy, information, density),
+        functions=None,
+        likelihood=_likelihood(kind, means, variances),
+        num_samples=0,
+    )
+
+
+def _likelihood(kind: type, means: Tensor, variances: Tensor) -> Any:
+    """Return the predictive distribution of each member, ``(members, N)``, where it is a usual one."""
+    if issubclass(kind, Normal):
+        made: Any = Normal(means, floored_sqrt(variances), validate_args=False)
+    elif issubclass(kind, Bernoulli):
+        made = Bernoulli(means, validate_args=False)
+    elif issubclass(kind, Categorical):
+        made = Categorical(means, validate_args=False)
+        return torch.distributions.Independent(made, means.dim() - 3)
+    else:
+        return None
+    return torch.distributions.Independent(made, means.dim() - 2)
