@@ -117,10 +117,10 @@ class FullNormal(GaussianWeight):
         """
         return ("outputs", "weight") if linear_map.is_dense else ("weight",)
 
-    def image_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+    def image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
         """Return the variance of each output; of a convolution by D filters for each of them."""
         if linear_map.is_dense:
-            return super().image_variance(linear_map, x)
+            return super().image_variance(linear_map, x, mean)
         rows = self.scale_tril.tril().unflatten(0, (self.event_shape[0], -1)).mT
         channel_dim = linear_map.channel_dim
         images = linear_map(x, rows.flatten(0, 1)).unflatten(channel_dim, rows.shape[:2])

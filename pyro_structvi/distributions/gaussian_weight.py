@@ -115,6 +115,13 @@ class GaussianWeight(WeightDistribution, abstract=True):
         size: int = self.event_shape.numel()
         return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
+    def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
+        if type(self).image_around is GaussianWeight.image_around:  # the class has another way
+            return super()._image_variance(linear_map, x, mean)
+        linear_map = self.map_for_batch(linear_map)
+        variance: Tensor = self.image_around(mean, linear_map, x, None).variance
+        return variance
+
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
     ) -> TorchDistribution:

@@ -166,15 +166,19 @@ class WeightDistribution(TorchDistribution):
         """
         return None
 
-    def image_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+    def image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
         """Return the variance of each output of ``linear_map(x, W)``, also where no outputs are drawn.
 
         Args:
             linear_map: A dense map or a convolution.
             x: Its input.
+            mean: The mean of the outputs.
         """
         if linear_map.groups > 1 and "outputs" not in self.ways_to_apply(linear_map, x):
             return grouped_variance(self.as_matrix(self.loc), self.covariance_matrix, linear_map, x)
+        return self._image_variance(linear_map, x, mean)
+
+    def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
         variance: Tensor = self.image_under(linear_map, x).variance
         return variance
 

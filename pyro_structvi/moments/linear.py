@@ -49,7 +49,7 @@ def linear_moments(application: Application) -> RandomTensor:
         return RandomTensor(loc, variance, settings, covariance)
     variance = torch.zeros_like(loc)
     if q is not None:
-        variance = _variance_at_mean(q, linear_map, m, has_column)
+        variance = _variance_at_mean(q, linear_map, m, loc, has_column)
     if v is not None:
         second = matrix.square() if q is None else matrix.square() + q.as_matrix(q.variance)
         variance = variance + linear_map(v, second[..., :-1] if has_column else second)
@@ -124,13 +124,13 @@ def _root(covariance: Tensor) -> Tensor:
 
 
 def _variance_at_mean(
-    q: WeightDistribution, linear_map: LinearMap, m: Tensor, has_column: bool
+    q: WeightDistribution, linear_map: LinearMap, m: Tensor, loc: Tensor, has_column: bool
 ) -> Tensor:
     if has_column and q.takes_bias_column:
         linear_map = BiasColumnMap(linear_map)
     elif has_column:
         linear_map, m = linear_map.join_bias(m)
-    return q.image_variance(linear_map, m)
+    return q.image_variance(linear_map, m, loc)
 
 
 def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, has_column: bool) -> Tensor:
