@@ -3,6 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
+from pyro_structvi import moments
 from pyro_structvi.guides import (
     EnsembleGuide,
     InducingWeightGuide,
@@ -27,6 +28,7 @@ from pyro_structvi.nn import (
     Classifier,
     FanIn,
     HierarchicalScale,
+    LastLayer,
     PoissonRegressor,
     RankOne,
     Regressor,
@@ -52,6 +54,7 @@ __all__ = [
     "Classifier",
     "FanIn",
     "HierarchicalScale",
+    "LastLayer",
     "PoissonRegressor",
     "RankOne",
     "Regressor",
@@ -75,6 +78,7 @@ __all__ = [
     "TensorBoard",
     "fit",
     # using the posterior
+    "moments",
     "predict",
     "pruning",
     "subnetwork",

@@ -20,7 +20,7 @@ from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.terms import ELBOTerms, average, terms_of
 from pyro_structvi.lazy.messenger import DelayDraws
 
-Estimator = Literal["draws", "moments"]
+Estimator = Literal["draws", "moments", "bound"]
 
 
 class SampledKLWarning(UserWarning):
@@ -48,9 +48,10 @@ class StructuredELBO(ELBO):
             and model: faster for small nets, and as many times the memory. Not for layers that update
             running statistics. Pyro's validation then looks at shapes only, not at values.
         estimator: "draws" for an unbiased estimate by draws of weights or outputs; "moments" for one
-            without noise, by the moments of the net's output (:func:`~pyro_structvi.moments.net_moments`
-            says what it leaves out) and quadrature over the likelihood. It is exact where only the last
-            layer is random.
+            without noise, by the moments of the net's output (:class:`~pyro_structvi.moments.NetMoments`
+            says what they leave out) and quadrature over the likelihood, exact to quadrature where only
+            the last layer is random; "bound" for the same with Jensen's bound of the softmax, so that a
+            classifier whose last layer alone is random has a true lower bound, in closed form.
 
     Raises:
         ValueError: If ``kl_weight`` is negative or not finite, or ``num_particles`` is below 1.
@@ -75,10 +76,10 @@ class StructuredELBO(ELBO):
         estimator: Estimator = "draws",
     ) -> None:
         super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
-        if estimator == "moments" and num_particles > 1:
+        if estimator != "draws" and num_particles > 1:
             raise ValueError(
-                f'`num_particles` must be 1 with `estimator="moments"`, which draws nothing, but got '
-                f"{num_particles}. Leave it out."
+                f'`num_particles` must be 1 with `estimator="{estimator}"`, which draws nothing, but '
+                f"got {num_particles}. Leave it out."
             )
         self.estimator: Estimator = estimator
         self.kl_weight = kl_weight
@@ -122,8 +123,9 @@ class StructuredELBO(ELBO):
         Raises:
             ValueError: If a latent site of the model is missing in the guide.
         """
-        if self.estimator == "moments":
-            return self._warned_of(expected_terms(model, guide, args, kwargs))
+        if self.estimator != "draws":
+            bounds = self.estimator == "bound"
+            return self._warned_of(expected_terms(model, guide, args, kwargs, bounds))
 
         def run(program: Callable[..., Any]) -> ELBOTerms:
             traces = self._get_trace(model, program, args, kwargs)

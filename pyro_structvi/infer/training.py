@@ -123,8 +123,8 @@ def fit(
         kl_weight: Weight of the KL, a number or a schedule, such as ``LinearAnnealing(1000)``.
         num_particles: Draws averaged in each step.
         vectorize_particles: Whether one pass runs them all; see :class:`StructuredELBO`.
-        estimator: "draws", or "moments" for a bound without noise, as
-            :class:`~pyro_structvi.StructuredELBO` says.
+        estimator: "draws", or "moments" or "bound" for a bound without noise; see
+            :class:`StructuredELBO`.
         optimizer: Called with ``(parameters, lr=lr)``, without ``lr`` where that is None;
             :class:`StructuredAdam` of the guide when None.
         compiled: Whether steps run without Python, as those of :class:`CompiledSVI`. "auto" traces them

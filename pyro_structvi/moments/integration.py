@@ -17,6 +17,7 @@ from pyro_structvi.nn.likelihoods.likelihood import Likelihood
 
 NODES = {1: 32, 2: 16}  # along each variable, by how many variables there are
 POINTS = 256  # for more variables than that
+LARGEST_JOINT = 128  # outputs whose covariance is formed
 
 
 class AtNodes(NamedTuple):
@@ -71,6 +72,13 @@ def likelihood_at_nodes(
     return AtNodes(seen.likelihood, seen.scale, weights, seen.y, seen.site)
 
 
+def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNodes:
+    """Return a model's likelihood at a known output ``(batch, ...)``, as one node."""
+    with site_values(model), _Observation() as seen:
+        model.observe(output, 0, y)
+    return AtNodes(seen.likelihood, seen.scale, output.new_ones(1), seen.y, seen.site)
+
+
 def _nodes(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return nodes ``(count, size)`` and their weights ``(count,)``."""
     if size not in NODES:
@@ -84,16 +92,31 @@ def _nodes(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
 def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
     """Return outputs ``(count, batch, ...)`` at nodes ``(count, variables)``."""
     lead = [1 for _ in range(output.dim() - 1)]
+    scale, covariance = floored_sqrt(output.variance), _covariance_of(output, terms)
+    if terms == "elements":
+        return output.loc + scale * nodes.reshape(-1, *(1 for _ in output.shape))
     if terms == "last dimension":
-        if output.covariance is not None:
-            root = _root(output.covariance)
-            return output.loc + torch.einsum("kj,bij->kbi", nodes, root)
-        return output.loc + floored_sqrt(output.variance) * nodes.reshape(len(nodes), *lead, -1)
-    size = output.shape[-1] if output.dim() > 1 else 1
-    parts = nodes.shape[-1]
-    spread = nodes.repeat_interleave(size // parts, -1) if parts > 1 else nodes
-    shape = (len(nodes), *lead, spread.shape[-1]) if output.dim() > 1 else (len(nodes), 1)
-    return output.loc + floored_sqrt(output.variance) * spread.reshape(shape)
+        if covariance is None:
+            return output.loc + scale * nodes.reshape(len(nodes), *lead, -1)
+        return output.loc + torch.einsum("kj,bij->kbi", nodes, _root(covariance))
+    first, second = (column.reshape(-1, *lead, 1) for column in nodes.unbind(-1))
+    if covariance is not None:
+        size = output.shape[-1] // 2
+        own, partner = scale.chunk(2, -1)
+        between = covariance.diagonal(size, -2, -1) / (own * partner)
+        between = between.clamp(-1, 1)
+        second = between * first + floored_sqrt(1 - between.square()) * second
+    steps = [part.expand(-1, *output.shape[:-1], output.shape[-1] // 2) for part in (first, second)]
+    return output.loc + scale * torch.cat(steps, -1)
+
+
+def _covariance_of(output: RandomTensor, terms: str) -> Tensor | None:
+    """Return the covariance between outputs where terms depend on several, if it is known and small."""
+    if output.covariance is not None or terms == "elements":
+        return output.covariance
+    if output.form_covariance is None or output.shape[-1] > LARGEST_JOINT:
+        return None
+    return output.form_covariance()
 
 
 def _root(covariance: Tensor) -> Tensor:

@@ -41,10 +41,14 @@ def linear_moments(application: Application) -> RandomTensor:
     matrix = application.matrix_of(weight) if q is None else q.as_matrix(q.loc)
     bias_mean, bias_variance = moments(None if has_column else bias)
     loc = (BiasColumnMap(linear_map) if has_column else linear_map)(m, matrix, bias_mean)
-    if settings.full_covariance and linear_map.is_dense and loc.dim() == 2:
+
+    def form_covariance() -> Tensor:
         covariance = _covariance(x, q, matrix, has_column)
-        if bias_variance is not None:
-            covariance = covariance + _covariance_of(bias)
+        return covariance if bias_variance is None else covariance + _covariance_of(bias)
+
+    has_covariance = linear_map.is_dense and loc.dim() == 2
+    if settings.full_covariance and has_covariance:
+        covariance = form_covariance()
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         return RandomTensor(loc, variance, settings, covariance)
     variance = torch.zeros_like(loc)
@@ -55,7 +59,9 @@ def linear_moments(application: Application) -> RandomTensor:
         variance = variance + linear_map(v, second[..., :-1] if has_column else second)
     if bias_variance is not None:
         variance = variance + meet_channels(linear_map, bias_variance)
-    return RandomTensor(loc, variance.expand(loc.shape), settings)
+    found = RandomTensor(loc, variance.expand(loc.shape), settings)
+    found.form_covariance = form_covariance if has_covariance else None
+    return found
 
 
 def lookup_moments(lookup: Lookup) -> RandomTensor:

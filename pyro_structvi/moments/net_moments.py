@@ -71,7 +71,7 @@ class NetMoments(nn.Module):
         self.settings = Settings(covariance == "full", linearize)
 
     def forward(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Return the output's mean ``(batch, ...)``, and its variance or covariance ``(batch, E, E)``."""
+        """Return the output's mean ``(batch, ...)`` and variance, or covariance ``(batch, E, E)``."""
         values = random_values(posteriors_of(self.guide.joint_posterior()), self.settings)
         output = output_moments(self.model, values, x, self.settings)
         return output.loc, output.variance if output.covariance is None else output.covariance

@@ -37,6 +37,10 @@ class RandomTensor(Tensor):
         covariance: None, or the covariance between the elements of the last dimension, ``(*shape,
             size)`` for a tensor ``(*batch, size)``.
 
+    Attributes:
+        form_covariance: For outputs of a dense map, what forms the covariance between them from the
+            variances of the map's inputs, where it is not kept.
+
     Example:
         >>> x = RandomTensor(torch.zeros(2), torch.ones(2), Settings())
         >>> y = 3 * x + 1
@@ -48,6 +52,7 @@ class RandomTensor(Tensor):
     _variance: Tensor
     settings: Settings
     covariance: Tensor | None
+    form_covariance: Callable[[], Tensor] | None = None
     _answer: ClassVar[Answer]
 
     def __new__(

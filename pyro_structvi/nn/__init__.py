@@ -1,6 +1,7 @@
 """Nets with priors, and likelihoods around them."""
 
 from pyro_structvi.nn.conversion import PointEstimateWarning, bayesianize
+from pyro_structvi.nn.last_layer import LastLayer
 from pyro_structvi.nn.layers.rank_one import (
     RankOne,
     RankOneConv1d,
@@ -29,6 +30,7 @@ __all__ = [
     "Classifier",
     "FanIn",
     "HierarchicalScale",
+    "LastLayer",
     "PointEstimateWarning",
     "PoissonRegressor",
     "RankOne",

@@ -29,7 +29,7 @@ from pyro_structvi.posterior.runs import evaluation_mode
 
 Batch = tuple[tuple[Any, ...], Tensor | None]
 
-LARGEST = 2**14  # outputs whose nodes are held at once
+LARGEST = 2**15  # outputs whose nodes are held at once
 
 
 class MomentsWarning(UserWarning):
@@ -47,7 +47,13 @@ class _Member(NamedTuple):
 
 
 def predict_in_one_pass(
-    model: Any, guide: Any, x: Any, y: Tensor | None, batch_size: int | None, settings: Settings
+    model: Any,
+    guide: Any,
+    x: Any,
+    y: Tensor | None,
+    batch_size: int | None,
+    settings: Settings,
+    differentiable: bool,
 ) -> Prediction:
     """Return the predictions of a model by the moments of its net's output.
 
@@ -58,6 +64,7 @@ def predict_in_one_pass(
         y: Observations, or None.
         batch_size: How many inputs to run at once; None for all.
         settings: How moments are propagated.
+        differentiable: Whether to keep gradients.
 
     Raises:
         TypeError: If model or guide is something else.
@@ -69,7 +76,7 @@ def predict_in_one_pass(
         raise TypeError(
             f'`x` must be the one input of the net with `method="moments"`, but got {len(args)}.'
         )
-    with evaluation_mode(model):
+    with evaluation_mode(model, differentiable):
         joint = guide.joint_posterior(*args)
         _warn_of_shared(guide)
         batches = as_batches(args, y, batch_size)
@@ -122,7 +129,10 @@ def _cuts(output: RandomTensor) -> list[slice]:
 
 def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
     covariance = None if output.covariance is None else output.covariance[cut]
-    return RandomTensor(output.loc[cut], output.variance[cut], output.settings, covariance)
+    part = RandomTensor(output.loc[cut], output.variance[cut], output.settings, covariance)
+    form = output.form_covariance
+    part.form_covariance = None if form is None else lambda: form()[cut]
+    return part
 
 
 def _read(likelihood: Any, weights: Tensor, y: Tensor | None) -> _Member:

@@ -44,6 +44,7 @@ def predict(
     method: Literal["draws", "moments"] = "draws",
     covariance: Literal["diagonal", "full"] = "diagonal",
     linearize: bool = False,
+    differentiable: bool = False,
 ) -> Prediction:
     """Predict with draws of a posterior, or in one pass by the moments of its functions.
 
@@ -75,6 +76,7 @@ def predict(
             function values; the page "One pass" of the documentation says how good.
         covariance: With moments, "full" to keep the covariance between the units of dense layers, in
             place of their variances.
+        differentiable: Whether the prediction can be differentiated, by ``x`` and by the parameters.
         linearize: With moments, whether a function without a rule is replaced by its tangent at the
             mean, in place of an error.
 
@@ -100,14 +102,14 @@ def predict(
     if method == "moments":
         _refuse_of_draws(num_samples=num_samples, stream=stream or None, site=site)
         settings = Settings(covariance == "full", linearize)
-        return predict_in_one_pass(model, posterior, x, y, batch_size, settings)
+        return predict_in_one_pass(model, posterior, x, y, batch_size, settings, differentiable)
     args = as_arguments(x)
     batches = as_batches(args, y, batch_size)
     total = count_draws(posterior, num_samples)
     reader = _Reader(len(batches), keeps=not stream)
     averages = [_Averages(reader) for _ in batches]
     kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
-    with ONE_THREAD, evaluation_mode(model), _bar(total, progress) as bar:
+    with ONE_THREAD, evaluation_mode(model, differentiable), _bar(total, progress) as bar:
         passes = Passes(model, posterior, batches, site, reader, max_memory)
         for done in passes.run(total):
             averages[done.batch].add(done.outputs)

@@ -219,13 +219,13 @@ def _modules_of(model: Any) -> list[nn.Module]:
 
 
 @contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """Switch dropout off and freeze running statistics, without gradients; put back after."""
+def evaluation_mode(model: Any, differentiable: bool = False) -> Iterator[None]:
+    """Switch dropout off and freeze running statistics, gradients off unless asked; put back after."""
     training = [module for module in _modules_of(model) if module.training]
     try:
         for module in training:
             module.training = False
-        with torch.no_grad():
+        with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
             yield
     finally:
         for module in training:

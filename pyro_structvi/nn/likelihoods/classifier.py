@@ -29,6 +29,20 @@ class Classifier(Likelihood):
         torch.Size([5, 3])
     """
 
+    def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        r"""Return Jensen's bound, :math:`m_y - \log \sum_c \exp(m_c + v_c / 2)`, ``(batch,)``.
+
+        Args:
+            mean: Means m of normal logits, ``(batch, classes)``.
+            variance: Their variances v.
+            y: Classes ``(batch,)``.
+
+        References:
+            Harrison, Willes and Snoek (2024), "Variational Bayesian last layers", Sec. 3.2.
+        """
+        chosen = mean.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        return chosen - (mean + 0.5 * variance).logsumexp(-1)
+
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe the classes.
 

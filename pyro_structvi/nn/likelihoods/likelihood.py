@@ -81,6 +81,22 @@ class Likelihood(PyroModule):
         """
         return "last dimension"
 
+    def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """Return a lower bound of each example's expected log likelihood, in closed form.
+
+        Args:
+            mean: Means of normal outputs, ``(batch, ...)``.
+            variance: Their variances.
+            y: Observations.
+
+        Raises:
+            NotImplementedError: If this likelihood has none.
+        """
+        raise NotImplementedError(
+            f'A {type(self).__name__} has no lower bound in closed form. Pass `estimator="moments"`, '
+            "which takes expectations by quadrature."
+        )
+
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe what a net's output says of the observations; a subclass defines it.
 
