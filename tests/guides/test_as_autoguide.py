@@ -265,7 +265,7 @@ def test_pyros_compiled_objective_has_the_eager_gradients(posterior):
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["mean field", "inducing weights", "ensemble"])
+@pytest.mark.parametrize("name", ["inducing weights", "ensemble"])
 def test_a_guide_trains_under_pyros_compiled_mean_field_objective(name):
     model, data = make_model(), regression_data()
     losses = train(model, GUIDES[name](model), JitTraceMeanField_ELBO(), data)
@@ -379,7 +379,7 @@ def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
             pyro.sample("obs", dist.Normal(shift, 0.5), obs=y)
 
     data = torch.arange(SIZE) / 4.0, torch.arange(SIZE)
-    options = {"num_steps": 300, "batch_size": 4, "lr": 0.05, "progress": False}
+    options = {"num_steps": 150, "batch_size": 4, "lr": 0.1, "progress": False}
     with pytest.raises(ValueError, match=r"'shift'.*give the guide `create_plates`"):
         ps.fit(model, ps.MeanFieldGuide(model), data, **options)
     guide = ps.MeanFieldGuide(model, create_plates=plate_of)

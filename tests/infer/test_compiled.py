@@ -17,7 +17,13 @@ from pyro_structvi.infer.steps import replayed
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.traced import Traced
 from tests.guide_cases import GUIDES, POINTS
-from tests.models import HandWritten, make_classifier, make_regressor, regression_data
+from tests.models import (
+    HandWritten,
+    make_classifier,
+    make_linear_regressor,
+    make_regressor,
+    regression_data,
+)
 
 STEPS = 7
 RATE_RTOL = 1e-6  # a graph has learning rates in single precision
@@ -82,7 +88,7 @@ def test_losses_and_parameters_are_those_of_svi(name):
     assert len(set(losses)) == STEPS
 
 
-def make_k_tied(model_of=make_regressor, **options):
+def make_k_tied(model_of=make_linear_regressor, **options):
     model = model_of()
     return model, ps.KTiedGuide(model, **options)
 
@@ -706,7 +712,7 @@ def test_a_captured_update_is_left_out_where_a_gradient_is_not_finite(make_guide
 
     def steps(bad_at):
         pyro.set_rng_seed(0)
-        model = make_regressor()
+        model = make_linear_regressor()
         guide = make_guide(model)
         guide.initialize(x, y)
         optimizer = ps.StructuredAdam(guide, guide.parameters())

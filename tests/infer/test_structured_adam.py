@@ -222,7 +222,7 @@ def test_it_finds_the_posterior_of_a_conjugate_model():
     guide = ps.StructuredGuide(model, {"w": FullCovariance()})
     guide.initialize()
     optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=0.1)
-    steps, objective = 600, ps.StructuredELBO(num_particles=32, vectorize_particles=True)
+    steps, objective = 200, ps.StructuredELBO(num_particles=32, vectorize_particles=True)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, CosineDecay(steps))
     for _ in range(steps):
         optimizer.zero_grad()
