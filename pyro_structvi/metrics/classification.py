@@ -245,9 +245,8 @@ def classwise_calibration_error(probabilities: Tensor, y: Tensor, num_bins: Coun
 def binned_error(confidence: Tensor, right: Tensor, num_bins: int) -> float:
     """Return the calibration error of confidences with outcomes 0 and 1, in bins of equal width."""
     inner_edges = torch.arange(1, num_bins, device=confidence.device).to(confidence) / num_bins
-    place = torch.bucketize(
-        confidence.contiguous(), inner_edges, right=True
-    )  # 1 is in the last bin
+    # A number on an edge is in the bin above it, and 1 in the last one.
+    place = torch.bucketize(confidence.contiguous(), inner_edges, right=True)
     gaps = right - confidence
     return float(gaps.new_zeros(num_bins).index_add(0, place, gaps).abs().sum() / len(gaps))
 
