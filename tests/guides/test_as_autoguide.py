@@ -330,11 +330,11 @@ def test_the_terms_of_a_batch_are_those_of_its_rows():
 
 
 def make_eager(model, guide):
-    return SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), ps.StructuredELBO())
+    return SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO())
 
 
 def make_compiled(model, guide):
-    optim = pyro.optim.Adam({"lr": 0.05})
+    optim = pyro.optim.Adam({"lr": 0.1})
     return ps.CompiledSVI(model, guide, optim, ps.StructuredELBO(), backend=None)
 
 
@@ -367,7 +367,7 @@ def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(make_svi):
     y = torch.arange(SIZE) / 4.0
     guide = ps.MeanFieldGuide(model)
     svi = make_svi(model, guide)
-    for _ in range(400):
+    for _ in range(150):
         svi.step(y)
     assert (guide.median()["shift"] - y * 16 / 17).abs().max() < 0.5
 
