@@ -150,8 +150,9 @@ def test_the_weight_of_the_kl_follows_its_schedule():
     def loss():
         return ps.StructuredELBO(kl_weight=ps.LinearAnnealing(5))
 
-    annealed = assert_same(make_k_tied, regression_data(), loss=loss)
-    full, *_ = train(make_k_tied, regression_data(), compiled=True)
+    data = regression_data()
+    annealed = assert_same(make_k_tied, data, loss=loss)
+    full, *_ = train(make_k_tied, data, compiled=True)
     assert annealed[0] < full[0]
     assert annealed[-1] != full[-1]
 
