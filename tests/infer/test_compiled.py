@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CompileFallbackWarning
@@ -845,6 +846,19 @@ def test_an_optimizer_that_cannot_be_captured_is_refused(as_on_a_gpu):
     options = {"optim": lambda: pyro.optim.RMSprop({"lr": 0.01}), "check_finite": False}
     with pytest.raises(RuntimeError, match="RMSprop cannot be captured in a CUDA graph"):
         train(make_k_tied, regression_data(), True, **options)
+
+
+def test_one_mode_keeps_the_shapes_of_a_record(monkeypatch):
+    """A mode for each value, torch's way where no trace is announced, takes as long as the rest."""
+    made, original = [], FakeTensorMode.__init__
+
+    def counted(self, **options):
+        made.append(self)
+        original(self, **options)
+
+    monkeypatch.setattr(FakeTensorMode, "__init__", counted)
+    Traced(lambda x: (x.exp() + x.sin(),), [torch.randn(3)])
+    assert len(made) == 1
 
 
 def test_draws_on_the_host_are_refused_in_a_graph():
