@@ -20,7 +20,7 @@ demo: $(INSTALLED) ## posteriors beside NUTS, and handwritten digits; ALL=1 for 
 	$(BIN)/python examples/demo.py $(if $(SMOKE),--smoke) $(if $(ALL),--all)
 
 test: $(INSTALLED) ## the fast tests; PYTEST="--slow-sample" adds a sample of the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal $(PYTEST)
 
 test-all: ## every test
 	$(MAKE) test PYTEST="--slow"

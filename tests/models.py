@@ -20,6 +20,11 @@ def make_regressor(size=12, prior=1.0, noise_scale=0.3):
     return ps.Regressor(ps.bayesianize(net, prior=prior), size, noise_scale)
 
 
+def make_linear_regressor(size=12):
+    """Return a model of one layer: the quickest to trace, where a test is not about the net."""
+    return ps.Regressor(ps.bayesianize(nn.Linear(3, 1), prior=1.0), size, 0.3)
+
+
 def make_classifier(size=12):
     net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4))
     return ps.Classifier(ps.bayesianize(net, prior=1.0), size)

@@ -37,6 +37,10 @@ ANNOUNCED = re.compile(r"(?P<name>\w+(?:Error|Warning)): (?P<message>.+)")
 # Pages that train for some seconds; a sample of them runs in CI.
 SLOW = {
     "docs/is_it_any_good.md",
+    "docs/losing_nothing.md",
+    "docs/training.md",
+    "docs/which_weights.md",
+    "docs/write_your_own_family.md",
     "docs/reference_posteriors.md",
     "docs/priors_and_models.md",
     "docs/real_nets.md",

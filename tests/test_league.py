@@ -79,7 +79,7 @@ def test_exact_draws_are_those_of_the_conjugate_posterior():
 def test_draws_of_the_prior_have_its_moments():
     torch.manual_seed(0)
     problem = league_problems.linear_regression()
-    draws = league.prior_draws(problem, 3000)
+    draws = league.prior_draws(problem, 1000)
     assert set(draws) == {"net.weight", "net.bias"}
     assert_moments(draws["net.weight"].flatten(1).double(), torch.zeros(8), torch.eye(8))
 

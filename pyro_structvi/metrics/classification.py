@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torchmetrics.functional.classification import binary_calibration_error
 
 from pyro_structvi._checks import Count, checked
 from pyro_structvi.metrics.inputs import checked_classes, checked_probabilities
@@ -245,9 +244,11 @@ def classwise_calibration_error(probabilities: Tensor, y: Tensor, num_bins: Coun
 
 def binned_error(confidence: Tensor, right: Tensor, num_bins: int) -> float:
     """Return the calibration error of confidences with outcomes 0 and 1, in bins of equal width."""
-    # torchmetrics has a bin of its own for 1, which belongs to the last one.
-    below_one = confidence.clamp(max=1 - torch.finfo(torch.double).eps / 2)
-    return float(binary_calibration_error(below_one, right.long(), n_bins=num_bins))
+    inner_edges = torch.arange(1, num_bins, device=confidence.device).to(confidence) / num_bins
+    # A number on an edge is in the bin above it, and 1 in the last one.
+    place = torch.bucketize(confidence.contiguous(), inner_edges, right=True)
+    gaps = right - confidence
+    return float(gaps.new_zeros(num_bins).index_add(0, place, gaps).abs().sum() / len(gaps))
 
 
 def _checked(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

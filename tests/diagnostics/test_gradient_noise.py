@@ -63,12 +63,11 @@ def assert_snr_of_normals(found, expected, count):
     assert low < found < high
 
 
-@pytest.mark.parametrize("local_reparam", [True, False])
-@pytest.mark.parametrize("kl_weight", [1.0, 0.25])
+@pytest.mark.parametrize(("kl_weight", "local_reparam"), [(0.25, True), (1.0, False)])
 def test_one_weight_in_closed_form(kl_weight, local_reparam):
     """Exact for ``loc``, whose gradient is normal; for ``log_scale`` to first order in 1 / draws."""
     model, guide, data = one_weight(local_reparam)
-    count, objective = 300, ps.StructuredELBO(kl_weight)
+    count, objective = 200, ps.StructuredELBO(kl_weight)
     noise = gradient_snr(model, guide, *data, num_samples=count, objective=objective)
     of_loc, of_scale = closed_form(*data, kl_weight, local_reparam)
     assert_snr_of_normals(noise[KEYS[0]].snr, of_loc[0] ** 2 / of_loc[1], count)

@@ -278,7 +278,7 @@ def test_yesterdays_posterior_is_todays_prior():
     model, posterior = model_with(after_half), in_two
     guide = ps.FullCovarianceGuide(model, init_loc_fn=lambda site: posterior.loc, init_scale=0.1)
     guide.initialize(x[20:], y[20:])
-    ps.fit(model, guide, (x[20:], y[20:]), num_steps=300, lr=0.01, progress=False)
+    ps.fit(model, guide, (x[20:], y[20:]), num_steps=120, lr=0.03, progress=False)
     assert kl_divergence(guide["weight"](), at_once) < 0.05
 
 

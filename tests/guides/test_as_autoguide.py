@@ -265,7 +265,7 @@ def test_pyros_compiled_objective_has_the_eager_gradients(posterior):
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["mean field", "inducing weights", "ensemble"])
+@pytest.mark.parametrize("name", ["inducing weights", "ensemble"])
 def test_a_guide_trains_under_pyros_compiled_mean_field_objective(name):
     model, data = make_model(), regression_data()
     losses = train(model, GUIDES[name](model), JitTraceMeanField_ELBO(), data)
@@ -330,11 +330,11 @@ def test_the_terms_of_a_batch_are_those_of_its_rows():
 
 
 def make_eager(model, guide):
-    return SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), ps.StructuredELBO())
+    return SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO())
 
 
 def make_compiled(model, guide):
-    optim = pyro.optim.Adam({"lr": 0.05})
+    optim = pyro.optim.Adam({"lr": 0.1})
     return ps.CompiledSVI(model, guide, optim, ps.StructuredELBO(), backend=None)
 
 
@@ -367,7 +367,7 @@ def test_the_guide_draws_the_batch_of_a_plate_that_draws_its_own(make_svi):
     y = torch.arange(SIZE) / 4.0
     guide = ps.MeanFieldGuide(model)
     svi = make_svi(model, guide)
-    for _ in range(400):
+    for _ in range(150):
         svi.step(y)
     assert (guide.median()["shift"] - y * 16 / 17).abs().max() < 0.5
 
@@ -379,7 +379,7 @@ def test_fit_takes_batches_of_latents_whose_plate_the_guide_creates():
             pyro.sample("obs", dist.Normal(shift, 0.5), obs=y)
 
     data = torch.arange(SIZE) / 4.0, torch.arange(SIZE)
-    options = {"num_steps": 300, "batch_size": 4, "lr": 0.05, "progress": False}
+    options = {"num_steps": 150, "batch_size": 4, "lr": 0.1, "progress": False}
     with pytest.raises(ValueError, match=r"'shift'.*give the guide `create_plates`"):
         ps.fit(model, ps.MeanFieldGuide(model), data, **options)
     guide = ps.MeanFieldGuide(model, create_plates=plate_of)

@@ -145,10 +145,10 @@ def test_the_objective_at_the_posterior_is_the_evidence_on_average(model, regres
         posterior.lower.copy_((tril / diagonal.unsqueeze(-1))[list(rows), list(columns)])
     torch.testing.assert_close(posterior().covariance_matrix, regression.covariance)
     elbo = ps.StructuredELBO()
-    draws = -torch.tensor([elbo.loss(model, guide, regression.x, regression.y) for _ in range(400)])
+    draws = -torch.tensor([elbo.loss(model, guide, regression.x, regression.y) for _ in range(150)])
     error = draws.std() / len(draws) ** 0.5
     assert (draws.mean() - regression.log_evidence).abs() < 4.9 * error  # false alarm 1e-6
-    assert error < 0.5
+    assert error < 0.8
 
 
 @pytest.mark.slow
@@ -231,8 +231,8 @@ def test_a_site_in_a_plate_gets_the_default():
 @pytest.mark.parametrize("elbo", [ps.StructuredELBO, Trace_ELBO, TraceMeanField_ELBO])
 def test_every_elbo_trains_it(elbo, model, regression):
     guide = ps.FullCovarianceGuide(model, init_scale=0.1)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo())
-    losses = torch.tensor([svi.step(regression.x, regression.y) for _ in range(200)])
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), elbo())
+    losses = torch.tensor([svi.step(regression.x, regression.y) for _ in range(60)])
     assert losses[-20:].mean() < losses[:20].mean()
     assert ps.predict(model, guide, regression.x).mean.shape == (NUM_DATA, 1)
 
@@ -321,8 +321,8 @@ CONVOLUTION_MODELS = {
 def test_a_net_with_convolutions_trains(make):
     model, data = make()
     guide = ps.FullCovarianceGuide(model)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-2}), ps.StructuredELBO())
-    losses = torch.tensor([svi.step(*data) for _ in range(150)])
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 3e-2}), ps.StructuredELBO())
+    losses = torch.tensor([svi.step(*data) for _ in range(60)])
     assert losses[-20:].mean() < losses[:20].mean() - losses[-20:].std()
     for name in guide.site_names:
         assert (guide[name].lower != 0).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CompileFallbackWarning
@@ -17,7 +18,13 @@ from pyro_structvi.infer.steps import replayed
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.traced import Traced
 from tests.guide_cases import GUIDES, POINTS
-from tests.models import HandWritten, make_classifier, make_regressor, regression_data
+from tests.models import (
+    HandWritten,
+    make_classifier,
+    make_linear_regressor,
+    make_regressor,
+    regression_data,
+)
 
 STEPS = 7
 RATE_RTOL = 1e-6  # a graph has learning rates in single precision
@@ -82,7 +89,7 @@ def test_losses_and_parameters_are_those_of_svi(name):
     assert len(set(losses)) == STEPS
 
 
-def make_k_tied(model_of=make_regressor, **options):
+def make_k_tied(model_of=make_linear_regressor, **options):
     model = model_of()
     return model, ps.KTiedGuide(model, **options)
 
@@ -144,8 +151,9 @@ def test_the_weight_of_the_kl_follows_its_schedule():
     def loss():
         return ps.StructuredELBO(kl_weight=ps.LinearAnnealing(5))
 
-    annealed = assert_same(make_k_tied, regression_data(), loss=loss)
-    full, *_ = train(make_k_tied, regression_data(), compiled=True)
+    data = regression_data()
+    annealed = assert_same(make_k_tied, data, loss=loss)
+    full, *_ = train(make_k_tied, data, compiled=True)
     assert annealed[0] < full[0]
     assert annealed[-1] != full[-1]
 
@@ -706,7 +714,7 @@ def test_a_captured_update_is_left_out_where_a_gradient_is_not_finite(make_guide
 
     def steps(bad_at):
         pyro.set_rng_seed(0)
-        model = make_regressor()
+        model = make_linear_regressor()
         guide = make_guide(model)
         guide.initialize(x, y)
         optimizer = ps.StructuredAdam(guide, guide.parameters())
@@ -838,6 +846,19 @@ def test_an_optimizer_that_cannot_be_captured_is_refused(as_on_a_gpu):
     options = {"optim": lambda: pyro.optim.RMSprop({"lr": 0.01}), "check_finite": False}
     with pytest.raises(RuntimeError, match="RMSprop cannot be captured in a CUDA graph"):
         train(make_k_tied, regression_data(), True, **options)
+
+
+def test_one_mode_keeps_the_shapes_of_a_record(monkeypatch):
+    """A mode for each value, torch's way where no trace is announced, takes as long as the rest."""
+    made, original = [], FakeTensorMode.__init__
+
+    def counted(self, **options):
+        made.append(self)
+        original(self, **options)
+
+    monkeypatch.setattr(FakeTensorMode, "__init__", counted)
+    Traced(lambda x: (x.exp() + x.sin(),), [torch.randn(3)])
+    assert len(made) == 1
 
 
 def test_draws_on_the_host_are_refused_in_a_graph():

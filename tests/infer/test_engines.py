@@ -21,7 +21,7 @@ from pyro_structvi.linalg import blocks
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.test_training import make, snapshot, unchanged
 from tests.infer.two_ranks import assert_close, make_fit, on_two_ranks
-from tests.models import make_regressor, regression_data
+from tests.models import make_linear_regressor, make_regressor, regression_data
 
 FOREVER = 10**9
 
@@ -46,12 +46,12 @@ def ways(history):
 # ---- the same step --------------------------------------------------------------------------------
 
 
-def by_engines(make_guide, dtype=torch.float64, **options):
+def by_engines(make_guide, dtype=torch.float64, make_model=make_linear_regressor, **options):
     """Fit with eager steps and with those that fit chooses; return histories and states."""
     found = []
     for compiled in (False, "auto"):
         pyro.set_rng_seed(0)
-        model = make_regressor(20).to(dtype)
+        model = make_model(20).to(dtype)
         guide = make_guide(model)
         data = tuple(value.to(dtype) for value in regression_data(20))
         history = ps.fit(
@@ -84,7 +84,7 @@ def test_a_fit_with_traced_steps_is_that_with_eager_ones_to_the_last_bit(
     """Large weights go by blocks."""
     monkeypatch.setattr(blocks, "BLOCK", 8)
     options = {"lr_schedule": CosineDecay(6, 0.1), "kl_weight": ps.LinearAnnealing(5)}
-    assert_same_bits(*by_engines((GUIDES | POINTS)[name], dtype, **options))
+    assert_same_bits(*by_engines((GUIDES | POINTS)[name], dtype, make_regressor, **options))
 
 
 def test_batches_of_two_sizes_are_traced_apart(traced_fit):
@@ -110,7 +110,8 @@ def test_a_run_that_goes_on_is_the_same_to_the_last_bit(traced_fit, tmp_path):
 
     def fit(num_steps, seed=0, **options):
         pyro.set_rng_seed(0)
-        model, guide, data = make(size=20)
+        model, data = make_linear_regressor(20), regression_data(20)
+        guide = ps.KTiedGuide(model)
         options |= {"lr": 0.1, "lr_schedule": None, "progress": False}
         pyro.set_rng_seed(seed)
         history = ps.fit(model, guide, data, num_steps=num_steps, **options)
@@ -126,7 +127,8 @@ def test_a_run_that_goes_on_is_the_same_to_the_last_bit(traced_fit, tmp_path):
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_step_of_every_kind_is_checked_before_its_update(number, traced_fit):
     """The second of two eager steps, a traced one, and the first that is replayed."""
-    model, guide, (x, y) = make()
+    model, (x, y) = make_linear_regressor(), regression_data()
+    guide = ps.KTiedGuide(model)
     guide.initialize(x, y)
     bad = y.clone()
     bad[0] = float("nan")
@@ -230,7 +232,7 @@ def test_what_cannot_be_replayed_stays_eager_and_the_history_says_why(layer, rea
 def test_a_setting_that_changes_between_steps_is_another_kind(traced_fit):
     """So does a number that a model closes over."""
     factor = 1.0
-    inner = make_regressor()
+    inner = make_linear_regressor()
 
     def model(x, y):
         return inner(x * factor, y)

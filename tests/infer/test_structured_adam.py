@@ -211,7 +211,7 @@ def test_groups_of_parameters_are_refused():
 
 
 def test_it_finds_the_posterior_of_a_conjugate_model():
-    """In closed form; with ten other seeds the divergence was 0.0055 nats at most."""
+    """In closed form; with ten seeds the divergence was 0.0061 nats at most."""
     x = torch.randn(40, 3) @ torch.tensor([[1.0, 0.9, 0.0], [0.0, 0.4, 0.0], [0.0, 0.0, 3.0]])
     y = x @ torch.tensor([1.0, -2.0, 0.5]) + 0.5 * torch.randn(40)
 
@@ -222,7 +222,7 @@ def test_it_finds_the_posterior_of_a_conjugate_model():
     guide = ps.StructuredGuide(model, {"w": FullCovariance()})
     guide.initialize()
     optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=0.1)
-    steps, objective = 600, ps.StructuredELBO(num_particles=32, vectorize_particles=True)
+    steps, objective = 300, ps.StructuredELBO(num_particles=32, vectorize_particles=True)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, CosineDecay(steps))
     for _ in range(steps):
         optimizer.zero_grad()

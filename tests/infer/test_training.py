@@ -43,9 +43,9 @@ class Pairs(TensorDataset):
 )
 def test_it_takes_data_in_every_form(wrap):
     model, guide, data = make()
-    history = ps.fit(model, guide, wrap(*data), num_steps=60, lr=0.05, progress=False)
-    assert len(history.elbo) == 60
-    assert sum(history.elbo[-10:]) > sum(history.elbo[:10])
+    history = ps.fit(model, guide, wrap(*data), num_steps=24, lr=0.1, progress=False)
+    assert len(history.elbo) == 24
+    assert sum(history.elbo[-8:]) > sum(history.elbo[:8])
 
 
 def test_epochs_count_mini_batches():
@@ -115,14 +115,14 @@ def test_any_torch_optimizer():
 def test_pyros_own_guides():
     model = make_regressor()
     guide = AutoNormal(model)
-    history = ps.fit(model, guide, regression_data(), num_steps=200, lr=0.02, progress=False)
+    history = ps.fit(model, guide, regression_data(), num_steps=60, lr=0.05, progress=False)
     assert sum(history.elbo[-20:]) > sum(history.elbo[:20])
 
 
 def test_functions_as_models():
     guide = ps.KTiedGuide(linear_function)
     data = (torch.randn(6, 3), torch.randn(6, 2))
-    history = ps.fit(linear_function, guide, data, num_steps=200, lr=0.02, progress=False)
+    history = ps.fit(linear_function, guide, data, num_steps=60, lr=0.05, progress=False)
     assert sum(history.elbo[-20:]) > sum(history.elbo[:20])
 
 

@@ -9,10 +9,10 @@ from scipy.linalg import hadamard
 from pyro_structvi.linalg.hadamard import walsh_hadamard_transform
 
 
-@pytest.mark.parametrize("size", [2**bits for bits in range(13)])
+@pytest.mark.parametrize("size", [1, 2, 8, 32, 64, 1024, 2048])
 def test_it_multiplies_by_the_matrix(size):
     x = torch.randn(3, size)
-    matrix = torch.tensor(hadamard(size), dtype=x.dtype) / math.sqrt(size)
+    matrix = torch.from_numpy(hadamard(size, float)) / math.sqrt(size)
     torch.testing.assert_close(walsh_hadamard_transform(x), x @ matrix)
 
 

@@ -21,7 +21,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 def predicted(count=500, classes=4):
     probabilities = (3 * torch.randn(count, classes)).softmax(-1)
-    return probabilities, torch.randint(classes, (count,))
+    return probabilities, probabilities.multinomial(1).squeeze(-1)  # so that bins have both signs
 
 
 def error_by_definition(confidence, right, num_bins):
@@ -88,6 +88,12 @@ def test_certainty_is_in_the_last_bin():
     y = torch.tensor([1, 0])
     # In one bin: the accuracy is 1/2, the confidence 0.975. In two they would give (1 + 0.05) / 2.
     assert expected_calibration_error(probabilities, y, 10) == pytest.approx(0.475, abs=1e-12)
+
+
+def test_a_number_between_two_bins_is_in_the_upper_one():
+    probabilities, y = torch.tensor([[0.5, 0.5], [0.7, 0.3]]), torch.tensor([1, 0])
+    # In one bin: the accuracy is 1/2, the confidence 0.6. In two they would give (0.5 + 0.3) / 2.
+    assert expected_calibration_error(probabilities, y, 2) == pytest.approx(0.1, abs=1e-12)
 
 
 @pytest.mark.parametrize("num_bins", [1, 7, 15, 500, 800])

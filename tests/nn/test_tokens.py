@@ -64,7 +64,7 @@ def test_it_trains_and_predicts_with_its_padding():
     model = make()
     guide = ps.KTiedGuide(model)
     x, y = data()
-    history = ps.fit(model, guide, (x, y), num_epochs=40, batch_size=3, progress=False)
+    history = ps.fit(model, guide, (x, y), num_epochs=15, batch_size=3, progress=False)
     assert history.elbo[-1] > history.elbo[0]
     prediction = ps.predict(model, guide, x, 4, y=y)
     assert prediction.mean.shape == (BATCH, LENGTH, CLASSES)

@@ -22,11 +22,17 @@ def draw(name, ax):
 
 
 @pytest.mark.parametrize("name", OF_ONE_AXES)
-def test_axes_are_used_and_returned(name):
-    first, second = Figure().subplots(1, 2)
+def test_axes_are_used_returned_and_keep_their_labels(name):
+    """In a part of a figure, too."""
+    part = Figure(layout="constrained").subfigures(1, 2)[1]
+    first, second = part.subplots(1, 2)
+    second.set_xlabel("horizontal")
+    second.set_ylabel("vertical")
     assert draw(name, second) is second
     assert second.has_data()
     assert not first.has_data()
+    assert (second.get_xlabel(), second.get_ylabel()) == ("horizontal", "vertical")
+    second.get_figure(root=True).draw_without_rendering()
 
 
 @pytest.mark.parametrize("name", OF_ONE_AXES)
@@ -37,23 +43,6 @@ def test_without_axes_there_is_a_figure_of_no_window_and_it_can_be_written(name,
     assert ax.get_xlabel()
     assert ax.get_ylabel()
     ax.figure.savefig(tmp_path / "figure.png", dpi=50)
-
-
-@pytest.mark.parametrize("name", OF_ONE_AXES)
-def test_labels_of_the_users_stay(name):
-    ax = Figure().subplots()
-    ax.set_xlabel("horizontal")
-    ax.set_ylabel("vertical")
-    draw(name, ax)
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("horizontal", "vertical")
-
-
-@pytest.mark.parametrize("name", OF_ONE_AXES)
-def test_axes_of_a_part_of_a_figure(name):
-    part = Figure(layout="constrained").subfigures(1, 2)[1]
-    ax = part.subplots()
-    assert draw(name, ax) is ax
-    ax.get_figure(root=True).draw_without_rendering()
 
 
 def test_axes_that_were_removed():

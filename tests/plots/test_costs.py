@@ -54,7 +54,7 @@ def test_wide_axes_are_logarithmic(rows, floor, scales):
     assert (ax.get_xscale(), ax.get_yscale()) == scales
 
 
-@pytest.mark.parametrize("spread", [0.2, 2.0])
+@pytest.mark.parametrize("spread", [0.2, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_names_do_not_cover_each_other_or_points(spread):
     ax = plot_distance_over_cost(many_rows(spread))
     ax.figure.draw_without_rendering()

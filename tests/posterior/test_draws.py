@@ -175,8 +175,8 @@ def test_only_data_make_the_latents_of_a_plate_local(model, site, make_guide):
     group, truth = torch.arange(60) % 3, torch.tensor([3.0, -2.0, 0.5])
     y = truth[group]
     guide = make_guide(model)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), Trace_ELBO())
-    for _ in range(200):
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.2}), Trace_ELBO())
+    for _ in range(100):
         svi.step(group, y)
     if make_guide is ps.MeanFieldGuide:
         assert guide.local_site_names == []

@@ -124,8 +124,8 @@ def test_inference_data_of_a_net_in_half_precision():
 def test_laplace_variances_add_up_many_batches():
     """Squares that are added one by one to a sum in bfloat16 are lost when it is 256 times as large."""
     net = nn.Linear(1, 1, bias=False).to(HALF)
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 600, 1.0)
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 400, 1.0)
     guide = ps.MAPGuide(model)
-    x = torch.ones(600, 1).to(HALF)
+    x = torch.ones(400, 1).to(HALF)
     variances = element_scores.laplace_variances(model, guide, x, batch_size=1)
-    assert 1 / variances["net.weight"].item() == pytest.approx(601, rel=0.15)
+    assert 1 / variances["net.weight"].item() == pytest.approx(401, rel=0.15)

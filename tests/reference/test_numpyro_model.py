@@ -69,7 +69,12 @@ def evaluate_pyro(model, x, y):
 def evaluate_numpyro(translated, x, y, values):
     with jax.enable_x64(True):
         arrays = {name: value.numpy() for name, value in values.items()}
-        return log_density(translated, (x.numpy(), y.numpy()), {}, arrays)[0].item()
+
+        def log_joint(x, y, arrays):
+            return log_density(translated, (x, y), {}, arrays)[0]
+
+        # As one function: JAX compiles it once, instead of each operation by itself.
+        return jax.jit(log_joint)(x.numpy(), y.numpy(), arrays).item()
 
 
 def assert_same_log_joint(model, x, y):
@@ -240,9 +245,13 @@ def test_activations_and_their_derivatives_are_torchs(activation):
     expected = activation(leaf * 1.0)
     (derivative,) = torch.autograd.grad(expected.sum(), leaf)
     net = JaxNet(activation, [])
+
+    def value_and_slopes(x):
+        values, vjp = jax.vjp(lambda x: net(x, {}), x)
+        return values, vjp(jax.numpy.ones_like(values))[0]
+
     with jax.enable_x64(True):
-        values, vjp = jax.vjp(lambda x: net(x, {}), grid.numpy())
-        (slopes,) = vjp(jax.numpy.ones_like(values))
+        values, slopes = jax.jit(value_and_slopes)(grid.numpy())
     np.testing.assert_allclose(values, expected.detach().numpy(), rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(slopes, derivative.numpy(), rtol=1e-10, atol=1e-13)
 

@@ -51,7 +51,7 @@ class Traced:
 
         # Aliases, since a tensor in two roles would be taken for one input in both.
         apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), _torch_steps.shapes_of_one_record():
             graph = make_fx(record)(*apart)
         self._random = [
             (str(node.target), _device_type(node))
