@@ -36,10 +36,9 @@ def table_of(title: str, ours: Sequence[Row], theirs: Sequence[Row]) -> str:
     ]
     counts = sorted({len(seeds_of(ours, name)) for name in names} - {0})
     seeds = " to ".join(dict.fromkeys(map(str, (counts[0], counts[-1]))))
+    corner = "ours (paper)" if theirs else ""
     plural = "" if counts[-1] == 1 else "s"
-    return (
-        f"### {title}\n\n{markdown(['ours (paper)', *quantities], body)}\n\n{seeds} seed{plural}."
-    )
+    return f"### {title}\n\n{markdown([corner, *quantities], body)}\n\n{seeds} seed{plural}."
 
 
 def seeds_of(rows: Sequence[Row], name: str) -> set[str]:

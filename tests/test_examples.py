@@ -29,6 +29,7 @@ SCRIPTS = {
         *("--method", "reference, again", "--method", "k-tied, k = 1", "--method", "MC dropout"),
         *("--output", "{folder}/league.csv", "--figure", "{folder}/league.svg"),
     ],
+    "benchmarks/moments.py": ["--smoke", "--output", "{folder}/moments.csv"],
     "benchmarks/tables.py": ["--output", "{folder}"],
     "benchmarks/scaling.py": [
         *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),
