@@ -184,7 +184,7 @@ def finite_likelihood(make: Callable[[], Any]) -> Any:
 
 def _check_batch_of_one(x: Any, shape: torch.Size) -> None:
     """Raise a ``ValueError`` if a net has dropped the dimension of a batch that has one example."""
-    is_one = isinstance(x, Tensor) and x.dim() > 1 and len(x) == 1
+    is_one = isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == 1
     if is_one and len(shape) < 2 and shape != (1,):
         raise ValueError(
             f"`x` is a batch of one example, but the net's output has shape {shape_text(shape)}: a "
