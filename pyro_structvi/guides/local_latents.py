@@ -1,11 +1,11 @@
 """Latents of single examples, which a posterior knows only for the examples that it was fitted to."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Size
 
+from pyro_structvi._checks import warn_user
 from pyro_structvi.guides.sites import find_sites_by_running
 from pyro_structvi.guides.starts import separate_randomness
 
@@ -14,28 +14,25 @@ class LocalLatentWarning(UserWarning):
     """Latents of single examples take the posterior's values, or are drawn from the model."""
 
 
-def warn_of_local_latents(kept: Sequence[str], new: Sequence[str], stacklevel: int) -> None:
+def warn_of_local_latents(kept: Sequence[str], new: Sequence[str]) -> None:
     """Say where the latents of single examples come from, if there are some.
 
     Args:
         kept: The sites that take the values of the posterior.
         new: The sites that are drawn from the model.
-        stacklevel: As for :func:`warnings.warn`, counted from the caller.
     """
     if kept:
-        warnings.warn(
+        warn_user(
             f"The latents {[*kept]} of single examples take the values of the posterior, since it was "
             "fitted to as many examples as there are here. If these are other examples, predict by "
             "`predict` with draws of the other sites only, so that the model draws these.",
             LocalLatentWarning,
-            stacklevel=stacklevel + 1,
         )
     if new:
-        warnings.warn(
+        warn_user(
             f"The latents {[*new]} of single examples are drawn from the model, since these are not the "
             "examples that the posterior was fitted to, or not all of them at once.",
             LocalLatentWarning,
-            stacklevel=stacklevel + 1,
         )
 
 
@@ -56,5 +53,5 @@ def of_other_examples(
     with separate_randomness():
         found = find_sites_by_running(model, args, kwargs)
     new = [name for name in shapes if name not in found or found[name].site.shape != shapes[name]]
-    warn_of_local_latents([name for name in shapes if name not in new], new, stacklevel=3)
+    warn_of_local_latents([name for name in shapes if name not in new], new)
     return new

@@ -15,6 +15,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
+from pyro_structvi._checks import warn_user
 from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, outside_plates
 from pyro_structvi.distributions.medians import feasible_point, unwrapped
 from pyro_structvi.families import LatentSite, Plate, bijection_at
@@ -150,12 +151,11 @@ def warn_of_unused(found: Mapping[str, FoundSite], uses: Mapping[str, SiteUse]) 
     own = [name for name in found if not found[name].site.plates]
     unused = [name for name in own if uses[name].count == 0]
     if unused and (len(unused) < len(own) or any(found[name].is_declared for name in own)):
-        warnings.warn(
+        warn_user(
             f"The model samples {unused}, and the pass that counts uses does not use them. If other "
             "passes do, all is well. If none does, a net may reach its layers past the module tree, "
             "for instance by a closure, or sum `parameters()`, in whose place there are now sites.",
             UnusedSiteWarning,
-            stacklevel=3,
         )
 
 
@@ -167,13 +167,12 @@ def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
     """
     named = [name for name, use in uses.items() if use.has_unknown_rows and use.gives_outputs]
     if named:
-        warnings.warn(
+        warn_user(
             f"The rows that meet the weights at {named} are not the examples that the model observes, "
             "but, for instance, nodes of graphs or time steps. Their outputs are drawn independently, "
             'which drops the correlation between rows of one example. Pass `local_reparam="exact"` to '
             "draw these weights instead.",
             OtherRowsWarning,
-            stacklevel=3,
         )
 
 

@@ -1,7 +1,6 @@
 """Turn any torch net into a PyroModule whose weights are sample sites."""
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pyro_structvi._checks import check_elements, checked
+from pyro_structvi._checks import check_elements, checked, warn_user
 from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
 from pyro_structvi._torch import compiled_module, unlisted_weights
@@ -114,12 +113,11 @@ def bayesianize(
             "`normalization=True`."
         )
     if stays and normalization is None:
-        warnings.warn(
+        warn_user(
             f"These parameters stay point estimates: {stays}. Pass "
             "`normalization=True` to put a prior on those of normalization layers too, and on scales of "
             "layers, or `normalization=False` to keep them so without this message.",
             PointEstimateWarning,
-            stacklevel=2,
         )
     check_reparametrized(net, sampled)
     # What becomes a site, or is frozen, is shared with the net and not copied: nobody writes to it.

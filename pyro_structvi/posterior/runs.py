@@ -178,7 +178,7 @@ def left_to_the_model(
     local = [name for name in values if plates & _plates_of(trace.nodes[name])]
     kept = [name for name in local if is_whole and trace.nodes[name]["is_observed"]]
     new = [name for name in local if name not in kept]
-    warn_of_local_latents(kept, new, stacklevel=6)  # as the user's line
+    warn_of_local_latents(kept, new)
     return {*new}
 
 

@@ -1,7 +1,6 @@
 """NUTS in float64 for a Pyro model, through its NumPyro translation."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from numpyro.infer.util import log_density
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_structvi._checks import Count, check_no_nan, check_tensors, checked
+from pyro_structvi._checks import Count, check_no_nan, check_tensors, checked, warn_user
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 
@@ -181,12 +180,11 @@ def nuts(
         stats = _sample_stats(jax.device_get(mcmc.get_extra_fields(group_by_chain=True)))
     divergences = int(stats["diverging"].sum())
     if divergences:
-        warnings.warn(
+        warn_user(
             f"{divergences} of {num_chains * num_samples} transitions diverged, so the draws may "
             "miss narrow parts of the posterior. Raise `target_accept_prob` above "
             f"{target_accept_prob}, for instance to {1 - (1 - target_accept_prob) / 4:g}.",
             DivergenceWarning,
-            stacklevel=2,
         )
     draws = {
         name: torch.as_tensor(np.array(chains[name]).reshape(-1, *value.shape)).to(value)

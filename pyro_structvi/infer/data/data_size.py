@@ -1,6 +1,5 @@
 """How many examples a model counts, and how many the data have."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import pyro.poutine as poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_structvi._checks import warn_user
 from pyro_structvi.guides.sites import trial_run
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.site_role import SiteRole
@@ -38,11 +38,10 @@ def set_num_data(model: Any, found: int | None) -> None:
             )
         model.num_data = found
     elif found not in (None, model.num_data):
-        warnings.warn(
+        warn_user(
             f"The model was told of num_data={model.num_data} examples, and `data` has {found}. The "
             "likelihood counts as that of the former; leave `num_data` out to have it set.",
             NumDataWarning,
-            stacklevel=4,
         )
 
 
@@ -70,12 +69,11 @@ def check_scale(
     unscaled = [name for name, is_scaled in scales.found.items() if not is_scaled]
     if unscaled:
         whole = "all examples" if size is None else f"all {size} examples"
-        warnings.warn(
+        warn_user(
             f"The observed sites {unscaled} count a mini-batch for all the data: their scale is 1, and "
             f"a pass through `data` has {num_batches} mini-batches, so the posterior will be too wide. "
             f"Give their plate the number of {whole}, `pyro.plate(name, size, subsample=x)`.",
             NumDataWarning,
-            stacklevel=6,
         )
 
 

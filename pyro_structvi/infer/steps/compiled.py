@@ -1,7 +1,6 @@
 """The engine that compiles a step for each kind of call."""
 
 import random
-import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_structvi._checks import shape_text
+from pyro_structvi._checks import shape_text, warn_user
 from pyro_structvi._pyro import stored_parameter
 from pyro_structvi.infer.data.batches import Arguments
 from pyro_structvi.infer.steps.call import Call
@@ -118,10 +117,10 @@ class CompiledStep(Step):
         step.keeps = [*self._modules.parts(), *map(stored_parameter, self._stored)]
         self.kinds[call.key, self._state()] = step  # now that the parameters are known
         if len(self.kinds) == MANY_KINDS:
-            warnings.warn(
+            warn_user(
                 f"{MANY_KINDS} kinds of steps have been compiled, by shapes, arguments and modes. Pass "
                 "numbers that change as tensors, and pad what has many sizes.",
-                stacklevel=5,
+                UserWarning,
             )
         return numbers
 
@@ -185,7 +184,7 @@ class CompiledStep(Step):
             raise NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
 
     def _fall_back(self, call: Call, reason: str) -> None:
-        warnings.warn(f"{reason} The step runs uncompiled.", CompileFallbackWarning, stacklevel=5)
+        warn_user(f"{reason} The step runs uncompiled.", CompileFallbackWarning)
         self._uncompiled.add(call.key)
 
     def _state(self) -> Hashable:
