@@ -50,6 +50,8 @@ def moments_of_call(
     found = _apply(name.removesuffix("_"), function, args, kwargs)
     if is_in_place and isinstance(args[0], RandomTensor):
         return args[0].become(found)
+    if is_in_place:
+        raise NotImplementedError(f"`{name}` would make a known tensor random in place")
     return found
 
 
