@@ -94,7 +94,9 @@ def _density(a: Tensor) -> Tensor:
 
 def normal_cdf(a: Tensor) -> Tensor:
     """Return the standard normal's distribution function, accurate far below zero too."""
-    return 0.5 * torch.erfc(-a / math.sqrt(2))  # torch's `ndtr` goes by `erf`, and rounds tails to zero
+    return 0.5 * torch.erfc(
+        -a / math.sqrt(2)
+    )  # torch's `ndtr` goes by `erf`, and rounds tails to zero
 
 
 def in_deviations(m: Tensor, s: Tensor) -> Tensor:
@@ -212,7 +214,10 @@ def elu(alpha: float) -> Callable[[Tensor, Tensor], Moments]:
 
 
 def scaled(
-    closed: Callable[[Tensor, Tensor], Moments], factor: float, slope: float = 1.0, shift: float = 0.0
+    closed: Callable[[Tensor, Tensor], Moments],
+    factor: float,
+    slope: float = 1.0,
+    shift: float = 0.0,
 ) -> Callable[[Tensor, Tensor], Moments]:
     """Return the moments of ``factor f(slope x + shift)``."""
 

@@ -46,13 +46,16 @@ def _attribute(name: str, x: RandomTensor) -> Any:
     return _moved(lambda part: getattr(part, name), x)
 
 
-def _convert(name: str, x: RandomTensor, *args: Any, **kwargs: Any) -> RandomTensor:
+def _convert(name: str, x: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Convert, keeping the covariance too."""
 
     def convert(part: Tensor) -> Tensor:
         converted: Tensor = getattr(part, name)(*args, **kwargs)
         return converted
 
+    if not isinstance(x, RandomTensor):
+        args = tuple(arg.loc if isinstance(arg, RandomTensor) else arg for arg in args)
+        return convert(x)
     covariance = None if x.covariance is None else convert(x.covariance)
     return RandomTensor(convert(x.loc), convert(x.variance), x.settings, covariance)
 
@@ -66,7 +69,7 @@ def _joined(function: Callable[..., Tensor], tensors: Any, dim: int = 0) -> Rand
 
 
 def _getitem(x: Any, index: Any) -> Any:
-    if any(random_among(index)):
+    if [*random_among(index)]:
         raise NotImplementedError("An index that is random has no moments")
     return _moved(lambda part: part[index], x)
 
@@ -82,7 +85,9 @@ def _masked_fill(x: RandomTensor, mask: Tensor, value: Any) -> RandomTensor:
     return RandomTensor(loc, variance, x.settings)
 
 
-def _where(condition: Tensor, input: Any, other: Any) -> RandomTensor:
+def _where(condition: Any, input: Any, other: Any) -> RandomTensor:
+    if isinstance(condition, RandomTensor):  # `x.where(condition, other)`
+        condition, input = input, condition
     first = next(random_among((input, other)))
     (a, va), (b, vb) = moments(input), moments(other)
     zero = first.variance.new_zeros(())

@@ -78,7 +78,9 @@ def test_variances_at_positions_are_those_of_each_position(case):
     subject = single(case, MATRIX)
     x = torch.randn(3, 5, subject.size, dtype=FLOAT64)
     found = subject.q.image_variance(DenseMap(positions=True), x)
-    subject.assert_close(found, subject.q.image_variance(DenseMap(), x.flatten(0, 1)).view(3, 5, -1))
+    subject.assert_close(
+        found, subject.q.image_variance(DenseMap(), x.flatten(0, 1)).view(3, 5, -1)
+    )
 
 
 def convolution(groups):

@@ -48,9 +48,7 @@ def test_a_dense_layer_of_a_random_input(case, full):
     weight = RandomWeight(q, Settings(full))
     found = F.linear(x, weight, known_bias)
     assert (found.covariance is not None) == full
-    assert_examples_exact(
-        found, lambda x, w: F.linear(x, w, known_bias), x, dense_part(case, q)
-    )
+    assert_examples_exact(found, lambda x, w: F.linear(x, w, known_bias), x, dense_part(case, q))
 
 
 @FULL
@@ -191,7 +189,9 @@ def test_a_large_weight_in_another_order_is_refused(monkeypatch):
     found = random_input(1, 3) @ RandomWeight(q, Settings())  # has a rule of its own
     assert found.shape == (1, 2)
     q = RowwiseNormal(torch.randn(3, 2), torch.eye(2).expand(3, 2, 2))
-    message = "A RowwiseNormal of 6 elements meets a call that takes its dimensions in another order"
+    message = (
+        "A RowwiseNormal of 6 elements meets a call that takes its dimensions in another order"
+    )
     with pytest.raises(NotImplementedError, match=message):
         torch.einsum("bi,io->bo", random_input(1, 3), RandomWeight(q, Settings()))
 

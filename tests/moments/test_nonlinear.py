@@ -117,7 +117,9 @@ def test_gradients_are_finite_without_variance_and_far_away(name):
             variance = torch.full_like(mean, size).requires_grad_()
             found = function(RandomTensor(mean, variance, Settings()))
             assert torch.isfinite(found.loc).all() and (found.variance >= 0).all()
-            for gradient in torch.autograd.grad((found.loc + found.variance).sum(), [mean, variance]):
+            for gradient in torch.autograd.grad(
+                (found.loc + found.variance).sum(), [mean, variance]
+            ):
                 assert torch.isfinite(gradient).all()
     at_zero = function(random(mean.detach(), torch.zeros(len(mean))))
     torch.testing.assert_close(at_zero.loc, function(mean.detach()).double(), atol=1e-9, rtol=1e-9)
@@ -173,7 +175,9 @@ def test_quadrature_is_exact_for_small_scales(name):
 
 @pytest.mark.parametrize("exponent", [0.5, -1, 0, 32, torch.tensor(2.0)])
 def test_a_power_without_moments_is_refused(exponent):
-    with pytest.raises(NotImplementedError, match="A power of .* has no moments, only one of 1 to 31"):
+    with pytest.raises(
+        NotImplementedError, match="A power of .* has no moments, only one of 1 to 31"
+    ):
         random([1.0], [1.0]) ** exponent
 
 
