@@ -42,7 +42,7 @@ def linear_moments(application: Application) -> RandomTensor:
     if arrangement is not None and _is_along(weight, bias):
         raise NotImplementedError(
             "A weight and bias with a joint posterior meet a call that takes the weight's dimensions in "
-            "another order, for which they have no moments. Use `join_bias=False`, or predict with draws."
+            "another order, for which they have no moments. Use `join_bias=False`."
         )
     m, v = moments(x)
     q, has_column = _distribution_of(application), _is_along(weight, bias)

@@ -87,7 +87,7 @@ def _masked_fill(x: RandomTensor, mask: Tensor, value: Any) -> RandomTensor:
 
 def _where(condition: Any, input: Any, other: Any) -> RandomTensor:
     if isinstance(condition, RandomTensor):  # `x.where(condition, other)`
-        condition, input = input, condition
+        return _where(input, condition, other)
     first = next(random_among((input, other)))
     (a, va), (b, vb) = moments(input), moments(other)
     zero = first.variance.new_zeros(())
