@@ -77,7 +77,7 @@ def likelihood_at_nodes(
 
 def _shared_values(first: int, own: list[Any], count: int) -> int:
     """Return how many values the nodes have for sites of a likelihood with one value for all elements."""
-    if all(base_of(q).mean.numel() > 1 for q in own):
+    if all((q.batch_shape + q.event_shape).numel() > 1 for q in own):
         return 1
     variables = first + len(own)
     return NODES[variables] ** len(own) if variables in NODES else count
