@@ -76,7 +76,7 @@ def likelihood_at_nodes(
 
 
 def _shared_values(first: int, own: list[Any], count: int) -> int:
-    """Return how many values the nodes have for sites of a likelihood with one value for all elements."""
+    """Return how many values the nodes have for what all elements of an example share."""
     if all((q.batch_shape + q.event_shape).numel() > 1 for q in own):
         return 1
     variables = first + len(own)

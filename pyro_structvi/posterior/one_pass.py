@@ -143,9 +143,7 @@ def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:
     )
 
 
-def _log_density(
-    likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y: Tensor
-) -> Tensor:
+def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Return the log of the predictive density of observations, ``(N,)``.
 
     Under normal noise the function is integrated out exactly, and only the noise scale has nodes. The

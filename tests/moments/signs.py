@@ -1,7 +1,7 @@
 """Exact moments of functions that are linear in each random element, by enumerating two-point draws.
 
-A vector ``m + A e`` with independent signs ``e`` has the mean and the covariance of the normal with these.
-Outputs that are linear in each sign, and products of such, have moments that depend on nothing else.
+A vector ``m + A e`` with independent signs ``e`` has the mean and the covariance of a normal. Functions
+that are linear in each of several such vectors have means and covariances that depend on nothing else.
 """
 
 import itertools
@@ -56,11 +56,6 @@ def part_of(x, index=slice(None)):
     if x.covariance is not None:
         return loc, x.covariance[index]
     return loc, torch.diag(x.variance[index].flatten())
-
-
-def known(value):
-    """Return a known tensor as a part without variance would be; for closures."""
-    return value
 
 
 def assert_exact(found, function, *parts):

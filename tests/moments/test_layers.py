@@ -20,7 +20,7 @@ def draws(x, count=8_000):
 
 
 def integrated_maximum(means, scales):
-    """Return the moments of the largest of independent normals, by the density of each as the largest."""
+    """Return the moments of the largest of independent normals, by its density."""
     grid = torch.linspace(-40, 40, 40_001)
     z = (grid - means.unsqueeze(-1)) / scales.unsqueeze(-1)
     density = torch.exp(-0.5 * z.square()) / (scales.unsqueeze(-1) * (2 * torch.pi) ** 0.5)
@@ -245,7 +245,8 @@ def composed(q, k, v, mask=None, scale=None):
 
 
 def assert_same(found, expected):
-    assert torch.isfinite(found.loc).all() and torch.isfinite(found.variance).all()
+    assert torch.isfinite(found.loc).all()
+    assert torch.isfinite(found.variance).all()
     torch.testing.assert_close(found.loc, expected.loc)
     torch.testing.assert_close(found.variance, expected.variance)
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
@@ -69,14 +68,10 @@ def test_a_tangent_of_several_dimensions():
     plain = random_input(2, 3, 4)
     x = RandomTensor(plain.loc, plain.variance, Settings(linearize=True))
 
-    def function(value):
-        return F.normalize(value, dim=-1)
-
     found = torch.linalg.vector_norm(x, dim=-1)
     jacobian = torch.func.jacrev(lambda v: torch.linalg.vector_norm(v, dim=-1))(x.loc)
     expected = (jacobian.square() * x.variance).sum((-3, -2, -1))
     torch.testing.assert_close(found.variance, expected)
-    assert function(x.loc).shape == x.shape
 
 
 def test_a_net_is_linearized_where_it_has_no_rule():
@@ -145,9 +140,10 @@ def test_a_message_with_advice_of_its_own_says_the_place_too():
             self.weight = nn.Parameter(torch.randn(2, 3, 1))
 
         def forward(self, x):
-            return torch.einsum("bi,sio->bs", x, self.weight)
+            inputs = x.unsqueeze(1).expand(-1, 2, -1)
+            return torch.einsum("bsi,sio->bso", inputs, self.weight).squeeze(-1)
 
-    model = ps.Regressor(ps.bayesianize(nn.Sequential(Stack()), prior=1.0, include=["*"]), SIZE, 0.3)
+    model = ps.Regressor(ps.bayesianize(nn.Sequential(Stack()), prior={"*": 1.0}), SIZE, 0.3)
     message = (
         r"A stack of weights that are correlated has no moments\. Predict with draws\. This was met "
         r"in the module 'net\.0' \(Stack\)\.$"
@@ -161,7 +157,7 @@ def test_a_message_with_advice_of_its_own_says_the_place_too():
     [
         ({"num_samples": 3}, '`num_samples` must be left out with `method="moments"`.*but got 3'),
         ({"stream": True}, '`stream` must be left out with `method="moments"`.*but got True'),
-        ({"site": "obs"}, '`site` must be left out with `method="moments"`.*but got \'obs\''),
+        ({"site": "obs"}, "`site` must be left out with `method=\"moments\"`.*but got 'obs'"),
     ],
 )
 def test_arguments_of_draws_are_refused(options, message):
@@ -195,25 +191,27 @@ def test_other_models_and_posteriors_are_refused():
 
 
 def test_several_inputs_are_refused():
-    with pytest.raises(TypeError, match="`x` must be the one input of the net .* but got 2"):
+    with pytest.raises(TypeError, match=r"`x` must be the one input of the net .* but got 2"):
         predict(regressor(nn.Linear(3, 1)), (torch.zeros(SIZE, 3), torch.zeros(SIZE, 3)))
 
 
 def test_a_nan_among_the_observations_is_refused():
     y = torch.zeros(SIZE, 1)
     y[2] = torch.nan
-    with pytest.raises(ValueError, match="`y` must hold no NaN|`y` must .*NaN"):
+    with pytest.raises(ValueError, match="`y` holds 1 NaN of 5 values"):
         predict(regressor(nn.Linear(3, 1)), y=y)
 
 
 def test_observations_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match="`y` must have .*shape"):
+    with pytest.raises(ValueError, match=r"`y` must have .*shape"):
         predict(regressor(nn.Linear(3, 1)), y=torch.zeros(SIZE))
 
 
 def test_a_weight_that_is_used_twice_is_warned_of():
     model = ps.Regressor(ps.bayesianize(Shared(), prior=1.0), SIZE, 0.3)
-    message = r"A pass uses the weights .*layer\.weight.* more than once, and moments count each use"
+    message = (
+        r"A pass uses the weights .*layer\.weight.* more than once, and moments count each use"
+    )
     with pytest.warns(MomentsWarning, match=message):
         predict(model)
 
@@ -225,13 +223,17 @@ def test_a_bound_by_moments_needs_observations_and_one_particle():
         elbo.loss(model, ps.MeanFieldGuide(model), torch.zeros(SIZE, 3))
     with pytest.raises(ValueError, match='`num_particles` must be 1 with `estimator="moments"`'):
         StructuredELBO(estimator="moments", num_particles=2)
-    with pytest.raises(ValueError, match="`estimator` must be .*but got 'none'"):
+    with pytest.raises(ValueError, match=r"`estimator` must be .*but got 'none'"):
         StructuredELBO(estimator="none")
 
 
 def test_the_loss_is_the_expected_log_likelihood_minus_the_kl_and_has_exact_gradients():
     model = regressor(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
-    guide, x, y = ps.MeanFieldGuide(model, init_scale=0.3), torch.randn(SIZE, 3), torch.randn(SIZE, 1)
+    guide, x, y = (
+        ps.MeanFieldGuide(model, init_scale=0.3),
+        torch.randn(SIZE, 3),
+        torch.randn(SIZE, 1),
+    )
     elbo = StructuredELBO(0.7, estimator="moments")
     terms = elbo.terms(model, guide, x, y)
     exact_kl = StructuredELBO().terms(model, guide, x, y).kl

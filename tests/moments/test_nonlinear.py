@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_structvi.moments import RandomTensor, Settings
-from pyro_structvi.moments import nonlinear
+from pyro_structvi.moments import RandomTensor, Settings, nonlinear
 from tests.moments.integrals import normal_moments
 
 FLOAT64 = torch.float64
@@ -116,7 +115,8 @@ def test_gradients_are_finite_without_variance_and_far_away(name):
         for size in (0.0, 1e-12, 1.0):
             variance = torch.full_like(mean, size).requires_grad_()
             found = function(RandomTensor(mean, variance, Settings()))
-            assert torch.isfinite(found.loc).all() and (found.variance >= 0).all()
+            assert torch.isfinite(found.loc).all()
+            assert (found.variance >= 0).all()
             for gradient in torch.autograd.grad(
                 (found.loc + found.variance).sum(), [mean, variance]
             ):
@@ -176,7 +176,7 @@ def test_quadrature_is_exact_for_small_scales(name):
 @pytest.mark.parametrize("exponent", [0.5, -1, 0, 32, torch.tensor(2.0)])
 def test_a_power_without_moments_is_refused(exponent):
     with pytest.raises(
-        NotImplementedError, match="A power of .* has no moments, only one of 1 to 31"
+        NotImplementedError, match=r"A power of .* has no moments, only one of 1 to 31"
     ):
         random([1.0], [1.0]) ** exponent
 

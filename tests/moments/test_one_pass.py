@@ -135,9 +135,7 @@ def test_learned_noise_is_averaged_over_its_log_normal(shape, x):
     m, s = noise_posterior(guide, x)
     square, precision = torch.exp(2 * m + 2 * s**2), torch.exp(-2 * m + 2 * s**2)
     torch.testing.assert_close(found.variance, variance + square)
-    expected = (
-        -0.5 * math.log(2 * math.pi) - m - 0.5 * precision * ((y - loc).square() + variance)
-    )
+    expected = -0.5 * math.log(2 * math.pi) - m - 0.5 * precision * ((y - loc).square() + variance)
     value = expected_log_likelihood(model, guide, x, y)
     torch.testing.assert_close(value, expected.sum())
     noise, weights = grid_of(m, s)
@@ -316,9 +314,7 @@ def test_mini_batches_and_parts_of_them_change_nothing(x, monkeypatch):
     guide = fitted(model)
     whole = ps.predict(model, guide, x, y=y, method="moments", covariance="full")
     monkeypatch.setattr("pyro_structvi.posterior.one_pass.LARGEST", 4)
-    parts = ps.predict(
-        model, guide, x, y=y, method="moments", covariance="full", batch_size=3
-    )
+    parts = ps.predict(model, guide, x, y=y, method="moments", covariance="full", batch_size=3)
     for name in ("mean", "variance", "function_variance", "log_density"):
         torch.testing.assert_close(getattr(whole, name), getattr(parts, name))
     assert (whole.num_samples, whole.functions) == (0, None)
