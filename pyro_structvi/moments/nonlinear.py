@@ -94,9 +94,8 @@ def _density(a: Tensor) -> Tensor:
 
 def normal_cdf(a: Tensor) -> Tensor:
     """Return the standard normal's distribution function, accurate far below zero too."""
-    return 0.5 * torch.erfc(
-        -a / math.sqrt(2)
-    )  # torch's `ndtr` goes by `erf`, and rounds tails to zero
+    # Torch's `ndtr` goes by `erf`, and rounds tails to zero.
+    return 0.5 * torch.erfc(-a / math.sqrt(2))
 
 
 def in_deviations(m: Tensor, s: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def test_a_convolution_of_a_random_input(case, kind):
 @CASE_NAMES
 def test_a_convolution_with_a_joined_bias(case, kind):
     function, shape, options, channels = CONVOLUTIONS[kind]
-    q, x = case.make((), (2, 3), FLOAT64), random_input(1, channels, 3)
+    q, x = case.make((), (2, 3), FLOAT64), random_input(1, channels, 4 - channels)
     weight = RandomWeight(q, Settings(), "weight", torch.Size(shape))
     bias = RandomWeight(q, Settings(), "bias", torch.Size((2,)))
     found = function(x, weight, bias, **options)

@@ -83,6 +83,9 @@ MOVES = {
     "average pooling with padding": lambda x: F.avg_pool2d(x, 2, padding=1),
     "average pooling of three": lambda x: F.avg_pool3d(x.reshape(1, 1, 2, 3, 4), (2, 1, 2)),
     "adaptive average pooling": lambda x: F.adaptive_avg_pool1d(x, 3),
+    "adaptive average pooling with uneven windows": lambda x: F.adaptive_avg_pool1d(
+        x.reshape(2, 1, 12), 5
+    ),
     "adaptive average pooling of two": nn.AdaptiveAvgPool2d((2, 3)),
     "adaptive average pooling, of one side": nn.AdaptiveAvgPool2d((None, 3)),
     "global average pooling": nn.AdaptiveAvgPool2d(1),

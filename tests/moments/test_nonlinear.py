@@ -250,7 +250,7 @@ def test_covariances_by_four_of_hermites_polynomials(function, bound):
     """Against a grid of two variables; relative to both standard deviations."""
     x = correlated()
     found = function(x)
-    nodes = torch.linspace(-8, 8, 801)
+    nodes = torch.linspace(-8, 8, 321)
     weights = torch.exp(-0.5 * nodes.square())
     weights = weights / weights.sum()
     s = x.variance.sqrt()
