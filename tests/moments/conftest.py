@@ -10,3 +10,9 @@ def _double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def x():
+    """Five inputs of a layer of three."""
+    return torch.randn(5, 3)

@@ -87,7 +87,7 @@ def test_windows_of_two_have_exact_maxima():
             torch.testing.assert_close(found.variance[0, channel, window], variance)
 
 
-@pytest.mark.parametrize(("size", "bound"), [(3, 0.02), (4, 0.03), (9, 0.1)], ids=["3", "4", "9"])
+@pytest.mark.parametrize(("size", "bound"), [(3, 0.02), (4, 0.03), (9, 0.1)])
 def test_larger_windows_have_an_error_of_a_few_percent(size, bound):
     """Relative to the standard deviation: equal means and variances, the hardest case."""
     x = RandomTensor(torch.zeros(1, 1, size), torch.ones(1, 1, size), Settings())
@@ -245,8 +245,7 @@ def composed(q, k, v, mask=None, scale=None):
 
 
 def assert_same(found, expected):
-    assert torch.isfinite(found.loc).all()
-    assert torch.isfinite(found.variance).all()
+    assert torch.isfinite(found.loc + found.variance).all()
     torch.testing.assert_close(found.loc, expected.loc)
     torch.testing.assert_close(found.variance, expected.variance)
 

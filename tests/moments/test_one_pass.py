@@ -9,79 +9,22 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.linalg.quadrature import normal_points
 from pyro_structvi.moments.weights import posteriors_of
 from pyro_structvi.testing.structures import guides_for, points_for
-from tests import dense_oracles as dense
+from tests.moments.one_layer import (
+    SIZE,
+    expected_log_likelihood,
+    fitted,
+    grid_of,
+    linear,
+    noise_posterior,
+    output_moments,
+    spread_out,
+    variances,
+)
 
 GUIDES = {**guides_for("tests"), **points_for("tests")}
-SIZE = 5
-
-
-def linear(size=2, inputs=3):
-    return ps.bayesianize(nn.Linear(inputs, size), prior=1.0)
-
-
-def spread_out(guide, *args):
-    """Move every parameter of a guide away from its start, in particular scales."""
-    guide(*args)
-    for parameter in guide.parameters():
-        with torch.no_grad():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return guide
-
-
-def fitted(model, guide=ps.MeanFieldGuide, scale=0.4, **options):
-    if guide is ps.MeanFieldGuide:
-        options = {"init_scale": scale} | options
-    return spread_out(guide(model, **options), torch.zeros(SIZE, 3))
-
-
-def output_moments(guide, x):
-    """Return mean and covariance ``(N, out), (N, out, out)`` of a dense layer, by dense covariances."""
-    loc = covariance = 0.0
-    for site, q in posteriors_of(guide.joint_posterior(x)):
-        if "noise_scale" in site.name:
-            continue
-        size = q.event_shape[0]
-        inputs = x if q.event_shape[1:].numel() == x.shape[-1] else F.pad(x, (0, 1), value=1.0)
-        inputs = inputs if len(q.event_shape) > 1 else torch.ones(len(x), 1)
-        matrix = q.covariance_matrix if hasattr(q, "covariance_matrix") else torch.zeros(())
-        matrix = matrix.expand(q.event_shape.numel(), q.event_shape.numel())
-        loc = loc + inputs @ q.mean.reshape(size, -1).mT
-        covariance = covariance + dense.image_covariance(inputs, matrix, size)
-    return loc, covariance
-
-
-def variances(covariance):
-    return covariance.diagonal(dim1=-2, dim2=-1)
-
-
-def noise_posterior(guide, x):
-    q = next(q for site, q in posteriors_of(guide.joint_posterior(x)) if "noise" in site.name)
-    while not hasattr(q, "transforms"):
-        q = q.base_dist
-    return q.base_dist.mean, q.base_dist.stddev
-
-
-def grid_of(mean, scale, count=2001, reach=9.0):
-    """Return points of normals along a first dimension, and weights of the trapezoid's rule."""
-    z = torch.linspace(-reach, reach, count)
-    weights = torch.exp(-0.5 * z.square())
-    shape = (count, *(1 for _ in mean.shape))
-    return mean + scale * z.reshape(shape), (weights / weights.sum()).reshape(shape)
-
-
-def expected_log_likelihood(model, guide, x, y):
-    """Return what the bound by moments has for it, with its graph left behind."""
-    terms = StructuredELBO(estimator="moments").terms(model, guide, x, y)
-    return terms.log_likelihood["obs"].detach()
-
-
-@pytest.fixture
-def x():
-    return torch.randn(SIZE, 3)
 
 
 # ---- the moments of one random layer, under every guide ------------------------------------------
@@ -292,101 +235,3 @@ def test_tokens_are_independent_given_the_weights_moments(x):
     torch.testing.assert_close(found.mean[..., 1], p, rtol=1e-5, atol=1e-5)
     each = torch.where(y == 1, p, 1 - p).log().masked_fill(y == -100, 0.0)
     torch.testing.assert_close(found.log_density, each.sum(-1), rtol=1e-4, atol=1e-4)
-
-
-# ---- ensembles, mini-batches, training -----------------------------------------------------------
-
-
-def test_an_ensemble_is_the_mixture_of_its_members(x):
-    """As with draws of all members, each once."""
-    net = ps.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)), prior=1.0)
-    model, y = ps.Classifier(net, SIZE), torch.tensor([0, 1, 2, 0, 1])
-    guide = spread_out(ps.EnsembleGuide(model, size=3), x, y)
-    found = ps.predict(model, guide, x, y=y, method="moments")
-    expected = ps.predict(model, guide, x, 3, y=y)
-    for name in ("mean", "variance", "function_variance", "entropy", "log_density"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), msg=name)
-    torch.testing.assert_close(found.mutual_information, expected.mutual_information)
-
-
-def test_mini_batches_and_parts_of_them_change_nothing(x, monkeypatch):
-    model, y = ps.Regressor(linear(), SIZE, noise="learned"), torch.randn(SIZE, 2)
-    guide = fitted(model)
-    whole = ps.predict(model, guide, x, y=y, method="moments", covariance="full")
-    monkeypatch.setattr("pyro_structvi.posterior.one_pass.LARGEST", 4)
-    parts = ps.predict(model, guide, x, y=y, method="moments", covariance="full", batch_size=3)
-    for name in ("mean", "variance", "function_variance", "log_density"):
-        torch.testing.assert_close(getattr(whole, name), getattr(parts, name))
-    assert (whole.num_samples, whole.functions) == (0, None)
-
-
-def test_the_bound_is_the_limit_of_bounds_by_draws(x):
-    """A z-test with 200 draws, with false alarms of one in a million beside the error of the points."""
-    model, y = ps.Classifier(linear(3), SIZE), torch.tensor([0, 1, 2, 0, 1])
-    guide = fitted(model)
-    exact = StructuredELBO(estimator="moments").loss(model, guide, x, y)
-    assert StructuredELBO(estimator="moments").loss(model, guide, x, y) == exact
-    elbo = StructuredELBO()
-    with torch.no_grad():
-        draws = torch.tensor([elbo.loss(model, guide, x, y) for _ in range(200)])
-    assert abs(draws.mean() - exact) < 4.9 * draws.std() / 200**0.5 + 2e-3 * abs(exact)
-
-
-def test_fit_goes_to_the_exact_posterior_of_a_linear_model():
-    """Without noise in the gradient the bound reaches the evidence under a full covariance."""
-    x = torch.randn(12, 2)
-    y = x @ torch.tensor([[1.0], [-0.5]]) + 0.3 * torch.randn(12, 1)
-    net = ps.bayesianize(nn.Linear(2, 1), prior=1.0)
-    model = ps.Regressor(net, 12, 0.3)
-    guide = ps.FullCovarianceGuide(model)
-    history = ps.fit(
-        model, guide, (x, y), num_steps=100, lr=0.1, estimator="moments", progress=False
-    )
-    design = F.pad(x, (0, 1), value=1.0)
-    evidence = dist.MultivariateNormal(
-        torch.zeros(12), design @ design.mT + 0.09 * torch.eye(12)
-    ).log_prob(y.squeeze())
-    assert history.elbo[-1] <= evidence + 1e-6
-    found = ps.predict(model, guide, x, method="moments")
-    precision = torch.linalg.inv(design.mT @ design / 0.09 + torch.eye(3))
-    exact = design @ precision @ design.mT @ y / 0.09
-    assert (found.mean - exact).abs().max() < 0.05
-
-
-# ---- whole nets against draws --------------------------------------------------------------------
-
-
-def mlp(activation):
-    layers = [nn.Linear(3, 20), activation, nn.Linear(20, 20), activation, nn.Linear(20, 2)]
-    return ps.bayesianize(nn.Sequential(*layers), prior=1.0)
-
-
-def lenet():
-    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 3), nn.ReLU()]
-    layers += [nn.AvgPool2d(2), nn.Flatten(), nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 2)]
-    return ps.bayesianize(nn.Sequential(*layers), prior=1.0)
-
-
-NETS = {
-    "relu": (lambda: mlp(nn.ReLU()), (3,)),
-    "tanh": (lambda: mlp(nn.Tanh()), (3,)),
-    "LeNet": (lenet, (1, 10, 10)),
-}
-
-
-@pytest.mark.parametrize("covariance", ["diagonal", "full"])
-@pytest.mark.parametrize("name", NETS)
-def test_moments_of_whole_nets_are_near_those_of_draws(name, covariance):
-    """Means to a fifth of a standard deviation, and standard deviations to a third.
-
-    An approximation: outputs of a layer count as normal, and as independent if only variances are kept.
-    """
-    make, shape = NETS[name]
-    model, x = ps.Regressor(make(), SIZE, 0.1), torch.randn(SIZE, *shape)
-    guide = ps.MeanFieldGuide(model, init_scale=0.1)
-    guide(x)
-    found = ps.predict(model, guide, x, method="moments", covariance=covariance)
-    drawn = ps.predict(model, guide, x, 1500)
-    scale = drawn.function_variance.sqrt()
-    assert ((found.mean - drawn.mean).abs() / scale).max() < 0.2
-    assert (found.function_variance.sqrt() / scale - 1).abs().max() < 0.33
