@@ -34,6 +34,10 @@ def assert_gradients_close(subject, found, q, oracle, exact):
     subject.assert_gradients_close(values, q, oracles, exact)
 
 
+def variance_of(q, linear_map, x):
+    return q.image_variance(linear_map, x)
+
+
 def blocks(subject, exact):
     """Return the dense covariance as ``(out, in, out, in)``."""
     covariance = subject.case.covariance(exact)
@@ -66,7 +70,7 @@ def test_variances_of_a_dense_layer_are_the_dense_ones(case):
     subject = single(case, MATRIX)
     q, exact = subject.with_leaves(), subject.exact()
     x = torch.randn(3, subject.size, dtype=FLOAT64)
-    found = q.image_variance(DenseMap(), x)
+    found = variance_of(q, DenseMap(), x)
     covariance = dense.image_covariance(x, subject.case.covariance(exact), subject.out)
     oracle = covariance.diagonal(dim1=-2, dim2=-1)
     subject.assert_close(found, oracle)
@@ -77,10 +81,8 @@ def test_variances_of_a_dense_layer_are_the_dense_ones(case):
 def test_variances_at_positions_are_those_of_each_position(case):
     subject = single(case, MATRIX)
     x = torch.randn(3, 5, subject.size, dtype=FLOAT64)
-    found = subject.q.image_variance(DenseMap(positions=True), x)
-    subject.assert_close(
-        found, subject.q.image_variance(DenseMap(), x.flatten(0, 1)).view(3, 5, -1)
-    )
+    found = variance_of(subject.q, DenseMap(positions=True), x)
+    subject.assert_close(found, variance_of(subject.q, DenseMap(), x.flatten(0, 1)).view(3, 5, -1))
 
 
 def convolution(groups):
@@ -97,7 +99,7 @@ def test_variances_of_a_convolution_are_the_dense_ones(case, groups):
     q, exact = subject.with_leaves(), subject.exact()
     linear_map, options = convolution(groups)
     x = torch.randn(2, groups * CHANNELS, 3, 4, dtype=FLOAT64)
-    found = q.image_variance(linear_map, x)
+    found = variance_of(q, linear_map, x)
     loc = subject.case.mean(exact)
     _, oracle = dense.convolution_moments(x, loc, subject.case.covariance(exact), **options)
     subject.assert_close(found, oracle)
