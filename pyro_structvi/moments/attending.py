@@ -6,9 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi.moments.layers import RULES as LAYERS
-from pyro_structvi.moments.sums import RULES as SUMS
-
 
 def _attention(
     query: Any,
@@ -24,7 +21,7 @@ def _attention(
     if dropout_p or enable_gqa:
         raise NotImplementedError("Attention with dropout, or with shared heads, has no moments")
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = SUMS["matmul"](SUMS["mul"](query, factor), key.mT)
+    scores = (query * factor) @ key.mT
     if is_causal:
         shape = (query.shape[-2], key.shape[-2])
         attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
@@ -32,7 +29,7 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return SUMS["matmul"](LAYERS["softmax"](scores, -1), value)
+    return scores.softmax(-1) @ value
 
 
 RULES: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention}

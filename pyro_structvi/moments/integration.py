@@ -27,6 +27,8 @@ class AtNodes(NamedTuple):
         likelihood: The distribution of the observations, ``(nodes, batch)``.
         scale: What the model multiplies its log likelihood by.
         weights: The nodes' weights, which add up to one.
+        shared: How many values the nodes have for what all elements of an example share, a noise scale;
+            it varies fastest. Given that, the elements are independent. One if they share nothing.
         y: The observations as the likelihood takes them, NaN where none are given.
         site: The name of the observed site.
     """
@@ -34,6 +36,7 @@ class AtNodes(NamedTuple):
     likelihood: Any
     scale: Any
     weights: Tensor
+    shared: int
     y: Tensor
     site: str
 
@@ -69,7 +72,16 @@ def likelihood_at_nodes(
     with site_values(model) as cache, _Observation() as seen:
         cache.update(values)
         model.observe(outputs, 1, y)
-    return AtNodes(seen.likelihood, seen.scale, weights, seen.y, seen.site)
+    shared = _shared_values(first, [*own.values()], len(nodes))
+    return AtNodes(seen.likelihood, seen.scale, weights, shared, seen.y, seen.site)
+
+
+def _shared_values(first: int, own: list[Any], count: int) -> int:
+    """Return how many values the nodes have for what all elements of an example share."""
+    if all((q.batch_shape + q.event_shape).numel() > 1 for q in own):
+        return 1
+    variables = first + len(own)
+    return NODES[variables] ** len(own) if variables in NODES else count
 
 
 def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNodes:

@@ -26,9 +26,8 @@ def _batch_norm(
             "Batch normalization by the statistics of a batch has no moments; call `model.eval()`"
         )
     ones = [1 for _ in range(input.dim() - 2)]
-    scale = (running_var + eps).rsqrt().reshape(-1, *ones)
-    loc = (input.loc - running_mean.reshape(-1, *ones)) * scale
-    found = RandomTensor(loc, input.variance * scale.square(), input.settings)
+    centered = SUMS["sub"](input, running_mean.reshape(-1, *ones))
+    found = SUMS["mul"](centered, (running_var + eps).rsqrt().reshape(-1, *ones))
     return _affine(found, weight, bias, ones)
 
 
@@ -90,11 +89,19 @@ def _rms_norm(
 def _dropout(
     input: RandomTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> RandomTensor:
-    """Return the moments over the dropped elements, which is exact where each is dropped by itself."""
+    """Return the moments over the dropped elements, exact but for covariances between them."""
     if not training or p == 0:
         return input
     variance = (input.variance + p * input.loc.square()) / (1 - p)
     return RandomTensor(input.loc, variance, input.settings)
+
+
+def _dropout_by_values(
+    input: RandomTensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> RandomTensor:
+    if training and p > 0:
+        raise NotImplementedError("Alpha dropout has no moments; call `model.eval()`")
+    return input
 
 
 def _softmax(input: RandomTensor, dim: int, *args: Any, **kwargs: Any) -> RandomTensor:
@@ -112,7 +119,8 @@ def _log_softmax(input: RandomTensor, dim: int, *args: Any, **kwargs: Any) -> Ra
 
 RULES: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
-    "dropout": _dropout,
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _dropout),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), _dropout_by_values),
     "group_norm": _group_norm,
     "layer_norm": _layer_norm,
     "log_softmax": _log_softmax,

@@ -33,9 +33,17 @@ def linear_moments(application: Application) -> RandomTensor:
     References:
         Wu, Nowozin, Meeds, Turner, Hernandez-Lobato and Gaunt (2019), "Deterministic variational
         inference for robust Bayesian neural networks", Eq. 5, for independent elements.
+
+    Raises:
+        NotImplementedError: If weight and bias have a joint posterior and the weight another order.
     """
-    linear_map, x, weight, bias, _ = application
+    linear_map, x, weight, bias, arrangement = application
     settings = settings_of(x, weight, bias)
+    if arrangement is not None and _is_along(weight, bias):
+        raise NotImplementedError(
+            "A weight and bias with a joint posterior meet a call that takes the weight's dimensions in "
+            "another order, for which they have no moments. Use `join_bias=False`."
+        )
     m, v = moments(x)
     q, has_column = _distribution_of(application), _is_along(weight, bias)
     matrix = application.matrix_of(weight) if q is None else q.as_matrix(q.loc)
@@ -91,8 +99,12 @@ def _distribution_of(application: Application) -> WeightDistribution | None:
         q = _dense(weight.distribution, weight)
     if arrangement is None:
         return q
-    found = q.rearranged(arrangement) if q.event_shape == weight.shape else None
-    return _rearranged(_dense(q, weight), arrangement) if found is None else found
+    is_whole = q.event_shape == weight.shape
+    found = q.rearranged(arrangement) if is_whole else None
+    if found is not None:
+        return found
+    is_dense = is_whole and isinstance(q, FullNormal)
+    return _rearranged(q if is_dense else _dense(q, weight), arrangement)
 
 
 def _dense(q: WeightDistribution, weight: RandomTensor) -> FullNormal:

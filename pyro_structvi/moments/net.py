@@ -33,13 +33,19 @@ def output_moments(
         try:
             output, _ = model.run_net(x)
         except NotImplementedError as error:
-            raise NotImplementedError(
-                f"{error}{_place(error, model)}. Pass `linearize=True` to take its tangent at the mean, "
-                "or predict with draws."
-            ) from None
+            raise NotImplementedError(_explained(error, model, settings)) from None
     if isinstance(output, RandomTensor):
         return output
     return RandomTensor(output, torch.zeros_like(output), settings)  # no weight is random
+
+
+def _explained(error: Exception, model: nn.Module, settings: Settings) -> str:
+    """Return a message with the module that an error came from, and what to do where it does not say."""
+    text, place = str(error), _place(error, model)
+    if text.endswith("."):
+        return f"{text} This was met{place.removeprefix(',')}." if place else text
+    tangent = "Pass `linearize=True` to take its tangent at the mean, or predict with draws."
+    return f"{text}{place}. {'Predict with draws.' if settings.linearize else tangent}"
 
 
 def _place(error: Exception, model: nn.Module) -> str:

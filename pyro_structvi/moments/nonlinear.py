@@ -20,6 +20,8 @@ from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.moments.random_tensor import RandomTensor
 
 NODES = 32
+FARTHEST = 1e4  # standard deviations; a density is zero there in any precision
+LARGEST_POWER = 31  # of which the nodes give mean and variance exactly
 ORDERS = 4  # of Hermite's polynomials; the k-th adds a correlation to the power of k over k!
 
 Moments = tuple[Tensor, Tensor]
@@ -90,6 +92,17 @@ def _density(a: Tensor) -> Tensor:
     return torch.exp(-0.5 * a.square()) / math.sqrt(2 * math.pi)
 
 
+def normal_cdf(a: Tensor) -> Tensor:
+    """Return the standard normal's distribution function, accurate far below zero too."""
+    # Torch's `ndtr` goes by `erf`, and rounds tails to zero.
+    return 0.5 * torch.erfc(-a / math.sqrt(2))
+
+
+def in_deviations(m: Tensor, s: Tensor) -> Tensor:
+    """Return ``m / s``, with a bound where nothing depends on it, so that its square stays finite."""
+    return m.clamp(-FARTHEST * s, FARTHEST * s) / s
+
+
 def relu(m: Tensor, v: Tensor) -> Moments:
     """Return the moments of ``max(x, 0)``.
 
@@ -97,9 +110,9 @@ def relu(m: Tensor, v: Tensor) -> Moments:
         Frey and Hinton (1999), "Variational learning in nonlinear Gaussian belief networks", Sec. 2.2.
     """
     s = floored_sqrt(v)
-    a = m / s
-    below, above, density = torch.special.ndtr(-a), torch.special.ndtr(a), _density(a)
-    loc = s * (a * above + density)
+    a = in_deviations(m, s)
+    below, above, density = normal_cdf(-a), normal_cdf(a), _density(a)
+    loc = m * above + s * density
     # Sums of what is small where the variance is: a difference of squares would lose it.
     share = above + a.square() * above * below + a * density * (below - above) - density.square()
     return loc, v * share.clamp_min(0)
@@ -110,7 +123,7 @@ def leaky_relu(slope: float) -> Callable[[Tensor, Tensor], Moments]:
 
     def closed(m: Tensor, v: Tensor) -> Moments:
         loc, variance = relu(m, v)
-        with_x = v * torch.special.ndtr(m / floored_sqrt(v))  # by Stein's lemma
+        with_x = v * normal_cdf(in_deviations(m, floored_sqrt(v)))  # by Stein's lemma
         rest = 1 - slope
         total = slope**2 * v + rest**2 * variance + 2 * slope * rest * with_x
         return slope * m + rest * loc, total.clamp_min(0)
@@ -122,11 +135,35 @@ def clamp(low: float, high: float) -> Callable[[Tensor, Tensor], Moments]:
     """Return the moments of ``x`` clipped to an interval, as the difference of two hinges."""
 
     def closed(m: Tensor, v: Tensor) -> Moments:
-        first, of_first = relu(m - low, v)
-        second, of_second = relu(m - high, v)
+        # From the nearer end, so that no large hinges are subtracted.
+        is_upper, length = m > 0.5 * (low + high), high - low
+        inside = torch.where(is_upper, high - m, m - low)
+        first, of_first = relu(inside, v)
+        second, of_second = relu(inside - length, v)
         # Where the second is not zero, the first is larger by the length of the interval.
-        together = of_second + second.square() + (high - low) * second - first * second
-        return low + first - second, (of_first + of_second - 2 * together).clamp_min(0)
+        together = of_second + second.square() + length * second - first * second
+        loc, variance = first - second, of_first + of_second - 2 * together
+        return torch.where(is_upper, high - loc, low + loc), variance.clamp_min(0)
+
+    return closed
+
+
+def at_least(low: float) -> Callable[[Tensor, Tensor], Moments]:
+    """Return the moments of ``max(x, low)``."""
+
+    def closed(m: Tensor, v: Tensor) -> Moments:
+        loc, variance = relu(m - low, v)
+        return low + loc, variance
+
+    return closed
+
+
+def at_most(high: float) -> Callable[[Tensor, Tensor], Moments]:
+    """Return the moments of ``min(x, high)``."""
+
+    def closed(m: Tensor, v: Tensor) -> Moments:
+        loc, variance = relu(high - m, v)
+        return high - loc, variance
 
     return closed
 
@@ -144,8 +181,9 @@ def square(m: Tensor, v: Tensor) -> Moments:
 
 def sin(m: Tensor, v: Tensor) -> Moments:
     """Return the moments of ``sin x``, by the characteristic function."""
-    loc = torch.sin(m) * torch.exp(-0.5 * v)
-    return loc, (0.5 * (1 - torch.exp(-2 * v) * torch.cos(2 * m)) - loc.square()).clamp_min(0)
+    rest = -torch.expm1(-v)
+    variance = 0.5 * rest * (rest + 2 * torch.cos(m).square() * torch.exp(-v))
+    return torch.sin(m) * torch.exp(-0.5 * v), variance
 
 
 def cos(m: Tensor, v: Tensor) -> Moments:
@@ -158,19 +196,38 @@ def elu(alpha: float) -> Callable[[Tensor, Tensor], Moments]:
 
     def closed(m: Tensor, v: Tensor) -> Moments:
         s = floored_sqrt(v)
-
-        def below(k: int) -> Tensor:  # E[e^(k x) 1(x < 0)]
-            return torch.exp(k * m + 0.5 * k**2 * v + torch.special.log_ndtr(-(m + k * v) / s))
-
-        zeroth, first, second = below(0), below(1), below(2)
+        b = in_deviations(-m, s)
+        logs = [torch.special.log_ndtr(b - k * s) for k in range(3)]
+        # E[e^(k x) 1(x < 0)]
+        zeroth, first, second = (torch.exp(k * (m + 0.5 * k * v) + logs[k]) for k in range(3))
+        # Variances of what is below, and of the step, so that no large squares are subtracted.
+        log_ratio = v + logs[2] - 2 * logs[1]
+        small = first.square() * torch.expm1(log_ratio.clamp_max(1))
+        own = torch.where(log_ratio < 1, small, second - first.square())
+        under = own + normal_cdf(-b) * (zeroth - 2 * first)
         loc, variance = relu(m, v)
-        under = alpha * (first - zeroth)
-        squares = variance + loc.square() + alpha**2 * (second - 2 * first + zeroth)
-        mean = loc + under
-        return mean, (squares - mean.square()).clamp_min(0)
+        mean = alpha * (first - zeroth)
+        return loc + mean, (variance + alpha**2 * under - 2 * loc * mean).clamp_min(0)
 
     return closed
 
+
+def scaled(
+    closed: Callable[[Tensor, Tensor], Moments],
+    factor: float,
+    slope: float = 1.0,
+    shift: float = 0.0,
+) -> Callable[[Tensor, Tensor], Moments]:
+    """Return the moments of ``factor f(slope x + shift)``."""
+
+    def outer(m: Tensor, v: Tensor) -> Moments:
+        loc, variance = closed(slope * m + shift, slope**2 * v)
+        return factor * loc, factor**2 * variance
+
+    return outer
+
+
+SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
 
 # By torch's names: from the arguments beside the input to the function.
 NONLINEARITIES: dict[str, Callable[..., Nonlinearity]] = {
@@ -183,7 +240,9 @@ NONLINEARITIES: dict[str, Callable[..., Nonlinearity]] = {
     "erf": lambda: Nonlinearity(torch.erf),
     "exp": lambda: Nonlinearity(torch.exp, exp),
     "gelu": lambda approximate="none": Nonlinearity(lambda x: F.gelu(x, approximate=approximate)),
-    "hardsigmoid": lambda inplace=False: Nonlinearity(F.hardsigmoid),
+    "hardsigmoid": lambda inplace=False: Nonlinearity(
+        F.hardsigmoid, scaled(clamp(0.0, 1.0), 1.0, 1 / 6, 0.5)
+    ),
     "hardswish": lambda inplace=False: Nonlinearity(F.hardswish),
     "hardtanh": lambda min_val=-1.0, max_val=1.0, inplace=False: Nonlinearity(
         lambda x: F.hardtanh(x, min_val, max_val), clamp(min_val, max_val)
@@ -191,12 +250,12 @@ NONLINEARITIES: dict[str, Callable[..., Nonlinearity]] = {
     "leaky_relu": lambda negative_slope=0.01, inplace=False: Nonlinearity(
         lambda x: F.leaky_relu(x, negative_slope), leaky_relu(negative_slope)
     ),
-    "logsigmoid": lambda: Nonlinearity(F.logsigmoid),
+    "log_sigmoid": lambda: Nonlinearity(F.logsigmoid),
     "mish": lambda inplace=False: Nonlinearity(F.mish),
-    "pow": lambda exponent: Nonlinearity(lambda x: x**exponent, square if exponent == 2 else None),
+    "pow": lambda exponent: _power(exponent),
     "relu": lambda inplace=False: Nonlinearity(torch.relu, relu),
     "relu6": lambda inplace=False: Nonlinearity(F.relu6, clamp(0.0, 6.0)),
-    "selu": lambda inplace=False: Nonlinearity(F.selu),
+    "selu": lambda inplace=False: Nonlinearity(F.selu, scaled(elu(SELU_ALPHA), SELU_SCALE)),
     "sigmoid": lambda: Nonlinearity(torch.sigmoid),
     "silu": lambda inplace=False: Nonlinearity(F.silu),
     "sin": lambda: Nonlinearity(torch.sin, sin),
@@ -211,6 +270,19 @@ NONLINEARITIES: dict[str, Callable[..., Nonlinearity]] = {
 
 def _clamp_of(low: Any, high: Any) -> Callable[[Tensor, Tensor], Moments] | None:
     """Return the rule of a clamp of which one side, or both, may be missing."""
-    if low in (None, -math.inf) or high in (None, math.inf):
-        return None
-    return clamp(float(low), float(high))
+    lower = None if low is None or low == -math.inf else float(low)
+    upper = None if high is None or high == math.inf else float(high)
+    if lower is not None and upper is not None:
+        return clamp(lower, upper)
+    if lower is not None:
+        return at_least(lower)
+    return None if upper is None else at_most(upper)
+
+
+def _power(exponent: Any) -> Nonlinearity:
+    """Return a power, which is exact for small whole numbers, and of others has no moments."""
+    if not isinstance(exponent, (int, float)) or exponent not in range(1, LARGEST_POWER + 1):
+        raise NotImplementedError(
+            f"A power of {exponent!r} has no moments, only one of 1 to {LARGEST_POWER}"
+        )
+    return Nonlinearity(lambda x: x**exponent, square if exponent == 2 else None)

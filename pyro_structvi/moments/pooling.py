@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.moments.nonlinear import in_deviations, normal_cdf
 from pyro_structvi.moments.random_tensor import RandomTensor
 
 Moments = tuple[Tensor, Tensor]
@@ -22,8 +23,8 @@ def maximum_of_two(a: Moments, b: Moments) -> Moments:
     """
     (ma, va), (mb, vb) = a, b
     theta = floored_sqrt(va + vb)
-    alpha = (ma - mb) / theta
-    first, second = torch.special.ndtr(alpha), torch.special.ndtr(-alpha)
+    alpha = in_deviations(ma - mb, theta)
+    first, second = normal_cdf(alpha), normal_cdf(-alpha)
     density = torch.exp(-0.5 * alpha.square()) / (2 * torch.pi) ** 0.5
     loc = ma * first + mb * second + theta * density
     # About the mean, so that no large squares are subtracted.

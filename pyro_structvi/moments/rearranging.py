@@ -14,27 +14,48 @@ from pyro_structvi.moments.random_tensor import RandomTensor, known, moments, ra
 
 def _rearrange(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a method of tensors to mean and variance of its first argument."""
-    loc, variance = (getattr(part, name)(*args, **kwargs) for part in (x.loc, x.variance))
-    return _paired(loc, variance, x)
+    args = tuple(arg.loc if isinstance(arg, RandomTensor) else arg for arg in args)
+    if not isinstance(x, RandomTensor):
+        return getattr(x, name)(*args, **kwargs)
+    return _moved(lambda part: getattr(part, name)(*args, **kwargs), x)
 
 
-def _paired(loc: Any, variance: Any, x: RandomTensor) -> Any:
-    locs, structure = take_apart(loc)
-    pairs = zip(locs, take_apart(variance)[0], strict=True)
-    return put_together([RandomTensor(*pair, x.settings) for pair in pairs], structure)
+def _moved(move: Callable[[Tensor], Any], x: RandomTensor) -> Any:
+    """Return what a function that only moves elements makes of a random tensor, or several of it."""
+    locs, structure = take_apart(move(x.loc))
+    variances = take_apart(move(x.variance))[0]
+    covariances: list[Tensor | None] = [None for _ in locs]
+    if x.covariance is not None:
+        numbers = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+        covariances = [_covariance_at(x, part) for part in take_apart(move(numbers))[0]]
+    moved = zip(locs, variances, covariances, strict=True)
+    return put_together([RandomTensor(m, v, x.settings, own) for m, v, own in moved], structure)
 
 
-def _attribute(name: str, x: RandomTensor) -> RandomTensor:
-    return RandomTensor(getattr(x.loc, name), getattr(x.variance, name), x.settings)
+def _covariance_at(x: RandomTensor, numbers: Tensor) -> Tensor | None:
+    """Return the covariance between elements ``(batch, size)`` by number, if rows stay together."""
+    if numbers.dim() != 2 or not numbers.numel() or x.dim() != 2 or x.covariance is None:
+        return None
+    rows, columns = numbers // x.shape[-1], numbers % x.shape[-1]
+    if bool((rows != rows[:, :1]).any()):
+        return None
+    return x.covariance[rows[:, :1, None], columns.unsqueeze(-1), columns.unsqueeze(-2)]
 
 
-def _convert(name: str, x: RandomTensor, *args: Any, **kwargs: Any) -> RandomTensor:
+def _attribute(name: str, x: RandomTensor) -> Any:
+    return _moved(lambda part: getattr(part, name), x)
+
+
+def _convert(name: str, x: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Convert, keeping the covariance too."""
 
     def convert(part: Tensor) -> Tensor:
         converted: Tensor = getattr(part, name)(*args, **kwargs)
         return converted
 
+    if not isinstance(x, RandomTensor):
+        args = tuple(arg.loc if isinstance(arg, RandomTensor) else arg for arg in args)
+        return convert(x)
     covariance = None if x.covariance is None else convert(x.covariance)
     return RandomTensor(convert(x.loc), convert(x.variance), x.settings, covariance)
 
@@ -47,10 +68,10 @@ def _joined(function: Callable[..., Tensor], tensors: Any, dim: int = 0) -> Rand
     return RandomTensor(loc, function(variances, dim), first.settings)
 
 
-def _getitem(x: Any, index: Any) -> RandomTensor:
-    if any(random_among(index)):
+def _getitem(x: Any, index: Any) -> Any:
+    if [*random_among(index)]:
         raise NotImplementedError("An index that is random has no moments")
-    return RandomTensor(x.loc[index], x.variance[index], x.settings)
+    return _moved(lambda part: part[index], x)
 
 
 def _pad(x: RandomTensor, pad: Any, mode: str = "constant", value: Any = None) -> RandomTensor:
@@ -64,7 +85,9 @@ def _masked_fill(x: RandomTensor, mask: Tensor, value: Any) -> RandomTensor:
     return RandomTensor(loc, variance, x.settings)
 
 
-def _where(condition: Tensor, input: Any, other: Any) -> RandomTensor:
+def _where(condition: Any, input: Any, other: Any) -> RandomTensor:
+    if isinstance(condition, RandomTensor):  # `x.where(condition, other)`
+        return _where(input, condition, other)
     first = next(random_among((input, other)))
     (a, va), (b, vb) = moments(input), moments(other)
     zero = first.variance.new_zeros(())
@@ -140,9 +163,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **{name: partial(_attribute, name) for name in ("T", "mT")},
     **{name: partial(_convert, name) for name in _CONVERSIONS},
     **{name: partial(_known_like, name) for name in _LIKE},
-    "pixel_shuffle": lambda x, n: _paired(
-        F.pixel_shuffle(x.loc, n), F.pixel_shuffle(x.variance, n), x
-    ),
+    "pixel_shuffle": lambda x, n: _moved(lambda part: F.pixel_shuffle(part, n), x),
     "cat": partial(_joined, torch.cat),
     "concat": partial(_joined, torch.cat),
     "stack": partial(_joined, torch.stack),

@@ -50,6 +50,8 @@ def moments_of_call(
     found = _apply(name.removesuffix("_"), function, args, kwargs)
     if is_in_place and isinstance(args[0], RandomTensor):
         return args[0].become(found)
+    if is_in_place:
+        raise NotImplementedError(f"`{name}` would make a known tensor random in place")
     return found
 
 
@@ -81,31 +83,37 @@ def _apply(
 def linearized(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RandomTensor:
-    r"""Return the moments of a function's tangent at the mean, ``(J^2) v`` with its Jacobian J.
+    r"""Return the moments of a function's tangent at the mean, ``J S J'`` with its Jacobian J.
 
     The first argument must be the only random one, with the examples first, and the function must treat
-    each example by itself. It takes a derivative in the direction of each element of an example.
+    each example by itself. It takes a derivative of each element of an example's result.
     """
-    x = args[0]
+    x = args[0] if args else None
     if not isinstance(x, RandomTensor) or len([*random_among((args, kwargs))]) != 1:
         raise NotImplementedError(
             f"`linearize` takes functions of one random tensor, their first argument, but "
             f"`{name_of(function)}` has others"
         )
 
-    def run(value: Tensor) -> Tensor:
-        result: Tensor = function(value, *args[1:], **kwargs)
-        return result
-
-    def push(direction: Tensor) -> Tensor:
-        tangent = direction * x.variance.sqrt()
-        result: Tensor = torch.func.jvp(run, (x.loc,), (tangent,))[1]
-        return result
-
-    size = x.shape[1:].numel()
-    directions = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *x.shape[1:])
-    variance = torch.func.vmap(push, chunk_size=64)(directions).square().sum(0)
-    return RandomTensor(run(x.loc), variance, x.settings)
+    loc = function(x.loc, *args[1:], **kwargs)
+    if not isinstance(loc, Tensor) or not loc.is_floating_point() or loc.shape[:1] != x.shape[:1]:
+        raise NotImplementedError(
+            "`linearize` takes functions that return one tensor with the examples first, which "
+            f"`{name_of(function)}` does not"
+        )
+    pull: Any = torch.func.vjp(lambda value: function(value, *args[1:], **kwargs), x.loc)[1]
+    size = loc.shape[1:].numel()
+    units = torch.eye(size, dtype=loc.dtype, device=loc.device).reshape(size, 1, *loc.shape[1:])
+    rows = torch.func.vmap(lambda unit: pull(unit.expand_as(loc))[0], chunk_size=64)(units).flatten(
+        2
+    )
+    if x.settings.full_covariance and x.dim() == loc.dim() == 2:
+        own = torch.diag_embed(x.variance) if x.covariance is None else x.covariance
+        covariance = torch.einsum("ibk,bkl,jbl->bij", rows, own, rows)
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        return RandomTensor(loc, variance, x.settings, covariance)
+    variance = torch.einsum("ibk,bk->bi", rows.square(), x.variance.flatten(1))
+    return RandomTensor(loc, variance.reshape(loc.shape), x.settings)
 
 
 RandomTensor.answer_calls_by(moments_of_call)

@@ -15,6 +15,8 @@ from pyro_structvi.moments.random_tensor import RandomTensor, moments, settings_
 def _add(input: Any, other: Any, *, alpha: float = 1, sign: float = 1) -> RandomTensor:
     """Return the moments of ``input + sign * alpha * other``."""
     factor = sign * alpha
+    if input is other:
+        return _mul(input, 1 + factor)
     (a, va), (b, vb) = moments(input), moments(other)
     loc = a + factor * b
     own = None if va is None else va.expand(loc.shape)
@@ -107,7 +109,12 @@ def _sum(
 ) -> RandomTensor:
     """Return the moments of a sum or a mean over dimensions."""
     dims = tuple(range(input.dim())) if dim is None else dim
-    loc, variance = (part.sum(dims, keepdim) for part in (input.loc, input.variance))
+    of_terms = input.variance
+    if input.covariance is not None and {-1, input.dim() - 1} & {
+        *((dims,) if isinstance(dims, int) else dims)
+    }:
+        of_terms = input.covariance.sum((-2, -1)).unsqueeze(-1)
+    loc, variance = (part.sum(dims, keepdim) for part in (input.loc, of_terms))
     if mean:
         count = math.prod(input.shape) / max(1, math.prod(loc.shape))
         loc, variance = loc / count, variance / count**2

@@ -11,7 +11,7 @@ from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, wa
 from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.linalg.precision import at_least_single, autocast_off, floored_sqrt
-from pyro_structvi.moments.integration import likelihood_at_nodes
+from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes
 from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.moments.weights import (
@@ -112,7 +112,7 @@ def _predict(
             at = likelihood_at_nodes(model, part, posteriors)
             likelihood = in_single(at.likelihood)
             kind = type(base_of(likelihood))
-            parts.append(_read(likelihood, at.weights, None if y is None else y[cut]))
+            parts.append(_read(likelihood, at, None if y is None else y[cut]))
     return kind, _Member(*map(_joined, zip(*parts, strict=True)))
 
 
@@ -135,9 +135,9 @@ def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
     return part
 
 
-def _read(likelihood: Any, weights: Tensor, y: Tensor | None) -> _Member:
+def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:
     """Average what a likelihood ``(nodes, N)`` says over its nodes."""
-    base = base_of(likelihood)
+    base, weights = base_of(likelihood), at.weights
 
     def average(values: Tensor) -> Tensor:
         return torch.einsum("k,k...->...", weights.to(values), values)
@@ -145,7 +145,7 @@ def _read(likelihood: Any, weights: Tensor, y: Tensor | None) -> _Member:
     means, noises = observation_moments(base)
     mean = average(means)
     variance, entropy = average((means - mean).square()), entropy_of(base, likelihood)
-    density = None if y is None else _log_density(likelihood, weights, mean, variance, y)
+    density = None if y is None else _log_density(likelihood, at, mean, variance, y)
     return _Member(
         *(mean, average(noises), variance),
         None if entropy is None else average(entropy(means)),
@@ -153,12 +153,11 @@ def _read(likelihood: Any, weights: Tensor, y: Tensor | None) -> _Member:
     )
 
 
-def _log_density(
-    likelihood: Any, weights: Tensor, mean: Tensor, variance: Tensor, y: Tensor
-) -> Tensor:
+def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Return the log of the predictive density of observations, ``(N,)``.
 
-    Under normal noise the function is integrated out exactly, and only the noise scale has nodes.
+    Under normal noise the function is integrated out exactly, and only the noise scale has nodes. The
+    elements of an example are independent, given what they share.
     """
     check_no_nan("y", y)
     shape = likelihood.batch_shape[1:] + likelihood.event_shape
@@ -171,13 +170,20 @@ def _log_density(
     with autocast_off(y):
         if isinstance(base, Normal):
             scale = floored_sqrt(base.scale.square() + variance)
-            log_probs = Normal(mean, scale, validate_args=False).log_prob(y)
-            log_probs = log_probs.flatten(2).sum(-1) if log_probs.dim() > 2 else log_probs
-        else:
-            log_probs = likelihood.log_prob(y)
-    logs = weights.to(log_probs).log().reshape(-1, *(1 for _ in log_probs.shape[1:]))
-    density: Tensor = (logs + log_probs).logsumexp(0)
+            base = Normal(mean, scale, validate_args=False)
+        log_probs = base.log_prob(y)
+    weights = at.weights.to(log_probs).reshape(-1, at.shared)
+    log_probs = log_probs.unflatten(0, weights.shape)
+    of_shared = weights.sum(0)
+    inner = _meet(weights / of_shared, log_probs) + log_probs
+    each = inner.logsumexp(0).flatten(2).sum(-1) if inner.dim() > 3 else inner.logsumexp(0)
+    density: Tensor = (_meet(of_shared, each) + each).logsumexp(0)
     return density
+
+
+def _meet(weights: Tensor, values: Tensor) -> Tensor:
+    """Return logarithms of weights in as many dimensions as values that they stand in front of."""
+    return weights.log().reshape(*weights.shape, *(1 for _ in values.shape[weights.dim() :]))
 
 
 def _mixture(kind: type, members: list[_Member]) -> Prediction:

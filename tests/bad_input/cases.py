@@ -65,8 +65,10 @@ BETWEEN_PARTS = {
 METHODS_BETWEEN_PARTS = {
     # of distributions, for lazy weights and divergences
     *("as_matrix", "as_weight", "draw_standard", "expected_neg_log_prob", "image_around"),
-    *("image_under", "mahalanobis", "map_for_batch", "scale_noise", "split_noise"),
-    *("ways_to_apply", "whiten"),
+    *("image_under", "image_variance", "mahalanobis", "map_for_batch", "scale_noise"),
+    *("split_noise", "spread", "ways_to_apply", "whiten"),
+    # of likelihoods, for predictions and bounds by moments
+    *("observe", "run_net"),
     # of families, for guides
     *("check_memory", "distribution", "fits", "init", "prior_scales", "unit"),
     # of guides, for objectives
@@ -350,6 +352,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "kl_weight": 1.0,
         "num_particles": 1,
         "vectorize_particles": False,
+        "estimator": "draws",
     },
     "LinearAnnealing": lambda: {**PERIOD, "start": 0.0},
     "CosineDecay": lambda: dict(PERIOD),
@@ -372,6 +375,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "kl_weight": 1.0,
         "num_particles": 1,
         "vectorize_particles": False,
+        "estimator": "draws",
         "optimizer": torch.optim.SGD,
         "compiled": "auto",
         "progress": False,
@@ -405,6 +409,9 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "site": "obs",
         "max_memory": 1.0,
         "progress": False,
+        "method": "draws",
+        "covariance": "full",
+        "linearize": True,
     },
     "to_inference_data": lambda: {
         "model": (model := regressor()),

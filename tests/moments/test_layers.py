@@ -1,0 +1,300 @@
+"""Pooling by maxima, normalization, dropout, softmax and attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_structvi.moments import RandomTensor, Settings
+from pyro_structvi.moments.pooling import maximum_of_two
+from tests.moments.signs import random_input
+
+
+def draws(x, count=8_000):
+    """Return antithetic draws of a random tensor with independent elements."""
+    half = torch.randn(count // 2, *x.shape)
+    return x.loc + x.variance.sqrt() * torch.cat([half, -half])
+
+
+# ---- maxima --------------------------------------------------------------------------------------
+
+
+def integrated_maximum(means, scales):
+    """Return the moments of the largest of independent normals, by its density."""
+    grid = torch.linspace(-20, 20, 16_001)
+    z = (grid - means.unsqueeze(-1)) / scales.unsqueeze(-1)
+    density = torch.exp(-0.5 * z.square()) / (scales.unsqueeze(-1) * (2 * torch.pi) ** 0.5)
+    below = 0.5 * torch.erfc(-z / 2**0.5)
+    others = [
+        density[i] * torch.cat([below[:i], below[i + 1 :]]).prod(0) for i in range(len(means))
+    ]
+    total = torch.stack(others).sum(0)
+    loc = torch.trapezoid(grid * total, grid)
+    return loc, torch.trapezoid((grid - loc).square() * total, grid)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.1, -1.0, 3.0, -8.0])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0), (0.02, 1.0)])
+def test_the_larger_of_two_is_clarks(distance, scales):
+    means, scales = torch.tensor([distance + 0.3, 0.3]), torch.tensor(scales)
+    found = maximum_of_two(*zip(means, scales.square(), strict=True))
+    torch.testing.assert_close(
+        torch.stack(found), torch.stack(integrated_maximum(means, scales)), rtol=1e-8, atol=1e-10
+    )
+
+
+def test_the_larger_of_two_keeps_small_variances():
+    """Far from zero, where squares are 1e12 times the variance; by shifting both to zero."""
+    for distance in (0.0, 0.5e-4, -2e-4):
+        near = [(torch.tensor(distance), torch.tensor(1e-8)), (torch.zeros(()), torch.tensor(4e-8))]
+        far = [(mean + 100.0, variance) for mean, variance in near]
+        torch.testing.assert_close(
+            maximum_of_two(*far)[1], maximum_of_two(*near)[1], rtol=1e-6, atol=0
+        )
+
+
+def test_the_larger_of_two_known_numbers_is_known():
+    for dtype in (torch.float32, torch.float64):
+        ma, mb, va, vb = (
+            torch.tensor(value, dtype=dtype, requires_grad=True)
+            for value in ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
+        )
+        loc, variance = maximum_of_two((ma, va), (mb, vb))
+        torch.testing.assert_close(loc, torch.maximum(ma, mb))
+        assert (variance < 1e-12).all()
+        for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
+            assert torch.isfinite(gradient).all()
+
+
+def test_gradients_of_the_larger_of_two():
+    ma, mb, va, vb = (torch.rand(4) + 0.1 for _ in range(4))
+    values = [value.requires_grad_() for value in (ma, mb, va, vb)]
+
+    def run(ma, mb, va, vb):
+        return maximum_of_two((ma, va), (mb, vb))
+
+    assert torch.autograd.gradcheck(run, values)
+
+
+def test_windows_of_two_have_exact_maxima():
+    x = random_input(1, 2, 6)
+    found = F.max_pool1d(x, 2)
+    for channel in range(2):
+        for window in range(3):
+            part = (0, channel, slice(2 * window, 2 * window + 2))
+            loc, variance = integrated_maximum(x.loc[part], x.variance[part].sqrt())
+            torch.testing.assert_close(found.loc[0, channel, window], loc)
+            torch.testing.assert_close(found.variance[0, channel, window], variance)
+
+
+@pytest.mark.parametrize(("size", "bound"), [(3, 0.02), (4, 0.03), (9, 0.1)])
+def test_larger_windows_have_an_error_of_a_few_percent(size, bound):
+    """Relative to the standard deviation: equal means and variances, the hardest case."""
+    x = RandomTensor(torch.zeros(1, 1, size), torch.ones(1, 1, size), Settings())
+    found = F.max_pool1d(x, size)
+    loc, variance = integrated_maximum(torch.zeros(size), torch.ones(size))
+    assert (found.loc.squeeze() - loc).abs() < bound * variance.sqrt()
+    assert (found.variance.squeeze().sqrt() - variance.sqrt()).abs() < bound * variance.sqrt()
+
+
+POOLS = {
+    "one dimension": (lambda x: F.max_pool1d(x, 3, stride=2, padding=1), (2, 3, 7)),
+    "two dimensions": (nn.MaxPool2d(2), (2, 3, 4, 5)),
+    "uneven windows": (nn.MaxPool2d((3, 2), stride=(1, 2), padding=(1, 0)), (2, 2, 4, 4)),
+    "three dimensions": (nn.MaxPool3d(2, stride=1), (1, 2, 3, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_windows_are_torchs(name):
+    """Without variance a maximum is torch's, and with little it is the largest element's."""
+    function, shape = POOLS[name]
+    loc = torch.randperm(torch.Size(shape).numel()).double().reshape(shape) - 20
+    variance = torch.rand(shape) * 1e-6
+    for size in (0.0, 1.0):
+        found = function(RandomTensor(loc, size * variance, Settings()))
+        expected, index = _pooled(function, loc)
+        torch.testing.assert_close(found.loc, expected)
+        own = variance.flatten(2).gather(2, index.flatten(2)).reshape(expected.shape)
+        torch.testing.assert_close(found.variance, size * own, atol=1e-12, rtol=1e-6)
+
+
+def _pooled(function, loc):
+    expected = function(loc)
+    flat = loc.flatten(2)
+    index = (flat.unsqueeze(2) == expected.flatten(2).unsqueeze(-1)).int().argmax(-1)
+    return expected, index.reshape(expected.shape)
+
+
+# ---- normalization -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 4, 5), (2, 4, 2, 3), (1, 4, 2, 2, 2)])
+def test_batch_norm_by_running_statistics_is_exact(shape):
+    make = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+    norm = make[len(shape)](4).eval()
+    for tensor in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
+        tensor.copy_(torch.rand(4) + 0.5)
+    x = random_input(*shape)
+    found = norm(x)
+    slope = (norm.weight / (norm.running_var + norm.eps).sqrt()).reshape(
+        -1, *[1] * (len(shape) - 2)
+    )
+    torch.testing.assert_close(found.loc, norm(x.loc))
+    torch.testing.assert_close(found.variance, slope.square() * x.variance)
+    plain = F.batch_norm(x, norm.running_mean, norm.running_var)
+    torch.testing.assert_close(plain.loc, F.batch_norm(x.loc, norm.running_mean, norm.running_var))
+
+
+def test_batch_norm_with_a_random_weight_is_exact():
+    """A product of independent factors, and a random shift."""
+    x, weight, bias = random_input(2, 3, 4), random_input(3), random_input(3)
+    mean, variance = torch.rand(3), torch.rand(3) + 0.5
+    found = F.batch_norm(x, mean, variance, weight, bias)
+    z = F.batch_norm(x, mean, variance)
+    m, v, b, c = (p.unsqueeze(-1) for p in (weight.loc, weight.variance, bias.loc, bias.variance))
+    torch.testing.assert_close(found.loc, m * z.loc + b)
+    expected = m.square() * z.variance + v * z.loc.square() + v * z.variance + c
+    torch.testing.assert_close(found.variance, expected)
+
+
+NORMS = {
+    "layer": lambda size: nn.LayerNorm(size),
+    "layer over two dimensions": lambda size: nn.LayerNorm((2, size)),
+    "group": lambda size: nn.GroupNorm(2, 2 * size),
+    "rms": lambda size: nn.RMSNorm(size),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_wide_normalizations_have_an_error_of_a_few_percent(name):
+    """Against 8,000 draws, by which a standard deviation is known to 0.8 %."""
+    size = 100
+    norm = NORMS[name](size)
+    for part in norm.parameters():
+        part.data.copy_(torch.rand(part.shape) + 0.5)
+    shape = (1, 2 * size) if name == "group" else (1, 2, size)
+    x = random_input(*shape)
+    found = norm(x)
+    with torch.no_grad():
+        drawn = torch.cat([norm(part) for part in draws(x).flatten(0, 1).split(4000)])
+    scale = drawn.std(0)
+    assert ((found.loc - drawn.mean(0)) / scale).abs().max() < 0.05
+    assert (found.variance.sqrt() / scale - 1).abs().max() < 0.08
+    assert (found.variance.sqrt() / scale - 1).mean().abs() < 0.01
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_normalizations_without_variance_are_torchs(name):
+    norm = NORMS[name](3)
+    loc = torch.randn((2, 6, 4) if name == "group" else (4, 2, 3))
+    found = norm(RandomTensor(loc, torch.zeros_like(loc), Settings()))
+    torch.testing.assert_close(found.loc, norm(loc))
+    assert (found.variance == 0).all()
+
+
+def test_the_scale_of_a_layer_norm_is_the_expected_square_about_the_mean():
+    """By definition, with the matrix that takes the mean off."""
+    x, size = random_input(1, 5), 5
+    found = F.layer_norm(x, (size,), eps=0.0)
+    center = torch.eye(size) - 1 / size
+    loc = center @ x.loc[0]
+    covariance = center @ torch.diag(x.variance[0]) @ center.mT
+    square = (loc.square() + covariance.diagonal()).mean()
+    torch.testing.assert_close(found.loc[0], loc / square.sqrt())
+    torch.testing.assert_close(found.variance[0], covariance.diagonal() / square)
+
+
+# ---- dropout and softmax -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [F.dropout, F.dropout2d], ids=["elements", "channels"])
+def test_dropout_in_training_has_the_moments_over_what_is_dropped(function):
+    """``x b / (1 - p)`` for an independent b of zero or one."""
+    x, p = random_input(2, 3, 2, 2), 0.3
+    found = function(x, p, training=True)
+    square = (x.loc.square() + x.variance) / (1 - p)
+    torch.testing.assert_close(found.loc, x.loc)
+    torch.testing.assert_close(found.variance, square - x.loc.square())
+    module = nn.Dropout(p, inplace=True)
+    assert module(x) is x
+    torch.testing.assert_close(x.variance, found.variance)
+
+
+@pytest.mark.parametrize("function", [F.softmax, F.log_softmax], ids=["softmax", "logarithm"])
+def test_the_softmax_is_that_of_the_means_with_the_variance_of_its_tangent(function):
+    x = random_input(2, 4)
+    found = function(x, dim=-1)
+    for index in range(2):
+        matrix = torch.func.jacrev(lambda value: function(value, dim=-1))(x.loc[index])
+        torch.testing.assert_close(found.loc[index], function(x.loc[index], dim=-1))
+        torch.testing.assert_close(found.variance[index], matrix.square() @ x.variance[index])
+    torch.testing.assert_close(x.softmax(-1).loc, torch.softmax(x, -1).loc)
+    torch.testing.assert_close(nn.Softmax(1)(x).loc, x.loc.softmax(1))
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def composed(q, k, v, mask=None, scale=None):
+    """Return attention by its parts, each of which has a rule."""
+    scores = torch.matmul(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return torch.matmul(F.softmax(scores, -1), v)
+
+
+def assert_same(found, expected):
+    assert torch.isfinite(found.loc + found.variance).all()
+    torch.testing.assert_close(found.loc, expected.loc)
+    torch.testing.assert_close(found.variance, expected.variance)
+
+
+def test_attention_is_the_composition_of_its_parts():
+    q, k, v = (random_input(2, 3, 5, 4) for _ in range(3))
+    assert_same(F.scaled_dot_product_attention(q, k, v), composed(q, k, v))
+    assert_same(F.scaled_dot_product_attention(q, k, v, scale=0.3), composed(q, k, v, scale=0.3))
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert_same(found, composed(q, k, v, causal))
+    padding = torch.tensor([True, True, False, True, False])
+    assert_same(F.scaled_dot_product_attention(q, k, v, padding), composed(q, k, v, padding))
+    added = torch.zeros(5, 5).masked_fill(~causal, -torch.inf)
+    assert_same(F.scaled_dot_product_attention(q, k, v, added), composed(q, k, v, causal))
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_attention_with_one_random_part(which):
+    """Only a random value leaves the weights known, and the result exact."""
+    parts = {name: random_input(2, 5, 4) for name in "qkv"}
+    known = {name: part if name == which else part.loc for name, part in parts.items()}
+    found = F.scaled_dot_product_attention(*known.values())
+    if which != "v":
+        assert_same(found, composed(*known.values()))
+    else:
+        weights = torch.softmax(known["q"] @ known["k"].mT / 2, -1)
+        torch.testing.assert_close(found.loc, weights @ parts["v"].loc)
+        torch.testing.assert_close(found.variance, weights.square() @ parts["v"].variance)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("is_masked", [True, False], ids=["masked", "plain"])
+def test_multi_head_attention_is_the_composition_of_its_parts(need_weights, is_masked):
+    layer = nn.MultiheadAttention(6, 2, batch_first=True).eval()
+    x = random_input(3, 4, 6)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril() if is_masked else None
+    found, weights = layer(
+        x, x, x, need_weights=need_weights, attn_mask=None if mask is None else ~mask
+    )
+    q, k, v = (
+        part.unflatten(-1, (2, 3)).transpose(1, 2)
+        for part in F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
+    )
+    mixed = composed(q, k, v, mask).transpose(1, 2).flatten(2)
+    assert_same(found, layer.out_proj(mixed))
+    assert (weights is not None) == need_weights
+    without = RandomTensor(x.loc, torch.zeros_like(x.loc), Settings())
+    known = layer(x.loc, x.loc, x.loc, attn_mask=None if mask is None else ~mask)[0]
+    at_mean = layer(without, without, without, attn_mask=None if mask is None else ~mask)[0]
+    torch.testing.assert_close(at_mean.loc, known)
+    assert (at_mean.variance < 1e-12).all()

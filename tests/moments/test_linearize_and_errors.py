@@ -1,0 +1,256 @@
+"""Tangents in place of rules, and what is said where there are neither."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.infer import StructuredELBO
+from pyro_structvi.moments import RandomTensor, Settings
+from pyro_structvi.posterior.one_pass import MomentsWarning
+from tests.models import HandWritten
+from tests.moments.signs import random_input
+
+SIZE = 5
+
+
+class Doubled(nn.Module):
+    """A function without a rule."""
+
+    def forward(self, x):
+        return torch.cumsum(torch.sinh(x), -1)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def regressor(*layers, **options):
+    net = ps.bayesianize(nn.Sequential(*layers), prior=1.0)
+    return ps.Regressor(net, SIZE, 0.3, **options)
+
+
+def predict(model, x=None, guide=ps.MeanFieldGuide, **options):
+    guide = guide(model) if isinstance(guide, type) else guide
+    x = torch.randn(SIZE, 3) if x is None else x
+    return ps.predict(model, guide, x, **({"method": "moments"} | options))
+
+
+# ---- tangents ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["diagonal", "full"])
+def test_a_function_without_a_rule_has_the_moments_of_its_tangent(full):
+    plain = random_input(2, 3, full=full)
+    x = RandomTensor(plain.loc, plain.variance, Settings(full, True), plain.covariance)
+    found = torch.cumsum(x, 1).sinh()
+    for index in range(2):
+        jacobian = torch.diag(x.loc[index].cumsum(0).cosh()) @ torch.ones(3, 3).tril()
+        own = x.covariance[index] if full else torch.diag(x.variance[index])
+        # The sum in between keeps variances alone, unless covariances are kept.
+        steps = torch.ones(3, 3).tril() @ own @ torch.ones(3, 3).triu()
+        slope = torch.diag(x.loc[index].cumsum(0).cosh())
+        inner = steps if full else torch.diag(steps.diagonal())
+        expected = slope @ inner @ slope
+        if full:
+            torch.testing.assert_close(expected, jacobian @ own @ jacobian.mT)
+            torch.testing.assert_close(found.covariance[index], expected)
+        torch.testing.assert_close(found.loc[index], x.loc[index].cumsum(0).sinh())
+        torch.testing.assert_close(found.variance[index], expected.diagonal())
+
+
+def test_a_tangent_of_several_dimensions():
+    plain = random_input(2, 3, 4)
+    x = RandomTensor(plain.loc, plain.variance, Settings(linearize=True))
+
+    found = torch.linalg.vector_norm(x, dim=-1)
+    jacobian = torch.func.jacrev(lambda v: torch.linalg.vector_norm(v, dim=-1))(x.loc)
+    expected = (jacobian.square() * x.variance).sum((-3, -2, -1))
+    torch.testing.assert_close(found.variance, expected)
+
+
+def test_a_net_is_linearized_where_it_has_no_rule():
+    model = regressor(nn.Linear(3, 4), Doubled(), nn.Linear(4, 1))
+    found = predict(model, linearize=True)
+    assert torch.isfinite(found.variance).all()
+    with pytest.raises(NotImplementedError, match="has no rule"):
+        predict(model)
+
+
+def test_a_tangent_without_variance_has_finite_gradients():
+    mean, variance = torch.randn(2, 3).requires_grad_(), torch.zeros(2, 3).requires_grad_()
+    found = torch.sinh(RandomTensor(mean, variance, Settings(linearize=True)))
+    torch.testing.assert_close(found.variance, torch.zeros(2, 3))
+    slope = torch.autograd.grad(found.variance.sum(), variance)[0]
+    torch.testing.assert_close(slope, mean.cosh().square())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: torch.hypot(x, x + 1), "functions of one random tensor, their first argument"),
+        (torch.sort, "functions that return one tensor with the examples first, which `sort`"),
+        (torch.argmax, "functions that return one tensor with the examples first, which `argmax`"),
+        (lambda x: torch.logsumexp(x, 0), "with the examples first, which `logsumexp` does not"),
+    ],
+)
+def test_what_has_no_tangent_is_refused(function, message):
+    plain = random_input(2, 3)
+    x = RandomTensor(plain.loc, plain.variance, Settings(linearize=True))
+    with pytest.raises(NotImplementedError, match=message):
+        function(x)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def test_a_module_without_a_rule_is_named():
+    model = regressor(nn.Linear(3, 4), Doubled(), nn.Linear(4, 1))
+    message = (
+        r"The function `sinh` has no rule for the moments of a random input, in the module 'net\.1' "
+        r"\(Doubled\)\. Pass `linearize=True` to take its tangent at the mean, or predict with draws\.$"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        predict(model)
+
+
+def test_a_recurrent_layer_is_named():
+    class Last(nn.Module):
+        def forward(self, found):
+            return found[0][:, -1]
+
+    model = regressor(nn.Linear(3, 4), nn.LSTM(4, 2, batch_first=True), Last())
+    x = torch.randn(SIZE, 2, 3)
+    with pytest.raises(NotImplementedError, match=r"in the module 'net\.1' \(LSTM\)"):
+        predict(model, x)
+    message = r"`linearize` takes .* in the module 'net\.1' \(LSTM\)\. Predict with draws\.$"
+    with pytest.raises(NotImplementedError, match=message):
+        predict(model, x, linearize=True)
+
+
+def test_a_message_with_advice_of_its_own_says_the_place_too():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 3, 1))
+
+        def forward(self, x):
+            inputs = x.unsqueeze(1).expand(-1, 2, -1)
+            return torch.einsum("bsi,sio->bso", inputs, self.weight).squeeze(-1)
+
+    model = ps.Regressor(ps.bayesianize(nn.Sequential(Stack()), prior={"*": 1.0}), SIZE, 0.3)
+    message = (
+        r"A stack of weights that are correlated has no moments\. Predict with draws\. This was met "
+        r"in the module 'net\.0' \(Stack\)\.$"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        predict(model, guide=ps.FullCovarianceGuide)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 3}, '`num_samples` must be left out with `method="moments"`.*but got 3'),
+        ({"stream": True}, '`stream` must be left out with `method="moments"`.*but got True'),
+        ({"site": "obs"}, "`site` must be left out with `method=\"moments\"`.*but got 'obs'"),
+    ],
+)
+def test_arguments_of_draws_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        predict(regressor(nn.Linear(3, 1)), **options)
+
+
+@pytest.mark.parametrize("name", ["method", "covariance"])
+def test_unknown_options_are_refused(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be .*but got 'none'"):
+        predict(regressor(nn.Linear(3, 1)), **{name: "none"})
+
+
+def test_other_models_and_posteriors_are_refused():
+    model = HandWritten()
+    guide = ps.MeanFieldGuide(model)
+    message = "`model` must be a Classifier, Regressor or another likelihood .* but got HandWritten"
+    for call in (
+        lambda: predict(model, guide=guide),
+        lambda: StructuredELBO(estimator="moments").loss(
+            model, guide, torch.zeros(SIZE, 3), torch.zeros(SIZE, 2)
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    model = regressor(nn.Linear(3, 1))
+    draws = {"net.0.weight": torch.zeros(2, 1, 3), "net.0.bias": torch.zeros(2, 1)}
+    message = "`posterior` must be a guide of this package, .* but got dict. Predict with draws"
+    with pytest.raises(TypeError, match=message):
+        predict(model, guide=draws)
+
+
+def test_several_inputs_are_refused():
+    with pytest.raises(TypeError, match=r"`x` must be the one input of the net .* but got 2"):
+        predict(regressor(nn.Linear(3, 1)), (torch.zeros(SIZE, 3), torch.zeros(SIZE, 3)))
+
+
+def test_a_nan_among_the_observations_is_refused():
+    y = torch.zeros(SIZE, 1)
+    y[2] = torch.nan
+    with pytest.raises(ValueError, match="`y` holds 1 NaN of 5 values"):
+        predict(regressor(nn.Linear(3, 1)), y=y)
+
+
+def test_observations_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"`y` must have .*shape"):
+        predict(regressor(nn.Linear(3, 1)), y=torch.zeros(SIZE))
+
+
+def test_a_weight_that_is_used_twice_is_warned_of():
+    model = ps.Regressor(ps.bayesianize(Shared(), prior=1.0), SIZE, 0.3)
+    message = (
+        r"A pass uses the weights .*layer\.weight.* more than once, and moments count each use"
+    )
+    with pytest.warns(MomentsWarning, match=message):
+        predict(model)
+
+
+def test_a_bound_by_moments_needs_observations_and_one_particle():
+    model = regressor(nn.Linear(3, 1))
+    elbo = StructuredELBO(estimator="moments")
+    with pytest.raises(ValueError, match="`y` must be given, the observations, but got None"):
+        elbo.loss(model, ps.MeanFieldGuide(model), torch.zeros(SIZE, 3))
+    with pytest.raises(ValueError, match='`num_particles` must be 1 with `estimator="moments"`'):
+        StructuredELBO(estimator="moments", num_particles=2)
+    with pytest.raises(ValueError, match=r"`estimator` must be .*but got 'none'"):
+        StructuredELBO(estimator="none")
+
+
+def test_the_loss_is_the_expected_log_likelihood_minus_the_kl_and_has_exact_gradients():
+    model = regressor(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
+    guide, x, y = (
+        ps.MeanFieldGuide(model, init_scale=0.3),
+        torch.randn(SIZE, 3),
+        torch.randn(SIZE, 1),
+    )
+    elbo = StructuredELBO(0.7, estimator="moments")
+    terms = elbo.terms(model, guide, x, y)
+    exact_kl = StructuredELBO().terms(model, guide, x, y).kl
+    assert terms.kl.keys() == exact_kl.keys()
+    for name, kl in exact_kl.items():
+        torch.testing.assert_close(terms.kl[name], kl)
+    loss = elbo.differentiable_loss(model, guide, x, y)
+    torch.testing.assert_close(-loss, terms.log_likelihood["obs"] - 0.7 * sum(exact_kl.values()))
+    loss.backward()
+    for parameter in guide.parameters():
+        direction, step = torch.randn_like(parameter), 1e-5
+        slope = (parameter.grad * direction).sum()
+        values = []
+        with torch.no_grad():
+            for sign in (1, -2):
+                parameter.add_(sign * step * direction)
+                values.append(elbo.loss(model, guide, x, y))
+            parameter.add_(step * direction)
+        found = torch.tensor((values[0] - values[1]) / (2 * step))
+        torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,280 @@
+"""Functions of single elements: closed forms and quadrature against numerical integration."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_structvi.moments import RandomTensor, Settings, nonlinear
+from tests.moments.integrals import normal_moments
+
+FLOAT64 = torch.float64
+DISTANCES = (-30.0, -8.0, -3.0, -1.0, -0.2, 0.0, 0.3, 1.0, 2.5, 8.0, 30.0)  # in standard deviations
+SCALES = (1e-6, 1e-3, 0.1, 1.0, 5.0)
+SELU = (1.0507009873554805, 1.6732632423543772)
+
+
+def random(loc, variance, **options):
+    loc = torch.as_tensor(loc, dtype=FLOAT64)
+    return RandomTensor(loc, torch.as_tensor(variance, dtype=FLOAT64), Settings(), **options)
+
+
+def elu(x, alpha=1.0):
+    return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
+
+
+# Torch's function, the same in numpy, its kinks, and an absolute error of the variance.
+CLOSED = {
+    "relu": (F.relu, lambda x: np.maximum(x, 0), (0.0,), 0),
+    "leaky relu": (
+        lambda x: F.leaky_relu(x, 0.2),
+        lambda x: np.where(x > 0, x, 0.2 * x),
+        (0.0,),
+        0,
+    ),
+    "abs": (torch.abs, np.abs, (0.0,), 0),
+    "clamp": (lambda x: x.clamp(-0.5, 2.0), lambda x: np.clip(x, -0.5, 2.0), (-0.5, 2.0), 0),
+    "clamp from below": (lambda x: x.clamp(min=0.5), lambda x: np.maximum(x, 0.5), (0.5,), 0),
+    "clamp from above": (lambda x: x.clamp(max=0.5), lambda x: np.minimum(x, 0.5), (0.5,), 0),
+    "relu6": (F.relu6, lambda x: np.clip(x, 0, 6), (0.0, 6.0), 0),
+    "hardtanh": (F.hardtanh, lambda x: np.clip(x, -1, 1), (-1.0, 1.0), 0),
+    "hardsigmoid": (F.hardsigmoid, lambda x: np.clip(x / 6 + 0.5, 0, 1), (-3.0, 3.0), 0),
+    "elu": (F.elu, elu, (0.0,), 1e-15),
+    "elu, alpha": (lambda x: F.elu(x, 0.5), lambda x: elu(x, 0.5), (0.0,), 1e-15),
+    "selu": (F.selu, lambda x: SELU[0] * elu(x, SELU[1]), (0.0,), 1e-15),
+    "square": (torch.square, np.square, (0.0,), 0),
+    "power": (lambda x: x**3, lambda x: x**3, (0.0,), 0),
+    "sin": (torch.sin, np.sin, (0.0, 1.3), 0),
+    "cos": (torch.cos, np.cos, (0.0, 1.3), 0),
+}
+
+
+def cases(kinks, scales=SCALES, distances=DISTANCES):
+    grid = [(kink + a * s, s) for kink in kinks for s in scales for a in distances]
+    mean, scale = (torch.tensor(part, dtype=FLOAT64) for part in zip(*grid, strict=True))
+    return mean, scale
+
+
+def integrated(function, mean, scale, kinks=()):
+    pairs = zip(mean.tolist(), scale.tolist(), strict=True)
+    found = [normal_moments(function, m, s, kinks) for m, s in pairs]
+    return (torch.tensor([float(value) for value in part]) for part in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_forms_are_exact_from_tail_to_tail_and_at_small_variances(name):
+    """Errors of the variance are small beside it or beside the input's variance."""
+    function, in_numpy, kinks, rounding = CLOSED[name]
+    mean, scale = cases(kinks)
+    found = function(random(mean, scale.square()))
+    loc, variance = integrated(in_numpy, mean, scale, kinks)
+    error = (found.loc - loc).abs()
+    assert (error <= 1e-9 * loc.abs() + 1e-14 * (1 + scale)).all()
+    error = (found.variance - variance).abs()
+    assert (error <= 2e-8 * variance + 1e-13 * scale.square() + rounding).all()
+
+
+def test_far_below_zero_a_hinge_keeps_its_relative_accuracy():
+    """With a variance of 1e-200 times the input's."""
+    mean, scale = cases((0.0,), distances=(-30.0, -20.0, -12.0))
+    found = F.relu(random(mean, scale.square()))
+    loc, variance = integrated(lambda x: np.maximum(x, 0), mean, scale, (0.0,))
+    torch.testing.assert_close(found.loc, loc, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.variance, variance, rtol=1e-6, atol=0)
+
+
+def test_the_exponential_is_log_normal():
+    mean, scale = cases((0.0,), scales=(1e-6, 1e-3, 0.1, 1.0), distances=(-3.0, 0.0, 3.0))
+    found = torch.exp(random(mean, scale.square()))
+    loc, variance = integrated(np.exp, mean, scale)
+    torch.testing.assert_close(found.loc, loc, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.variance, variance, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_gradients_of_closed_forms(name):
+    function, _, kinks, _ = CLOSED[name]
+    mean, scale = cases(kinks, (0.3, 2.0), (-3.0, -0.4, 0.1, 2.0))
+    mean, variance = mean.requires_grad_(), scale.square().requires_grad_()
+
+    def run(mean, variance):
+        found = function(random(mean, variance))
+        return found.loc, found.variance
+
+    assert torch.autograd.gradcheck(run, (mean, variance), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_gradients_are_finite_without_variance_and_far_away(name):
+    function, _, kinks, _ = CLOSED[name]
+    for dtype in (torch.float32, FLOAT64):
+        mean = torch.tensor([*kinks, -50.0, -1e3, 1e3, 50.0, 0.2], dtype=dtype).requires_grad_()
+        for size in (0.0, 1e-12, 1.0):
+            variance = torch.full_like(mean, size).requires_grad_()
+            found = function(RandomTensor(mean, variance, Settings()))
+            assert torch.isfinite(found.loc).all()
+            assert (found.variance >= 0).all()
+            for gradient in torch.autograd.grad(
+                (found.loc + found.variance).sum(), [mean, variance]
+            ):
+                assert torch.isfinite(gradient).all()
+    at_zero = function(random(mean.detach(), torch.zeros(len(mean))))
+    torch.testing.assert_close(at_zero.loc, function(mean.detach()).double(), atol=1e-9, rtol=1e-9)
+    assert at_zero.variance.max() <= 1e-12
+
+
+# Torch's function, the same in numpy, and the error of 32 nodes for a unit scale and one of 2.
+SMOOTH = {
+    "tanh": (torch.tanh, np.tanh, 1e-4, 3e-3),
+    "sigmoid": (torch.sigmoid, lambda x: 1 / (1 + np.exp(-x)), 1e-8, 2e-5),
+    "softplus": (F.softplus, lambda x: np.logaddexp(0, x), 1e-8, 2e-5),
+    "log sigmoid": (F.logsigmoid, lambda x: -np.logaddexp(0, -x), 1e-8, 2e-5),
+    "silu": (F.silu, lambda x: x / (1 + np.exp(-x)), 1e-7, 1e-4),
+    "erf": (torch.erf, lambda x: 2 * _normal_cdf(math.sqrt(2) * x) - 1, 1e-4, 5e-3),
+    "gelu": (F.gelu, lambda x: x * _normal_cdf(x), 1e-6, 5e-4),
+    "gelu by tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        1e-4,
+        2e-3,
+    ),
+    "mish": (F.mish, lambda x: x * np.tanh(np.logaddexp(0, x)), 1e-6, 5e-4),
+    "softsign": (F.softsign, lambda x: x / (1 + np.abs(x)), 5e-3, 1e-2),
+    "hardswish": (F.hardswish, lambda x: x * np.clip(x / 6 + 0.5, 0, 1), 4e-3, 2e-2),
+}
+
+
+def _normal_cdf(x):
+    return torch.special.ndtr(torch.as_tensor(x.astype(np.float64))).numpy()
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_quadrature_has_the_stated_error(name):
+    function, in_numpy, *bounds = SMOOTH[name]
+    for scale, bound in zip((1.0, 2.0), bounds, strict=True):
+        mean = torch.linspace(-3, 3, 7)
+        found = function(random(mean, torch.full((7,), scale**2)))
+        loc, variance = integrated(in_numpy, mean, torch.full((7,), scale), (0.0, -3.0, 3.0))
+        for actual, expected in ((found.loc, loc), (found.variance, variance)):
+            error = (actual - expected).abs().max().item()
+            assert error < bound, (scale, error)
+
+
+@pytest.mark.parametrize("name", ["tanh", "sigmoid", "gelu", "silu", "softplus"])
+def test_quadrature_is_exact_for_small_scales(name):
+    function, in_numpy, *_ = SMOOTH[name]
+    mean, scale = torch.linspace(-3, 3, 7), torch.full((7,), 1e-3)
+    found = function(random(mean, scale.square()))
+    loc, variance = integrated(in_numpy, mean, scale)
+    torch.testing.assert_close(found.loc, loc, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.variance, variance, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("exponent", [0.5, -1, 0, 32, torch.tensor(2.0)])
+def test_a_power_without_moments_is_refused(exponent):
+    with pytest.raises(
+        NotImplementedError, match=r"A power of .* has no moments, only one of 1 to 31"
+    ):
+        random([1.0], [1.0]) ** exponent
+
+
+# ---- in place, and as modules --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("in_place", "plain"),
+    [
+        (torch.relu_, torch.relu),
+        (lambda x: x.relu_(), torch.relu),
+        (lambda x: F.relu(x, inplace=True), F.relu),
+        (nn.ReLU(inplace=True), F.relu),
+        (nn.LeakyReLU(0.1, inplace=True), lambda x: F.leaky_relu(x, 0.1)),
+        (nn.ReLU6(inplace=True), F.relu6),
+        (nn.Hardswish(inplace=True), F.hardswish),
+        (lambda x: x.clamp_(0.0, 1.0), lambda x: x.clamp(0.0, 1.0)),
+        (lambda x: x.mul_(3.0), lambda x: 3 * x),
+        (lambda x: x.add_(torch.ones(3), alpha=2), lambda x: x + 2),
+    ],
+)
+def test_functions_in_place_change_the_tensor_and_return_it(in_place, plain):
+    x, other = (random([-1.0, 0.5, 2.0], [0.3, 1.0, 2.0]) for _ in range(2))
+    found, expected = in_place(x), plain(other)
+    assert found is x
+    torch.testing.assert_close(x.loc, expected.loc)
+    torch.testing.assert_close(x.variance, expected.variance)
+
+
+def test_augmented_assignments():
+    x = y = random([-1.0, 0.5], [0.3, 1.0])
+    x += 1
+    x *= 2
+    x -= torch.tensor([1.0, 2.0])
+    x /= 2
+    torch.testing.assert_close(x.loc, torch.tensor([-0.5, 0.5]))
+    torch.testing.assert_close(x.variance, torch.tensor([0.3, 1.0]))
+    assert x is y
+
+
+def test_a_known_tensor_cannot_become_random_in_place():
+    known = torch.zeros(2)
+    with pytest.raises(NotImplementedError, match="`add_` would make a known tensor random"):
+        known.add_(random([1.0, 1.0], [1.0, 1.0]))
+
+
+# ---- with a covariance ---------------------------------------------------------------------------
+
+
+def correlated(size=4, scale=1.0):
+    root = scale * torch.randn(size, size)
+    covariance = (root @ root.mT).expand(2, size, size)
+    loc = torch.randn(2, size)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return RandomTensor(loc, variance, Settings(full_covariance=True), covariance)
+
+
+def test_polynomials_have_their_exact_covariance():
+    """``Cov(x_i^2, x_j^2) = 2 S_ij^2 + 4 m_i m_j S_ij``."""
+    x = correlated()
+    outer = x.loc.unsqueeze(-1) * x.loc.unsqueeze(-2)
+    expected = 2 * x.covariance.square() + 4 * outer * x.covariance
+    torch.testing.assert_close(torch.square(x).covariance, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "bound"), [(torch.tanh, 4e-3), (torch.relu, 0.02), (torch.sigmoid, 2e-3)]
+)
+def test_covariances_by_four_of_hermites_polynomials(function, bound):
+    """Against a grid of two variables; relative to both standard deviations."""
+    x = correlated()
+    found = function(x)
+    nodes = torch.linspace(-8, 8, 321)
+    weights = torch.exp(-0.5 * nodes.square())
+    weights = weights / weights.sum()
+    s = x.variance.sqrt()
+    for i in range(4):
+        for j in range(i):
+            rho = x.covariance[:, i, j] / (s[:, i] * s[:, j])
+            first = function(x.loc[:, i, None, None] + s[:, i, None, None] * nodes[:, None])
+            z = rho[:, None, None] * nodes[:, None] + (1 - rho[:, None, None] ** 2).sqrt() * nodes
+            second = function(x.loc[:, j, None, None] + s[:, j, None, None] * z)
+            grid = weights[:, None] * weights
+            means = ((grid * first).sum((1, 2)), (grid * second).sum((1, 2)))
+            expected = (grid * first * second).sum((1, 2)) - means[0] * means[1]
+            size = (found.variance[:, i] * found.variance[:, j]).sqrt()
+            assert ((found.covariance[:, i, j] - expected).abs() / size < bound).all()
+    torch.testing.assert_close(found.covariance.diagonal(dim1=-2, dim2=-1), found.variance)
+
+
+def test_a_closed_form_is_what_the_table_holds():
+    """So that no function with a kink goes by nodes."""
+    smooth = {"erf", "gelu", "hardswish", "log_sigmoid", "mish", "sigmoid", "silu", "softplus"}
+    smooth |= {"softsign", "tanh"}
+    by_nodes = {
+        name
+        for name, make in nonlinear.NONLINEARITIES.items()
+        if make(*([2] if name == "pow" else [])).closed is None
+    }
+    assert by_nodes == smooth | {"clamp"}  # which has no bounds by default
