@@ -88,7 +88,7 @@ def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNod
     """Return a model's likelihood at a known output ``(batch, ...)``, as one node."""
     with site_values(model), _Observation() as seen:
         model.observe(output, 0, y)
-    return AtNodes(seen.likelihood, seen.scale, output.new_ones(1), seen.y, seen.site)
+    return AtNodes(seen.likelihood, seen.scale, output.new_ones(1), 1, seen.y, seen.site)
 
 
 def _nodes(size: int, like: Tensor) -> tuple[Tensor, Tensor]:

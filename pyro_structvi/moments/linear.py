@@ -14,9 +14,7 @@ from pyro_structvi.maps.readings import Application, Lookup
 from pyro_structvi.moments.random_tensor import RandomTensor, moments, settings_of
 from pyro_structvi.moments.weights import RandomWeight
 
-LARGEST = (
-    4096  # elements of a weight whose dense covariance is formed to bring it into another order
-)
+LARGEST = 4096  # elements of a weight whose covariance is formed to bring it into another order
 
 
 def linear_moments(application: Application) -> RandomTensor:
@@ -50,13 +48,11 @@ def linear_moments(application: Application) -> RandomTensor:
     bias_mean, bias_variance = moments(None if has_column else bias)
     loc = (BiasColumnMap(linear_map) if has_column else linear_map)(m, matrix, bias_mean)
 
-    def form_covariance() -> Tensor:
-        covariance = _covariance(x, q, matrix, has_column)
-        return covariance if bias_variance is None else covariance + _covariance_of(bias)
-
     has_covariance = linear_map.is_dense and loc.dim() == 2
     if settings.full_covariance and has_covariance:
-        covariance = form_covariance()
+        covariance = _covariance(x, q, matrix, has_column)
+        if bias_variance is not None:
+            covariance = covariance + _covariance_of(bias)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         return RandomTensor(loc, variance, settings, covariance)
     variance = torch.zeros_like(loc)
@@ -67,7 +63,21 @@ def linear_moments(application: Application) -> RandomTensor:
         variance = variance + linear_map(v, second[..., :-1] if has_column else second)
     if bias_variance is not None:
         variance = variance + meet_channels(linear_map, bias_variance)
-    found = RandomTensor(loc, variance.expand(loc.shape), settings)
+    variance = variance.expand(loc.shape)
+    found = RandomTensor(loc, variance, settings)
+
+    def form_covariance() -> Tensor:
+        """Add what outputs share to their variances: a weight at the mean, and the input's noise."""
+        shared = torch.zeros_like(variance).diag_embed()
+        if q is not None and not q.has_independent_elements:
+            shared = shared + _image(q, linear_map, m, has_column).covariance_matrix
+        if v is not None:
+            own = matrix[:, :-1] if has_column else matrix
+            shared = shared + (own * v.unsqueeze(-2)) @ own.mT
+        if isinstance(bias, RandomTensor) and not has_column:
+            shared = shared + _covariance_of(bias)
+        return shared + torch.diag_embed(variance - shared.diagonal(dim1=-2, dim2=-1))
+
     found.form_covariance = form_covariance if has_covariance else None
     return found
 
@@ -144,11 +154,20 @@ def _root(covariance: Tensor) -> Tensor:
 def _variance_at_mean(
     q: WeightDistribution, linear_map: LinearMap, m: Tensor, loc: Tensor, has_column: bool
 ) -> Tensor:
-    if has_column and q.takes_bias_column:
-        linear_map = BiasColumnMap(linear_map)
-    elif has_column:
-        linear_map, m = linear_map.join_bias(m)
-    return q.image_variance(linear_map, m, loc)
+    return q.image_variance(*_joined(q, linear_map, m, has_column), loc)
+
+
+def _image(q: WeightDistribution, linear_map: LinearMap, m: Tensor, has_column: bool) -> Any:
+    return q.image_under(*_joined(q, linear_map, m, has_column))
+
+
+def _joined(
+    q: WeightDistribution, linear_map: LinearMap, m: Tensor, has_column: bool
+) -> tuple[LinearMap, Tensor]:
+    """Return map and input for a weight that may have its bias as a column."""
+    if not has_column:
+        return linear_map, m
+    return (BiasColumnMap(linear_map), m) if q.takes_bias_column else linear_map.join_bias(m)
 
 
 def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, has_column: bool) -> Tensor:

@@ -35,7 +35,7 @@ def assert_gradients_close(subject, found, q, oracle, exact):
 
 
 def variance_of(q, linear_map, x):
-    return q.image_variance(linear_map, x)
+    return q.image_variance(linear_map, x, linear_map(x, q.as_matrix(q.mean)))
 
 
 def blocks(subject, exact):
