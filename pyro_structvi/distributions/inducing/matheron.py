@@ -249,7 +249,8 @@ class MatheronOutputs(GaussianOutputs):
         own = (scale[..., 0] * self._squared).expand(*self.batch_shape, rows.shape[-1])
         if self._bias_variance is not None:
             own = own + self._bias_variance
-        return rows.mT @ known @ rows + torch.diag_embed(own)
+        covariance: Tensor = rows.mT @ known @ rows + torch.diag_embed(own)
+        return covariance
 
     def _at_positions(self, tensor: Tensor) -> Tensor:
         """View ``(*batch, *event)`` as ``(*batch, positions, channels)``; a vector has one position."""

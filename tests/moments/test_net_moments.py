@@ -1,0 +1,125 @@
+"""Moments as a module: exported, differentiated, and of a net whose last layer alone is random."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.testing import guides_for
+
+GUIDES = guides_for("demo")
+X = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(6, 3)
+
+
+def make(make_guide, outputs=2):
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, outputs))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=6)
+    guide = make_guide(model)
+    guide.initialize(X)
+    return model, guide
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, in tracing
+@pytest.mark.parametrize(
+    "name",
+    [
+        "k-tied, k = 2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in GUIDES
+            if name not in ("k-tied, k = 2", "Ensemble-U")
+        ),
+    ],
+)
+def test_the_exported_module_takes_batches_of_any_size(name):
+    model, guide = make(GUIDES[name])
+    moments = ps.moments.NetMoments(model, guide).eval()
+    with torch.no_grad():
+        batch = torch.export.Dim("batch")
+        exported = torch.export.export(moments, (X,), strict=False, dynamic_shapes=({0: batch},))
+        for x in (X[:5], X.repeat(3, 1)):
+            torch.testing.assert_close(exported.module()(x), moments(x))
+
+
+def test_moments_say_what_they_do_not_take():
+    model, _ = make(ps.MeanFieldGuide)
+    with pytest.raises(ValueError, match="must be no ensemble"):
+        ps.moments.NetMoments(model, ps.EnsembleGuide(model, 3))
+    with pytest.raises(TypeError, match="another likelihood around a net"):
+        ps.moments.NetMoments(model.net, ps.MeanFieldGuide(model))
+
+
+@pytest.mark.parametrize("method", ["draws", "moments"])
+def test_a_prediction_can_be_differentiated(method):
+    model, guide = make(ps.MeanFieldGuide)
+    count = {"num_samples": 3} if method == "draws" else {}
+
+    def variance(x):
+        torch.manual_seed(0)
+        found = ps.predict(model, guide, x, method=method, differentiable=True, **count)
+        return found.mean.sum(-1), found.function_variance.sum(-1), found.entropy
+
+    x = (X[:2] + 0.05).requires_grad_(True)
+    assert torch.autograd.gradcheck(variance, x)
+    weight = guide["net.0.weight"].loc
+    (gradient,) = torch.autograd.grad(variance(x)[1].sum(), weight)
+    assert bool(gradient.any())
+    assert not ps.predict(model, guide, x, method=method, **count).mean.requires_grad
+
+
+def last_layer(frozen):
+    features = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5))
+    net = ps.LastLayer(features, nn.Linear(4, 3), prior=1.0, frozen=frozen)
+    model = ps.Classifier(net, num_data=12)
+    guide = ps.FullCovarianceGuide(model, init_scale=0.3)
+    guide.initialize(X)
+    return model, guide
+
+
+Y = torch.tensor([0, 1, 2, 2, 1, 0])
+
+
+def test_jensens_bound_is_that_of_the_dense_moments_and_below_the_expectation():
+    model, guide = last_layer(frozen=True)
+    features = model.net.features(X)
+    q = guide["net.head.weight"]()
+    columns = torch.cat([features, torch.ones(6, 1)], -1)
+    loc = columns @ q.loc.T if q.loc.shape[1] == 5 else features @ q.loc.T
+    bias = None if q.loc.shape[1] == 5 else guide["net.head.bias"]()
+    inputs = columns if bias is None else features
+    blocks = q.covariance_matrix.reshape(3, inputs.shape[1], 3, inputs.shape[1])
+    variance = torch.einsum("na,iaib,nb->ni", inputs, blocks, inputs)
+    if bias is not None:
+        loc = loc + bias.loc
+        variance = variance + bias.variance
+    expected = (loc[range(6), Y] - torch.logsumexp(loc + variance / 2, -1)).sum() * 12 / 6
+    found = {
+        name: ps.StructuredELBO(estimator=name).terms(model, guide, X, Y).log_likelihood["obs"]
+        for name in ("bound", "moments")
+    }
+    torch.testing.assert_close(found["bound"], expected)
+    assert found["bound"] < found["moments"] < found["bound"] + 5
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_features_are_frozen_or_trained_along(frozen):
+    model, guide = last_layer(frozen)
+    model.num_data = len(X)
+    before = [value.clone() for value in model.net.features.parameters()]
+    ps.fit(model, guide, (X, Y), num_steps=3, estimator="bound", progress=False)
+    model.train()
+    after = list(model.net.features.parameters())
+    same = [torch.equal(*pair) for pair in zip(before, after, strict=True)]
+    assert all(same) if frozen else not any(same)
+    assert model.net.features.training is not frozen
+    assert set(guide.site_names) == {"net.head.weight", "net.head.bias"}
+
+
+def test_only_a_classifier_has_a_bound_in_closed_form():
+    net = ps.bayesianize(nn.Linear(3, 1), prior=1.0)
+    model = ps.Regressor(net, num_data=6, noise_scale=0.1)
+    elbo = ps.StructuredELBO(estimator="bound")
+    with pytest.raises(NotImplementedError, match="no lower bound in closed form"):
+        elbo.terms(model, ps.MeanFieldGuide(model), X, X[:, :1])
+    with pytest.raises(ValueError, match="`num_particles` must be 1"):
+        ps.StructuredELBO(num_particles=2, estimator="bound")
