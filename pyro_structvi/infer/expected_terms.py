@@ -42,7 +42,7 @@ def expected_terms(
         Wu, Nowozin, Meeds, Turner, Hernandez-Lobato and Gaunt (2019), "Deterministic variational
         inference for robust Bayesian neural networks", Eqs. 3 to 8.
     """
-    check_served(model, guide)
+    check_served(model, guide, "guide")
     bound = signature(model.forward).bind(*args, **kwargs)
     x, y = bound.arguments["x"], bound.arguments.get("y")
     if y is None:

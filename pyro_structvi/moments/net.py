@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_structvi._checks import brief
 from pyro_structvi._pyro import site_values
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.moments import rules as rules  # answers calls with random tensors
@@ -60,8 +61,13 @@ def _place(error: Exception, model: nn.Module) -> str:
     return found
 
 
-def check_served(model: Any, guide: Any) -> None:
+def check_served(model: Any, guide: Any, name: str) -> None:
     """Raise unless moments can be propagated through a model with a posterior.
+
+    Args:
+        model: The model.
+        guide: The posterior.
+        name: The name of that argument.
 
     Raises:
         TypeError: If the model is none of the likelihoods around a net, or the posterior no guide.
@@ -70,12 +76,12 @@ def check_served(model: Any, guide: Any) -> None:
     if not isinstance(model, Likelihood):
         raise TypeError(
             "`model` must be a Classifier, Regressor or another likelihood around a net, whose output "
-            f"has moments, but got {type(model).__name__}. Predict with draws."
+            f"has moments, but got {brief(model)}. Predict with draws."
         )
     if not isinstance(guide, StructuredGuide):
         raise TypeError(
-            "`posterior` must be a guide of this package, which knows the moments of its weights, but "
-            f"got {type(guide).__name__}. Predict with draws."
+            f"`{name}` must be a guide of this package, which knows the moments of its weights, but got "
+            f"{brief(guide)}. Predict with draws."
         )
     if guide.local_site_names:
         raise NotImplementedError(

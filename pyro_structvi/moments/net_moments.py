@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from pyro_structvi._checks import checked
+from pyro_structvi._checks import checked, naming
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.moments.net import check_served, output_moments
 from pyro_structvi.moments.random_tensor import Settings
@@ -60,7 +60,7 @@ class NetMoments(nn.Module):
         linearize: bool = False,
     ) -> None:
         super().__init__()
-        check_served(model, guide)
+        check_served(model, guide, "guide")
         if guide.ensemble is not None:
             raise ValueError(
                 "`guide` must be no ensemble, whose members have moments of their own, but got "
@@ -73,5 +73,6 @@ class NetMoments(nn.Module):
     def forward(self, x: Any) -> tuple[Tensor, Tensor]:
         """Return the output's mean ``(batch, ...)`` and variance, or covariance ``(batch, E, E)``."""
         values = random_values(posteriors_of(self.guide.joint_posterior()), self.settings)
-        output = output_moments(self.model, values, x, self.settings)
+        with naming("x", x):
+            output = output_moments(self.model, values, x, self.settings)
         return output.loc, output.variance if output.covariance is None else output.covariance

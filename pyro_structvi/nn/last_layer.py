@@ -5,7 +5,7 @@ from typing import Any
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_structvi._checks import checked
+from pyro_structvi._checks import checked, naming
 from pyro_structvi.nn.conversion import bayesianize
 
 
@@ -52,14 +52,10 @@ class LastLayer(PyroModule):
         self.head = bayesianize(head, prior)
         self.frozen = frozen
 
-    def train(self, mode: bool = True) -> "LastLayer":
-        """Set the mode of training, of frozen features never."""
-        super().train(mode)
-        if self.frozen:
-            self.features.eval()
-        return self
-
     def forward(self, x: Any) -> Tensor:
         """Return the outputs of the last layer."""
-        outputs: Tensor = self.head(self.features(x))
+        if self.frozen:
+            self.features.eval()
+        with naming("x", x):
+            outputs: Tensor = self.head(self.features(x))
         return outputs

@@ -70,7 +70,7 @@ def predict_in_one_pass(
         TypeError: If model or guide is something else.
         NotImplementedError: If a function of the net has no moments.
     """
-    check_served(model, guide)
+    check_served(model, guide, "posterior")
     args = as_arguments(x)
     if len(args) != 1:
         raise TypeError(

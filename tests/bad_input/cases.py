@@ -35,7 +35,7 @@ MODULES = [
     *("pyro_structvi.posterior", "pyro_structvi.posterior.pruning"),
     *("pyro_structvi.posterior.element_scores", "pyro_structvi.posterior.warm_start"),
     *("pyro_structvi.reference", "pyro_structvi.metrics", "pyro_structvi.plots"),
-    "pyro_structvi.diagnostics",
+    *("pyro_structvi.diagnostics", "pyro_structvi.moments"),
 ]
 
 # Made by the library and handed to users; not called by them.
@@ -68,7 +68,7 @@ METHODS_BETWEEN_PARTS = {
     *("image_under", "image_variance", "mahalanobis", "map_for_batch", "scale_noise"),
     *("split_noise", "spread", "ways_to_apply", "whiten"),
     # of likelihoods, for predictions and bounds by moments
-    *("observe", "run_net"),
+    *("lower_bound", "observe", "run_net"),
     # of families, for guides
     *("check_memory", "distribution", "fits", "init", "prior_scales", "unit"),
     # of guides, for objectives
@@ -232,6 +232,12 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "net": ps.bayesianize(nn.Linear(3, 1)),
         "num_data": SIZE,
         "output": lambda result: result,
+    },
+    "LastLayer": lambda: {
+        "features": nn.Linear(3, 4),
+        "head": nn.Linear(4, 2),
+        "prior": 1.0,
+        "frozen": False,
     },
     "FanIn": lambda: {"scale": 1.0, "vector_scale": 1.0, "fan_in": None},
     "HierarchicalScale": lambda: {"prior": dist.HalfNormal(1.0), "fan_in": False},
@@ -398,6 +404,12 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "posterior_lr": 3.0,
     },
     # using the posterior
+    "NetMoments": lambda: {
+        "model": (model := regressor()),
+        "guide": ps.MeanFieldGuide(model),
+        "covariance": "full",
+        "linearize": True,
+    },
     "predict": lambda: {
         "model": (model := regressor()),
         "posterior": ps.MeanFieldGuide(model),
@@ -412,6 +424,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "method": "draws",
         "covariance": "full",
         "linearize": True,
+        "differentiable": True,
     },
     "to_inference_data": lambda: {
         "model": (model := regressor()),
@@ -815,6 +828,8 @@ OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
         "x": torch.randn(SIZE, 4, 3),
         "y": torch.randint(2, (SIZE, 4)),
     },
+    "LastLayer.forward": lambda: {"x": inputs()},
+    "NetMoments.forward": lambda: {"x": inputs()},
     "Regressor.forward": lambda: {"x": inputs(), "y": targets()},
     "BinaryClassifier.forward": lambda: {"x": inputs(), "y": torch.ones(SIZE, 1)},
     "PoissonRegressor.forward": lambda: {"x": inputs(), "y": torch.ones(SIZE, 1)},

@@ -174,7 +174,9 @@ def test_unknown_options_are_refused(name):
 def test_other_models_and_posteriors_are_refused():
     model = HandWritten()
     guide = ps.MeanFieldGuide(model)
-    message = "`model` must be a Classifier, Regressor or another likelihood .* but got HandWritten"
+    message = (
+        "`model` must be a Classifier, Regressor or another likelihood .* but got a HandWritten"
+    )
     for call in (
         lambda: predict(model, guide=guide),
         lambda: StructuredELBO(estimator="moments").loss(
@@ -185,7 +187,7 @@ def test_other_models_and_posteriors_are_refused():
             call()
     model = regressor(nn.Linear(3, 1))
     draws = {"net.0.weight": torch.zeros(2, 1, 3), "net.0.bias": torch.zeros(2, 1)}
-    message = "`posterior` must be a guide of this package, .* but got dict. Predict with draws"
+    message = "`posterior` must be a guide of this package, .* but got a dict. Predict with draws"
     with pytest.raises(TypeError, match=message):
         predict(model, guide=draws)
 
