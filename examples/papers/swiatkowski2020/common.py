@@ -163,8 +163,8 @@ def prior_rows(experiment: Experiment, options: argparse.Namespace, seed: int) -
             row = f"{name}, prior {scale}"
 
             def run(name: str = name, scale: float = scale, row: str = row) -> Rows:
-                vars(options).update(prior_scale=scale)
-                model, guide = fitted(experiment, options, POSTERIORS[name], seed)
+                tried = argparse.Namespace(**vars(options) | {"prior_scale": scale})
+                model, guide = fitted(experiment, tried, POSTERIORS[name], seed)
                 scores = scores_of(experiment, model, guide, experiment.validation, options.draws)
                 return [(table, row, *score) for score in scores.items()]
 

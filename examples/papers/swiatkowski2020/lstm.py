@@ -74,6 +74,7 @@ class Sentiment(nn.Module):
     def __init__(self, vocabulary: int, size: int = 128) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, size)
+        nn.init.kaiming_normal_(self.embedding.weight)  # torch's N(0, 1) is far from the prior
         self.lstm = nn.LSTM(size, size, batch_first=True)
         self.dense = nn.Linear(size, 1)
 
