@@ -243,13 +243,13 @@ def tied_only(
 
 
 def spectrum_rows(experiment: Experiment, guide: ps.StructuredGuide) -> Rows:
-    """Return which share of the squares of means and standard deviations the first ranks have."""
+    """Return which share of the squared singular values lies beyond the first ones."""
     rows: Rows = []
     for name, spectrum in spectra(guide).items():
         if len(spectrum.scale) == 1:  # one unit: nothing to be of low rank
             continue
         site = name.removeprefix("net.").removesuffix(".weight")
         for what, share in (("scales", spectrum.scale_share), ("means", spectrum.mean_share)):
-            table = f"Figure 2: {experiment.title}, explained variance of {what} (%)"
-            rows += [(table, site, f"rank {k}", 100 * float(share[:k].sum())) for k in (1, 2, 3)]
+            table = f"Figure 2: {experiment.title}, variance of {what} left unexplained (%)"
+            rows += [(table, site, f"rank {k}", 100 * float(share[k:].sum())) for k in (1, 2, 3)]
     return rows
