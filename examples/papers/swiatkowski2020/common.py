@@ -1,7 +1,7 @@
 """What the three experiments of the paper share: posteriors, training, scores, and rows of tables."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,10 @@ class Experiment:
         )
 
 
-def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Return the options that all of these scripts have."""
+def make_parser(
+    description: str, rows: Iterable[str] = POSTERIORS, **defaults: Any
+) -> argparse.ArgumentParser:
+    """Return the options that all of these scripts have, with what may be measured."""
     parser = argparse.ArgumentParser(
         description=description.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -80,7 +82,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--prior-scale", type=float, default=0.2, help="standard deviation")
     parser.add_argument("--draws", type=int, help="of the posterior, for the scores")
     parser.add_argument("--limit", type=int, help="use only so many examples of each part")
-    parser.add_argument("--posterior", choices=POSTERIORS, action="append", help="default: all")
+    parser.add_argument("--posterior", choices=rows, action="append", help="default: all")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     parser.add_argument("--output", type=Path, help="a CSV file; what it has is not measured again")
     parser.set_defaults(test_limit=None, paper_size=False, **defaults)

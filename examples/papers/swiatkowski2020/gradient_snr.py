@@ -50,7 +50,8 @@ LAYER = "dense2"
 
 
 def main() -> None:
-    parser = make_parser(__doc__, steps=9000, batch_size=128, draws=10)
+    rows = [*POSTERIORS, FASTER]
+    parser = make_parser(__doc__, rows, steps=9000, batch_size=128, draws=10)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--kl-rise", type=float, default=5e-5, help="of the KL's weight, each step")
     parser.add_argument("--gradients", type=int, default=100, help="for a ratio")
@@ -58,10 +59,10 @@ def main() -> None:
     results = ResultsFile(options.output, HEADER)
     experiment = mnist_mlp(options)
     for seed in range(options.seeds):
-        for name in options.posterior or [*POSTERIORS, FASTER]:
+        for name in options.posterior or rows:
             if not results.has(BOUNDS, name, str(seed)):
-                rows = sorted(measure(experiment, name, seed, options), key=place)
-                results.add(*((*row[:2], str(seed), row[2], f"{row[3]:.5g}") for row in rows))
+                found = sorted(measure(experiment, name, seed, options), key=place)
+                results.add(*((*row[:2], str(seed), row[2], f"{row[3]:.5g}") for row in found))
     print(paper_tables(options.output) if options.output else "k-tied, ratios of gradients")
 
 
