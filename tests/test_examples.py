@@ -16,6 +16,19 @@ SCRIPTS = {
     "examples/demo.py": ["--smoke", "--output", "{folder}"],
     "examples/lora.py": ["--data", "{folder}/reviews.npz", "--smoke"],
     "examples/mnist.py": ["--data", "{folder}/images.npz", "--epochs", "1", "--num-samples", "2"],
+    "examples/papers/swiatkowski2020/cnn.py": [
+        *("--data", "{folder}/images.npz", "--dataset", "MNIST", "--smoke"),
+        *("--output", "{folder}/results.csv"),
+    ],
+    "examples/papers/swiatkowski2020/gradient_snr.py": [
+        *("--data", "{folder}/images.npz", "--smoke", "--gradients", "2"),
+        *("--posterior", "mean field", "--posterior", "k-tied, k = 2"),
+    ],
+    "examples/papers/swiatkowski2020/lstm.py": ["--data", "{folder}/reviews.npz", "--smoke"],
+    "examples/papers/swiatkowski2020/mlp.py": [
+        *("--data", "{folder}/images.npz", "--smoke", "--select"),
+    ],
+    "examples/papers/swiatkowski2020/step_times.py": ["--rounds", "2"],
     "benchmarks/bench.py": [
         *("--net", "small", "--net", "lstm", "--rounds", "2", "--samples", "2"),
         *("--against", "pyro", "--output", "{folder}/bench.json"),
