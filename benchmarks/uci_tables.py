@@ -154,7 +154,11 @@ def what_is_reached(rows: list[Row], sets: list[str]) -> str:
     best = {name: best_structured(rows, name) for name in sets}
     known = {name: found for name, found in best.items() if found}
     good = [name for name, (_, mean) in known.items() if round(mean, 2) >= published(DVI, name)]
-    chosen = ", ".join(f"{guide} on {name}" for name, (guide, _) in known.items())
+    guides = dict.fromkeys(guide for guide, _ in known.values())
+    chosen = "; ".join(
+        f"{guide} on {', '.join(name for name in known if known[name][0] == guide)}"
+        for guide in guides
+    )
     return (
         f"{BASE.capitalize()} is within two standard errors of the log likelihood of sampled VI "
         f"(Wu et al.), or above it, on {len(near)} of {len(sets)} sets{but(sets, near)}. The best "
