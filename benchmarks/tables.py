@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import league_tables, paper_tables, uci_tables
+from benchmarks import league_tables, paper_tables, uci_priors_table, uci_tables
 from benchmarks.markdown import markdown
 from benchmarks.rows import read_rows
 
@@ -76,6 +76,7 @@ def tables_of(path: Path) -> str:
     if header == paper_tables.HEADER:
         return paper_tables.paper_tables(path)
     kind, write = {
+        uci_priors_table.HEADER: (uci_priors_table, uci_priors_table.priors_tables),
         uci_tables.HEADER: (uci_tables, uci_tables.uci_tables),
         league_tables.HEADER: (league_tables, league_tables.league_tables),
     }[header]

@@ -1,13 +1,20 @@
 """Tables of the UCI regressions, with published numbers beside ours."""
 
-from collections import defaultdict
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean, stdev
 
 from benchmarks.markdown import markdown
-from benchmarks.rows import Row, mean_with_error
+from benchmarks.rows import Row
 
 HEADER = ("data", "split", "noise", "guide", "log likelihood", "RMSE", "seconds")
+LOG_LIKELIHOOD, ERROR = (HEADER.index(name) for name in ("log likelihood", "RMSE"))
 SETS = ("boston", "concrete", "energy", "kin8nm", "power", "protein")
+HETEROSCEDASTIC = "heteroscedastic"
+BASE = "mean field"
+STRUCTURED = ("k-tied, k = 2", "matrix normal", "rowwise", "low rank, full diagonal", "FFG-U")
+SAMPLED_VI = "sampled VI, heteroscedastic, learned prior (Wu et al. 2019, Table 2)"
+DVI = "DVI (there)"
 
 # Log likelihood and, where it is given, RMSE.
 PUBLISHED = {
@@ -27,39 +34,59 @@ PUBLISHED = {
         *((-2.41, 3.28), (-3.06, 6.03), (-1.38, 2.09), (1.20, 0.09), (-2.79, 4.11)),
         (-2.83, 4.71),
     ),
-    "sampled VI, heteroscedastic, learned prior (Wu et al. 2019, Table 2)": (
-        *((-2.46,), (-3.07,), (-1.03,), (1.14,), (-2.80,), (-2.87,)),
-    ),
-    "DVI (there)": ((-2.41,), (-3.06,), (-1.01,), (1.13,), (-2.80,), (-2.85,)),
+    SAMPLED_VI: ((-2.46,), (-3.07,), (-1.03,), (1.14,), (-2.80,), (-2.87,)),
+    DVI: ((-2.41,), (-3.06,), (-1.01,), (1.13,), (-2.80,), (-2.85,)),
 }
 
 
 def uci_tables(rows: Iterable[Row]) -> str:
-    """Return a table of random splits for each noise, published numbers first, and one of gaps."""
-    random: dict[str, list[Row]] = defaultdict(list)
-    gaps: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        (gaps if row[1].startswith("gap") else random)[row[2]].append(row)
+    """Return the tables of random splits and of gap splits for each noise, in this order."""
+    rows = list(rows)
+    noises = dict.fromkeys(row[2] for row in rows)
     parts = []
-    for noise, own in random.items():
-        sets = [name for name in SETS if any(row[0] == name for row in own)]
-        published = [
-            [title, *("; ".join(f"{v:.2f}" for v in values[SETS.index(name)]) for name in sets)]
-            for title, values in PUBLISHED.items()
-        ]
-        counts = ", ".join(f"{name} {splits_of(own, name)}" for name in sets)
-        head = ["log likelihood; RMSE", *sets]
-        body = markdown(head, published + own_rows(own, sets))
-        parts.append(f"### Random splits, {noise} noise\n\n{body}\n\nSplits: {counts}.")
-    for noise, own in gaps.items():
-        sets = sorted({row[0] for row in own})
-        body = markdown(["log likelihood; RMSE", *sets], own_rows(own, sets))
-        parts.append(f"### Gap splits, {noise} noise\n\n{body}")
+    for is_gap, title in ((False, "Random splits"), (True, "Gap splits")):
+        for noise in noises:
+            own = [r for r in rows if r[2] == noise and r[1].startswith("gap") == is_gap]
+            if own:
+                parts.append(f"### {title}, {noise} noise")
+                parts += gap_parts(own) if is_gap else random_parts(own, noise)
     return "\n\n".join(parts)
+
+
+def random_parts(rows: list[Row], noise: str) -> list[str]:
+    """Return the published rows and ours, what is reached, and differences on the same splits."""
+    sets = [name for name in SETS if any(row[0] == name for row in rows)]
+    published = [
+        [title, *("; ".join(f"{v:.2f}" for v in values[SETS.index(name)]) for name in sets)]
+        for title, values in PUBLISHED.items()
+    ]
+    table = markdown(["log likelihood; RMSE", *sets], published + own_rows(rows, sets))
+    reached = [what_is_reached(rows, sets)] if noise == HETEROSCEDASTIC else []
+    return [table, counts(rows, sets), *reached, *difference_parts(rows, sets)]
+
+
+def gap_parts(rows: list[Row]) -> list[str]:
+    sets = sorted({row[0] for row in rows})
+    table = markdown(["log likelihood; RMSE", *sets], own_rows(rows, sets))
+    return [table, counts(rows, sets), *difference_parts(rows, sets)]
+
+
+def counts(rows: list[Row], sets: Sequence[str]) -> str:
+    """Return the line that says how many splits a set has."""
+    numbers = ", ".join(f"{name} {splits_of(rows, name)}" for name in sets)
+    return f"Splits: {numbers}; where a guide has fewer, their number is in parentheses."
 
 
 def splits_of(rows: list[Row], name: str) -> int:
     return len({row[1] for row in rows if row[0] == name})
+
+
+def values_of(rows: list[Row], name: str, guide: str, column: int) -> dict[str, float]:
+    """Return the values of a set and a guide by split."""
+    return {row[1]: float(row[column]) for row in rows if (row[0], row[3]) == (name, guide)}
+
+
+# ---- means over splits ---------------------------------------------------------------------------
 
 
 def own_rows(rows: list[Row], sets: list[str]) -> list[list[str]]:
@@ -69,6 +96,102 @@ def own_rows(rows: list[Row], sets: list[str]) -> list[list[str]]:
 
 def cell(rows: list[Row], name: str, guide: str) -> str:
     """Return means over splits with standard errors, or nothing where there is none."""
-    own = [row for row in rows if row[0] == name and row[3] == guide]
-    parts = (mean_with_error([float(row[i]) for row in own], "{:.2f}".format) for i in (4, 5))
-    return "; ".join(parts) if own else ""
+    densities, errors = (
+        list(values_of(rows, name, guide, column).values()) for column in (LOG_LIKELIHOOD, ERROR)
+    )
+    if not densities:
+        return ""
+    few = f" ({len(densities)})" if len(densities) < splits_of(rows, name) else ""
+    return f"{written(densities, 2)}; {written(errors, decimals(fmean(errors)))}{few}"
+
+
+def written(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """Return a mean and its standard error, where there are several values."""
+    mean = f"{fmean(values):{sign}.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {standard_error(values):.{digits}f}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values))
+
+
+def decimals(value: float) -> int:
+    """Return how many decimals give a value three significant digits."""
+    return max(0, 2 - math.floor(math.log10(abs(value)))) if value else 2
+
+
+# ---- differences on the same splits --------------------------------------------------------------
+
+
+def difference_parts(rows: list[Row], sets: list[str]) -> list[str]:
+    """Return the table of differences to mean field, of the splits that a guide shares with it."""
+    guides = [guide for guide in dict.fromkeys(row[3] for row in rows) if guide != BASE]
+    body = [[guide, *(difference(rows, name, guide) for name in sets)] for guide in guides]
+    body = [line for line in body if any(line[1:])]
+    head = [f"difference to {BASE}, paired by split", *sets]
+    return [markdown(head, body)] if body else []
+
+
+def difference(rows: list[Row], name: str, guide: str) -> str:
+    """Return the mean of differences in log likelihood and RMSE, with their standard errors."""
+    parts = []
+    for column in (LOG_LIKELIHOOD, ERROR):
+        own, base = (values_of(rows, name, each, column) for each in (guide, BASE))
+        shared = [split for split in own if split in base]
+        if not shared:
+            return ""
+        digits = 2 if column == LOG_LIKELIHOOD else decimals(fmean(base[s] for s in shared))
+        parts.append(written([own[split] - base[split] for split in shared], digits, "+"))
+    return "; ".join(parts)
+
+
+# ---- beside published numbers --------------------------------------------------------------------
+
+
+def what_is_reached(rows: list[Row], sets: list[str]) -> str:
+    """Return a line of how many sets mean field and the best structured guide reach on."""
+    near = [name for name in sets if is_near(rows, name)]
+    best = {name: best_structured(rows, name) for name in sets}
+    known = {name: found for name, found in best.items() if found}
+    good = [name for name, (_, mean) in known.items() if round(mean, 2) >= published(DVI, name)]
+    guides = dict.fromkeys(guide for guide, _ in known.values())
+    chosen = "; ".join(
+        f"{guide} on {', '.join(name for name in known if known[name][0] == guide)}"
+        for guide in guides
+    )
+    return (
+        f"{BASE.capitalize()} is within two standard errors of the log likelihood of sampled VI "
+        f"(Wu et al.), or above it, on {len(near)} of {len(sets)} sets{but(sets, near)}. The best "
+        f"structured guide of those with all splits ({chosen or 'none'}) has in its mean at least the "
+        f"log likelihood of DVI, to two decimals, on {len(good)} of {len(known)} sets"
+        f"{but(list(known), good)}."
+    )
+
+
+def but(sets: Sequence[str], found: Sequence[str]) -> str:
+    missing = [name for name in sets if name not in found]
+    return f" (not on {', '.join(missing)})" if missing else ""
+
+
+def is_near(rows: list[Row], name: str) -> bool:
+    """Whether mean field is at least the published value less two standard errors."""
+    values = list(values_of(rows, name, BASE, LOG_LIKELIHOOD).values())
+    margin = 2 * standard_error(values) if len(values) > 1 else 0.0
+    return bool(values) and fmean(values) + margin >= published(SAMPLED_VI, name)
+
+
+def best_structured(rows: list[Row], name: str) -> tuple[str, float] | None:
+    """Return the structured guide with the highest mean over all splits of a set, and this mean."""
+    found = []
+    for guide in STRUCTURED:
+        values = values_of(rows, name, guide, LOG_LIKELIHOOD)
+        if values and len(values) == splits_of(rows, name):
+            found.append((fmean(values.values()), guide))
+    if not found:
+        return None
+    mean, guide = max(found)
+    return guide, mean
+
+
+def published(title: str, name: str) -> float:
+    return PUBLISHED[title][SETS.index(name)][0]

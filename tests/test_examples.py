@@ -52,6 +52,11 @@ SCRIPTS = {
         *("--data", "{folder}/regression.npz", "--splits", "1", "--steps", "20", "--draws", "10"),
         *("--guide", "k-tied, k = 2", "--output", "{folder}/uci.csv"),
     ],
+    "benchmarks/uci_priors.py": [
+        *("--data", "{folder}/regression.npz", "--splits", "1", "--steps", "20", "--draws", "10"),
+        *("--prior", "learned", "--prior", "1", "--guide", "k-tied, k = 2"),
+        *("--noise", "0.3", "--output", "{folder}/uci_priors.csv"),
+    ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],

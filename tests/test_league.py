@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyro_structvi as ps
-from benchmarks import league, league_problems, league_tables, paper_tables, tables, uci_tables
+from benchmarks import league, league_problems, league_tables, paper_tables, tables
 from benchmarks.rows import ResultsFile, read_rows
 from tests.statistics import assert_moments
 
@@ -141,20 +141,6 @@ def test_mc_dropout_keeps_the_inputs():
     guide.initialize(problem.x)
     assert isinstance(guide["net.0.weight"].family, ps.families.PointEstimate)
     assert isinstance(guide["net.2.weight"].family, ps.families.Dropout)
-
-
-def test_uci_tables_hold_published_numbers_and_errors_over_splits():
-    rows = [
-        ("energy", "0", "heteroscedastic", "mean field", "-1.0", "0.5", "3"),
-        ("energy", "1", "heteroscedastic", "mean field", "-1.2", "0.7", "3"),
-        ("energy", "gap 0", "heteroscedastic", "mean field", "-9", "4", "3"),
-    ]
-    text = uci_tables.uci_tables(rows)
-    assert "| DVI (there) | -1.01 |" in text
-    assert "| mean field | -1.10 ± 0.10; 0.60 ± 0.10 |" in text
-    assert "Splits: energy 2." in text
-    assert "### Gap splits, heteroscedastic noise" in text
-    assert "| mean field | -9.00; 4.00 |" in text
 
 
 def test_a_papers_table_has_its_number_beside_ours(tmp_path):

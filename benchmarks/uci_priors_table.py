@@ -1,0 +1,83 @@
+"""Table of priors and noise of UCI regressions: learned ones beside a grid of fixed ones."""
+
+from collections.abc import Iterable
+from statistics import fmean
+
+from benchmarks.markdown import markdown
+from benchmarks.rows import Row
+from benchmarks.uci_tables import HETEROSCEDASTIC, decimals, standard_error, written
+
+HEADER = (
+    *("data", "split", "guide", "prior", "noise", "annealed"),
+    *("log likelihood", "RMSE", "ELBO", "seconds"),
+)
+LEARNED = "learned"
+Setting = tuple[str, str, str]  # prior, noise, annealed
+
+
+def priors_tables(rows: Iterable[Row]) -> str:
+    """Return a table for each guide and for heteroscedastic noise and that of one number."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        kind = "heteroscedastic noise" if row[4] == HETEROSCEDASTIC else "one noise scale"
+        groups.setdefault(f"{row[2]}, {kind}", []).append(row)
+    return "\n\n".join(one_table(title, own) for title, own in groups.items())
+
+
+def one_table(title: str, rows: list[Row]) -> str:
+    sets = list(dict.fromkeys(row[0] for row in rows))
+    settings: dict[Setting, None] = dict.fromkeys((row[3], row[4], row[5]) for row in rows)
+    body = [[label(each), *(cell(rows, name, each) for name in sets)] for each in settings]
+    table = markdown(["log likelihood; RMSE; ELBO", *sets], body)
+    numbers = ", ".join(f"{name} {len({r[1] for r in rows if r[0] == name})}" for name in sets)
+    lines = [line for name in sets if (line := distance_from_best(rows, name))]
+    return "\n\n".join([f"### Held out: {title}", table, f"Splits: {numbers}.", *lines])
+
+
+def label(setting: Setting) -> str:
+    """Return the name of a row: its prior scale, the noise where that is one number, and annealing."""
+    prior, noise, annealed = setting
+    of_noise = "" if noise == HETEROSCEDASTIC else f", noise {noise}"
+    return f"prior {prior}{of_noise}{'' if float(annealed) else ', KL not annealed'}"
+
+
+def values_of(rows: list[Row], name: str, setting: Setting, quantity: str) -> dict[str, float]:
+    """Return the values of a set and a setting by split."""
+    column = HEADER.index(quantity)
+    own = [row for row in rows if row[0] == name and row[3:6] == setting]
+    return {row[1]: float(row[column]) for row in own}
+
+
+def cell(rows: list[Row], name: str, setting: Setting) -> str:
+    """Return means over splits with standard errors, or nothing where there is none."""
+    densities, errors, bounds = (
+        list(values_of(rows, name, setting, quantity).values()) for quantity in HEADER[6:9]
+    )
+    if not densities:
+        return ""
+    error = written(errors, decimals(fmean(errors)))
+    return f"{written(densities, 2)}; {error}; {written(bounds, 0)}"
+
+
+def distance_from_best(rows: list[Row], name: str) -> str:
+    """Return a line on what is learned and the best of the grid, of splits that both have."""
+    settings: list[Setting] = [(r[3], r[4], r[5]) for r in rows if r[0] == name and float(r[5])]
+    own = next((each for each in settings if set(each[:2]) <= {LEARNED, HETEROSCEDASTIC}), None)
+    if own is None:
+        return ""
+    learned = values_of(rows, name, own, "log likelihood")
+    grid = {
+        each: found
+        for each in dict.fromkeys(settings)
+        if each != own
+        and (found := values_of(rows, name, each, "log likelihood")).keys() >= learned.keys()
+    }
+    if len(learned) < 2 or not grid:
+        return ""
+    best = max(grid, key=lambda each: fmean(grid[each][split] for split in learned))
+    differences = [value - grid[best][split] for split, value in learned.items()]
+    is_near = fmean(differences) + 2 * standard_error(differences) >= 0
+    return (
+        f"{name}: what is learned is {'' if is_near else 'not '}within two standard errors of the best "
+        f"of the grid, {label(best)}, or above it: {written(differences, 2, '+')}, paired by split."
+    )
