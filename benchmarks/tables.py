@@ -38,11 +38,13 @@ GENERATED = re.compile(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="a folder")
+    parser.add_argument("--output", type=Path, default=ROOT, help="a folder for the pages")
     options = parser.parse_args()
     for page in PAGES:
         text = render(page.read_text())
-        (options.output / page.name).write_text(text)
+        place = options.output / page.relative_to(ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
         print(text)
 
 
