@@ -143,7 +143,7 @@ def test_a_wide_prior_does_not_move_weights_by_more_than_their_fan_in_allows():
 
 @pytest.mark.parametrize("share", [1e-3, 1e3])
 def test_the_move_along_the_posterior_is_at_most_as_large_as_adams_own(share):
-    """A first step of Adam is the gradient's sign; a larger one is cut to the rate in the mean's unit."""
+    """A first step of Adam is the gradient's sign; a larger one is cut to the mean's own rate."""
     lr, locs = 0.02, []
     for posterior_lr in (share, 0.0):
         torch.manual_seed(0)
