@@ -38,13 +38,13 @@ GENERATED = re.compile(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT, help="a folder for the pages")
+    parser.add_argument("--output", type=Path, default=ROOT, help="a folder, for the same tree")
     options = parser.parse_args()
     for page in PAGES:
         text = render(page.read_text())
-        place = options.output / page.relative_to(ROOT)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
+        path = options.output / page.relative_to(ROOT)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
         print(text)
 
 

@@ -125,7 +125,7 @@ def measure(
         "test log likelihood": -scores.nll,
         "error (%)": 100 * (1 - scores.accuracy),
         "ELBO / example": bound / len(data[0]),
-        "mean |correlation|": mean_correlation(covariance),
+        "mean absolute correlation": mean_correlation(covariance),
         "parameters": sum(parameter.numel() for parameter in guide.parameters()),
     }
     return {quantity: f"{value:.5g}" for quantity, value in found.items()}, covariance
@@ -201,7 +201,7 @@ def draw(covariances: Mapping[str, Tensor], path: Path) -> None:
     panels = make_panels(2, columns, 3.4 * columns, 6.0)
     for panel, (name, covariance) in zip(panels, covariances.items(), strict=False):
         plot_covariance(covariance, panel, correlation=True)
-        panel.set_title(name, fontsize="small")
+        panel.set_title(name.replace(", ", ",\n"), fontsize="small")
     for panel in panels[len(covariances) :]:
         panel.set_axis_off()
     figure_of(panels[0]).savefig(path, dpi=110)
