@@ -15,6 +15,10 @@ SCRIPTS = {
     "examples/cifar_resnet.py": [*RANDOM_IMAGES, "--batch-size", "8"],
     "examples/demo.py": ["--smoke", "--output", "{folder}"],
     "examples/lora.py": ["--data", "{folder}/reviews.npz", "--smoke"],
+    "examples/papers/tomczak2020/images.py": ["--data", "{folder}/images.npz", "--smoke"],
+    "examples/papers/tomczak2020/regressions.py": ["--data", "{folder}/regression.npz", "--smoke"],
+    "examples/papers/tutorial/depth.py": ["--smoke", "--figure", "{folder}/covariances.png"],
+    "examples/papers/tutorial/structures.py": ["--smoke"],
     "examples/mnist.py": ["--data", "{folder}/images.npz", "--epochs", "1", "--num-samples", "2"],
     "examples/papers/swiatkowski2020/cnn.py": [
         *("--data", "{folder}/images.npz", "--dataset", "MNIST", "--smoke"),
@@ -142,7 +146,7 @@ def test_a_script_runs(script, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert re.search("k-tied|low rank|inducing|local", result.stdout)
+    assert re.search("k-tied|low rank|inducing|local|mean field|matrix normal", result.stdout)
 
 
 @pytest.mark.slow

@@ -31,7 +31,9 @@ class StructuredAdam(torch.optim.Optimizer):
     .. math:: \mu \leftarrow \mu - A \, \operatorname{Adam}_\rho(A^\top g), \qquad g = \nabla_\mu.
 
     Without Adam's division this is the natural gradient step :math:`\Sigma g`, for which a
-    Gaussian posterior has curvature 1 in every direction.
+    Gaussian posterior has curvature 1 in every direction. Where many elements are as wide as a wide
+    prior, most of their gradients are noise, and so would their moves be: the root mean square of
+    this move over a weight is at most that of Adam's own, the rate in the mean's unit.
 
     Args:
         guide: The guide, initialized: a :class:`~pyro_structvi.guides.StructuredGuide` or a module with
@@ -141,7 +143,8 @@ class StructuredAdam(torch.optim.Optimizer):
             moved = [noises[mean] for mean in own]
             self._adam(group, lr, moved, own, [gradients[mean] for mean in own], "noise_")
             for mean in own:
-                mean += posteriors[mean].scale_noise(noises[mean])
+                move = posteriors[mean].scale_noise(noises[mean])
+                mean += _at_most(group["lr"] * group["unit"], move)
 
     def _adam(
         self,
@@ -192,6 +195,12 @@ def _is_correlated(posterior: SitePosterior) -> bool:
         return False
     q = posterior()
     return isinstance(q, GaussianWeight) and not q.has_independent_elements
+
+
+def _at_most(size: float | Tensor, move: Tensor) -> Tensor:
+    """Return a move, or one of that root mean square in its direction if it is larger."""
+    own = move.square().mean().sqrt().clamp_min(torch.finfo(move.dtype).tiny)
+    return move * (size / own).clamp_max(1.0)
 
 
 def _unit_of_point(value: Tensor) -> float:

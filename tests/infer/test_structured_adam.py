@@ -141,6 +141,28 @@ def test_a_wide_prior_does_not_move_weights_by_more_than_their_fan_in_allows():
     assert sites == {"net.weight": 0.1, "net.bias": 1.0}
 
 
+@pytest.mark.parametrize("share", [1e-3, 1e3])
+def test_the_move_along_the_posterior_is_at_most_as_large_as_adams_own(share):
+    """A first step of Adam is the gradient's sign; a larger one is cut to the mean's own rate."""
+    lr, locs = 0.02, []
+    for posterior_lr in (share, 0.0):
+        torch.manual_seed(0)
+        model, guide = make(lambda model: ps.AutoLowRankLRT(model, 2, "full"))
+        gradients(guide, model, 1)
+        posterior = posteriors(guide)[0]
+        a = columns(posterior()).detach()
+        wanted = -share * lr * (a @ (a.mT @ posterior.loc.grad.flatten()).sign())
+        optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=lr, posterior_lr=posterior_lr)
+        optimizer.step()
+        locs.append(posterior.loc.detach().flatten())
+        limit = rates_of(optimizer)[posterior.loc]
+    is_cut = wanted.square().mean().sqrt() > limit
+    assert bool(is_cut) == (share == 1e3)
+    if is_cut:
+        wanted *= limit / wanted.square().mean().sqrt()
+    torch.testing.assert_close(locs[0] - locs[1], wanted, rtol=1e-7, atol=1e-12)
+
+
 def test_parameters_of_no_posterior_have_the_size_of_their_start():
     _, guide = make(ps.MAPGuide)
     weight, bias = nn.Parameter(torch.full((3, 2), 0.25)), nn.Parameter(torch.full((3,), 5.0))
