@@ -43,7 +43,8 @@ METHODS: dict[str, Make] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--method", choices=[AGAIN, *METHODS], action="append", help="default: all")
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--draws", type=int, default=1000, help="of each posterior")
     parser.add_argument("--warmup", type=int, default=500, help="of each of NUTS' four chains")
     parser.add_argument(
@@ -65,7 +66,8 @@ def main() -> None:
     results = ResultsFile(options.output, HEADER)
     drawn: dict[str, Prediction] = {}
     for row, (name, shape) in rows(options.size).items():
-        for seed in range(1 if row == AGAIN else options.seeds):
+        is_asked = options.method is None or name in options.method
+        for seed in range((1 if row == AGAIN else options.seeds) * is_asked):
             wants_figure = seed == 0 and options.figure is not None
             if not results.has(TABLE, row, str(seed)) or wants_figure:
                 found, prediction = measure(name, shape, seed, options)
