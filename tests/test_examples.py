@@ -33,6 +33,14 @@ SCRIPTS = {
         *("--data", "{folder}/images.npz", "--smoke", "--select"),
     ],
     "examples/papers/swiatkowski2020/step_times.py": ["--rounds", "2"],
+    "examples/papers/ritter2021/regression.py": [
+        *("--smoke", "--references", "{folder}", "--figure", "{folder}/figure.png"),
+    ],
+    "examples/papers/ritter2021/resnet.py": [
+        *("--data", "{folder}/images.npz", "--outside", "{folder}/images.npz", "--smoke"),
+        *("--augment", "--nets", "{folder}", "--output", "{folder}/results.csv"),
+    ],
+    "examples/papers/ritter2021/small_net.py": ["--data", "{folder}/images.npz", "--smoke"],
     "benchmarks/bench.py": [
         *("--net", "small", "--net", "lstm", "--rounds", "2", "--samples", "2"),
         *("--against", "pyro", "--output", "{folder}/bench.json"),
@@ -146,7 +154,7 @@ def test_a_script_runs(script, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert re.search("k-tied|low rank|inducing|local|mean field|matrix normal", result.stdout)
+    assert re.search("k-tied|low rank|inducing|local|mean field|matrix normal|FFG-U", result.stdout)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -102,8 +102,7 @@ class InducingWeights(MatrixFamily):
         prior_scale = self.prior_scales(site)
         matrix = loc.flatten(1) / prior_scale[0]
         matrix[:, -1] *= prior_scale[0] / prior_scale[-1]
-        smaller = all(size < most for size, most in zip(matrix.shape, self.shape, strict=True))
-        sizes = matrix.shape if smaller else torch.Size(self.shape)
+        sizes = self._inducing_sizes(*matrix.shape)
         rows, columns = _leading_directions(matrix, *sizes)
         own = scale / prior_scale[0]
         inner = {"loc": _inducing_mean(matrix, rows, columns)}
@@ -149,9 +148,17 @@ class InducingWeights(MatrixFamily):
         return InducingNormal.from_inducing(joint, inducing, scale, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the unit of inducing weights, whose prior is standard, and of rows of unit length."""
+        """Return the unit of rows of unit length, and of inducing weights.
+
+        These have a standard prior. Their unit is at most 1, and less where the weight would then move
+        by more than its own unit, as the root mean square over its elements.
+        """
         if name.startswith("inducing_"):
-            inner = self._inducing_site(value.shape[-2:])
+            whole = site.shape[0], site.shape[1:].numel()
+            sizes = self._inducing_sizes(*whole)
+            reach = math.sqrt(math.prod(whole) / math.prod(map(min, whole, sizes)))
+            unit = min(1.0, reach * site.unit / self.prior_scales(site)[0])
+            inner = replace(self._inducing_site(sizes), fan_in=(2 / unit) ** 2)
             return self.posterior.unit(inner, name.removeprefix("inducing_"), value)
         factor = name in ("row_factor", "column_factor")
         return 1 / math.sqrt(value.shape[-1]) if factor else super().unit(site, name, value)
@@ -168,6 +175,10 @@ class InducingWeights(MatrixFamily):
             )
         return found[:1] if len(set(found)) == 1 else found
 
+    def _inducing_sizes(self, out: int, size: int) -> tuple[int, int]:
+        smaller = out < self.shape[0] and size < self.shape[1]
+        return (out, size) if smaller else self.shape
+
     def _inducing_site(self, shape: Sequence[int]) -> LatentSite:
         return LatentSite("inducing", torch.Size(shape), 2, constraints.real, prior_scale=1.0)
 
@@ -176,7 +187,8 @@ def _leading_directions(matrix: Tensor, out: int, size: int) -> tuple[Tensor, Te
     """Return factors ``(out, m)`` and ``(size, n)`` that see the most of a ``matrix (m, n)``.
 
     Their rows are the leading singular vectors and then any others, orthonormal as far as there are
-    that many.
+    that many. On a side that is seen whole they are the axes: independent inducing weights begin as
+    independent weights, which is closer to a posterior than any other basis that is not learned.
     """
     u, _, v = torch.svd_lowrank(matrix, q=min(out, size, *matrix.shape), niter=4)
     factors = []
@@ -184,6 +196,8 @@ def _leading_directions(matrix: Tensor, out: int, size: int) -> tuple[Tensor, Te
         length, rank = vectors.shape
         others = vectors.new_empty(length, count - rank).normal_()
         basis, _ = torch.linalg.qr(torch.cat([vectors, others[:, : length - rank]], -1))
+        if count >= length:  # a basis of the whole space
+            basis = torch.eye(length).to(vectors)
         spare = others[:, length - rank :] / math.sqrt(length)
         factors.append(torch.cat([basis, spare], -1).mT.contiguous())
     return factors[0], factors[1]

@@ -1,7 +1,7 @@
 """Adam in the units of the prior and of the posterior."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -97,7 +97,11 @@ class StructuredAdam(torch.optim.Optimizer):
         # As torch's fused ones: it divides by `grad_scale`, and `found_inf` leaves all as it is.
         self._step_supports_amp_scaling = True
         self._correlated = {
-            each.loc: each for each in posteriors if posterior_lr and _is_correlated(each)
+            mean: normal
+            for each in posteriors
+            if posterior_lr
+            for mean, normal in _normals_of(each)
+            if _is_correlated(normal)
         }
 
     @checked
@@ -188,12 +192,18 @@ class StructuredAdam(torch.optim.Optimizer):
         )
 
 
+def _normals_of(posterior: SitePosterior) -> Iterator[tuple[nn.Parameter, Callable[[], Any]]]:
+    """Yield the means among the parameters, with what returns the distribution around each."""
+    if isinstance(mean := getattr(posterior, "loc", None), nn.Parameter):
+        yield mean, posterior
+    if isinstance(mean := getattr(posterior, "inducing_loc", None), nn.Parameter):
+        yield mean, lambda: posterior().inducing
+
+
 @torch.no_grad()
-def _is_correlated(posterior: SitePosterior) -> bool:
-    """Whether it is a Gaussian with its mean among the parameters, and elements that vary together."""
-    if not isinstance(getattr(posterior, "loc", None), nn.Parameter):
-        return False
-    q = posterior()
+def _is_correlated(normal: Callable[[], Any]) -> bool:
+    """Whether it is a Gaussian whose elements vary together."""
+    q = normal()
     return isinstance(q, GaussianWeight) and not q.has_independent_elements
 
 

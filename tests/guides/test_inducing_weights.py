@@ -166,6 +166,18 @@ def test_with_as_many_inducing_weights_the_start_is_the_nets(shape):
     close(median["net.bias"], net.bias.detach(), atol=1e-8)
 
 
+def test_a_side_that_is_seen_whole_starts_along_its_axes():
+    model, _ = biased_model()
+    for shape in ((64, 64), (3, 8)):
+        posterior = make_guide(model, shape)["net.weight"]
+        rows, columns = posterior.row_factor, posterior.column_factor
+        close(columns[:6], torch.eye(6))
+        if shape[0] == 64:
+            close(rows, torch.eye(6))
+        else:
+            close(rows @ rows.mT, torch.eye(3), atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(3, 2), (64, 64), (3, 64)], ids=str)
 @pytest.mark.parametrize("posterior", ["diagonal", "matrix", "full"])
 def test_the_start_has_the_covariance_of_mean_field(posterior, shape):

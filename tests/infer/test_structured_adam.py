@@ -74,9 +74,7 @@ def test_a_step_is_adam_in_units_and_in_the_posteriors_own_coordinates(name):
         for key, value in trained.items():
             plain[key].grad = value.grad
         moves = {}
-        for path, posterior in guide.named_modules():
-            loc = getattr(posterior, "loc", None)
-            q = posterior() if isinstance(posterior, SitePosterior) and loc is not None else None
+        for path, loc, q in means_of(guide):
             if not isinstance(q, GaussianWeight) or q.has_independent_elements:
                 continue
             a = columns(q)
@@ -85,15 +83,25 @@ def test_a_step_is_adam_in_units_and_in_the_posteriors_own_coordinates(name):
             first, second = 0.9 * first + 0.1 * g, 0.99 * second + 0.01 * g**2
             averages[path] = first, second
             own = (first / (1 - 0.9**number)) / ((second / (1 - 0.99**number)).sqrt() + 1e-12)
-            moves[f"{path}.loc"] = share * lr * (a @ own).reshape(loc.shape)
+            moves[path] = share * lr * (a @ own).reshape(loc.shape)
         reference.step()
         for key, move in moves.items():
             plain[key] -= move.detach()
         optimizer.step()
         for key, value in trained.items():
             torch.testing.assert_close(value, plain[key], rtol=1e-9, atol=1e-12)
-    correlated = ("matrix", "rowwise", "low rank", "full cov")
+    correlated = ("matrix", "rowwise", "low rank", "full cov", "inducing weights, full")
     assert bool(averages) == name.startswith(correlated)
+
+
+def means_of(guide):
+    """Yield the name of each mean, the mean, and the distribution that has it."""
+    for path, posterior in guide.named_modules():
+        if isinstance(posterior, SitePosterior):
+            if hasattr(posterior, "loc"):
+                yield f"{path}.loc", posterior.loc, posterior()
+            if hasattr(posterior, "inducing_loc"):
+                yield f"{path}.inducing_loc", posterior.inducing_loc, posterior().inducing
 
 
 def columns(q):
@@ -123,6 +131,18 @@ def test_units_are_those_of_the_prior_and_of_the_fan_in():
         "posteriors.net/2/bias.log_diagonal": 1.0,
         "posteriors.net/2/bias.lower": 1.0,
     })
+
+
+@pytest.mark.parametrize(
+    ("prior", "size", "expected"),
+    [(0.5, 64, 1.0), (1.0, 64, 0.5), (2.0, 64, 0.25), (4.0, 4, 0.125 * 20**0.5), (1.0, 4, 1.0)],
+)
+def test_inducing_weights_move_a_weight_by_its_own_unit(prior, size, expected):
+    """Of a weight with fan-in 16 that is 1/2; 4 x 4 numbers move 20 times as many elements."""
+    model = ps.Classifier(ps.bayesianize(nn.Linear(16, 20, bias=False), prior=prior), num_data=5)
+    (posterior,) = posteriors(ps.InducingWeightGuide(model, (size, size)))
+    unit = posterior.family.unit(posterior.site, "inducing_loc", posterior.inducing_loc)
+    assert unit == pytest.approx(expected)
 
 
 def test_short_rows_of_a_factor_move_by_the_root_of_their_length():
