@@ -32,7 +32,7 @@ from examples.papers.swiatkowski2020.common import (
 
 
 def main() -> None:
-    sizes = {"steps": 400, "batch_size": 64, "draws": 10, "test_limit": 2000}
+    sizes = {"steps": 3000, "batch_size": 64, "draws": 10, "test_limit": 2000}
     parser = experiment_parser(__doc__, **sizes)
     parser.add_argument("--dataset", choices=["CIFAR100", "CIFAR10", "MNIST"], default="CIFAR100")
     options = parse(parser)

@@ -36,7 +36,7 @@ from pyro_structvi.families import PointEstimate
 
 
 def main() -> None:
-    sizes = {"steps": 500, "batch_size": 64, "draws": 10, "test_limit": 2500}
+    sizes = {"steps": 1000, "batch_size": 64, "draws": 10, "test_limit": 2500}
     parser = experiment_parser(__doc__, **sizes)
     parser.add_argument(
         "--vocabulary", type=int, default=10_000, help="words, the rare ones left out"
