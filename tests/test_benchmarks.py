@@ -163,7 +163,9 @@ def test_the_pages_show_the_committed_results():
         assert tables.render(text) == text, "python -m benchmarks.tables writes the tables"
     shown = {match["file"] for text in texts for match in tables.GENERATED.finditer(text)}
     results = {
-        str(path.relative_to(tables.ROOT)) for path in tables.ROOT.glob("benchmarks/results/*")
+        str(path.relative_to(tables.ROOT))
+        for pattern in ("benchmarks/results/*", "examples/papers/*/results.csv")
+        for path in tables.ROOT.glob(pattern)
     }
     assert shown == results
 
