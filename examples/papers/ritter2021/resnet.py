@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--outside", type=Path, help="an .npz file of Fashion-MNIST")
     parser.add_argument("--method", choices=METHODS, action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--width", type=int, default=16, help="channels of the first layers")
     parser.add_argument("--stride", type=int, default=2, help="of the first convolution")
     parser.add_argument("--size", type=int, default=16, help="M of the inducing weights")

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="an .npz file of MNIST")
     parser.add_argument("--part", choices=TABLES, action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--limit", type=int, default=10_000, help="images of each part")
     parser.add_argument("--width", type=int, default=400)
     parser.add_argument("--draws", type=int, default=20)
