@@ -19,7 +19,7 @@ extensions = [
 exclude_patterns = ["_build", "jupyter_execute", "scripts"]
 suppress_warnings = ["toc.empty_glob"]  # patterns of pages that may come
 
-# Other projects' pages are looked up only where a network is asked for: a build must not fail for want of one.
+# Looked up only where a network is asked for: a build must not fail for want of one.
 intersphinx_mapping = {
     name: (address, None)
     for name, address in {
