@@ -51,21 +51,21 @@ CHOICES = [
     Choice(
         "MatrixNormalGuide(join_bias=True)",
         "guides/matrix_normal.md",
-        "correlations of a layer's rows, and of its columns",
+        "correlations of rows, and of columns",
         "matrix normal, joined",
         "matrix normal",
     ),
     Choice(
         "RowwiseGuide(join_bias=True)",
         "guides/rowwise.md",
-        "all correlations within each unit",
+        "all correlations within a unit",
         "rowwise, joined",
         "rowwise",
     ),
     Choice(
         "InducingWeightGuide",
         "guides/inducing_weights.md",
-        "correlations within a layer, by fewer numbers than the net has",
+        "correlations within a layer, in few numbers",
         "FFG-U",
         "inducing 64",
     ),
@@ -79,14 +79,14 @@ CHOICES = [
     Choice(
         'AutoLowRankLRT(rank=5, diagonal="full", join_bias=True)',
         "guides/low_rank.md",
-        "five directions of correlation in a layer",
+        "directions of correlation in a layer",
         "low rank, full diagonal",
         "low rank, K = 5",
     ),
     Choice(
         "KTiedGuide(rank=2)",
         "guides/k_tied.md",
-        "no correlation; standard deviations of rank 2",
+        "no correlation, with half of the numbers",
         "k-tied, k = 2",
         "k-tied, k = 2",
     ),
@@ -192,10 +192,10 @@ def table(rows: Iterable[Row], folder: str) -> str:
     """Return the table of guides, the closest to NUTS first."""
     found = summarize(rows)
     choices = sorted(CHOICES, key=lambda choice: found[choice.league].distance)
-    head = ["guide", "what it captures", "step, small net", "step, wide net", "distance to NUTS"]
+    head = ["guide", "what it captures", "small net", "wide net", "distance to NUTS"]
     body = [
         [
-            f"[`{choice.code}`]({folder}{choice.page})",
+            f"[`{short(choice)}`]({folder}{choice.page})",
             choice.captures,
             *(show_ratio(step_ratio(net, choice.bench)) for net in ("small", "wide")),
             show_distance(found[choice.league]),
@@ -205,12 +205,19 @@ def table(rows: Iterable[Row], folder: str) -> str:
     return markdown(head, body)
 
 
+def short(choice: Choice) -> str:
+    """Return the name without options."""
+    return choice.code.partition("(")[0]
+
+
 def show_ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
 def show_distance(own: Summary) -> str:
-    return f"{own.distance:.2f} ± {own.error:.2f}" if own.error else f"{own.distance:.2f}"
+    space = "\N{NO-BREAK SPACE}"
+    error = f"{space}±{space}{own.error:.2f}" if own.error else ""
+    return f"{own.distance:.2f}{error}"
 
 
 def draw_figure(rows: Iterable[Row], path: Path) -> None:
@@ -221,7 +228,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
 
     from pyro_structvi.plots.label_places import place_labels
 
-    shown = {choice.league: choice.code.partition("(")[0] for choice in CHOICES}
+    shown = {choice.league: short(choice) for choice in CHOICES}
     shown |= {"MAP": "MAPGuide", "Ensemble-W": "EnsembleGuide", "MC dropout": "MCDropoutGuide"}
     found = [summarize(rows)[name] for name in shown]
     columns = ((own.cost, own.distance, own.error) for own in found)

@@ -17,7 +17,6 @@ extensions = [
     "sphinx-mathjax-offline",
 ]
 exclude_patterns = ["_build", "jupyter_execute", "scripts"]
-suppress_warnings = ["toc.empty_glob"]  # patterns of pages that may come
 
 # Looked up only where a network is asked for: a build must not fail for want of one.
 intersphinx_mapping = {

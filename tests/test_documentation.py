@@ -160,16 +160,10 @@ def test_links_between_files_lead_somewhere():
 def test_every_page_is_in_the_navigation_and_levels_are_short():
     folder, reached = ROOT / "docs", ["index"]
     for name in reached:
-        page = folder / f"{name}.md"
-        for tree in TOCTREE.finditer(page.read_text()):
-            options = ("", ":")
-            entries = [line for line in tree["entries"].splitlines() if line[:1] not in options]
-            assert len(entries) <= LONGEST_LEVEL, name
-            for entry in entries:
-                found = page.parent.glob(f"{entry}.md")
-                reached += sorted(
-                    each.relative_to(folder).with_suffix("").as_posix() for each in found
-                )
+        for tree in TOCTREE.finditer((folder / f"{name}.md").read_text()):
+            lines = [line for line in tree["entries"].splitlines() if line[:1] not in ("", ":")]
+            assert len(lines) <= LONGEST_LEVEL, name
+            reached += [(Path(name).parent / line).as_posix() for line in lines]
     pages = {page.relative_to(folder).with_suffix("").as_posix() for page in folder.rglob("*.md")}
     built = {name for name in pages if not name.startswith(("_build", "jupyter_execute"))}
     assert sorted(reached) == sorted(built)
