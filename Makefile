@@ -10,6 +10,7 @@ INSTALLED_NETS := .venv/installed-nets
 PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 SMOKE ?=
 ALL ?=
+ONLINE ?=
 
 .PHONY: help demo test test-all test-nets mutation lint docs bench bench-scaling convergence league clean
 
@@ -31,12 +32,14 @@ test-nets: $(INSTALLED_NETS) ## unmodified nets of transformers, peft, timm and 
 mutation: $(INSTALLED_MUTATION) ## whether a test sees a change in the code; MUTATION="--mutants 40 --only maps"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run $(MUTATION)
 
-lint: $(INSTALLED) ## style, docstrings and types
+lint: $(INSTALLED) ## style, docstrings, types and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell .
 
-docs: $(INSTALLED_DOCS) ## the site, in docs/_build/html
+docs: export ONLINE := $(ONLINE)
+docs: $(INSTALLED_DOCS) ## the site, in docs/_build/html; ONLINE=1 links types of torch, Pyro and others
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 # glibc gives back every tensor above 32 MB, and gets it again page by page; here it keeps them, and asks

@@ -28,7 +28,10 @@ NESTED = [
 
 ROOT = REPOSITORY = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / "docs" / name for name in ("benchmarks.md", "league.md", "training.md", "uci.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("benchmarks.md", "league.md", "one_pass.md", "training.md", "uci.md")
+    ),
     *sorted((ROOT / "examples" / "papers").glob("*/README.md")),
 ]
 GENERATED = re.compile(

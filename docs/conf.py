@@ -1,4 +1,10 @@
-"""How Sphinx builds the site: ``make docs``, or ``sphinx-build -W -b html docs docs/_build/html``."""
+"""How Sphinx builds the site: ``make docs``, or ``sphinx-build -W -b html docs docs/_build/html``.
+
+Neither the build nor the site needs a network: MathJax is copied into the site, fonts are the system's.
+With ``ONLINE=1`` in the environment, types of torch and others are linked to their own pages.
+"""
+
+import os
 
 import pyro_structvi
 
@@ -6,8 +12,24 @@ project = "pyro-structvi"
 author = "the pyro-structvi authors"
 release = version = pyro_structvi.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    *("myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx.ext.napoleon"),
+    "sphinx-mathjax-offline",
+]
 exclude_patterns = ["_build", "jupyter_execute", "scripts"]
+
+# Looked up only where a network is asked for: a build must not fail for want of one.
+intersphinx_mapping = {
+    name: (address, None)
+    for name, address in {
+        "arviz": "https://python.arviz.org/en/stable/",
+        "numpyro": "https://num.pyro.ai/en/stable/",
+        "pyro": "https://docs.pyro.ai/en/stable/",
+        "python": "https://docs.python.org/3/",
+        "torch": "https://docs.pytorch.org/docs/stable/",
+    }.items()
+    if os.environ.get("ONLINE")
+}
 
 # Pages
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
@@ -32,3 +54,5 @@ html_theme = "furo"
 html_title = "pyro-structvi"
 html_copy_source = False
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["style.css"]

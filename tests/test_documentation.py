@@ -12,6 +12,7 @@ import pkgutil
 import re
 import runpy
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -34,6 +35,11 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 ANNOUNCED = re.compile(r"(?P<name>\w+(?:Error|Warning)): (?P<message>.+)")
+LINK = re.compile(r"(?<!`)\]\((?P<path>[^)\s:#]*)(?:#(?P<anchor>[^)\s]+))?\)")
+HEADING = re.compile(r"^#{1,3} (?P<title>.+)$", re.MULTILINE)
+FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
+TOCTREE = re.compile(r"^```{toctree}\n(?P<entries>.*?)^```", re.DOTALL | re.MULTILINE)
+LONGEST_LEVEL = 9  # entries on a level of the navigation
 # Pages that train for some seconds; a sample of them runs in CI.
 SLOW = {
     "docs/is_it_any_good.md",
@@ -112,6 +118,57 @@ def run_block(code, namespace, expected):
 def squeeze(text):
     """Return a text with every run of white space as one space."""
     return " ".join(text.split())
+
+
+def test_code_on_pages_is_narrow():
+    """So that it needs no scrolling; what it prints is as wide as it is."""
+    settings = tomllib.loads((ROOT / "docs" / "ruff.toml").read_text())
+    left_out = {
+        page
+        for glob in settings.get("format", {}).get("exclude", [])
+        for page in ROOT.glob(f"docs/{glob}")
+    }
+    wide = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in sorted({ROOT / "README.md", *ROOT.glob("docs/**/*.md")} - left_out)
+        for block in re.finditer(r"^```py(?:thon)?\n(.*?)^```", page.read_text(), re.S | re.M)
+        for line in block[1].splitlines()
+        if len(line) > settings["line-length"]
+    ]
+    assert not wide, "\n".join(wide)
+
+
+def anchors_of(page):
+    """Return the names by which links find the headings of a page, as GitHub and MyST make them."""
+    titles = [heading["title"] for heading in HEADING.finditer(FENCED.sub("", page.read_text()))]
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in plain}
+
+
+def test_links_between_files_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    broken = []
+    for page in pages:
+        for link in LINK.finditer(FENCED.sub("", page.read_text())):
+            target = (page.parent / link["path"]).resolve() if link["path"] else page
+            is_found = target.exists() and (
+                not link["anchor"] or link["anchor"] in anchors_of(target)
+            )
+            if not is_found:
+                broken.append(f"{page.relative_to(ROOT)}: {link[0][1:]}")
+    assert not broken, "\n".join(broken)
+
+
+def test_every_page_is_in_the_navigation_and_levels_are_short():
+    folder, reached = ROOT / "docs", ["index"]
+    for name in reached:
+        for tree in TOCTREE.finditer((folder / f"{name}.md").read_text()):
+            lines = [line for line in tree["entries"].splitlines() if line[:1] not in ("", ":")]
+            assert len(lines) <= LONGEST_LEVEL, name
+            reached += [(Path(name).parent / line).as_posix() for line in lines]
+    pages = {page.relative_to(folder).with_suffix("").as_posix() for page in folder.rglob("*.md")}
+    built = {name for name in pages if not name.startswith(("_build", "jupyter_execute"))}
+    assert sorted(reached) == sorted(built)
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ SCRIPTS = {
         *("--output", "{folder}/league.csv", "--figure", "{folder}/league.svg"),
     ],
     "benchmarks/moments.py": ["--smoke", "--output", "{folder}/moments.csv"],
+    "benchmarks/summary.py": ["--output", "{folder}"],
     "benchmarks/tables.py": ["--output", "{folder}"],
     "benchmarks/scaling.py": [
         *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),
@@ -68,6 +69,10 @@ SCRIPTS = {
         *("--data", "{folder}/regression.npz", "--splits", "1", "--steps", "20", "--draws", "10"),
         *("--prior", "learned", "--prior", "1", "--guide", "k-tied, k = 2"),
         *("--noise", "0.3", "--output", "{folder}/uci_priors.csv"),
+    ],
+    "docs/scripts/bands.py": [
+        *("--steps", "20", "--draws", "40", "--warmup", "20", "--folder", "{folder}/bands"),
+        *("--references", "{folder}/league", "--figure", "{folder}/bands.svg"),
     ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
