@@ -39,6 +39,11 @@ SCRIPTS = {
         *("--data", "{folder}/regression.npz", "--splits", "1", "--steps", "20", "--draws", "10"),
         *("--guide", "k-tied, k = 2", "--output", "{folder}/uci.csv"),
     ],
+    "docs/scripts/gallery_figures.py": ["--folder", "{folder}", "--page", "own_family"],
+    "docs/scripts/guide_pictures.py": [
+        *("--folder", "{folder}", "--overview", "{folder}/all.svg", "--guide", "k-tied"),
+        *("--steps", "20", "--nuts", "5"),
+    ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
