@@ -8,6 +8,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import operator
 import pkgutil
 import re
 import runpy
@@ -58,6 +59,7 @@ SLOW = {
             *("rowwise", "points", "walsh_hadamard", "k_tied", "rank_one"),
         )
     ),
+    *(page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/gallery/*.md")),
     "pyro_structvi.reference.sampling",
 }
 
@@ -185,6 +187,18 @@ def test_gradient_variance_script_runs(net, monkeypatch, capsys, tmp_path):
     assert sorted(gains)[:6] == [1.0] * 6, "drawn weights are the measure"
     assert len(gains) == (16 if net == "convolution" else 12)
     assert all(gain > 1 for gain in sorted(gains)[6:]), "drawn weights vary less"
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/guides/*.md")), ids=lambda page: page.stem)
+def test_code_that_a_page_names_is_where_it_says(page):
+    named = re.findall(r"^\|.*\| `(.+)\.py` \| `(.+)` \|$", page.read_text(), re.MULTILINE)
+    assert named
+    for file, name in named:
+        module = importlib.import_module(f"pyro_structvi.{file.replace('/', '.')}")
+        found = operator.attrgetter(name)(module)
+        owner = getattr(module, name.split(".")[0])
+        assert owner.__module__ == module.__name__, f"{name} is of another file"
+        assert found is not None
 
 
 @pytest.mark.parametrize("name", [with_marks(name, name) for name in MODULES])

@@ -74,6 +74,11 @@ SCRIPTS = {
         *("--steps", "20", "--draws", "40", "--warmup", "20", "--folder", "{folder}/bands"),
         *("--references", "{folder}/league", "--figure", "{folder}/bands.svg"),
     ],
+    "docs/scripts/gallery_figures.py": ["--folder", "{folder}", "--page", "own_family"],
+    "docs/scripts/guide_pictures.py": [
+        *("--folder", "{folder}", "--overview", "{folder}/all.svg", "--guide", "k-tied"),
+        *("--steps", "20", "--nuts", "5"),
+    ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
