@@ -12,6 +12,7 @@ HEADER = (
     *("log likelihood", "RMSE", "ELBO", "seconds"),
 )
 LEARNED = "learned"
+DIVERGED = 1e6  # nats of a bound that no run comes to which trains
 Setting = tuple[str, str, str]  # prior, noise, annealed
 
 
@@ -56,7 +57,9 @@ def cell(rows: list[Row], name: str, setting: Setting) -> str:
     if not densities:
         return ""
     error = written(errors, decimals(fmean(errors)))
-    return f"{written(densities, 2)}; {error}; {written(bounds, 0)}"
+    has_diverged = abs(fmean(bounds)) > DIVERGED
+    bound = f"{fmean(bounds):.1g} (diverged)" if has_diverged else written(bounds, 0)
+    return f"{written(densities, 2)}; {error}; {bound}"
 
 
 def distance_from_best(rows: list[Row], name: str) -> str:

@@ -159,6 +159,12 @@ def test_what_is_learned_is_compared_with_the_best_of_the_grid():
     assert "what is learned is within two standard errors" in uci_priors_table.priors_tables(near)
 
 
+def test_a_run_that_diverged_is_said_to_have():
+    row = (*PRIORS[0][:6], "-9.2", "1741", "-2.3e13", "9")
+    text = uci_priors_table.priors_tables([row])
+    assert "| prior learned | -9.20; 1741; -2e+13 (diverged) |" in text
+
+
 def test_pages_show_tables_of_priors(tmp_path):
     path = tmp_path / "priors.csv"
     ResultsFile(path, uci_priors_table.HEADER).add(*PRIORS)
