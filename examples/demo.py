@@ -44,7 +44,7 @@ METHODS: dict[str, Callable[[Any], nn.Module]] = {
 # What is run unless every guide is asked for.
 SIX = [
     *("mean field", "k-tied, k = 2", "rowwise, joined", "low rank, full diagonal"),
-    *("FFG-U", "Ensemble-W"),
+    *("FFG-U, 64 x 64", "Ensemble-W"),
 ]
 
 SUBNETWORK = "subnetwork of 50"  # needs the MAP first

@@ -199,6 +199,7 @@ STRUCTURES: list[Structure] = [
         guides=(
             inducing_guide("inducing weights", TESTS, (3, 2)),
             inducing_guide("FFG-U", DEMO, (16, 16)),
+            inducing_guide("FFG-U, 64 x 64", DEMO, (64, 64)),
             inducing_guide("inducing 64", BENCHMARKS, (64, 64)),
             inducing_guide("inducing 64, drawn", BENCHMARKS, (64, 64), local_reparam=False),
         ),
