@@ -49,9 +49,10 @@ def main() -> None:
     problem = cosine_regression()
     grid = torch.linspace(-2, 2, 161).unsqueeze(-1)
     moments = {title: predict(name, problem, grid, options) for title, name in PANELS.items()}
-    for title, (mean, scale) in moments.items():
+    for title, (_, scale) in moments.items():
         between = scale[(grid > -0.7).flatten() & (grid < 0.5).flatten()].mean()
-        print(f"{title}: mean {mean.abs().max():.2f} at most, {between:.2f} wide between the data")
+        name = PANELS[title] or "NUTS"
+        print(f"{name}: standard deviation {between:.2f} on average between the clusters")
     draw(moments, problem, grid, options.figure)
 
 
