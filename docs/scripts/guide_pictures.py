@@ -20,6 +20,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import pyro_structvi as ps
@@ -284,6 +285,8 @@ def save(ax: Any, path: Path) -> None:
     ax.figure.savefig(path, metadata=metadata, facecolor="white", dpi=75)
     if path.suffix == ".svg":
         path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", path.read_text()))
+    else:
+        Image.open(path).convert("RGB").quantize(32).save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 
