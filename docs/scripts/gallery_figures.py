@@ -19,7 +19,7 @@ import torch
 
 GALLERY = Path(__file__).parents[1] / "gallery"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LONG_NUMBER = re.compile(r"(\d\.\d\d)\d+")
+LONG_NUMBER = re.compile(r"(\d\.\d)\d+")
 
 
 def main() -> None:

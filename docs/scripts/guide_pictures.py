@@ -20,6 +20,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import pyro_structvi as ps
@@ -75,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--guide", action="append", help="part of a name; may be repeated")
     parser.add_argument("--folder", type=Path, default=DOCS / "guides", help="of the pictures")
-    parser.add_argument("--overview", type=Path, default=DOCS / "gallery/regression.svg")
+    parser.add_argument("--overview", type=Path, default=DOCS / "gallery/regression.png")
     parser.add_argument("--results", type=Path, help="a folder that keeps what was computed")
     parser.add_argument(
         "--steps", type=int, default=3000, help="of a regression; a third of it else"
@@ -280,8 +281,12 @@ def draw_regressions(panels: Iterable[Any], named: Iterable[tuple[str, Arrays]])
 def save(ax: Any, path: Path) -> None:
     """Write a figure, its coordinates rounded to two digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    ax.figure.savefig(path, metadata={"Date": None}, facecolor="white")
-    path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", path.read_text()))
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    ax.figure.savefig(path, metadata=metadata, facecolor="white", dpi=75)
+    if path.suffix == ".svg":
+        path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", path.read_text()))
+    else:
+        Image.open(path).convert("RGB").quantize(32).save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 
