@@ -30,6 +30,7 @@ class LastLayer(PyroModule):
         TypeError: If ``features`` or ``head`` is no module.
 
     Example:
+        >>> import torch
         >>> from pyro_structvi import Classifier, FullCovarianceGuide, fit
         >>> net = LastLayer(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 3), prior=1.0)
         >>> model = Classifier(net)

@@ -44,7 +44,7 @@ RECORDS = {
     *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
     *("BinaryScores", "DetectionScores", "RegressionScores", "RiskCoverage"),
     *("CalibrationRanks", "Coverage", "GradientNoise", "ImportanceDiagnosis", "ModelDraw"),
-    "Spectrum",
+    *("RandomTensor", "Settings", "Spectrum"),
 }
 # Base classes without instances; their subclasses are called.
 ABSTRACT = {"Family", "GaussianWeight", "MatrixFamily", "MemoryLimitedFamily", "WeightDistribution"}
