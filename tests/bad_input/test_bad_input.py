@@ -57,7 +57,7 @@ def test_names_that_need_no_entry_exist():
     """So that a name which is left out goes with what it was for."""
 
     modules = [ps, ps.families, ps.distributions, ps.guides, ps.nn, ps.infer, ps.posterior]
-    modules += [ps.reference, ps.metrics, ps.pruning, ps.diagnostics]
+    modules += [ps.reference, ps.metrics, ps.pruning, ps.diagnostics, ps.moments]
     known = {name for module in modules for name in dir(module)}
     assert known >= RECORDS | ABSTRACT | BETWEEN_PARTS
     methods = {name for module in modules for value in vars(module).values() for name in dir(value)}
