@@ -91,6 +91,7 @@ def main() -> None:
         for title in titles:
             picture = PICTURES[title]
             torch.manual_seed(0)
+            print(title)
             covariance = covariance_of(*fitted(picture, linear_model, 0, options.steps // 3))
             draw_covariance(title, covariance, options.folder / f"{picture.page}_covariance.svg")
     if options.part != "covariance":
