@@ -208,3 +208,17 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     """
     inside: nn.Module | None = vars(module).get("_modules", {}).get("_orig_mod")
     return inside
+
+
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized")
+
+# What is known of a tensor without its values, and so of one that stands for another.
+METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+}

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import tree_map, without_storage
+from pyro_structvi._torch import METADATA, tree_map, without_storage
 from pyro_structvi.distributions.outputs import autocasts
 from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.maps import Arrangement
@@ -73,7 +73,7 @@ class WeightStandIn(Tensor):
         up, may be drawn directly.
         """
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         view = _read_view(func, args, kwargs)
         if view is not None:
@@ -174,16 +174,4 @@ _REORDERINGS = {
     *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
     *(Tensor.t, torch.t, Tensor.permute, torch.permute),
     *(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes),
-}
-
-_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized")
-
-_METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
-    Tensor.dim,
-    Tensor.size,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
 }

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import take_apart, without_storage
+from pyro_structvi._torch import METADATA, take_apart, without_storage
 
 Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -97,7 +97,7 @@ class RandomTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Return the moments of what ``func`` returns."""
-        if func in METADATA:
+        if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs)
         return cls._answer(func, args, kwargs or {})
 
@@ -128,19 +128,9 @@ def moments(value: Any) -> tuple[Any, Tensor | None]:
     return (value.loc, value.variance) if isinstance(value, RandomTensor) else (value, None)
 
 
-_PROPERTIES = (
-    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized"),
-    *("is_nested", "requires_grad", "grad_fn"),
-)
-
-METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
-    Tensor.dim,
-    Tensor.size,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
+# Besides what any tensor that stands for another knows, what torch's layers ask before they call.
+_KNOWN = METADATA | {
+    getattr(Tensor, name).__get__ for name in ("is_nested", "requires_grad", "grad_fn")
 }
 
 
