@@ -66,7 +66,7 @@ CHOICES = [
         "InducingWeightGuide",
         "guides/inducing_weights.md",
         "correlations within a layer, in few numbers",
-        "FFG-U",
+        "FFG-U, 64 x 64",
         "inducing 64",
     ),
     Choice(
