@@ -45,6 +45,7 @@ POINTS = ("MAP", "ensemble of 5")
 PRIOR = {"*.weight": ps.HierarchicalScale(dist.LogNormal(0.0, 0.5), fan_in=True), "*": 1.0}
 # Weights and their scale have their highest density near zero: for points the scale is its median.
 POINTS_PRIOR = {"*.weight": ps.FanIn(1.0), "*": 1.0}
+ESTIMATORS = {"draws": "", "moments": ", by moments"}  # and what a row's name then ends in
 NOISES = (HETEROSCEDASTIC, "learned")
 LARGEST_BATCH = 500
 ANNEALED = 0.5  # the share of the steps in which the weight of the KL rises from 0 to 1
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--gaps", action="store_true", help="gap splits in place of random ones")
     parser.add_argument("--splits", type=int, default=20, help="how many of them")
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--estimator", choices=ESTIMATORS, default="draws", help="of the bound")
     parser.add_argument("--draws", type=int, default=500, help="of each posterior")
     parser.add_argument("--output", type=Path, help="a CSV file; what it has is not measured again")
     options = parser.parse_args()
@@ -76,18 +78,16 @@ def main() -> None:
         for split in list(splits(path, options.gaps))[: options.splits]:
             for noise in options.noise or NOISES:
                 for guide in options.guide or GUIDES:
-                    key = (path.stem, split.name, noise, guide)
+                    row = f"{guide}{ESTIMATORS[options.estimator]}"
+                    key = (path.stem, split.name, noise, row)
                     if not results.has(*key):
                         torch.manual_seed(0)
                         prior = POINTS_PRIOR if guide in POINTS else PRIOR
                         model = make_model(split, noise, units_of(path.stem), prior)
-                        found = measure(*(
-                            split,
-                            model,
-                            GUIDES[guide](model),
-                            options.steps,
-                            options.draws,
-                        ))
+                        found = measure(
+                            *(split, model, GUIDES[guide](model), options.steps, options.draws),
+                            estimator=options.estimator,
+                        )
                         results.add((*key, *(digits(found[name]) for name in HEADER[4:])))
     print(uci_tables(results.rows))
 
@@ -152,6 +152,7 @@ def measure(
     steps: int,
     draws: int,
     annealed: float = ANNEALED,
+    estimator: Any = "draws",
 ) -> dict[str, float]:
     """Train; return test log likelihood and RMSE in the targets' own units, ELBO and seconds of CPU."""
     size = len(split.train[0])
@@ -161,6 +162,7 @@ def measure(
         num_steps=steps,
         batch_size=LARGEST_BATCH if size > 2 * LARGEST_BATCH else None,
         kl_weight=ps.LinearAnnealing(math.ceil(annealed * steps)) if annealed else 1.0,
+        estimator=estimator,
         progress=False,
     )
     seconds = time.process_time() - start

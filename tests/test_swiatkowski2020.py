@@ -5,7 +5,7 @@ import torch
 
 import pyro_structvi as ps
 from examples.papers.reviews import load_reviews
-from examples.papers.swiatkowski2020.common import Experiment, tied_only
+from examples.papers.swiatkowski2020.experiment import Experiment, tied_only
 from examples.papers.swiatkowski2020.gradient_snr import window_ratio
 from examples.papers.swiatkowski2020.mlp import make_net
 from pyro_structvi.diagnostics import compress_scales

@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_structvi._pyro import declared_name, declared_samples, site_values
 from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.distributions.transformed import TransformedNormal
+from pyro_structvi.linalg.factorizations import stable_cholesky
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite, normal_points
 from pyro_structvi.moments.random_tensor import RandomTensor
@@ -17,6 +18,7 @@ from pyro_structvi.nn.likelihoods.likelihood import Likelihood
 
 NODES = {1: 32, 2: 16}  # along each variable, by how many variables there are
 POINTS = 256  # for more variables than that
+LARGEST_OUTPUT = torch.quasirandom.SobolEngine.MAXDIM
 LARGEST_JOINT = 128  # outputs whose covariance is formed
 
 
@@ -93,6 +95,11 @@ def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNod
 
 def _nodes(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return nodes ``(count, size)`` and their weights ``(count,)``."""
+    if size > LARGEST_OUTPUT:
+        raise NotImplementedError(
+            f"Moments have nodes for up to {LARGEST_OUTPUT:,} logits, but there are {size:,}. Predict "
+            "with draws."
+        )
     if size not in NODES:
         return normal_points(POINTS, size, like)
     line, weights = gauss_hermite(NODES[size], like)
@@ -110,7 +117,8 @@ def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
     if terms == "last dimension":
         if covariance is None:
             return output.loc + scale * nodes.reshape(len(nodes), *lead, -1)
-        return output.loc + torch.einsum("kj,bij->kbi", nodes, _root(covariance))
+        root = stable_cholesky(covariance.double())[0].to(covariance)
+        return output.loc + torch.einsum("kj,bij->kbi", nodes, root)
     first, second = (column.reshape(-1, *lead, 1) for column in nodes.unbind(-1))
     if covariance is not None:
         size = output.shape[-1] // 2
@@ -129,16 +137,6 @@ def _covariance_of(output: RandomTensor, terms: str) -> Tensor | None:
     if output.form_covariance is None or output.shape[-1] > LARGEST_JOINT:
         return None
     return output.form_covariance()
-
-
-def _root(covariance: Tensor) -> Tensor:
-    """Return a Cholesky factor; of what is singular to rounding, of a little more."""
-    least = 1e-12 if covariance.dtype == torch.float64 else 1e-6
-    size = covariance.shape[-1]
-    jitter = least * covariance.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-    own = torch.diag_embed(jitter.expand(*covariance.shape[:-2], size))
-    root: Tensor = torch.linalg.cholesky(covariance + own)
-    return root
 
 
 def _at(q: Any, nodes: Tensor, name: str) -> Tensor:

@@ -1,5 +1,6 @@
 """Moments of linear maps, of weights and inputs of which either may be random."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from pyro_structvi.distributions import FullNormal, MeanFieldNormal, WeightDistribution
 from pyro_structvi.distributions.outputs import meet_channels
+from pyro_structvi.linalg.factorizations import stable_cholesky
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.maps import Arrangement, BiasColumnMap, LinearMap
 from pyro_structvi.maps.readings import Application, Lookup
@@ -74,11 +76,11 @@ def linear_moments(application: Application) -> RandomTensor:
         if v is not None:
             own = matrix[:, :-1] if has_column else matrix
             shared = shared + (own * v.unsqueeze(-2)) @ own.mT
-        if isinstance(bias, RandomTensor) and not has_column:
+        if bias_variance is not None:
             shared = shared + _covariance_of(bias)
         return shared + torch.diag_embed(variance - shared.diagonal(dim1=-2, dim2=-1))
 
-    found.form_covariance = form_covariance if has_covariance else None
+    found.form_covariance = cache(form_covariance) if has_covariance else None
     return found
 
 
@@ -145,10 +147,7 @@ def _rearranged(q: FullNormal, arrangement: Arrangement) -> FullNormal:
 
 
 def _root(covariance: Tensor) -> Tensor:
-    least = 1e-12 if covariance.dtype == torch.float64 else 1e-7
-    jitter = least * covariance.diagonal().mean() * torch.ones_like(covariance[0])
-    root: Tensor = torch.linalg.cholesky(covariance + torch.diag(jitter))
-    return root
+    return stable_cholesky(covariance.double())[0].to(covariance)
 
 
 def _variance_at_mean(

@@ -77,6 +77,7 @@ class RandomTensor(Tensor):
     def become(self, other: "RandomTensor") -> Self:
         """Take another tensor's moments, as operations in place do."""
         self._loc, self._variance, self.covariance = other.loc, other.variance, other.covariance
+        self.form_covariance = other.form_covariance
         return self
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]

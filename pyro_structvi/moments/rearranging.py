@@ -121,40 +121,15 @@ def _identity(x: RandomTensor, *args: Any, **kwargs: Any) -> RandomTensor:
 
 
 _METHODS = (
-    *(
-        "reshape",
-        "view",
-        "flatten",
-        "unflatten",
-        "permute",
-        "transpose",
-        "swapaxes",
-        "movedim",
-        "t",
-    ),
+    *("reshape", "view", "flatten", "unflatten", "permute", "transpose", "swapaxes", "movedim"),
     *("squeeze", "unsqueeze", "expand", "expand_as", "repeat", "repeat_interleave", "tile", "roll"),
     *("chunk", "split", "unbind", "tensor_split", "narrow", "select", "index_select", "gather"),
-    *(
-        "flip",
-        "moveaxis",
-        "swapdims",
-        "broadcast_to",
-        "ravel",
-        "view_as",
-        "reshape_as",
-        "take_along_dim",
-    ),
+    *("flip", "moveaxis", "swapdims", "broadcast_to", "ravel", "view_as", "reshape_as", "t"),
+    "take_along_dim",
 )
 _CONVERSIONS = (
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "type_as",
-    "contiguous",
-    "clone",
-    "detach",
+    *("to", "float", "double", "half", "bfloat16", "type_as"),
+    *("contiguous", "clone", "detach"),
 )
 _LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
 

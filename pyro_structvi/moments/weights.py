@@ -62,6 +62,10 @@ class RandomWeight(RandomTensor):
         """The variances."""
         return self._take(self.distribution.variance)
 
+    def become(self, other: RandomTensor) -> Self:
+        """Refuse: the posterior would not know of it."""
+        raise NotImplementedError("A random weight that is changed in place has no moments")
+
     def _take(self, values: Tensor) -> Tensor:
         if self.part == "whole":
             return values

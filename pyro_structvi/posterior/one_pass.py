@@ -84,8 +84,7 @@ def predict_in_one_pass(
             _predict(model, posteriors_of(joint, number), batches, settings)
             for number in member_numbers(guide)
         ]
-    kind, members = of_members[0][0], [member for _, member in of_members]
-    return _mixture(kind, members)
+    return _mixture(of_members[0][0], [member for _, member in of_members])
 
 
 def _warn_of_shared(guide: StructuredGuide) -> None:
@@ -100,20 +99,19 @@ def _warn_of_shared(guide: StructuredGuide) -> None:
 
 def _predict(
     model: Likelihood, sites: Sites, batches: list[Batch], settings: Settings
-) -> tuple[type, _Member]:
-    """Return the likelihood's class, and what a posterior predicts."""
+) -> tuple[Any, _Member]:
+    """Return the likelihood of the last inputs, and what a posterior predicts at all of them."""
     values, posteriors = random_values(sites, settings), by_name(sites)
     parts: list[_Member] = []
-    kind = object
+    likelihood: Any = None
     for (x, *_), y in batches:
         output = output_moments(model, values, x, settings)
         for cut in _cuts(output):
             part = _cut(output, cut)
             at = likelihood_at_nodes(model, part, posteriors)
             likelihood = in_single(at.likelihood)
-            kind = type(base_of(likelihood))
             parts.append(_read(likelihood, at, None if y is None else y[cut]))
-    return kind, _Member(*map(_joined, zip(*parts, strict=True)))
+    return likelihood, _Member(*map(_joined, zip(*parts, strict=True)))
 
 
 def _joined(parts: Any) -> Any:
@@ -186,18 +184,18 @@ def _meet(weights: Tensor, values: Tensor) -> Tensor:
     return weights.log().reshape(*weights.shape, *(1 for _ in values.shape[weights.dim() :]))
 
 
-def _mixture(kind: type, members: list[_Member]) -> Prediction:
+def _mixture(like: Any, members: list[_Member]) -> Prediction:
     """Return the prediction of a mixture of posteriors, of one in most cases."""
+    base = base_of(like)
+    entropy_at = entropy_of(base, like)
     means = torch.stack([member.mean for member in members])
     noise = torch.stack([member.noise for member in members]).mean(0)
     own = torch.stack([member.function_variance for member in members])
     mean = means.mean(0)
     function_variance = own.mean(0) + (means - mean).square().mean(0)
     entropy = information = density = None
-    if members[0].entropy is not None:
-        terms = torch.special.entr(mean)
-        labels = torch.special.entr(1 - mean) if issubclass(kind, Bernoulli) else None
-        entropy = terms.sum(-1) if labels is None else terms + labels
+    if entropy_at is not None:
+        entropy = entropy_at(mean)
         within = torch.stack([m.entropy for m in members if m.entropy is not None]).mean(0)
         information = (entropy - within).clamp_min(0)
     if members[0].log_density is not None:
@@ -207,18 +205,18 @@ def _mixture(kind: type, members: list[_Member]) -> Prediction:
     return Prediction(
         *(mean, noise + function_variance, function_variance, entropy, information, density),
         functions=None,
-        likelihood=_likelihood(kind, means, variances),
+        likelihood=_likelihood(base, means, variances),
         num_samples=0,
     )
 
 
-def _likelihood(kind: type, means: Tensor, variances: Tensor) -> Any:
+def _likelihood(base: Any, means: Tensor, variances: Tensor) -> Any:
     """Return the predictive distribution of each member, ``(members, N)``, where it is a usual one."""
-    if issubclass(kind, Normal):
+    if isinstance(base, Normal):
         made: Any = Normal(means, floored_sqrt(variances), validate_args=False)
-    elif issubclass(kind, Bernoulli):
+    elif isinstance(base, Bernoulli):
         made = Bernoulli(means, validate_args=False)
-    elif issubclass(kind, Categorical):
+    elif isinstance(base, Categorical):
         made = Categorical(means, validate_args=False)
         return torch.distributions.Independent(made, means.dim() - 3)
     else:

@@ -87,9 +87,10 @@ def predict(
     Raises:
         NotImplementedError: With moments, if a function of the net has no rule.
         TypeError: If ``posterior`` is neither a guide nor draws.
-        ValueError: If a number is not positive, lengths differ, the observed site is ambiguous, or
-            ``posterior`` does not have exactly the model's global sites, or the model returns tensors
-            without the examples first in mini-batches.
+        ValueError: If an argument of the other ``method`` is given, a number is not positive,
+            lengths differ, the observed site is ambiguous, or ``posterior`` does not have exactly the
+            model's global sites, or the model returns tensors without the examples first in mini-
+            batches.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -103,6 +104,11 @@ def predict(
         _refuse_of_draws(num_samples=num_samples, stream=stream or None, site=site)
         settings = Settings(covariance == "full", linearize)
         return predict_in_one_pass(model, posterior, x, y, batch_size, settings, differentiable)
+    if covariance != "diagonal" or linearize:
+        raise ValueError(
+            "`covariance` and `linearize` say how moments are propagated, and draws need neither. Pass "
+            '`method="moments"`, or leave them out.'
+        )
     args = as_arguments(x)
     batches = as_batches(args, y, batch_size)
     total = count_draws(posterior, num_samples)

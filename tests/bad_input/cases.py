@@ -422,8 +422,8 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "max_memory": 1.0,
         "progress": False,
         "method": "draws",
-        "covariance": "full",
-        "linearize": True,
+        "covariance": "diagonal",
+        "linearize": False,
         "differentiable": True,
     },
     "to_inference_data": lambda: {

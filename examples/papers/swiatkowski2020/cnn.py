@@ -21,13 +21,12 @@ from torch import nn
 
 import pyro_structvi as ps
 from examples.papers.data import load_images
-from examples.papers.swiatkowski2020.common import (
+from examples.papers.swiatkowski2020.experiment import (
     Experiment,
-    device,
     experiment_parser,
+    held_out,
     measure_all,
     parse,
-    split,
 )
 
 
@@ -37,17 +36,13 @@ def main() -> None:
     parser.add_argument("--dataset", choices=["CIFAR100", "CIFAR10", "MNIST"], default="CIFAR100")
     options = parse(parser)
     images = load_images(options.dataset, options.data, options.limit)
-    x_train, y_train, x_test, y_test = (part.to(device()) for part in images)
-    train, validation = split(x_train, y_train, 1 / 5)
     experiment = Experiment(
         title=f"CNN on {options.dataset}",
-        make_net=partial(make_net, tuple(x_train.shape[1:]), int(y_train.max()) + 1),
+        make_net=partial(make_net, tuple(images.x_train.shape[1:]), int(images.y_train.max()) + 1),
         likelihood=ps.Classifier,
         tied="*dense?.weight",
-        train=train,
-        validation=validation,
-        test=(x_test[: options.test_limit], y_test[: options.test_limit]),
         local_reparam="exact",
+        **held_out(images, 1 / 5, options.test_limit),
     )
     measure_all(experiment, options)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 import pyro_structvi as ps
 from benchmarks.paper_tables import HEADER, paper_tables
 from benchmarks.rows import ResultsFile
-from examples.papers.swiatkowski2020.common import (
+from examples.papers.swiatkowski2020.experiment import (
     POSTERIORS,
     Experiment,
     make_parser,

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 
 import pyro_structvi as ps
 from examples.papers.reviews import load_reviews
-from examples.papers.swiatkowski2020.common import (
+from examples.papers.swiatkowski2020.experiment import (
     Experiment,
-    device,
     experiment_parser,
+    held_out,
     measure_all,
     parse,
-    split,
 )
 from pyro_structvi.families import PointEstimate
 
@@ -48,17 +47,13 @@ def main() -> None:
             "--data must be the folder aclImdb, or an .npz file; see the top of this script."
         )
     reviews = load_reviews(options.data, options.vocabulary, options.length, options.limit)
-    x_train, y_train, x_test, y_test = (part.to(device()) for part in reviews)
-    train, validation = split(x_train, y_train, 1 / 5)
     experiment = Experiment(
         title="LSTM on IMDB",
         make_net=partial(Sentiment, options.vocabulary),
         likelihood=ps.BinaryClassifier,
         tied="*lstm.weight*",
-        train=train,
-        validation=validation,
-        test=(x_test[: options.test_limit], y_test[: options.test_limit]),
         others={"*bias*": PointEstimate()},
+        **held_out(reviews, 1 / 5, options.test_limit),
     )
     measure_all(experiment, options)
 

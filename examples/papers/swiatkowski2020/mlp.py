@@ -19,13 +19,12 @@ from torch import nn
 
 import pyro_structvi as ps
 from examples.papers.data import load_images
-from examples.papers.swiatkowski2020.common import (
+from examples.papers.swiatkowski2020.experiment import (
     Experiment,
-    device,
     experiment_parser,
+    held_out,
     measure_all,
     parse,
-    split,
 )
 
 
@@ -37,10 +36,8 @@ def main() -> None:
 def mnist_mlp(options: argparse.Namespace) -> Experiment:
     """Return the net and its data, for the options ``data``, ``limit`` and ``test_limit``."""
     images = load_images("MNIST", options.data, options.limit)
-    x_train, y_train, x_test, y_test = (part.to(device()) for part in images)
-    train, validation = split(x_train.flatten(1), y_train, 1 / 6)
-    test = (x_test.flatten(1)[: options.test_limit], y_test[: options.test_limit])
-    parts = {"train": train, "validation": validation, "test": test}
+    flat = images._replace(x_train=images.x_train.flatten(1), x_test=images.x_test.flatten(1))
+    parts = held_out(flat, 1 / 6, options.test_limit)
     return Experiment("MLP on MNIST", make_net, ps.Classifier, "*.weight", **parts)
 
 

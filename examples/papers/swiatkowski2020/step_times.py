@@ -26,7 +26,7 @@ from benchmarks.measure import quartiles
 from benchmarks.methods import make_deterministic, step_eagerly, step_traced
 from benchmarks.paper_tables import HEADER, paper_tables
 from benchmarks.rows import ResultsFile
-from examples.papers.swiatkowski2020.common import Rows
+from examples.papers.swiatkowski2020.experiment import Rows
 
 BASE = "point estimate"
 GUIDES: dict[str, Callable[..., ps.StructuredGuide]] = {

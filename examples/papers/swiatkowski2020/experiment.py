@@ -1,4 +1,4 @@
-"""What the three experiments of the paper share: posteriors, training, scores, and rows of tables."""
+"""An experiment of the paper: a net and its data, posteriors, training, scores, and rows of tables."""
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
@@ -111,14 +111,18 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def split(x: Tensor, y: Tensor, validation_share: float) -> tuple[Part, Part]:
-    """Hold the last examples out, as the paper does."""
+def held_out(
+    data: Iterable[Tensor], validation_share: float, test_limit: int | None
+) -> dict[str, Any]:
+    """Return the parts of an experiment, with the last training examples held out, as the paper does."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x, y, x_test, y_test = (tensor.to(device) for tensor in data)
     count = len(x) - round(validation_share * len(x))
-    return (x[:count], y[:count]), (x[count:], y[count:])
+    return {
+        "train": (x[:count], y[:count]),
+        "validation": (x[count:], y[count:]),
+        "test": (x_test[:test_limit], y_test[:test_limit]),
+    }
 
 
 def measure_all(experiment: Experiment, options: argparse.Namespace) -> None:
