@@ -89,9 +89,8 @@ def predict(
         TypeError: If ``posterior`` is neither a guide nor draws.
         ValueError: If an argument of the other ``method`` is given, a number is not positive,
             lengths differ, the observed site is ambiguous, or ``posterior`` does not have exactly the
-            model's global sites, or the model returns tensors without the examples first in mini-
-            batches.
-
+            model's global sites, or the model returns tensors without the examples first in
+            mini-batches.
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
