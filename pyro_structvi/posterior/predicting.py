@@ -91,6 +91,7 @@ def predict(
             lengths differ, the observed site is ambiguous, or ``posterior`` does not have exactly the
             model's global sites, or the model returns tensors without the examples first in
             mini-batches.
+
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
