@@ -23,7 +23,8 @@ class NetMoments(nn.Module):
     the terms of a residual sum, and between the uses of one weight.
 
     No random number is in it, so it can be differentiated, compiled, and exported by
-    :func:`torch.export.export` (``strict=False``) without Pyro.
+    :func:`torch.export.export` (``strict=False``) without Pyro. With ``covariance="full"`` slices and
+    permutations of units are found out by values, which an export does not take.
 
     Args:
         model: A :class:`~pyro_structvi.Classifier`, :class:`~pyro_structvi.Regressor` or another

@@ -17,6 +17,8 @@ def _rearrange(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(arg.loc if isinstance(arg, RandomTensor) else arg for arg in args)
     if not isinstance(x, RandomTensor):
         return getattr(x, name)(*args, **kwargs)
+    if name in _KEEPS_ORDER and getattr(x.loc, name)(*args, **kwargs).shape == x.shape:
+        return x  # as `nn.Flatten` in a dense net
     return _moved(lambda part: getattr(part, name)(*args, **kwargs), x)
 
 
@@ -120,6 +122,16 @@ def _identity(x: RandomTensor, *args: Any, **kwargs: Any) -> RandomTensor:
     return x
 
 
+_KEEPS_ORDER = {
+    "reshape",
+    "view",
+    "flatten",
+    "view_as",
+    "reshape_as",
+    "squeeze",
+    "expand",
+    "expand_as",
+}
 _METHODS = (
     *("reshape", "view", "flatten", "unflatten", "permute", "transpose", "swapaxes", "movedim"),
     *("squeeze", "unsqueeze", "expand", "expand_as", "repeat", "repeat_interleave", "tile", "roll"),
