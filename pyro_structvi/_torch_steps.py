@@ -132,6 +132,17 @@ def keep_from_warning(optimizer: torch.optim.Optimizer) -> None:
     optimizer._warned_capturable_if_run_uncaptured = True
 
 
+def norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of tensors together, on the device and in the dtype of the first one's.
+
+    The public ``get_total_norm`` sorts tensors by device and dtype first, which takes longer than the
+    norms themselves where a net is small: 25 of 41 microseconds for eight tensors.
+    """
+    norms = torch._foreach_norm([*tensors])
+    together: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0]) for each in norms]))
+    return together
+
+
 def can_skip_updates(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer can leave all as it is by a number on the device, as GradScaler has it do.
 

@@ -1,5 +1,6 @@
 """Adam in the units of the prior and of the posterior."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
+from pyro_structvi._torch_steps import norm_of
 from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.families import SitePosterior
 
@@ -35,6 +37,11 @@ class StructuredAdam(torch.optim.Optimizer):
     prior, most of their gradients are noise, and so would their moves be: the root mean square of
     this move over a weight is at most that of Adam's own, the rate in the mean's unit.
 
+    A rare example or draw can have a gradient thousands of times as large as usual. Adam would move
+    everything in its direction for some ten steps, and hardly anything for hundreds after. So where the
+    norm of all gradients together exceeds ``clip`` times its usual size, the root of the running average
+    of its squares, they are divided by what exceeds it.
+
     Args:
         guide: The guide, initialized: a :class:`~pyro_structvi.guides.StructuredGuide` or a module with
             such guides in it.
@@ -44,6 +51,7 @@ class StructuredAdam(torch.optim.Optimizer):
         eps: Added to the root of the average square.
         posterior_lr: Learning rate of the second move of means as a multiple of ``lr``, a share of the
             posterior's own scale; none when 0.
+        clip: How many times its usual size the norm of the gradients may be; any when None.
 
     Raises:
         TypeError: If the guide is not a module.
@@ -78,6 +86,7 @@ class StructuredAdam(torch.optim.Optimizer):
         betas: tuple[Share, Share] = (0.9, 0.99),
         eps: NonNegative = 1e-12,
         posterior_lr: NonNegative = 3.0,
+        clip: Positive | None = 3.0,
     ) -> None:
         posteriors = [each for each in guide.modules() if isinstance(each, SitePosterior)]
         units = {
@@ -89,7 +98,7 @@ class StructuredAdam(torch.optim.Optimizer):
         for value in parameters:
             check("parameters", value, Tensor)
             groups[units[value] if value in units else _unit_of_point(value)].append(value)
-        options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr}
+        options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr, "clip": clip}
         super().__init__(
             [{"params": each, "unit": unit} for unit, each in sorted(groups.items())],
             options | {"unit": 1.0, "fused": True},
@@ -117,15 +126,40 @@ class StructuredAdam(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        divisor = self._divisor()
         if self._correlated:
-            self._move_means()  # before the factors change, by which they move
+            self._move_means(divisor)  # before the factors change, by which they move
         for group in self.param_groups:
             trained = [value for value in group["params"] if value.grad is not None]
             gradients = [value.grad for value in trained]
-            self._adam(group, group["lr"] * group["unit"], trained, trained, gradients)
+            self._adam(group, group["lr"] * group["unit"], divisor, trained, trained, gradients)
         return loss
 
-    def _move_means(self) -> None:
+    def _divisor(self) -> Tensor | None:
+        """Return what to divide gradients by: their scale, and what their norm has above its limit."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        parameters = [value for group in self.param_groups for value in group["params"]]
+        gradients = [value.grad for value in parameters if value.grad is not None]
+        clip, (_, beta) = self.param_groups[0]["clip"], self.param_groups[0]["betas"]
+        if clip is None or not gradients:
+            return scale
+        norm = norm_of(gradients).to(parameters[0])
+        state = self.state[parameters[0]]
+        before = state.get(
+            "norm"
+        )  # running averages of its squares, and of ones to divide these by
+        if before is None:
+            before = state["norm"] = torch.zeros_like(norm).repeat(2)
+        square = (norm if scale is None else norm / scale.to(norm)).square()
+        excess, usual = (_excess_on_cpu if norm.is_cpu else _excess)(square, before, clip)
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            usual = torch.where(found_inf.to(norm) > 0, before, usual)
+        before.lerp_(usual, 1.0 - beta)
+        if excess is None or scale is None:
+            return scale if excess is None else excess
+        return excess * scale
+
+    def _move_means(self, divisor: Tensor | None) -> None:
         """Move the means of posteriors with correlations in their own coordinates."""
         means = [
             [mean for mean in group["params"] if mean in self._correlated and mean.grad is not None]
@@ -145,7 +179,8 @@ class StructuredAdam(torch.optim.Optimizer):
         for group, own in zip(self.param_groups, means, strict=True):
             lr = group["posterior_lr"] * group["lr"]
             moved = [noises[mean] for mean in own]
-            self._adam(group, lr, moved, own, [gradients[mean] for mean in own], "noise_")
+            own_gradients = [gradients[mean] for mean in own]
+            self._adam(group, lr, divisor, moved, own, own_gradients, "noise_")
             for mean in own:
                 move = posteriors[mean].scale_noise(noises[mean])
                 mean += _at_most(group["lr"] * group["unit"], move)
@@ -154,6 +189,7 @@ class StructuredAdam(torch.optim.Optimizer):
         self,
         group: dict[str, Any],
         lr: float | Tensor,
+        divisor: Tensor | None,
         moved: list[Tensor],
         parameters: list[Tensor],
         gradients: list[Tensor],
@@ -184,12 +220,30 @@ class StructuredAdam(torch.optim.Optimizer):
             beta1=beta1,
             beta2=beta2,
             lr=lr,
-            grad_scale=getattr(self, "grad_scale", None),
+            grad_scale=divisor,
             found_inf=getattr(self, "found_inf", None),
             weight_decay=0.0,
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _excess(square: Tensor, before: Tensor, clip: float) -> tuple[Tensor | None, Tensor]:
+    """Return by how much a norm is above its limit, at least 1, and what it adds to the averages.
+
+    The former is in single precision, as fused Adam has the scale of gradients.
+    """
+    limit = before[0] / before[1] * clip**2  # NaN before the first gradient, whose norm is any
+    excess = (square / limit).nan_to_num(1.0, math.inf).clamp_min(1.0).sqrt().float()
+    return excess, torch.stack([torch.fmin(square, limit), square.sign()])
+
+
+def _excess_on_cpu(square: Tensor, before: Tensor, clip: float) -> tuple[Tensor | None, Tensor]:
+    """Return the same by Python's numbers, a third of the time, and None in place of 1."""
+    (squares, ones), own = before.tolist(), float(square)
+    limit = squares / ones * clip**2 if ones else math.inf
+    excess = torch.tensor(math.sqrt(own / limit)).float() if own > limit else None
+    return excess, square.new_tensor([min(own, limit), 1.0 if own else 0.0])
 
 
 def _normals_of(posterior: SitePosterior) -> Iterator[tuple[nn.Parameter, Callable[[], Any]]]:

@@ -402,6 +402,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "betas": (0.9, 0.99),
         "eps": 1e-12,
         "posterior_lr": 3.0,
+        "clip": 3.0,
     },
     # using the posterior
     "NetMoments": lambda: {

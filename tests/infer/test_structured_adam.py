@@ -14,6 +14,7 @@ from pyro_structvi.distributions import GaussianWeight
 from pyro_structvi.families import FullCovariance, SitePosterior
 from pyro_structvi.families.cholesky_parameters import factor_parameters
 from pyro_structvi.infer import CosineDecay
+from pyro_structvi.infer.structured_adam import _excess, _excess_on_cpu
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor, regression_data
 
@@ -192,6 +193,77 @@ def test_parameters_of_no_posterior_have_the_size_of_their_start():
     assert [rates[each] for each in (weight, bias, zeros)] == pytest.approx([0.5, 0.2, 0.2])
 
 
+# ---- clipping -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.RowwiseGuide])
+def test_gradients_far_above_their_usual_norm_are_divided_by_the_excess(make_guide):
+    """Against the same steps without clipping, of gradients that were divided by hand."""
+    factors, clip, usual, ones = [1.0, 1.5, 1.0, 1e4, 2.0, 300.0, 1.0], 2.0, 0.0, 0.0
+    own, other = make(make_guide), make(make_guide)
+    other[0].load_state_dict(own[0].state_dict())
+    other[1].load_state_dict(own[1].state_dict())
+    clipping, plain = (
+        ps.StructuredAdam(guide, guide.parameters(), clip=bound)
+        for (_, guide), bound in ((own, clip), (other, None))
+    )
+    divided = []
+    for number, factor in enumerate(factors):
+        for model, guide in (own, other):
+            gradients(guide, model, number)
+            for value in guide.parameters():
+                value.grad *= factor
+        square = sum(float(value.grad.square().sum()) for value in own[1].parameters())
+        limit = clip**2 * usual / ones if ones else math.inf
+        divided.append(max(1.0, math.sqrt(square / limit)))
+        usual, ones = 0.99 * usual + 0.01 * min(square, limit), 0.99 * ones + 0.01
+        for value in other[1].parameters():
+            value.grad /= torch.tensor(divided[-1]).float()  # as a scale of gradients is
+        clipping.step()
+        plain.step()
+        for name, value in snapshot(own[1]).items():
+            torch.testing.assert_close(value, snapshot(other[1])[name], rtol=1e-9, atol=1e-12)
+    assert [each > 10 for each in divided] == [factor > 10 for factor in factors]
+
+
+def test_a_first_gradient_of_zero_does_not_clip_the_others_to_it():
+    model, guide = make(ps.MeanFieldGuide)
+    optimizer = ps.StructuredAdam(guide, guide.parameters())
+    for number, factor in enumerate((0.0, 1.0)):
+        gradients(guide, model, number)
+        for value in guide.parameters():
+            value.grad *= factor
+        before = snapshot(guide)
+        optimizer.step()
+        moved = [not torch.equal(value, before[name]) for name, value in snapshot(guide).items()]
+        assert all(moved) == any(moved) == bool(factor)
+
+
+@pytest.mark.parametrize("square", [0.0, 0.5, 80.0, math.inf])
+@pytest.mark.parametrize("before", [(0.0, 0.0), (0.2, 0.1), (1e-9, 0.5)])
+def test_the_limit_of_the_norm_is_one_on_every_device(square, before):
+    """On a CPU it is computed by Python's numbers."""
+    arguments = torch.tensor(square), torch.tensor(before), 3.0
+    (excess, usual), (on_cpu, usual_on_cpu) = _excess(*arguments), _excess_on_cpu(*arguments)
+    torch.testing.assert_close(torch.tensor(1.0).float() if on_cpu is None else on_cpu, excess)
+    torch.testing.assert_close(usual_on_cpu, usual)
+
+
+def test_a_step_that_is_skipped_leaves_the_usual_norm():
+    model, guide = make(ps.MeanFieldGuide)
+    optimizer = ps.StructuredAdam(guide, guide.parameters())
+    gradients(guide, model, 0)
+    optimizer.step()
+    [norm] = [state["norm"] for state in optimizer.state.values() if "norm" in state]
+    before = norm.clone()
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()).float(), None
+    optimizer.step()
+    assert torch.equal(norm, before)
+    optimizer.found_inf = torch.zeros(()).float()
+    optimizer.step()
+    assert not torch.equal(norm, before)
+
+
 # ---- as an optimizer of torch ---------------------------------------------------------------------
 
 
@@ -345,7 +417,7 @@ def test_scaled_gradients_are_divided_by_their_scale(make_guide):
             torch.manual_seed(number)
             optimizer.zero_grad()
             loss = ps.StructuredELBO().differentiable_loss(model, guide, *regression_data())
-            scaler.scale(loss).backward()
+            scaler.scale(1e3 * loss if number == 2 else loss).backward()  # which is clipped
             scaler.step(optimizer)
             scaler.update(None if scales is None else scales[number])
         return snapshot(guide)
