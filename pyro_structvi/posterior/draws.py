@@ -40,9 +40,9 @@ def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
     raise TypeError(f"`posterior` must be a guide or a dict of draws by site, but got {got}.")
 
 
-def as_arguments(x: Any) -> tuple[Any, ...]:
+def as_arguments(x: Any, name: str = "x") -> tuple[Any, ...]:
     """Return a model's arguments as a tuple: one input, or a tuple of them."""
-    check_tensors("x", x)
+    check_tensors(name, x)
     return x if isinstance(x, tuple) else (x,)
 
 

@@ -1,9 +1,9 @@
 """A model at many draws of a posterior, as many in one pass as a memory budget allows."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import pyro
@@ -18,6 +18,7 @@ from pyro_structvi._torch import take_apart
 from pyro_structvi.guides.joint_posterior import are_plain, in_one_pass
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.stand_in import as_drawn
+from pyro_structvi.posterior.batch_statistics import BatchStatistics
 from pyro_structvi.posterior.draws import Draws, Posterior
 from pyro_structvi.posterior.runs import (
     find_observation,
@@ -63,6 +64,7 @@ class Passes:
         read: What to keep of a run, by name, of the trace's node of the observation, the model's return
             value, and the observations.
         max_memory: How much the weights and layers' outputs of draws in one pass may take, in GiB.
+        statistics: What batch normalization uses at each draw; its running statistics when None.
 
     Attributes:
         observed: The name of the observed site, after the first pass.
@@ -76,7 +78,9 @@ class Passes:
         site: str | None,
         read: Read,
         max_memory: float,
+        statistics: BatchStatistics | None = None,
     ) -> None:
+        self._statistics = statistics
         self._model, self._posterior, self._batches = model, posterior, batches
         self._site, self._read, self._max_bytes = site, read, max_memory * 2**30
         self._new: set[str] = set()
@@ -150,7 +154,9 @@ class Passes:
     def _trace(self, values: Values, batch: int, counts: bool = False) -> tuple[Any, Any]:
         """Run the model at a draw; return the trace, and its node of the observation."""
         args, _ = self._batches[batch]
-        trace = run_at_draw(self._model, values, args, self._new, self._unused, counts)
+        run = partial(run_at_draw, self._model, values, new=self._new, unused=self._unused)
+        with self._statistics.measured(run) if self._statistics else nullcontext():
+            trace = run(args, counts=counts)
         self.observed = find_observation(trace, values, self._site)
         return trace, trace.nodes[self.observed]
 

@@ -13,6 +13,7 @@ from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
 from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.moments.random_tensor import Settings
+from pyro_structvi.posterior.batch_statistics import BatchStatistics, warn_of_shared_statistics
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
@@ -40,6 +41,7 @@ def predict(
     stream: bool = False,
     site: str | None = None,
     max_memory: Positive = 1 / 32,
+    batch_statistics: Any = None,
     progress: bool = False,
     method: Literal["draws", "moments"] = "draws",
     covariance: Literal["diagonal", "full"] = "diagonal",
@@ -70,6 +72,10 @@ def predict(
             run in one pass: by default 32 MiB. What torch needs beside, such as noise, may take as much
             again. More is often faster on a GPU. Draws run one by one where a single one takes more, or
             where torch cannot vectorize the model; only the time differs.
+        batch_statistics: Inputs as ``x`` is, such as some hundred of the training's: at each draw batch
+            normalizations use the mean and variance that they meet when the model runs on these, in
+            place of running statistics. Members of an ensemble need it, and those who want the
+            statistics of each draw and not of an average one.
         progress: Whether to show a progress bar.
         method: "draws", or "moments" for one pass without draws: the moments of each layer's output from
             those of its input, and quadrature over the likelihood. It is an approximation, with no
@@ -87,10 +93,10 @@ def predict(
     Raises:
         NotImplementedError: With moments, if a function of the net has no rule.
         TypeError: If ``posterior`` is neither a guide nor draws.
-        ValueError: If an argument of the other ``method`` is given, a number is not positive,
-            lengths differ, the observed site is ambiguous, or ``posterior`` does not have exactly the
-            model's global sites, or the model returns tensors without the examples first in
-            mini-batches.
+        ValueError: If an argument of the other ``method`` is given, or ``batch_statistics`` for a model
+            without batch normalization; if a number is not positive, lengths differ, the observed site
+            is ambiguous, ``posterior`` does not have exactly the model's global sites, or the model
+            returns tensors without the examples first in mini-batches.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -101,7 +107,12 @@ def predict(
     """
     check_posterior(model, posterior)
     if method == "moments":
-        _refuse_of_draws(num_samples=num_samples, stream=stream or None, site=site)
+        _refuse_of_draws(
+            num_samples=num_samples,
+            stream=stream or None,
+            site=site,
+            batch_statistics=batch_statistics,
+        )
         settings = Settings(covariance == "full", linearize)
         return predict_in_one_pass(model, posterior, x, y, batch_size, settings, differentiable)
     if covariance != "diagonal" or linearize:
@@ -109,14 +120,18 @@ def predict(
             "`covariance` and `linearize` say how moments are propagated, and draws need neither. Pass "
             '`method="moments"`, or leave them out.'
         )
-    args = as_arguments(x)
+    args, statistics = as_arguments(x), None
+    if batch_statistics is None:
+        warn_of_shared_statistics(model, posterior)
+    else:
+        statistics = BatchStatistics(model, as_arguments(batch_statistics, "batch_statistics"))
     batches = as_batches(args, y, batch_size)
     total = count_draws(posterior, num_samples)
     reader = _Reader(len(batches), keeps=not stream)
     averages = [_Averages(reader) for _ in batches]
     kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
     with ONE_THREAD, evaluation_mode(model, differentiable), _bar(total, progress) as bar:
-        passes = Passes(model, posterior, batches, site, reader, max_memory)
+        passes = Passes(model, posterior, batches, site, reader, max_memory, statistics)
         for done in passes.run(total):
             averages[done.batch].add(done.outputs)
             if not stream:

@@ -210,10 +210,11 @@ def _is_of_labels(likelihood: Any) -> bool:
 
 def tensors_in(model: Any) -> list[Tensor]:
     """Return the parameters and buffers of a model, which may be a function or under handlers."""
-    return [tensor for module in _modules_of(model) for tensor in own_tensors(module)]
+    return [tensor for module in modules_of(model) for tensor in own_tensors(module)]
 
 
-def _modules_of(model: Any) -> list[nn.Module]:
+def modules_of(model: Any) -> list[nn.Module]:
+    """Return the modules of a model, which may be a function or under handlers."""
     module = poutine.unwrap(model)
     return [*module.modules()] if isinstance(module, nn.Module) else []
 
@@ -221,7 +222,7 @@ def _modules_of(model: Any) -> list[nn.Module]:
 @contextmanager
 def evaluation_mode(model: Any, differentiable: bool = False) -> Iterator[None]:
     """Switch dropout off and freeze running statistics, gradients off unless asked; put back after."""
-    training = [module for module in _modules_of(model) if module.training]
+    training = [module for module in modules_of(model) if module.training]
     try:
         for module in training:
             module.training = False

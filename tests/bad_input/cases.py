@@ -141,6 +141,11 @@ def regressor():
     return ps.Regressor(ps.bayesianize(net(), prior=1.0), SIZE, 0.3)
 
 
+def normalized_regressor():
+    parts = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    return ps.Regressor(ps.bayesianize(parts, prior=1.0, normalization=False), SIZE, 0.3)
+
+
 def classifier():
     return ps.Classifier(ps.bayesianize(nn.Linear(3, 2), prior=1.0), SIZE)
 
@@ -412,7 +417,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "linearize": True,
     },
     "predict": lambda: {
-        "model": (model := regressor()),
+        "model": (model := normalized_regressor()),
         "posterior": ps.MeanFieldGuide(model),
         "x": inputs(),
         "num_samples": 2,
@@ -421,6 +426,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "stream": False,
         "site": "obs",
         "max_memory": 1.0,
+        "batch_statistics": inputs(),
         "progress": False,
         "method": "draws",
         "covariance": "diagonal",

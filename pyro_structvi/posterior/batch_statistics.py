@@ -1,0 +1,108 @@
+"""Statistics of batch normalization at each draw, in place of running ones."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from pyro_structvi._checks import naming, warn_user
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.guides.same_member import SameMember
+from pyro_structvi.posterior.draws import Posterior
+from pyro_structvi.posterior.runs import modules_of
+
+LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+Statistics = tuple[Tensor, Tensor]
+
+
+class SharedStatisticsWarning(UserWarning):
+    """Members of an ensemble share the running statistics of batch normalizations."""
+
+
+class BatchStatistics:
+    """Mean and variance that batch normalization meets when a model runs at a draw on given inputs.
+
+    Running statistics are averages over the draws of the training. Those of one draw differ from them,
+    and of members of an ensemble, which have other features each, they are those of none.
+
+    Args:
+        model: The model.
+        args: Its arguments, whose examples tell the statistics.
+
+    Raises:
+        ValueError: If the model has no batch normalization with running statistics.
+    """
+
+    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.args, self._layers = args, running_layers(model)
+        if not self._layers:
+            raise ValueError(
+                "`batch_statistics` is for models with batch normalization that has running statistics, "
+                "but got one without. Leave it out."
+            )
+
+    @contextmanager
+    def measured(self, run: Callable[..., Any]) -> Iterator[None]:
+        """Run on the inputs, and let the layers use in this block what they met.
+
+        Args:
+            run: Runs the model at a draw with the arguments it is given.
+        """
+        met: dict[nn.Module, list[Statistics]] = defaultdict(list)
+
+        def measure(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            met[layer].append(_statistics_of(layer, args[0]))
+            _use(layer, met[layer][-1])
+
+        with self._before_each(measure), naming("batch_statistics", self.args):
+            run(self.args)
+        calls = {
+            layer: iter(found) for layer, found in met.items()
+        }  # of a layer that is used twice
+        with self._before_each(lambda layer, args: _use(layer, next(calls[layer]))):
+            yield
+
+    @contextmanager
+    def _before_each(self, act: Callable[[nn.Module, tuple[Any, ...]], None]) -> Iterator[None]:
+        """Call a function before each of the layers; their running statistics stay as they were."""
+        own = [(layer, (layer.running_mean, layer.running_var)) for layer in self._layers]
+        with ExitStack() as handles:
+            for layer, statistics in own:
+                handles.callback(_use, layer, statistics)
+                handles.callback(layer.register_forward_pre_hook(act).remove)
+            yield
+
+
+def running_layers(model: Callable[..., Any]) -> list[Any]:
+    """Return the batch normalizations of a model that have running statistics."""
+    layers = (layer for layer in modules_of(model) if isinstance(layer, LAYERS))
+    return [layer for layer in layers if layer.running_mean is not None]
+
+
+def warn_of_shared_statistics(model: Callable[..., Any], posterior: Posterior) -> None:
+    """Say that members of an ensemble share running statistics, where they do."""
+    if not isinstance(posterior, StructuredGuide) or not (layers := running_layers(model)):
+        return
+    if any(isinstance(part, SameMember) for part in posterior.modules()):
+        warn_user(
+            f"The members of this ensemble share the running statistics of {len(layers)} batch "
+            "normalizations, which are averages over members and fit none of them. Pass "
+            "`predict(..., batch_statistics=x)` with some hundred inputs of the training, or use a "
+            "normalization without running statistics, such as `torch.nn.GroupNorm`.",
+            SharedStatisticsWarning,
+        )
+
+
+def _statistics_of(layer: Any, inputs: Tensor) -> Statistics:
+    """Return the mean and variance of each channel, as batch normalization has them in training."""
+    others = [dim for dim in range(inputs.dim()) if dim != 1]
+    mean, variance = inputs.mean(others), inputs.var(others, correction=0)
+    return mean.to(layer.running_mean.dtype), variance.to(layer.running_var.dtype)
+
+
+def _use(layer: nn.Module, statistics: Statistics) -> None:
+    """Put statistics in the place of a layer's; past Pyro, which takes no tensors of a vmap."""
+    nn.Module.__setattr__(layer, "running_mean", statistics[0])
+    nn.Module.__setattr__(layer, "running_var", statistics[1])

@@ -1,0 +1,136 @@
+"""Batch normalization at each draw by the statistics of that draw."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pyro_structvi as ps
+from pyro_structvi.posterior import SharedStatisticsWarning
+
+SIZE = 3
+
+
+class Twice(nn.Module):
+    """A net whose normalization is used twice, after a convolution and after a bend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        once = self.norm(self.conv(x)).tanh()
+        return self.last(self.norm(3 * once + 1).mean(-1))
+
+
+def by_hand(x, reference, own):
+    """Return the logits of :class:`Twice` at a draw."""
+
+    def normalized(inputs, measured):
+        mean, variance = measured.mean((0, 2)), measured.var((0, 2), correction=0)
+        centered = (inputs - mean[:, None]) / (variance[:, None] + 1e-5).sqrt()
+        return centered * own["norm.weight"][:, None] + own["norm.bias"][:, None]
+
+    pair = [
+        functional.conv1d(part, own["conv.weight"], own["conv.bias"]) for part in (x, reference)
+    ]
+    first = [normalized(part, pair[1]).tanh() for part in pair]
+    second = [normalized(3 * part + 1, 3 * first[1] + 1) for part in first]
+    return functional.linear(second[0].mean(-1), own["last.weight"], own["last.bias"])
+
+
+def make(make_guide, net=None):
+    torch.manual_seed(0)
+    net = Twice() if net is None else net
+    with torch.no_grad():
+        net.norm.weight.copy_(torch.rand(4) + 0.5)
+        net.norm.bias.copy_(torch.randn(4))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=False), num_data=40)
+    guide = make_guide(model)
+    x, reference = torch.randn(5, 2, 6), 2 * torch.randn(20, 2, 6) + 1
+    guide.initialize(x)
+    return model, guide, x, reference
+
+
+def ensemble(model):
+    return ps.EnsembleGuide(model, SIZE, init_scale=0.5, vectorize=False)
+
+
+def inducing_ensemble(model):
+    return ps.InducingWeightGuide(model, (2, 2), "ensemble", ensemble_size=SIZE)
+
+
+def draws_of(guide, model):
+    own = {name: value.detach() for name, value in model.net.named_parameters()}
+    return [
+        {name.removeprefix("net."): value for name, value in guide.draw(number=each).items()} | own
+        for each in range(SIZE)
+    ]
+
+
+@pytest.mark.parametrize("max_memory", [1 / 32, 1e-9], ids=["one pass", "one by one"])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_each_member_has_statistics_of_its_own(max_memory, batch_size):
+    model, guide, x, reference = make(ensemble)
+    found = ps.predict(
+        *(model, guide, x, SIZE),
+        batch_statistics=reference,
+        batch_size=batch_size,
+        max_memory=max_memory,
+    )
+    expected = [by_hand(x, reference, own) for own in draws_of(guide, model)]
+    torch.testing.assert_close(found.functions, torch.stack(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_given_draws_have_them_too():
+    model, guide, x, reference = make(ps.MeanFieldGuide)
+    drawn = guide.draw()
+    found = ps.predict(
+        model,
+        {name: value.unsqueeze(0) for name, value in drawn.items()},
+        x,
+        batch_statistics=reference,
+    )
+    own = {name: value.detach() for name, value in model.net.named_parameters()}
+    own |= {name.removeprefix("net."): value for name, value in drawn.items()}
+    torch.testing.assert_close(found.functions[0], by_hand(x, reference, own))
+
+
+def test_inputs_that_are_their_own_reference_are_normalized_as_in_training():
+    model, guide, x, _ = make(ps.MAPGuide)
+    found = ps.predict(model, guide, x, 1, batch_statistics=x).functions[0]
+    own = {f"net.{name}": value for name, value in model.net.named_parameters()} | guide.draw()
+    net = Twice().train()
+    net.load_state_dict({name.removeprefix("net."): own[name] for name in own}, strict=False)
+    torch.testing.assert_close(found, net(x).detach())
+
+
+def test_running_statistics_stay_also_after_an_error():
+    model, guide, x, reference = make(ps.MAPGuide)
+    before = {name: value.clone() for name, value in model.net.named_buffers()}
+    ps.predict(model, guide, x, 2, batch_statistics=reference)
+    with pytest.raises(RuntimeError, match="expected input"):
+        ps.predict(model, guide, x, 2, batch_statistics=reference[:, :1])
+    after = dict(model.net.named_buffers())
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert not model.net.norm._forward_pre_hooks
+
+
+def test_members_that_share_running_statistics_are_warned_of():
+    for make_guide in (ensemble, inducing_ensemble):
+        model, guide, x, reference = make(make_guide)
+        with pytest.warns(SharedStatisticsWarning, match="statistics of 1 batch normalizations"):
+            ps.predict(model, guide, x, 2)
+        ps.predict(model, guide, x, 2, batch_statistics=reference)  # warnings are errors in tests
+    model, guide, x, _ = make(ps.MeanFieldGuide)
+    ps.predict(model, guide, x, 2)
+
+
+def test_a_model_without_such_layers_refuses_them():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=False), num_data=4)
+    guide, x = ps.MAPGuide(model), torch.randn(4, 2)
+    with pytest.raises(ValueError, match="with batch normalization that has running statistics"):
+        ps.predict(model, guide, x, 1, batch_statistics=x)
+    with pytest.raises(ValueError, match="`batch_statistics` must be left out"):
+        ps.predict(model, guide, x, method="moments", batch_statistics=x)
