@@ -23,7 +23,7 @@ from pyro_structvi.moments.weights import (
 )
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood
 from pyro_structvi.posterior.draws import as_arguments, as_batches
-from pyro_structvi.posterior.observations import entropy_of, observation_moments
+from pyro_structvi.posterior.observations import class_probabilities, entropy_of, own_entropy
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.posterior.runs import evaluation_mode
 
@@ -140,13 +140,17 @@ def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:
     def average(values: Tensor) -> Tensor:
         return torch.einsum("k,k...->...", weights.to(values), values)
 
-    means, noises = observation_moments(base)
+    probs = class_probabilities(base)
+    means = base.mean if probs is None else probs
     mean = average(means)
-    variance, entropy = average((means - mean).square()), entropy_of(base, likelihood)
+    variance = average((means - mean).square())
+    # An indicator has the variance m (1 - m) in all, of which that of the function is a part.
+    noise = average(base.variance) if probs is None else mean * (1 - mean) - variance
+    entropy = own_entropy(base, likelihood, means)
     density = None if y is None else _log_density(likelihood, at, mean, variance, y)
     return _Member(
-        *(mean, average(noises), variance),
-        None if entropy is None else average(entropy(means)),
+        *(mean, noise, variance),
+        None if entropy is None else average(entropy),
         density,
     )
 
