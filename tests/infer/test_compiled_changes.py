@@ -1,0 +1,150 @@
+"""What changes between compiled steps is seen."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.infer.steps.call import Call
+from tests.infer.compiled_steps import adam, assert_same, function_pair, make_k_tied, train
+from tests.models import regression_data
+
+
+class Shifted(nn.Module):
+    """A net with a buffer and a shift that is an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
+        self.register_buffer("shift", torch.zeros(1))
+
+    def forward(self, x):
+        return self.dropout(self.linear(x)) + self.shift
+
+
+def prune(svi):
+    ps.pruning.prune_mean_field(svi.guide, 0.5)
+
+
+def replace_buffer(svi):
+    svi.model.net.shift = torch.ones(1)
+
+
+def evaluate(svi):
+    svi.model.eval()
+
+
+def tell_num_data(svi):
+    svi.model.num_data = 1000
+
+
+def use_twice(svi):
+    svi.model.net.linear.register_forward_pre_hook(
+        lambda module, args: (module.weight.sum(), None)[1]
+    )
+    svi.guide.initialize(*regression_data())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(prune, use_twice),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (replace_buffer, evaluate)),
+        pytest.param(tell_num_data, marks=pytest.mark.slow),
+    ],
+)
+def test_changes_of_model_and_guide_are_seen(change):
+    def make():
+        model = ps.Regressor(ps.bayesianize(Shifted(), prior=1.0), 12, 0.3)
+        return model, ps.MeanFieldGuide(model)
+
+    def at_four(svi, number):
+        if number == 4:
+            change(svi)
+
+    data = regression_data()
+    losses, *_ = train(make, data, compiled=False, steps=9, change=at_four)
+    own, *_ = train(make, data, compiled=True, steps=9, change=at_four)
+    torch.testing.assert_close(own, losses, rtol=1e-10, atol=0)
+    unchanged, *_ = train(make, data, compiled=True, steps=9)
+    assert own[4] != unchanged[4]
+
+
+def test_another_number_of_particles_is_compiled_apart():
+    _, _, svi = train(make_k_tied, regression_data(), compiled=True)
+    for expected in (1, 2):
+        svi.step(*regression_data())
+        assert len(svi._step.kinds) == expected
+        svi.loss.num_particles = 3
+
+
+@pytest.mark.slow
+def test_modes_are_seen_behind_methods_and_closures():
+    def train_with(model_of, compiled):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        model = ps.Regressor(ps.bayesianize(Shifted(), prior=1.0), 12, 0.3)
+        guide = ps.MeanFieldGuide(model)
+        kind = (lambda *a: ps.CompiledSVI(*a, backend=None)) if compiled else SVI
+        svi = kind(model_of(model), guide.forward, adam(), ps.StructuredELBO())
+        losses = []
+        for number in range(8):
+            model.train(number < 4)
+            losses.append(svi.step(x, y))
+        return losses
+
+    x, y = regression_data()
+    for model_of in (lambda model: model.forward, lambda model: lambda *args: model(*args)):
+        expected = train_with(model_of, compiled=False)
+        torch.testing.assert_close(train_with(model_of, compiled=True), expected)
+
+
+def test_entries_of_the_param_store_that_are_replaced_are_seen():
+    def at_four(svi, number):
+        if number == 4:
+            pyro.clear_param_store()
+
+    assert_same(function_pair, (), steps=9, change=at_four)
+
+
+def test_one_tensor_in_two_roles_is_two_inputs():
+    def model(x, z, y):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("obs", dist.Normal(x @ weight + z.sum(-1), 1.0).to_event(1), obs=y)
+
+    def feed(compiled):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        kind = (lambda *a: ps.CompiledSVI(*a, backend=None)) if compiled else SVI
+        svi = kind(model, ps.MeanFieldGuide(model), adam(), ps.StructuredELBO())
+        return [svi.step(x, x if number < 3 else 2 * x, y[:, 0]) for number in range(6)]
+
+    x, y = regression_data()
+    torch.testing.assert_close(feed(compiled=True), feed(compiled=False), rtol=1e-10, atol=0)
+
+
+def test_equal_numbers_of_other_types_are_other_arguments():
+    assert Call((1,), {}).key != Call((True,), {}).key
+    assert Call((1,), {}).key == Call((1,), {}).key
+    x = torch.zeros(2, 3, 4)
+    assert Call((x,), {}).key != Call((x.mT.contiguous().mT,), {}).key
+
+
+def test_many_kinds_of_steps_are_said():
+    model, guide = make_k_tied()
+
+    def scaled(x, y, factor):
+        return model(x * factor, y)
+
+    svi = ps.CompiledSVI(
+        scaled, lambda x, y, factor: guide(x, y), adam(), ps.StructuredELBO(), backend=None
+    )
+    x, y = regression_data()
+    guide.initialize(x, y)
+    for number in range(15):
+        svi.step(x, y, 1.0 + number)
+    with pytest.warns(UserWarning, match="16 kinds of steps have been compiled"):
+        svi.step(x, y, 0.5)
