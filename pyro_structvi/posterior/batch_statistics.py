@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyro_structvi._checks import naming, warn_user
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.same_member import SameMember
-from pyro_structvi.posterior.draws import Posterior
+from pyro_structvi.posterior.draws import Posterior, as_arguments
 from pyro_structvi.posterior.runs import modules_of
 
 LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -81,11 +81,22 @@ def running_layers(model: Callable[..., Any]) -> list[Any]:
     return [layer for layer in layers if layer.running_mean is not None]
 
 
-def warn_of_shared_statistics(model: Callable[..., Any], posterior: Posterior) -> None:
-    """Say that members of an ensemble share running statistics, where they do."""
-    if not isinstance(posterior, StructuredGuide) or not (layers := running_layers(model)):
-        return
-    if any(isinstance(part, SameMember) for part in posterior.modules()):
+def statistics_for(
+    model: Callable[..., Any], posterior: Posterior, x: Any
+) -> BatchStatistics | None:
+    """Return the statistics that a caller asked for; without, warn where members share running ones.
+
+    Args:
+        model: The model.
+        posterior: What it is run at.
+        x: Inputs whose statistics are to be used, or None.
+    """
+    if x is not None:
+        return BatchStatistics(model, as_arguments(x, "batch_statistics"))
+    is_ensemble = isinstance(posterior, StructuredGuide) and any(
+        isinstance(part, SameMember) for part in posterior.modules()
+    )
+    if is_ensemble and (layers := running_layers(model)):
         warn_user(
             f"The members of this ensemble share the running statistics of {len(layers)} batch "
             "normalizations, which are averages over members and fit none of them. Pass "
@@ -93,6 +104,7 @@ def warn_of_shared_statistics(model: Callable[..., Any], posterior: Posterior) -
             "normalization without running statistics, such as `torch.nn.GroupNorm`.",
             SharedStatisticsWarning,
         )
+    return None
 
 
 def _statistics_of(layer: Any, inputs: Tensor) -> Statistics:

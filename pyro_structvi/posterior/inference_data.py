@@ -13,6 +13,7 @@ from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import take_apart
 from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.posterior.arviz_versions import from_groups, import_arviz
+from pyro_structvi.posterior.batch_statistics import statistics_for
 from pyro_structvi.posterior.columns import Columns, PosteriorGroup, as_array
 from pyro_structvi.posterior.dimensions import (
     dims_beside,
@@ -46,6 +47,7 @@ def to_inference_data(
     outputs: bool = False,
     site: str | None = None,
     max_memory: Positive = 1 / 32,
+    batch_statistics: Any = None,
 ) -> Any:
     """Draw from a posterior and put what ArviZ needs into its own form.
 
@@ -69,6 +71,7 @@ def to_inference_data(
             logits ``(N, ...)``; as ``outputs.0``, ``outputs.1``, ... where it returns several tensors.
         site: The observed site's name, where it cannot be told from the model.
         max_memory: As for :func:`predict`.
+        batch_statistics: As for :func:`predict`.
 
     Returns:
         An ``arviz.InferenceData`` of ArviZ 0.23, an ``xarray.DataTree`` of ArviZ 1.x, with the groups
@@ -82,7 +85,7 @@ def to_inference_data(
         TypeError: If ``posterior`` is neither a guide nor draws, or a function returns no tensor.
         ValueError: If numbers or lengths do not fit, the observed site is ambiguous, ``posterior``
             does not have exactly the model's global sites, one of ``sites`` matches none of them, or
-            a name is taken.
+            a name is taken; if ``batch_statistics`` are given for a model without batch normalization.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
@@ -113,8 +116,9 @@ def to_inference_data(
             f"`num_samples` must be a multiple of the {chains} chains, but got {total}."
         )
     group, predicted = PosteriorGroup(sites, functions or {}), Columns()
+    statistics, read = statistics_for(model, posterior, batch_statistics), partial(_read, outputs)
     with ONE_THREAD, evaluation_mode(model):
-        passes = Passes(model, posterior, batches, site, partial(_read, outputs), max_memory)
+        passes = Passes(model, posterior, batches, site, read, max_memory, statistics)
         for done in passes.run(total):
             predicted.add({name: done.outputs.pop(name) for name in ("sample", "log_prob")})
             group.add_draws(done.values, done.outputs, passes.observed)

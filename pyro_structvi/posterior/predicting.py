@@ -13,7 +13,7 @@ from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
 from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.moments.random_tensor import Settings
-from pyro_structvi.posterior.batch_statistics import BatchStatistics, warn_of_shared_statistics
+from pyro_structvi.posterior.batch_statistics import statistics_for
 from pyro_structvi.posterior.draws import (
     Posterior,
     as_arguments,
@@ -120,11 +120,7 @@ def predict(
             "`covariance` and `linearize` say how moments are propagated, and draws need neither. Pass "
             '`method="moments"`, or leave them out.'
         )
-    args, statistics = as_arguments(x), None
-    if batch_statistics is None:
-        warn_of_shared_statistics(model, posterior)
-    else:
-        statistics = BatchStatistics(model, as_arguments(batch_statistics, "batch_statistics"))
+    args, statistics = as_arguments(x), statistics_for(model, posterior, batch_statistics)
     batches = as_batches(args, y, batch_size)
     total = count_draws(posterior, num_samples)
     reader = _Reader(len(batches), keeps=not stream)

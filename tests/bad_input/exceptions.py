@@ -66,6 +66,7 @@ FINE = {
     "ScaleMixtureNormal.log_prob.value": "scalar, empty, deeper, longer, wider",
     "*.expand.batch_shape": "huge",
     "*.image.x": "deeper, longer",
+    "*.batch_statistics": "longer",
     "*.rows.index": "longer, wider, deeper, scalar, empty",
     "BinaryClassifier.forward.y": "whole, float32",  # zeros and ones of any dtype
     "PoissonRegressor.forward.y": "whole, float32",

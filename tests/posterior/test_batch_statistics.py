@@ -105,6 +105,18 @@ def test_inputs_that_are_their_own_reference_are_normalized_as_in_training():
     torch.testing.assert_close(found, net(x).detach())
 
 
+def test_inference_data_has_them_too():
+    model, guide, x, reference = make(ensemble)
+    found = ps.to_inference_data(
+        *(model, guide, x, torch.tensor([0, 1, 2, 0, 1]), SIZE),
+        batch_statistics=reference,
+        outputs=True,
+    )
+    expected = torch.stack([by_hand(x, reference, own) for own in draws_of(guide, model)])
+    values = torch.as_tensor(found["posterior"]["outputs"].values[0])
+    torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_running_statistics_stay_also_after_an_error():
     model, guide, x, reference = make(ps.MAPGuide)
     before = {name: value.clone() for name, value in model.net.named_buffers()}
