@@ -30,6 +30,7 @@ GALLERY = ROOT / "docs" / "gallery"
 Results = Mapping[str, Mapping[str, Sequence[float]]]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LONG_NUMBER = re.compile(r"(\d\.\d)\d+")
+TAG = re.compile(r"<[^>]*>")
 
 
 def main() -> None:
@@ -67,7 +68,9 @@ def run(page: Path, folder: Path) -> None:
 def adapters() -> tuple[Results, dict[str, str]]:
     """Return what was measured of posteriors over adapters, by method, and what to show of it."""
     text = (ROOT / "examples" / "lora_results.json").read_text()
-    return json.loads(text)["methods"], {
+    names = {"map": "MAP", "laplace": "Laplace, diagonal", "ensemble": "ensemble of 5"}
+    methods = json.loads(text)["methods"]
+    return {names.get(name, name): found for name, found in methods.items()}, {
         "nll": "negative log probability (nats)",
         "calibration_error": "calibration error",
     }
@@ -109,8 +112,8 @@ MEASURED: dict[str, Callable[[], tuple[Results, dict[str, str]]]] = {
 
 
 def shorten(path: Path) -> None:
-    """Round the coordinates of a figure, and drop the date at which it was made."""
-    text = LONG_NUMBER.sub(r"\1", path.read_text())
+    """Round the coordinates of a figure, not its texts, and drop the date at which it was made."""
+    text = TAG.sub(lambda tag: LONG_NUMBER.sub(r"\1", tag[0]), path.read_text())
     text = re.sub(r"<dc:date>.*?</dc:date>", "", text)
     path.write_text(text)
 
