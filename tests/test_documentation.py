@@ -189,6 +189,14 @@ def test_gradient_variance_script_runs(net, monkeypatch, capsys, tmp_path):
     assert all(gain > 1 for gain in sorted(gains)[6:]), "drawn weights vary less"
 
 
+def test_figures_of_the_gallery_keep_the_numbers_in_their_texts(tmp_path):
+    pytest.importorskip("matplotlib")
+    script, figure = ROOT / "docs/scripts/gallery_figures.py", tmp_path / "figure.svg"
+    figure.write_text('<path d="M 1.2345 6"/><text x="2.987">0.025</text><dc:date>now</dc:date>')
+    runpy.run_path(str(script))["shorten"](figure)
+    assert figure.read_text() == '<path d="M 1.2 6"/><text x="2.9">0.025</text>'
+
+
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/guides/*.md")), ids=lambda page: page.stem)
 def test_code_that_a_page_names_is_where_it_says(page):
     named = re.findall(r"^\|.*\| `(.+)\.py` \| `(.+)` \|$", page.read_text(), re.MULTILINE)

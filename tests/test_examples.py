@@ -74,7 +74,9 @@ SCRIPTS = {
         *("--steps", "20", "--draws", "40", "--warmup", "20", "--folder", "{folder}/bands"),
         *("--references", "{folder}/league", "--figure", "{folder}/bands.svg"),
     ],
-    "docs/scripts/gallery_figures.py": ["--folder", "{folder}", "--page", "own_family"],
+    "docs/scripts/gallery_figures.py": [
+        *("--folder", "{folder}", "--page", "own_family", "--page", "lora"),
+    ],
     "docs/scripts/guide_pictures.py": [
         *("--folder", "{folder}", "--overview", "{folder}/all.svg", "--guide", "k-tied"),
         *("--steps", "20", "--nuts", "5"),

@@ -1,25 +1,36 @@
-"""The figures of the gallery: runs the code of its pages, which writes them.
+"""The figures of the gallery: runs the code of its pages, which writes them, and draws measured results.
 
     python docs/scripts/gallery_figures.py                          # all
     python docs/scripts/gallery_figures.py --page two_moons         # one
 
-What a page prints is printed here too.
+What a page prints is printed here too. The pages "lora" and "digits" show what `examples/lora.py` and
+`make league` have measured, from the files of their results.
 """
 
 import argparse
 import contextlib
+import csv
+import json
 import re
 import shutil
 import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib
 import torch
 
-GALLERY = Path(__file__).parents[1] / "gallery"
+from pyro_structvi.plots.figures import figure_of, make_panels
+
+ROOT = Path(__file__).parents[2]
+GALLERY = ROOT / "docs" / "gallery"
+Results = Mapping[str, Mapping[str, Sequence[float]]]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LONG_NUMBER = re.compile(r"(\d\.\d)\d+")
+TAG = re.compile(r"<[^>]*>")
 
 
 def main() -> None:
@@ -33,6 +44,11 @@ def main() -> None:
     for name in names:
         print(f"{name}, with local reparameterization where its guide has it")
         run(GALLERY / f"{name}.md", options.folder.resolve())
+        if name in MEASURED:
+            path = options.folder.resolve() / f"{name}.svg"
+            draw_results(*MEASURED[name](), path)
+            shorten(path)
+            print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 
 def run(page: Path, folder: Path) -> None:
@@ -49,9 +65,55 @@ def run(page: Path, folder: Path) -> None:
             shutil.copy(path, folder / path.name)
 
 
+def adapters() -> tuple[Results, dict[str, str]]:
+    """Return what was measured of posteriors over adapters, by method, and what to show of it."""
+    text = (ROOT / "examples" / "lora_results.json").read_text()
+    names = {"map": "MAP", "laplace": "Laplace, diagonal", "ensemble": "ensemble of 5"}
+    methods = json.loads(text)["methods"]
+    return {names.get(name, name): found for name, found in methods.items()}, {
+        "nll": "negative log probability (nats)",
+        "calibration_error": "calibration error",
+    }
+
+
+def digits() -> tuple[Results, dict[str, str]]:
+    """Return the league's distances to NUTS on digits, by posterior, and what to show of them."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with (ROOT / "benchmarks" / "results" / "league.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["problem"] == "digits" and row["method"] not in ("prior", "Ensemble-U"):
+                found[row["method"]][row["quantity"]].append(float(row["value"]))
+    return found, {
+        "turned: total variation": "turned digits: total variation",
+        "test: total variation": "test digits: total variation",
+        "test: ratio of standard deviations": "test digits: ratio of deviations",
+    }
+
+
+def draw_results(results: Results, shown: Mapping[str, str], path: Path) -> None:
+    """Draw means with standard errors, a panel for each quantity; the first one orders the rows."""
+    first = next(iter(shown))
+    names = sorted(results, key=lambda name: fmean(results[name][first]), reverse=True)
+    panels = make_panels(1, len(shown), 2 + 3.3 * len(shown), 0.8 + 0.25 * len(names), sharey=True)
+    for ax, (quantity, label) in zip(panels, shown.items(), strict=True):
+        for place, name in enumerate(names):
+            values = results[name][quantity]
+            error = stdev(values) / len(values) ** 0.5 if values[1:] else None
+            ax.errorbar(fmean(values), place, xerr=error, fmt="o", color="C0", markersize=4)
+        ax.set(xlabel=label, yticks=range(len(names)), yticklabels=names)
+        ax.grid(axis="y", linewidth=0.4)
+    figure_of(panels[0]).savefig(path)
+
+
+MEASURED: dict[str, Callable[[], tuple[Results, dict[str, str]]]] = {
+    "lora": adapters,
+    "digits": digits,
+}
+
+
 def shorten(path: Path) -> None:
-    """Round the coordinates of a figure, and drop the date at which it was made."""
-    text = LONG_NUMBER.sub(r"\1", path.read_text())
+    """Round the coordinates of a figure, not its texts, and drop the date at which it was made."""
+    text = TAG.sub(lambda tag: LONG_NUMBER.sub(r"\1", tag[0]), path.read_text())
     text = re.sub(r"<dc:date>.*?</dc:date>", "", text)
     path.write_text(text)
 
