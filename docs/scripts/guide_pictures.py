@@ -280,12 +280,15 @@ def draw_regressions(panels: Iterable[Any], named: Iterable[tuple[str, Arrays]])
 
 
 def save(ax: Any, path: Path) -> None:
-    """Write a figure, its coordinates rounded to two digits."""
+    """Write a figure, its coordinates rounded to two digits, and not its texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if path.suffix == ".svg" else None
     ax.figure.savefig(path, metadata=metadata, facecolor="white", dpi=75)
     if path.suffix == ".svg":
-        path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", path.read_text()))
+        text = re.sub(
+            r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), path.read_text()
+        )
+        path.write_text(text)
     else:
         Image.open(path).convert("RGB").quantize(32).save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
