@@ -37,7 +37,7 @@ class StructuredAdam(torch.optim.Optimizer):
     prior, most of their gradients are noise, and so would their moves be: the root mean square of
     this move over a weight is at most that of Adam's own, the rate in the mean's unit.
 
-    A rare example or draw can have a gradient thousands of times as large as usual. Adam would move
+    A rare example or draw can have a gradient far larger than is usual. Adam would move
     everything in its direction for some ten steps, and hardly anything for hundreds after. So where the
     norm of all gradients together exceeds ``clip`` times its usual size, the root of the running average
     of its squares, they are divided by what exceeds it.
