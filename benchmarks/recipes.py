@@ -104,6 +104,7 @@ RECIPES: dict[str, Recipe] = {
     "default": Recipe(structured={}),
     "widened from rowwise": Recipe(lr=0.01, structured={}, widens="rowwise", only="full"),
     "widened from rowwise, lr 0.1": Recipe(structured={}, widens="rowwise", only="full"),
+    "default, no limit": Recipe(structured={"clip": None}),
     "default, units alone": Recipe(structured={"posterior_lr": 0.0}),
     "default, squares by 0.999": Recipe(structured={"betas": (0.9, 0.999)}),
     "default, KL annealed": Recipe(structured={}, annealed=0.25),

@@ -145,19 +145,17 @@ class StructuredAdam(torch.optim.Optimizer):
             return scale
         norm = norm_of(gradients).to(parameters[0])
         state = self.state[parameters[0]]
-        before = state.get(
-            "norm"
-        )  # running averages of its squares, and of ones to divide these by
-        if before is None:
-            before = state["norm"] = torch.zeros_like(norm).repeat(2)
+        if "norm" not in state:  # running averages of its squares, and of ones to divide these by
+            state["norm"] = torch.zeros_like(norm).repeat(2)
+        before = state["norm"]
         square = (norm if scale is None else norm / scale.to(norm)).square()
         excess, usual = (_excess_on_cpu if norm.is_cpu else _excess)(square, before, clip)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             usual = torch.where(found_inf.to(norm) > 0, before, usual)
         before.lerp_(usual, 1.0 - beta)
-        if excess is None or scale is None:
-            return scale if excess is None else excess
-        return excess * scale
+        if excess is None:
+            return scale
+        return excess if scale is None else excess * scale
 
     def _move_means(self, divisor: Tensor | None) -> None:
         """Move the means of posteriors with correlations in their own coordinates."""
@@ -239,7 +237,7 @@ def _excess(square: Tensor, before: Tensor, clip: float) -> tuple[Tensor | None,
 
 
 def _excess_on_cpu(square: Tensor, before: Tensor, clip: float) -> tuple[Tensor | None, Tensor]:
-    """Return the same by Python's numbers, a third of the time, and None in place of 1."""
+    """Return the same by Python's numbers, which take less time there, and None in place of 1."""
     (squares, ones), own = before.tolist(), float(square)
     limit = squares / ones * clip**2 if ones else math.inf
     excess = torch.tensor(math.sqrt(own / limit)).float() if own > limit else None

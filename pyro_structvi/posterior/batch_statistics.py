@@ -58,9 +58,7 @@ class BatchStatistics:
 
         with self._before_each(measure), naming("batch_statistics", self.args):
             run(self.args)
-        calls = {
-            layer: iter(found) for layer, found in met.items()
-        }  # of a layer that is used twice
+        calls = {layer: iter(found) for layer, found in met.items()}  # of a layer used twice, too
         with self._before_each(lambda layer, args: _use(layer, next(calls[layer]))):
             yield
 
