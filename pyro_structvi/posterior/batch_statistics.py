@@ -1,8 +1,9 @@
 """Statistics of batch normalization at each draw, in place of running ones."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from pyro_structvi.posterior.draws import Posterior, as_arguments
 from pyro_structvi.posterior.runs import modules_of
 
 LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-Statistics = tuple[Tensor, Tensor]
 
 
 class SharedStatisticsWarning(UserWarning):
@@ -43,33 +43,46 @@ class BatchStatistics:
                 "but got one without. Leave it out."
             )
 
-    @contextmanager
-    def measured(self, run: Callable[..., Any]) -> Iterator[None]:
-        """Run on the inputs, and let the layers use in this block what they met.
+    def measure(self, run: Callable[..., Any]) -> dict[str, Tensor]:
+        """Return what the layers meet on the inputs, by the layer and its call.
 
         Args:
             run: Runs the model at a draw with the arguments it is given.
         """
-        met: dict[nn.Module, list[Statistics]] = defaultdict(list)
+        met: dict[str, Tensor] = {}
 
-        def measure(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            met[layer].append(_statistics_of(layer, args[0]))
-            _use(layer, met[layer][-1])
+        def act(name: str, layer: nn.Module, inputs: Tensor) -> None:
+            mean, variance = _statistics_of(layer, inputs)
+            met.update({f"{name}.mean": mean, f"{name}.variance": variance})
+            _use(layer, mean, variance)
 
-        with self._before_each(measure), naming("batch_statistics", self.args):
+        with self._before_each(act), naming("batch_statistics", self.args):
             run(self.args)
-        calls = {layer: iter(found) for layer, found in met.items()}  # of a layer used twice, too
-        with self._before_each(lambda layer, args: _use(layer, next(calls[layer]))):
+        return met
+
+    @contextmanager
+    def used(self, met: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the layers use in this block what was measured."""
+
+        def act(name: str, layer: nn.Module, inputs: Tensor) -> None:
+            _use(layer, met[f"{name}.mean"], met[f"{name}.variance"])
+
+        with self._before_each(act):
             yield
 
     @contextmanager
-    def _before_each(self, act: Callable[[nn.Module, tuple[Any, ...]], None]) -> Iterator[None]:
-        """Call a function before each of the layers; their running statistics stay as they were."""
-        own = [(layer, (layer.running_mean, layer.running_var)) for layer in self._layers]
+    def _before_each(self, act: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
+        """Call a function before each call of a layer; running statistics stay as they were."""
+        own = [(layer, layer.running_mean, layer.running_var) for layer in self._layers]
+        calls = [count() for _ in self._layers]
+
+        def hook(number: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
+            act(f"{number}.{next(calls[number])}", layer, args[0])
+
         with ExitStack() as handles:
-            for layer, statistics in own:
-                handles.callback(_use, layer, statistics)
-                handles.callback(layer.register_forward_pre_hook(act).remove)
+            for number, (layer, mean, variance) in enumerate(own):
+                handles.callback(_use, layer, mean, variance)
+                handles.callback(layer.register_forward_pre_hook(partial(hook, number)).remove)
             yield
 
 
@@ -105,14 +118,14 @@ def statistics_for(
     return None
 
 
-def _statistics_of(layer: Any, inputs: Tensor) -> Statistics:
+def _statistics_of(layer: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and variance of each channel, as batch normalization has them in training."""
     others = [dim for dim in range(inputs.dim()) if dim != 1]
     mean, variance = inputs.mean(others), inputs.var(others, correction=0)
     return mean.to(layer.running_mean.dtype), variance.to(layer.running_var.dtype)
 
 
-def _use(layer: nn.Module, statistics: Statistics) -> None:
+def _use(layer: nn.Module, mean: Tensor, variance: Tensor) -> None:
     """Put statistics in the place of a layer's; past Pyro, which takes no tensors of a vmap."""
-    nn.Module.__setattr__(layer, "running_mean", statistics[0])
-    nn.Module.__setattr__(layer, "running_var", statistics[1])
+    nn.Module.__setattr__(layer, "running_mean", mean)
+    nn.Module.__setattr__(layer, "running_var", variance)

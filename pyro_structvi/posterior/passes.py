@@ -15,7 +15,7 @@ from torch.distributions.constraints import is_dependent
 from torch.nn.modules.module import register_module_forward_hook
 
 from pyro_structvi._torch import take_apart
-from pyro_structvi.guides.joint_posterior import are_plain, in_one_pass
+from pyro_structvi.guides.joint_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.stand_in import as_drawn
 from pyro_structvi.posterior.batch_statistics import BatchStatistics
@@ -93,15 +93,16 @@ class Passes:
         draws = Draws(self._posterior, total, self._batches[0][0])
         first = draws.take(1)
         with counted_bytes() as layers:
-            outputs = self._run_first(first)
+            met = self._measure(first)
+            outputs = self._run_first(first, met)
         yield Pass(0, self._kept(first), outputs)
-        yield from self._run_batches(first, 1)
+        yield from self._run_batches(first, met, 1)
         weights = _bytes_of(first)
         at_once = self._fitting(weights)  # whatever the inputs: a seed then gives the same draws
         in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs))
         while draws.left:
             for part in _split(draws.take(min(at_once, draws.left)), in_pass):
-                yield from self._run_batches(part)
+                yield from self._run_batches(part, self._measure(part))
 
     def _kept(self, values: Values) -> Values:
         return {name: value for name, value in values.items() if name not in self._new}
@@ -109,11 +110,28 @@ class Passes:
     def _fitting(self, bytes_each: int) -> int:
         return max(1, int(self._max_bytes / max(1, bytes_each)))
 
-    def _run_batches(self, values: Values, start: int = 0) -> Iterator[Pass]:
+    def _run_batches(self, values: Values, met: Values, start: int = 0) -> Iterator[Pass]:
         for batch in range(start, len(self._batches)):
-            yield Pass(batch, self._kept(values), self._run(values, batch))
+            yield Pass(batch, self._kept(values), self._run(values, met, batch))
 
-    def _run_first(self, values: Values) -> Values:
+    def _measure(self, values: Values) -> Values:
+        """Return statistics of batch normalization at draws, ``(draws, ...)``, if they are asked for."""
+        if self._statistics is None:
+            return {}
+        if _count(values) > 1 and not self._in_turn:
+            try:
+                with pyro.validation_enabled(False):
+                    return in_one_pass(self._measure_one, values)
+            except Exception:  # as for the pass itself
+                self._in_turn = True
+        return stack_draws([self._measure_one(_only(one)) for one in _split(values, 1)])
+
+    def _measure_one(self, values: Values) -> Values:
+        assert self._statistics is not None
+        run = partial(run_at_draw, self._model, values, new=self._new, unused=self._unused)
+        return self._statistics.measure(run)
+
+    def _run_first(self, values: Values, met: Values) -> Values:
         """Run one draw, and again if that shows latents that are left to the model."""
         own = _only(values)
         self._in_turn = not are_plain([
@@ -122,41 +140,44 @@ class Passes:
             *tensors_in(self._model),
         ])
         with separate_randomness():  # it draws what the others leave out
-            trace, node = self._trace(own, 0, counts=True)
+            trace, node = self._trace(own, _only(met), 0, counts=True)
         self._unused = self.observed if is_unused(trace, node) else None
         self._new = left_to_the_model(trace, node, own, len(self._batches) == 1)
-        return self._run(values, 0) if self._new else _stacked(self._outputs(trace, node, 0))
+        return self._run(values, met, 0) if self._new else _stacked(self._outputs(trace, node, 0))
 
-    def _run(self, values: Values, batch: int) -> Values:
+    def _run(self, values: Values, met: Values, batch: int) -> Values:
         """Run draws together where that can be, else one by one."""
         if _count(values) > 1 and not self._in_turn:
             try:
-                outputs, is_valid = self._run_together(values, batch)
+                outputs, is_valid = self._run_together(values, met, batch)
                 if is_valid.all():
                     return outputs
             except Exception:  # what is wrong in any case, a draw by itself says
                 self._in_turn = True
-        each = (self._trace(_only(one), batch) for one in _split(values, 1))
+        mets = _split(met, 1) if met else [met] * _count(values)
+        draws = zip(_split(values, 1), mets, strict=True)
+        each = (self._trace(_only(one), _only(own), batch) for one, own in draws)
         runs = [_stacked(self._outputs(*pair, batch)) for pair in each]
         return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
 
-    def _run_together(self, values: Values, batch: int) -> tuple[Values, Tensor]:
+    def _run_together(self, values: Values, met: Values, batch: int) -> tuple[Values, Tensor]:
         """Run draws in one pass, and say of each whether it is valid."""
 
-        def run(own: Values) -> tuple[Values, Tensor]:
-            trace, node = self._trace(own, batch)
+        def run(own: tuple[Values, Values]) -> tuple[Values, Tensor]:
+            trace, node = self._trace(*own, batch)
             is_valid = _is_valid(trace, node, self._batches[batch][1])
             return self._outputs(trace, node, batch), is_valid
 
         with pyro.validation_enabled(False):
-            return in_one_pass(run, values)
+            return in_one_pass(run, (values, met))
 
-    def _trace(self, values: Values, batch: int, counts: bool = False) -> tuple[Any, Any]:
+    def _trace(
+        self, values: Values, met: Values, batch: int, counts: bool = False
+    ) -> tuple[Any, Any]:
         """Run the model at a draw; return the trace, and its node of the observation."""
         args, _ = self._batches[batch]
-        run = partial(run_at_draw, self._model, values, new=self._new, unused=self._unused)
-        with self._statistics.measured(run) if self._statistics else nullcontext():
-            trace = run(args, counts=counts)
+        with self._statistics.used(met) if self._statistics else nullcontext():
+            trace = run_at_draw(self._model, values, args, self._new, self._unused, counts)
         self.observed = find_observation(trace, values, self._site)
         return trace, trace.nodes[self.observed]
 

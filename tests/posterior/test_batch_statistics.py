@@ -82,6 +82,18 @@ def test_each_member_has_statistics_of_its_own(max_memory, batch_size):
     torch.testing.assert_close(found.functions, torch.stack(expected), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("max_memory", "passes"), [(1 / 32, 2), (1e-9, SIZE)])
+def test_they_are_measured_once_for_all_mini_batches(max_memory, passes):
+    """The first draw runs by itself, the others in one pass or one by one."""
+    model, guide, x, reference = make(ensemble)
+    sizes = []
+    model.net.conv.register_forward_pre_hook(lambda layer, args: sizes.append(len(args[0])))
+    options = {"batch_size": 2, "max_memory": max_memory, "batch_statistics": reference}
+    ps.predict(model, guide, x, SIZE, **options)
+    assert sizes.count(len(reference)) == passes
+    assert len(sizes) == passes * (1 + 3)  # of five examples
+
+
 def test_given_draws_have_them_too():
     model, guide, x, reference = make(ps.MeanFieldGuide)
     drawn = guide.draw()

@@ -196,7 +196,7 @@ def trained(
             batch_statistics=few,  # of each draw: members would share the running ones
         )
         found[name] = prediction.mean.cpu()
-        predicted += draws * len(own) * (1 if few is None else 2)
+        predicted += draws * (len(own) + (0 if few is None else len(few)))
     found[COST] = 1e3 * (time.process_time() - start) / predicted
     found[PARAMETERS] = sum(value.numel() for value in guide.parameters())
     return found
