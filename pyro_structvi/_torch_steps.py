@@ -108,12 +108,42 @@ _MEMORY_FORMATS = [  # as torch numbers them
 ]
 
 
-def changes_its_arguments(operation: Any) -> bool:
-    """Whether an operation of torch's dispatcher writes into one of its arguments.
+def written_by(operation: Any) -> list[int]:
+    """Return the positions of the arguments that an operation of torch's dispatcher writes into.
 
-    Without it a write to a tensor on the host would be done once and left out of a CUDA graph.
+    Without it a write to a tensor on the host would be done once and left out of a CUDA graph, and a
+    value that is written into could be taken for another of the same operation.
     """
-    return isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable
+    if not isinstance(operation, torch._ops.OpOverload):
+        return []
+    if operation in _WRITES_UNSAID:
+        return [*range(len(operation._schema.arguments))]
+    arguments = enumerate(operation._schema.arguments)
+    return [place for place, each in arguments if each.alias_info and each.alias_info.is_write]
+
+
+_WRITES_UNSAID = {  # running statistics, of which their schema says nothing
+    *(torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default),
+    *(torch.ops.aten.miopen_batch_norm.default, torch.ops.aten.batch_norm.default),
+}
+
+
+def lies_in_argument(operation: Any) -> bool:
+    """Whether what an operation of torch's dispatcher returns shares the memory of its first argument.
+
+    Without it a view could be taken for a value of its own.
+    """
+    is_operation = isinstance(operation, torch._ops.OpOverload)
+    return is_operation and any(each.alias_info for each in operation._schema.returns)
+
+
+def is_mark_of_profiler(operation: Any) -> bool:
+    """Whether an operation of torch's dispatcher only tells a profiler where a function begins or ends.
+
+    Optimizers of torch have such marks. Without it each replay of a step would make them.
+    """
+    is_operation = isinstance(operation, torch._ops.OpOverload)
+    return is_operation and operation.namespace == "profiler"
 
 
 def is_copy(operation: Any) -> bool:

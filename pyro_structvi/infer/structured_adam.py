@@ -149,7 +149,8 @@ class StructuredAdam(torch.optim.Optimizer):
             state["norm"] = torch.zeros_like(norm).repeat(2)
         before = state["norm"]
         square = (norm if scale is None else norm / scale.to(norm)).square()
-        excess, usual = (_excess_on_cpu if norm.is_cpu else _excess)(square, before, clip)
+        by_numbers = norm.is_cpu and not torch.compiler.is_compiling()
+        excess, usual = (_excess_on_cpu if by_numbers else _excess)(square, before, clip)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             usual = torch.where(found_inf.to(norm) > 0, before, usual)
         before.lerp_(usual, 1.0 - beta)

@@ -46,6 +46,7 @@ FINE = {
     # None and "" where a later default serves
     "*.init_loc_fn": "none",
     "*.create_plates": "none",
+    "StructuredAdam.clip": "none",
     "*.site": "empty",
     # numbers in the place of tensors, and tensors of numbers
     "*scale": "number, scalar",

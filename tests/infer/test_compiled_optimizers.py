@@ -7,7 +7,7 @@ from pyro.infer import SVI
 
 import pyro_structvi as ps
 from tests.infer.compiled_steps import STEPS, adam, assert_same, make_k_tied, train
-from tests.models import regression_data
+from tests.models import make_linear_regressor, regression_data
 
 
 def slow(case):
@@ -69,3 +69,67 @@ def test_optimizers_that_cannot_be_one_are_refused():
     SVI(model, guide, used, ps.StructuredELBO()).step(*regression_data())
     with pytest.raises(ValueError, match="has the state of single parameters"):
         ps.CompiledSVI(model, guide, used, ps.StructuredELBO())
+
+
+def fused_adam(guide):
+    return torch.optim.Adam(guide.parameters(), lr=0.01, fused=True)
+
+
+def structured_adam(guide):
+    return ps.StructuredAdam(guide, guide.parameters(), clip=0.5)
+
+
+@pytest.mark.parametrize("make_optimizer", [fused_adam, structured_adam])
+@pytest.mark.parametrize("make_guide", [ps.KTiedGuide, ps.RowwiseGuide])
+def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_guide):
+    """As a loop of one's own does, with rates and options that change between its steps."""
+    data = regression_data()
+
+    def steps(compiled):
+        pyro.set_rng_seed(0)
+        model = make_linear_regressor()
+        guide = make_guide(model)
+        guide.initialize(*data)
+        optimizer, elbo = make_optimizer(guide), ps.StructuredELBO()
+        svi = ps.CompiledSVI(model, guide, optimizer, elbo, backend=None)
+        for number in range(14):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 if number < 6 else torch.tensor(0.01, dtype=torch.float64)
+                group["betas"] = (0.9, 0.99) if number < 9 else (0.5, 0.9)
+            if compiled:
+                svi.step(*data)
+            else:
+                optimizer.zero_grad()
+                elbo.differentiable_loss(model, guide, *data).backward()
+                optimizer.step()
+        assert not compiled or all(each.traces_update for each in svi._step.kinds.values())
+        return dict(guide.state_dict()), optimizer.state_dict()["state"]
+
+    torch.testing.assert_close(steps(compiled=True), steps(compiled=False), rtol=1e-9, atol=1e-12)
+
+
+def test_state_that_an_optimizer_makes_late_is_refused_and_nothing_changes():
+    """A replay would make it anew each time."""
+
+    class LateAdam(torch.optim.Adam):
+        calls = 0
+
+        def step(self, closure=None):
+            self.calls += 1
+            if self.calls > 1:
+                return super().step(closure)
+            return None
+
+    model, guide = make_k_tied()
+    data = regression_data()
+    guide.initialize(*data)
+    optimizer = LateAdam(guide.parameters(), lr=0.01, fused=True)
+    svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=None)
+    svi.step(*data)
+    before = {name: value.clone() for name, value in guide.state_dict().items()}
+    draws = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="the optimizer makes its state in this step"):
+        svi.step(*data)
+    torch.testing.assert_close(dict(guide.state_dict()), before, rtol=0, atol=0)
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), draws)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -152,7 +152,7 @@ class CompiledStep(Step):
         if step.is_ready:
             outputs = step(call)
         else:
-            with self._explained():
+            with self._explained(step):
                 outputs = self._prepare(step, call)
         batch, (numbers, terms) = (call.args, call.kwargs), step.unpack(outputs)
         if not step.has_updated:
@@ -175,10 +175,11 @@ class CompiledStep(Step):
         return outputs
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, step: ReplayedStep) -> Iterator[None]:
         """Leave all as it was where a step cannot be compiled, and say why."""
+        trained = self.optimizer.unchanged_on_error() if step.traces_update else nullcontext()
         try:
-            with self._modules.unchanged_on_error(self.optimizer.parameters):
+            with trained, self._modules.unchanged_on_error(self.optimizer.parameters):
                 yield
         except Exception as error:
             raise NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error

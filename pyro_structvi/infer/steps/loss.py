@@ -9,6 +9,7 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
+from pyro_structvi._torch_steps import norm_of
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.terms import ELBOTerms
 
@@ -78,7 +79,8 @@ def numbers_of(
 
     For an error in the place of the terms the first three are NaN.
     """
-    norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None]).to(loss)
+    given = [gradient for gradient in gradients if gradient is not None]
+    norm = norm_of(given).to(loss) if given else torch.zeros_like(loss)
     if isinstance(terms, ValueError):
         return torch.stack([loss, loss, loss, norm]).detach()
     likelihood = ELBOTerms(terms.log_likelihood, {}).elbo

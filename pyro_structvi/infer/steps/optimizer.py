@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class OneOptimizer:
             self._pyro = optim
         self._clips: list[tuple[nn.Parameter, Callable[[nn.Parameter], None]]] = []
         self._rates = [group["lr"] for group in self._current_groups]  # at the start
-        self._tensor_rates: dict[int, Tensor] = {}
+        self._tensor_rates: dict[int, Tensor] = {}  # of groups, by their number
+        self._written_rates: dict[int, float] = {}  # into them, where they are numbers
         self._known_groups: list[dict[str, Any]] | None = None
 
     @property
@@ -154,34 +156,84 @@ class OneOptimizer:
         self._known_groups = groups  # kept, so that no other list can take its place in memory
         if loaded:
             self._tensor_rates.clear()
+            self._written_rates.clear()
         return loaded
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The options of each group that a captured step cannot read when it runs."""
+        """The options of each group that a recorded step cannot read when it runs."""
         return [
             {name: value for name, value in group.items() if name not in ("params", "lr")}
             for group in self._current_groups
         ]
 
-    def use_tensor_rates(self, device: torch.device) -> None:
-        """Have learning rates in tensors, which a step captured on a GPU reads whenever it runs.
+    @contextmanager
+    def tensor_rates(self, device: torch.device, captures: bool) -> Iterator[None]:
+        """Have the learning rates in tensors in this block: what is recorded in it reads them later.
 
-        Numbers that were written into a group since then are taken over.
+        Args:
+            device: That of the tensors.
+            captures: Whether a CUDA graph is captured in it, or operations are traced.
 
         Raises:
             RuntimeError: If the optimizer cannot be captured.
         """
         assert self.torch is not None
-        for number, group in enumerate(self.torch.param_groups):
+        groups = self.torch.param_groups
+        kept = [group["lr"] for group in groups]
+        for group in groups if captures else []:
             _check_can_be_captured(self.torch, group)
-            rate = self._tensor_rates.get(number)
-            if rate is None:
-                rate = torch.zeros((), dtype=torch.float32, device=device)
-                self._tensor_rates[number] = rate
-            if group["lr"] is not rate:
-                rate.fill_(group["lr"])
+        for number in range(len(groups)):
+            if number not in self._tensor_rates:
+                # Fused optimizers read single precision on a GPU, and any on a CPU.
+                dtype = torch.float32 if captures else torch.float64
+                self._tensor_rates[number] = torch.zeros((), dtype=dtype, device=device)
+        self.read_rates()
+        for number, group in enumerate(groups):
+            group["lr"] = self._tensor_rates[number]
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, kept, strict=True):
                 group["lr"] = rate
+
+    def read_rates(self) -> None:
+        """Write the learning rates of the groups into the tensors that a recorded step reads."""
+        for number, tensor in self._tensor_rates.items():
+            rate = self._current_groups[number]["lr"]
+            if isinstance(rate, Tensor):
+                tensor.copy_(rate)
+                self._written_rates.pop(number, None)
+            elif self._written_rates.get(number) != rate:
+                tensor.fill_(rate)
+                self._written_rates[number] = rate
+
+    @property
+    def state_names(self) -> dict[Tensor, list[str]]:
+        """What the optimizer keeps of each parameter."""
+        return {} if self.torch is None else {key: [*own] for key, own in self.torch.state.items()}
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Put parameters and state back where a block raises."""
+        assert self.torch is not None
+        state = self.torch.state
+        before = {parameter: dict(values) for parameter, values in state.items()}
+        tensors = [value for values in before.values() for value in values.values()]
+        kept = [
+            (value, value.detach().clone())
+            for value in (*self.parameters, *tensors)
+            if isinstance(value, Tensor)
+        ]
+        try:
+            yield
+        except Exception:
+            state.clear()
+            state.update(before)
+            with torch.no_grad():
+                for value, copy in kept:
+                    value.copy_(copy)
+            raise
 
 
 def _check_can_be_captured(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class ReplayedStep:
         optimizer: What updates the parameters.
         draws: How the plates draw their subsamples.
         backend: A backend of ``torch.compile``, None, or "auto".
-        updates: Whether a CUDA graph is to hold the optimizer's update too.
+        updates: Whether the optimizer's update is to be recorded too.
         checks: Whether the gradients' norm is asked for, without which it is 0, and an update left out
             where it is not finite.
 
@@ -58,7 +58,7 @@ class ReplayedStep:
         self._parameters = [p for p in optimizer.parameters if p.requires_grad]
         self._device = self._parameters[0].device
         self._captures = self._device.type == GRAPH_DEVICE
-        self._updates = updates and self._captures
+        self._updates = updates and (self._captures or optimizer.can_skip)
         self._checks = checks
         self._draws = (
             draws if self._captures else []
@@ -69,6 +69,8 @@ class ReplayedStep:
         dtype = torch.promote_types(torch.float32, self._parameters[0].dtype)
         self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
         self._traced: Traced | None = None
+        self._traced_update: Traced | None = None
+        self._is_given: list[bool] = []  # which of the outputs are not None
         self._graph: CUDAGraph | None = None
         self._options: list[dict[str, Any]] = []  # of the optimizer, in the graph
         self._sites: tuple[list[str], list[str]] = [], []
@@ -80,12 +82,17 @@ class ReplayedStep:
         return self._graph is not None if self._captures else self._is_prepared
 
     @property
+    def traces_update(self) -> bool:
+        """Whether each call updates the parameters, too, by operations that were traced."""
+        return self._updates and not self._captures
+
+    @property
     def has_updated(self) -> bool:
         """Whether the last call has updated the parameters, too."""
-        return self._updates and self._graph is not None
+        return self.traces_update or (self._updates and self._graph is not None)
 
     def __call__(self, call: Call) -> Outputs:
-        """Return what the step computes; parameters stay, unless the graph holds the update."""
+        """Return what the step computes; parameters stay, unless the update is recorded, too."""
         self._kl_weight.fill_(self._loss.elbo.current_kl_weight)
         subsamples = [draw().to(self._device) for draw in self._draws]
         with torch.cuda.device_of(self._kl_weight):
@@ -103,18 +110,43 @@ class ReplayedStep:
         return numbers, ELBOTerms(likelihood, kl)
 
     def _run(self, call: Call, inputs: list[Tensor]) -> Outputs:
+        if self._updates and self._options != (options := self._optimizer.options):
+            self._options, self._graph, self._traced_update = options, None, None
+        if self._updates:
+            self._optimizer.read_rates()
+        if self._captures:
+            return self._run_on_gpu(call, inputs)
+        if self._traced is None:
+            outputs = self._trace(call, inputs)
+        else:
+            outputs = self._traced(inputs) if self._is_prepared else self._prepare(inputs)
+        if self._updates:
+            gradients = zip(outputs[-len(self._parameters) :], self._parameters, strict=True)
+            own = [_laid_out_as(gradient, parameter) for gradient, parameter in gradients]
+            outputs = (*outputs[: -len(self._parameters)], *own)
+            self._run_update([value for value in outputs if value is not None])
+        return outputs
+
+    def _run_on_gpu(self, call: Call, inputs: list[Tensor]) -> Outputs:
         if self._traced is None:
             return self._trace(call, inputs)
-        if not self._captures:
-            return self._traced(inputs) if self._is_prepared else self._prepare(inputs)
         if self._calls <= WARM_UP:
             return self._warm_up(inputs)
-        if self._updates:
-            self._optimizer.use_tensor_rates(self._device)
-        if self._graph is None or (self._updates and self._options != self._optimizer.options):
-            self._options = self._optimizer.options
-            self._graph = CUDAGraph(self._update if self._updates else self._traced, inputs)
+        if self._graph is None:
+            self._graph = self._capture(self._traced, inputs)
         return self._graph(inputs)
+
+    def _capture(self, traced: Traced, inputs: list[Tensor]) -> CUDAGraph:
+        if not self._updates:
+            return CUDAGraph(traced, inputs)
+
+        def step(tensors: Sequence[Tensor]) -> Outputs:
+            outputs = traced(tensors)
+            self._update(outputs)
+            return outputs if self._checks else outputs[: -len(self._parameters)]
+
+        with self._optimizer.tensor_rates(self._device, captures=True):
+            return CUDAGraph(step, inputs)
 
     def _trace(self, call: Call, inputs: list[Tensor]) -> Outputs:
         elsewhere = [value for value in call.tensors if value.device != self._device]
@@ -123,7 +155,7 @@ class ReplayedStep:
                 f"The parameters are on {self._device}, but an argument is on {elsewhere[0].device}. "
                 "Move it there before the step."
             )
-        traced = Traced(lambda *tensors: self._differentiate(call, tensors), inputs)
+        traced = Traced(lambda *given: self._differentiate(call, given), inputs)
         host = traced.random_on("cpu") if self._device.type == "cuda" else []
         if host:
             raise RuntimeError(
@@ -134,7 +166,30 @@ class ReplayedStep:
         if self._captures and self._backend is not None:
             traced.compile(self._backend)
         self._traced = traced
+        self._is_given = [value is not None for value in outputs]
         return outputs
+
+    def _run_update(self, outputs: list[Tensor]) -> None:
+        """Update the parameters by what is not None of the outputs, by the interpreter once traced.
+
+        No compiler takes it: torch's fused optimizers tell compilers nothing of themselves.
+        """
+        if self._traced_update is not None:
+            self._traced_update(outputs)
+            return
+
+        def update(*tensors: Tensor) -> Outputs:
+            given = iter(tensors)
+            self._update([next(given) if is_given else None for is_given in self._is_given])
+            return ()
+
+        names = self._optimizer.state_names
+        with self._optimizer.tensor_rates(self._device, captures=False):
+            traced = Traced(update, outputs)
+        if self._optimizer.state_names != names:
+            raise RuntimeError("the optimizer makes its state in this step, not in the first")
+        traced.interpret()
+        self._traced_update = traced
 
     def compile(self, backend: str) -> None:
         """Let the next call compile what was traced, and all calls from then on run that.
@@ -173,24 +228,21 @@ class ReplayedStep:
         numbers = numbers_of(loss, terms, gradients if self._checks else ())
         return numbers, *(value.detach() for value in values), *gradients
 
-    def _set_gradients(self, outputs: Outputs) -> None:
+    def _set_gradients(self, outputs: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(
             self._parameters, outputs[-len(self._parameters) :], strict=True
         ):
             parameter.grad = _laid_out_as(gradient, parameter)
 
-    def _update(self, inputs: Sequence[Tensor]) -> Outputs:
-        assert self._traced is not None
-        outputs = self._traced(inputs)
+    def _update(self, outputs: Sequence[Tensor | None]) -> None:
+        """Update the parameters by what a step returned."""
         self._set_gradients(outputs)
-        if not self._checks:
-            self._optimizer.step()
-            return outputs[: -len(self._parameters)]
         numbers = outputs[0]
-        assert numbers is not None
-        parts = numbers[1:]  # of which the check of a fit reads the sum, too
-        self._optimizer.step(skip=(~parts.sum().isfinite()).to(torch.float32))
-        return outputs
+        if not self._checks or numbers is None:
+            self._optimizer.step()
+        else:
+            parts = numbers[1:]  # of which the check of a fit reads the sum, too
+            self._optimizer.step(skip=(~parts.sum().isfinite()).to(torch.float32))
 
     def _warm_up(self, inputs: Sequence[Tensor]) -> Outputs:
         """Run on a separate stream, as a capture will."""

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch, _torch_steps
+from pyro_structvi.infer.steps.simplified import simplify
 from pyro_structvi.linalg.precision import autocast_off
 
 Outputs = tuple[Tensor | None, ...]
@@ -58,8 +59,11 @@ class Traced:
             for node in graph.graph.nodes
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         ]
-        folds_host = any(value.device.type != "cpu" for value in inputs)
-        self.found = _lift_found(graph, folds_host)
+        values = _found(graph)
+        if any(value.device.type != "cpu" for value in inputs):
+            values |= _compute_on_host(list(graph.graph.nodes), values)
+        self.found = _lift(graph, values)
+        self.found += _lift(graph, simplify(graph.graph, [*apart, *self.found]))
         self.graph = graph
         self._run: Callable[..., Outputs] = graph
 
@@ -95,8 +99,6 @@ def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
             values[node] = own.input()
         elif node.target is operator.getitem:
             values[node] = fx.map_arg(node.args[0], values.__getitem__)[node.args[1]]
-        elif _is_identity(node):
-            values[node] = fx.map_arg(node.args[0], values.__getitem__)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             value = node.meta.get("val")  # of some operations torch keeps none
@@ -112,24 +114,6 @@ def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
         return tuple(next(given) if is_there else None for is_there in is_given)
 
     return interpreted
-
-
-def _is_identity(node: fx.Node) -> bool:
-    """Whether an operation returns its argument as it is, as much of what autograd records does."""
-    if node.target not in _SAME_ELEMENTS:
-        return False
-    before, after = (of.meta.get("val") for of in (*node.all_input_nodes, node))
-    return before is not None and after is not None and _layout(before) == _layout(after)
-
-
-_SAME_ELEMENTS = {
-    *(torch.ops.aten.alias.default, torch.ops.aten.detach.default),
-    *(torch.ops.aten.expand.default, torch.ops.aten.view.default),
-}
-
-
-def _layout(value: Any) -> tuple[Any, ...]:
-    return value.shape, value.stride(), value.dtype
 
 
 class _RefusesPython(TorchFunctionMode):
@@ -152,24 +136,28 @@ def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
         raise RuntimeError(f"the size of a result depends on values in `{operation}`")
 
 
-def _lift_found(graph: fx.GraphModule, folds_host: bool) -> list[Tensor]:
-    """Turn what a traced function found elsewhere into further inputs, and return it."""
-    nodes = list(graph.graph.nodes)
-    found = {n: getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"}
-    found = {node: value for node, value in found.items() if isinstance(value, Tensor)}
-    host = _compute_on_host(nodes, found) if folds_host else {}
+def _found(graph: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    """Return the tensors that a traced function found elsewhere."""
+    found = {n: getattr(graph, str(n.target)) for n in graph.graph.nodes if n.op == "get_attr"}
+    return {node: value for node, value in found.items() if isinstance(value, Tensor)}
+
+
+def _lift(graph: fx.GraphModule, values: dict[fx.Node, Tensor]) -> list[Tensor]:
+    """Turn nodes with known values into further inputs; return those, each tensor once."""
     new, env = fx.Graph(), {}
     lifted: dict[int, tuple[fx.Node, Tensor]] = {}
+    nodes = list(graph.graph.nodes)
     for node in nodes:
         if node.op == "placeholder":
-            env[node] = new.placeholder(node.name)
-    for node, value in (found | host).items():
-        if node not in host or any(user not in host for user in node.users):
+            env[node] = new.node_copy(node)
+    for node, value in values.items():
+        if any(user not in values for user in node.users):
             if id(value) not in lifted:
-                lifted[id(value)] = new.placeholder(f"found_{len(lifted)}"), value
+                lifted[id(value)] = new.placeholder(f"found_{len(new.nodes)}"), value
+                lifted[id(value)][0].meta = node.meta
             env[node] = lifted[id(value)][0]
     for node in nodes:
-        if node not in env and node not in host:
+        if node not in env and node not in values:
             env[node] = new.node_copy(node, env.__getitem__)
     graph.graph = new
     return [value for _, value in lifted.values()]
@@ -183,7 +171,7 @@ def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict
         if node.op != "call_function" or not all(need in host for need in needs):
             continue
         operation: Any = node.target
-        if needs and _torch_steps.changes_its_arguments(operation):
+        if needs and _torch_steps.written_by(operation):
             raise RuntimeError(f"`{operation}` changes a tensor of the host")
         if (needs and _torch_steps.is_copy(operation)) or _device_type(node) == "cpu":
             args, kwargs = fx.map_arg((node.args, node.kwargs), host.__getitem__)
