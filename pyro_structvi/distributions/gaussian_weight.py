@@ -19,10 +19,11 @@ from pyro_structvi.maps import LinearMap
 class GaussianWeight(WeightDistribution, abstract=True):
     r"""A weight :math:`W = \mu + A e` with standard normal noise :math:`e`.
 
-    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``;
-    ``argument_names``, ``"loc"`` first; ``scale_noise``, that is :math:`A e`; ``whiten``, that is
-    :math:`A^{-1} d` (or ``mahalanobis`` in its place, if A is not square); ``log_det_covariance``;
-    ``image_around``, the distribution of the outputs of a linear map around their mean.
+    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` with
+    ``"loc"`` first, or annotations in its place; ``scale_noise``, that is :math:`A e`; ``whiten``, that
+    is :math:`A^{-1} d` (or ``mahalanobis`` in its place, if A is not square);
+    ``log_det_covariance``; ``image_around``, the distribution of the outputs of a linear map around
+    their mean.
 
     **Optional**, beside what :class:`WeightDistribution` lists: ``noise_shape``, where ``e`` does not
     have the event's shape; ``variance``, without which it is the diagonal of the dense covariance.
@@ -33,7 +34,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         "arg_constraints": (),
-        "argument_names": (),
         "scale_noise": ("rsample", "covariance_matrix"),
         "whiten": ("mahalanobis",),
         "log_det_covariance": (),
