@@ -14,14 +14,14 @@ class IndependentWeight(GaussianWeight, abstract=True):
     """Independent normals with the standard deviations ``stddev``.
 
     **Required**: ``arg_constraints``; ``stddev``, of the weight's shape;
-    ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
+    ``output_variance`` or ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
     """
 
     has_independent_elements = True
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         "arg_constraints": (),
         "stddev": (),
-        "image_around": ("image_under",),
+        "output_variance": ("image_around", "image_under"),
     }
 
     @property

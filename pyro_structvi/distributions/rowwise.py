@@ -9,7 +9,6 @@ from torch.distributions import constraints
 
 from pyro_structvi.distributions.arguments import Argument, check_index
 from pyro_structvi.distributions.gaussian_weight import GaussianWeight
-from pyro_structvi.distributions.outputs import NormalOutputs
 from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps import LinearMap
 
@@ -78,21 +77,18 @@ class RowwiseNormal(GaussianWeight):
         """Return ``L_i^-1 d_i`` for each row i."""
         return self.as_weight(solve_lower(self.scale_tril, self.as_matrix(difference)))
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> NormalOutputs:
-        """Return the distribution of the outputs: independent normals.
+    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        """Return the variances of the outputs.
 
-        Over the outputs at one position this is exact, since rows are independent. Correlations
+        Over the outputs at one position they are exactly independent, since rows are. Correlations
         between positions are dropped.
         """
         out, size = self.scale_tril.shape[-3:-1]
         channel_dim, filters = linear_map.channel_dim, self.scale_tril.mT.flatten(-3, -2)
         whitened = linear_map(x, filters).unflatten(channel_dim, (out, size))
-        variance = torch.linalg.vector_norm(
-            whitened, dim=channel_dim, dtype=self.loc.dtype
-        ).square()
-        return NormalOutputs(linear_map, mean, variance, bias_variance)
+        norms = torch.linalg.vector_norm(whitened, dim=channel_dim, dtype=self.loc.dtype)
+        variance: Tensor = norms.square()
+        return variance
 
     def spread(self, moment: Tensor) -> Tensor:
         """Return the diagonal matrices of ``tr(L_i' S L_i)``."""

@@ -22,8 +22,8 @@ def member(*_):
 
 REQUIRED = {
     WeightDistribution: "arg_constraints variance covariance_matrix rsample image_under",
-    GaussianWeight: "arg_constraints scale_noise whiten log_det_covariance image_around",
-    IndependentWeight: "arg_constraints stddev image_around",
+    GaussianWeight: "arg_constraints scale_noise whiten log_det_covariance output_variance",
+    IndependentWeight: "arg_constraints stddev output_variance",
 }
 MEMBERS = [(base, name) for base, names in REQUIRED.items() for name in names.split()]
 
@@ -56,7 +56,8 @@ def test_all_missing_members_are_named_in_order(base):
     [
         ("scale_noise", ["rsample", "covariance_matrix"]),
         ("whiten", ["mahalanobis"]),
-        ("image_around", ["image_under"]),
+        ("output_variance", ["image_around"]),
+        ("output_variance", ["image_under"]),
     ],
 )
 def test_a_class_that_overrides_all_users_of_a_member_does_not_need_it(member_name, users):
