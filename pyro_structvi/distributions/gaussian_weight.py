@@ -120,8 +120,9 @@ class GaussianWeight(WeightDistribution, abstract=True):
         return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        if type(self).image_under is not GaussianWeight.image_under:
-            return super()._image_variance(linear_map, x, mean)
+        hooks = ("output_variance", "image_around")
+        if all(getattr(type(self), name) is getattr(GaussianWeight, name) for name in hooks):
+            return super()._image_variance(linear_map, x, mean)  # by the class's own `image_under`
         linear_map = self.map_for_batch(linear_map)
         variance: Tensor = self.image_around(mean, linear_map, x, None).variance
         return variance
