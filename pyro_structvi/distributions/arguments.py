@@ -79,10 +79,12 @@ def check_declared(q: Any, arguments: Mapping[str, Argument]) -> None:
     """Raise unless the arguments of a distribution over weights are what its annotations say."""
     out, size = q.as_matrix(q.loc).shape[-2:]
     sizes = {"out": out, "in": size, "D": out * size}
+    owners = dict.fromkeys(sizes, "loc")
     values = {name: getattr(q, name) for name in arguments}
     for name, argument in arguments.items():
         for letter, own in zip(argument.letters[::-1], values[name].shape[::-1], strict=False):
             sizes.setdefault(letter, own)
+            owners.setdefault(letter, name)
 
     def size_of(letter: str) -> Any:
         whole, _, part = letter.partition(" / ")
@@ -90,7 +92,9 @@ def check_declared(q: Any, arguments: Mapping[str, Argument]) -> None:
 
     for name, argument in arguments.items():
         expected = (*q.batch_shape, *map(size_of, argument.letters))
-        check_shape(name, values[name], expected, f"(*batch, {argument.shape})", by="loc")
+        others = {owners.get(letter, name) for letter in argument.letters} - {"loc", name}
+        by = " and ".join(["loc", *sorted(others)])
+        check_shape(name, values[name], expected, f"(*batch, {argument.shape})", by=by)
     for name, argument in arguments.items():
         if argument.constraint is constraints.positive:
             check_positive(name, values[name])

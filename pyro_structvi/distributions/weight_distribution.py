@@ -86,7 +86,8 @@ class WeightDistribution(TorchDistribution):
         event_dim: int | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        check("validate_args", validate_args, bool | None)
+        if validate_args is not False:  # as in a training step
+            check("validate_args", validate_args, bool | None)
         if event_dim is None:
             event_dim = arguments.event_dim_of(parameters, self._arguments)
         for name, value in parameters.items():
