@@ -167,7 +167,7 @@ def test_a_script_runs(script, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert re.search("k-tied|low rank|inducing|local|mean field|matrix normal|FFG-U", result.stdout)
+    assert re.search("k-tied|low rank|inducing|local|mean field|matrix normal|FFG-U|family", result.stdout)
 
 
 @pytest.mark.slow
