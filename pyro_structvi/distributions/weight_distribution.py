@@ -155,8 +155,10 @@ class WeightDistribution(TorchDistribution):
         applies it in factors, by :meth:`draw_factored`, ``"weight"`` draws it once and forms it. The
         objective takes the first way that it allows; ``"weight"`` is always allowed.
         """
-        drawn = linear_map.is_dense or self.has_convolution_image
-        return ("outputs", "weight") if drawn else ("weight",)
+        return ("outputs", "weight") if self._has_image(linear_map) else ("weight",)
+
+    def _has_image(self, linear_map: LinearMap) -> bool:
+        return linear_map.is_dense or self.has_convolution_image
 
     def draw_factored(self) -> FactoredDraw:
         """Draw a weight that is not formed, where :meth:`ways_to_apply` has ``"factors"``."""
@@ -192,10 +194,10 @@ class WeightDistribution(TorchDistribution):
             x: Its input.
             mean: The mean of the outputs.
         """
-        is_refused = linear_map.groups > 1 or not (
-            linear_map.is_dense or self.has_convolution_image
-        )
-        if is_refused and "outputs" not in self.ways_to_apply(linear_map, x):
+        has_image = self._has_image(linear_map)
+        if linear_map.groups > 1:
+            has_image = "outputs" in self.ways_to_apply(linear_map, x)
+        if not has_image:
             return grouped_variance(self.as_matrix(self.loc), self.covariance_matrix, linear_map, x)
         return self._image_variance(linear_map, x, mean)
 
