@@ -9,21 +9,14 @@ import argparse
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from progress import Progress, Table
+from progress import Progress, Table, as_they_come, begin_process, count_step
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -152,7 +145,7 @@ def fit_regression(title: str, smoke: bool, output: Path) -> Regression:
 
 
 def show_regression(
-    fits: dict[str, Future[Regression]], output: Path, smoke: bool, progress: "Progress"
+    fits: dict[str, Future[Regression]], output: Path, smoke: bool, progress: Progress
 ) -> None:
     from pyro_structvi.metrics import PredictiveDistance  # the processes do without
     from pyro_structvi.plots import plot_regressions
@@ -298,7 +291,7 @@ def fit_digits(title: str, smoke: bool) -> Digits:
     return Digits(count_parameters(guide, model), prediction.mean, y[test])
 
 
-def show_digits(fits: dict[str, Future[Digits]], progress: "Progress") -> None:
+def show_digits(fits: dict[str, Future[Digits]], progress: Progress) -> None:
     from pyro_structvi.metrics import classification_scores
 
     progress.write(f"Digits, of which {NUM_TEST} images are for the test.")
@@ -317,30 +310,7 @@ def show_digits(fits: dict[str, Future[Digits]], progress: "Progress") -> None:
     )
 
 
-# ---- processes -----------------------------------------------------------------------------------
-
-steps_taken: Any = None  # of all processes
-
-
-def begin_process(counter: Any) -> None:
-    global steps_taken
-    steps_taken = counter
-    torch.set_num_threads(1)  # nets this small only lose by more
-
-
-def count_step(history: Any) -> None:
-    with steps_taken.get_lock():
-        steps_taken.value += 1
-
-
-def as_they_come(fits: dict[str, Future[Any]], progress: "Progress") -> Iterator[tuple[str, Any]]:
-    """Yield what the processes return, by title, as soon as it is there."""
-    title_of = {future: title for title, future in fits.items()}
-    while title_of:
-        done, _ = wait(title_of, timeout=0.2, return_when=FIRST_COMPLETED)
-        progress.show()
-        for future in [each for each in title_of if each in done]:
-            yield title_of.pop(future), future.result()
+# ---- both parts ----------------------------------------------------------------------------------
 
 
 def count_parameters(*roots: nn.Module) -> int:

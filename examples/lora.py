@@ -49,12 +49,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics.functional.classification import binary_auroc
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.metrics import classification_scores
+from pyro_structvi.metrics import classification_scores, detection_scores
 
 PAD, UNKNOWN, FIRST_WORD = 0, 2, 3
 SMOKE = {
@@ -330,9 +329,8 @@ def run(
         predict(method, model, posterior, reviews, options) for reviews in (data.test, data.strange)
     )
     scores = classification_scores(usual.mean, data.test.y)
-    is_strange = torch.cat([torch.zeros_like(data.test.y), torch.ones_like(data.strange.y)])
-    auroc = binary_auroc(torch.cat([usual.entropy, strange.entropy]), is_strange)
-    return asdict(scores) | {"auroc": float(auroc), "seconds": seconds}
+    auroc = detection_scores(usual.entropy, strange.entropy).auroc
+    return asdict(scores) | {"auroc": auroc, "seconds": seconds}
 
 
 def fit(

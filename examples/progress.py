@@ -1,10 +1,12 @@
-"""What a long job prints: lines, rows of tables as they come, and one line of progress."""
+"""What a long job in several processes prints: lines, rows as they come, and one line of progress."""
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 
@@ -63,3 +65,31 @@ class Table:
         """Print a row."""
         cells = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
         self._progress.write("  ".join(cells).rstrip())
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+steps_taken: Any = None  # of all processes
+
+
+def begin_process(counter: Any) -> None:
+    """Keep what counts the steps of all processes."""
+    global steps_taken
+    steps_taken = counter
+    torch.set_num_threads(1)  # nets this small only lose by more
+
+
+def count_step(history: Any) -> None:
+    """Count a step; a callback of ``fit``."""
+    with steps_taken.get_lock():
+        steps_taken.value += 1
+
+
+def as_they_come(fits: dict[str, Future[Any]], progress: Progress) -> Iterator[tuple[str, Any]]:
+    """Yield what the processes return, by title, as soon as it is there."""
+    title_of = {future: title for title, future in fits.items()}
+    while title_of:
+        done, _ = wait(title_of, timeout=0.2, return_when=FIRST_COMPLETED)
+        progress.show()
+        for future in [each for each in title_of if each in done]:
+            yield title_of.pop(future), future.result()

@@ -82,6 +82,7 @@ SCRIPTS = {
         *("--steps", "20", "--nuts", "5"),
     ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
+    "docs/scripts/family_cost.py": [],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
     "docs/scripts/is_it_any_good.py": ["--folder", "{folder}", "--steps", "20", "--nuts", "0"],
@@ -166,7 +167,8 @@ def test_a_script_runs(script, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert re.search("k-tied|low rank|inducing|local|mean field|matrix normal|FFG-U", result.stdout)
+    guides = "k-tied|low rank|inducing|local|mean field|matrix normal|FFG-U"
+    assert re.search(f"{guides}|family", result.stdout)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.util import site_is_subsample
@@ -187,11 +186,13 @@ def _of_draws(log_weight: Callable[[Any], Tensor], count: int) -> Tensor:
         first = log_weight(0)
     at_once = max(1, MAX_BYTES // max(1, sum(outputs)))
     numbers = torch.arange(1, count, device=first.device)
-    try:
-        with pyro.validation_enabled(False):
-            others = [in_one_pass(log_weight, part) for part in numbers.split(at_once)]
-    except Exception:
-        others = [log_weight(number).reshape(1) for number in numbers]
+    others: list[Tensor] = []
+    for part in numbers.split(at_once):
+        together = in_one_pass(log_weight, part)
+        if together is None:
+            others = [log_weight(number).reshape(1) for number in numbers]
+            break
+        others.append(together)
     return torch.cat([first.reshape(1), *others])
 
 

@@ -1,6 +1,9 @@
 """Checks of what distributions over weights, and their methods, are given."""
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -11,12 +14,92 @@ from pyro_structvi._checks import (
     Whole,
     brief,
     check,
+    check_cholesky_factor,
     check_finite,
     check_no_nan,
+    check_positive,
     check_real,
     check_same_kind,
+    check_shape,
     shape_text,
 )
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What the annotation of a tensor argument says of it, beside its type.
+
+    Args:
+        shape: Its dimensions behind those of the batch, such as ``"out, in, in"``. ``out`` and ``in``
+            are those of the weight as a matrix, and ``D`` is their product; ``in / g`` is a quotient;
+            any other letter is a size of its own, the same in all arguments.
+        constraint: Where its values lie.
+    """
+
+    shape: str
+    constraint: Any = constraints.real
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """The dimensions one by one."""
+        return tuple(self.shape.split(", "))
+
+
+def declared(cls: type) -> dict[str, Argument]:
+    """Return what the annotations of a class itself say of its arguments, by name."""
+    annotations = inspect.get_annotations(cls).items()
+    found = {name: getattr(hint, "__metadata__", ()) for name, hint in annotations}
+    return {
+        name: metadata[0]
+        for name, metadata in found.items()
+        if metadata and isinstance(metadata[0], Argument)
+    }
+
+
+def event_dim_of(parameters: Mapping[str, Tensor], arguments: Mapping[str, Argument]) -> int:
+    """Return how many dimensions of the mean are the weight, by the first of the other arguments.
+
+    Raises:
+        ValueError: If there are too few.
+    """
+    name, argument = next(iter(arguments.items()))
+    for each in ("loc", name):
+        check(each, parameters[each], Tensor)
+    loc, other = parameters["loc"], parameters[name]
+    batch_dim = other.dim() - len(argument.letters)
+    if batch_dim < 0 or loc.dim() <= batch_dim:
+        raise ValueError(
+            f"`loc` must have shape (*batch, out, *rest) and `{name}` (*batch, {argument.shape}), "
+            f"but got {shape_text(loc.shape)} and {shape_text(other.shape)}."
+        )
+    return loc.dim() - batch_dim
+
+
+def check_declared(q: Any, arguments: Mapping[str, Argument]) -> None:
+    """Raise unless the arguments of a distribution over weights are what its annotations say."""
+    out, size = q.as_matrix(q.loc).shape[-2:]
+    sizes = {"out": out, "in": size, "D": out * size}
+    owners = dict.fromkeys(sizes, "loc")
+    values = {name: getattr(q, name) for name in arguments}
+    for name, argument in arguments.items():
+        for letter, own in zip(argument.letters[::-1], values[name].shape[::-1], strict=False):
+            sizes.setdefault(letter, own)
+            owners.setdefault(letter, name)
+
+    def size_of(letter: str) -> Any:
+        whole, _, part = letter.partition(" / ")
+        return Fraction(sizes[whole], sizes[part] or 1) if part else sizes.get(letter, 1)
+
+    for name, argument in arguments.items():
+        expected = (*q.batch_shape, *map(size_of, argument.letters))
+        others = {owners.get(letter, name) for letter in argument.letters} - {"loc", name}
+        by = " and ".join(["loc", *sorted(others)])
+        check_shape(name, values[name], expected, f"(*batch, {argument.shape})", by=by)
+    for name, argument in arguments.items():
+        if argument.constraint is constraints.positive:
+            check_positive(name, values[name])
+        if argument.constraint is constraints.lower_cholesky:
+            check_cholesky_factor(name, values[name])
 
 
 def check_parameters(q: Any, parameters: Mapping[str, Tensor], event_dim: int) -> None:

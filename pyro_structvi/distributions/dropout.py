@@ -60,7 +60,6 @@ class BernoulliDropout(WeightDistribution):
     """
 
     arg_constraints: ClassVar = {"loc": constraints.real}
-    argument_names = ("loc",)
     has_exact_positions = True
 
     @checked

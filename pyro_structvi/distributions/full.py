@@ -1,15 +1,14 @@
 """The Normal with one full covariance over all elements of a weight."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
+from pyro_structvi.distributions.arguments import Argument
 from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.outputs import GaussianOutputs
-from pyro_structvi.distributions.weight_distribution import Way
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.shapes import standard_normal
 from pyro_structvi.linalg.triangular import solve_lower
@@ -50,35 +49,12 @@ class FullNormal(GaussianWeight):
         neural networks", the full-rank row of Table 1.
     """
 
-    arg_constraints: ClassVar = {
-        "loc": constraints.real,
-        "scale_tril": constraints.lower_cholesky,
-    }
-    argument_names = ("loc", "scale_tril")
+    scale_tril: Annotated[Tensor, Argument("D, D", constraints.lower_cholesky)]
+    has_convolution_image = False  # a bank of filters for each example would cost more
     has_exact_positions = True
-    scale_tril: Tensor
 
-    @checked
     def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
-        batch_dim = scale_tril.dim() - 2
-        if batch_dim < 0 or loc.dim() <= batch_dim:
-            raise ValueError(
-                "`loc` must have shape (*batch, out, *rest) and `scale_tril` (*batch, D, D), with D "
-                f"the number of weights, but got {shape_text(loc.shape)} and "
-                f"{shape_text(scale_tril.shape)}."
-            )
-        parameters = {"loc": loc, "scale_tril": scale_tril}
-        super().__init__(parameters, loc.dim() - batch_dim, validate_args)
-        if self._validate_args:
-            size = self.event_shape.numel()
-            check_shape(
-                "scale_tril",
-                scale_tril,
-                (*self.batch_shape, size, size),
-                "(*batch, D, D)",
-                by="loc",
-            )
-            check_cholesky_factor("scale_tril", scale_tril)
+        super().__init__({"loc": loc, "scale_tril": scale_tril}, validate_args=validate_args)
 
     @property
     def variance(self) -> Tensor:
@@ -109,23 +85,6 @@ class FullNormal(GaussianWeight):
         """Return ``L e`` for ``e (*sample_shape, *batch_shape, D)``."""
         scaled: Tensor = torch.einsum("...d,...ed->...e", noise, self.scale_tril.tril())
         return scaled
-
-    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
-        """Draw the weight of a convolution, once for the batch.
-
-        A bank of filters for each example would cost more.
-        """
-        return ("outputs", "weight") if linear_map.is_dense else ("weight",)
-
-    def image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        """Return the variance of each output; of a convolution by D filters for each of them."""
-        if linear_map.is_dense:
-            return super().image_variance(linear_map, x, mean)
-        rows = self.scale_tril.tril().unflatten(0, (self.event_shape[0], -1)).mT
-        channel_dim = linear_map.channel_dim
-        images = linear_map(x, rows.flatten(0, 1)).unflatten(channel_dim, rows.shape[:2])
-        variance: Tensor = images.square().sum(channel_dim)
-        return variance
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_structvi.distributions import arguments
 from pyro_structvi.distributions.noise_columns import noise_columns
-from pyro_structvi.distributions.outputs import autocasts, bias_moments
+from pyro_structvi.distributions.outputs import NormalOutputs, autocasts, bias_moments
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.shapes import event_sum, standard_normal
@@ -19,10 +19,11 @@ from pyro_structvi.maps import LinearMap
 class GaussianWeight(WeightDistribution, abstract=True):
     r"""A weight :math:`W = \mu + A e` with standard normal noise :math:`e`.
 
-    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``;
-    ``argument_names``, ``"loc"`` first; ``scale_noise``, that is :math:`A e`; ``whiten``, that is
-    :math:`A^{-1} d` (or ``mahalanobis`` in its place, if A is not square); ``log_det_covariance``;
-    ``image_around``, the distribution of the outputs of a linear map around their mean.
+    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` with
+    ``"loc"`` first, or annotations in its place; ``scale_noise``, that is :math:`A e`; ``whiten``, that
+    is :math:`A^{-1} d` (or ``mahalanobis`` in its place, if A is not square);
+    ``log_det_covariance``; ``output_variance``, the variances of the outputs of a linear map where these
+    are independent, or ``image_around``, their distribution.
 
     **Optional**, beside what :class:`WeightDistribution` lists: ``noise_shape``, where ``e`` does not
     have the event's shape; ``variance``, without which it is the diagonal of the dense covariance.
@@ -33,11 +34,10 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         "arg_constraints": (),
-        "argument_names": (),
-        "scale_noise": ("rsample", "covariance_matrix"),
+        "scale_noise": ("rsample covariance_matrix",),
         "whiten": ("mahalanobis",),
         "log_det_covariance": (),
-        "image_around": ("image_under",),
+        "output_variance": ("image_around", "image_under"),
     }
 
     # ---- required --------------------------------------------------------------------------------
@@ -55,13 +55,8 @@ class GaussianWeight(WeightDistribution, abstract=True):
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         raise NotImplementedError
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> TorchDistribution:
-        """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
-
-        The mean is that of map and bias together; ``bias_variance (out,)`` is None for a known bias.
-        """
+    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        """Return the variances of ``linear_map(x, W)``, if its outputs are independent."""
         raise NotImplementedError
 
     # ---- optional --------------------------------------------------------------------------------
@@ -76,6 +71,15 @@ class GaussianWeight(WeightDistribution, abstract=True):
         """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         diagonal = self.covariance_matrix.diagonal(dim1=-2, dim2=-1)
         return diagonal.reshape(*self.batch_shape, *self.event_shape)
+
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> TorchDistribution:
+        """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
+
+        The mean is that of map and bias together; ``bias_variance (out,)`` is None for a known bias.
+        """
+        return NormalOutputs(linear_map, mean, self.output_variance(linear_map, x), bias_variance)
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
@@ -116,8 +120,9 @@ class GaussianWeight(WeightDistribution, abstract=True):
         return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        if type(self).image_around is GaussianWeight.image_around:  # the class has another way
-            return super()._image_variance(linear_map, x, mean)
+        hooks = ("output_variance", "image_around")
+        if all(getattr(type(self), name) is getattr(GaussianWeight, name) for name in hooks):
+            return super()._image_variance(linear_map, x, mean)  # by the class's own `image_under`
         linear_map = self.map_for_batch(linear_map)
         variance: Tensor = self.image_around(mean, linear_map, x, None).variance
         return variance

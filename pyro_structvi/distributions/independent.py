@@ -13,16 +13,15 @@ from pyro_structvi.linalg.shapes import standard_normal
 class IndependentWeight(GaussianWeight, abstract=True):
     """Independent normals with the standard deviations ``stddev``.
 
-    **Required**: ``arg_constraints``; ``argument_names``; ``stddev``, of the weight's shape;
-    ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
+    **Required**: ``arg_constraints``; ``stddev``, of the weight's shape;
+    ``output_variance`` or ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
     """
 
     has_independent_elements = True
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         "arg_constraints": (),
-        "argument_names": (),
         "stddev": (),
-        "image_around": ("image_under",),
+        "output_variance": ("image_around", "image_under"),
     }
 
     @property

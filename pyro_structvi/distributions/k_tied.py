@@ -1,14 +1,14 @@
 """The k-tied Normal: independent normals whose standard deviations form a matrix of rank k."""
 
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_positive, check_shape, checked
-from pyro_structvi.distributions.arguments import check_index
+from pyro_structvi._checks import checked
+from pyro_structvi.distributions.arguments import Argument, check_index
 from pyro_structvi.distributions.independent import IndependentWeight
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.outputs import NormalOutputs, square
@@ -49,16 +49,9 @@ class KTiedNormal(IndependentWeight):
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.
     """
 
-    arg_constraints: ClassVar = {
-        "loc": constraints.real,
-        "row_scale": constraints.positive,
-        "column_scale": constraints.positive,
-    }
-    argument_names = ("loc", "row_scale", "column_scale")
-    row_scale: Tensor
-    column_scale: Tensor
+    row_scale: Annotated[Tensor, Argument("out, k", constraints.positive)]
+    column_scale: Annotated[Tensor, Argument("in, k", constraints.positive)]
 
-    @checked
     def __init__(
         self,
         loc: Tensor,
@@ -66,29 +59,8 @@ class KTiedNormal(IndependentWeight):
         column_scale: Tensor,
         validate_args: bool | None = None,
     ) -> None:
-        batch_dim = max(row_scale.dim() - 2, 0)
-        if loc.dim() - batch_dim < 2:
-            raise ValueError(
-                f"`loc` must have shape (*batch, out, *rest) with the {batch_dim} batch dimensions "
-                f"of `row_scale` and a weight of at least two, but got {tuple(loc.shape)}."
-            )
         parameters = {"loc": loc, "row_scale": row_scale, "column_scale": column_scale}
-        super().__init__(parameters, loc.dim() - batch_dim, validate_args)
-        if self._validate_args:
-            out, size = self.as_matrix(loc).shape[-2:]
-            rank = row_scale.shape[-1] if row_scale.dim() else 1
-            check_shape(
-                "row_scale", row_scale, (*self.batch_shape, out, rank), "(*batch, out, k)", by="loc"
-            )
-            check_shape(
-                "column_scale",
-                column_scale,
-                (*self.batch_shape, size, rank),
-                "(*batch, in, k)",
-                by="loc and row_scale",
-            )
-            check_positive("row_scale", row_scale)
-            check_positive("column_scale", column_scale)
+        super().__init__(parameters, validate_args=validate_args)
 
     @property
     def rank(self) -> int:

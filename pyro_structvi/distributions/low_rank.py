@@ -64,7 +64,6 @@ class LowRankNormal(GaussianWeight):
         "factors": constraints.real,
         "scale": constraints.positive,
     }
-    argument_names = ("loc", "factors", "scale")
     factors: Tensor
     scale: Tensor
 

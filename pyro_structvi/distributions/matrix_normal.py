@@ -1,12 +1,13 @@
 """The matrix normal: one covariance for the rows of a weight, one for its columns."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
+from pyro_structvi._checks import checked
+from pyro_structvi.distributions.arguments import Argument
 from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.outputs import GaussianOutputs
 from pyro_structvi.distributions.weight_distribution import Way
@@ -53,16 +54,9 @@ class MatrixNormal(GaussianWeight):
         "Structured and efficient variational deep learning with matrix Gaussian posteriors".
     """
 
-    arg_constraints: ClassVar = {
-        "loc": constraints.real,
-        "scale_tril_row": constraints.lower_cholesky,
-        "scale_tril_column": constraints.lower_cholesky,
-    }
-    argument_names = ("loc", "scale_tril_row", "scale_tril_column")
-    scale_tril_row: Tensor
-    scale_tril_column: Tensor
+    scale_tril_row: Annotated[Tensor, Argument("out, out", constraints.lower_cholesky)]
+    scale_tril_column: Annotated[Tensor, Argument("in, in", constraints.lower_cholesky)]
 
-    @checked
     def __init__(
         self,
         loc: Tensor,
@@ -70,24 +64,8 @@ class MatrixNormal(GaussianWeight):
         scale_tril_column: Tensor,
         validate_args: bool | None = None,
     ) -> None:
-        batch_dim = scale_tril_row.dim() - 2
-        if batch_dim < 0 or loc.dim() - batch_dim < 2:
-            raise ValueError(
-                "`loc` must have shape (*batch, out, *rest), of a weight of at least two dimensions, "
-                f"and `scale_tril_row` (*batch, out, out), but got {shape_text(loc.shape)} and "
-                f"{shape_text(scale_tril_row.shape)}."
-            )
         factors = {"scale_tril_row": scale_tril_row, "scale_tril_column": scale_tril_column}
-        super().__init__({"loc": loc, **factors}, loc.dim() - batch_dim, validate_args)
-        if self._validate_args:
-            out, size = self.as_matrix(loc).shape[-2:]
-            row, column = (*self.batch_shape, out, out), (*self.batch_shape, size, size)
-            check_shape("scale_tril_row", scale_tril_row, row, "(*batch, out, out)", by="loc")
-            check_shape(
-                "scale_tril_column", scale_tril_column, column, "(*batch, in, in)", by="loc"
-            )
-            for name, factor in factors.items():
-                check_cholesky_factor(name, factor)
+        super().__init__({"loc": loc, **factors}, validate_args=validate_args)
         self.scale_tril_row = scale_tril_row.tril()
         self.scale_tril_column = scale_tril_column.tril()
 

@@ -44,7 +44,6 @@ class MeanFieldNormal(IndependentWeight):
     """
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
-    argument_names = ("loc", "scale")
     scale: Tensor
 
     @checked
@@ -121,7 +120,6 @@ class LogScaleNormal(MeanFieldNormal):
     """
 
     arg_constraints: ClassVar = {"loc": constraints.real, "log_scale": constraints.real}
-    argument_names = ("loc", "log_scale")
     log_scale: Tensor
 
     @checked

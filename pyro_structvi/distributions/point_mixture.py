@@ -47,7 +47,6 @@ class PointMixture(WeightDistribution):
     """
 
     arg_constraints: ClassVar = {"members": constraints.real}
-    argument_names = ("members",)
     has_exact_positions = True
     members: Tensor
 

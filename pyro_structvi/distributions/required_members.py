@@ -11,8 +11,8 @@ def check_required_members(
     Args:
         cls: The class.
         contract: The bases that state it, the most specific one first.
-        required: Each required member, with the members of the contract that use it: a class that
-            overrides all of these does not need it.
+        required: Each required member, with what may be overridden in its place: a member of the
+            contract, or several of them with spaces between.
 
     Raises:
         TypeError: If a member is missing.
@@ -25,8 +25,8 @@ def check_required_members(
 
     missing = [
         name
-        for name, users in required.items()
-        if not is_overridden(name) and not (users and all(map(is_overridden, users)))
+        for name, others in required.items()
+        if not any(all(map(is_overridden, way.split())) for way in (name, *others))
     ]
     if missing:
         names = ", ".join(f"`{name}`" for name in missing)

@@ -1,16 +1,14 @@
 """A normal with a full covariance within each row of a weight; rows are independent."""
 
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import check_cholesky_factor, check_shape, checked, shape_text
-from pyro_structvi.distributions.arguments import check_index
+from pyro_structvi.distributions.arguments import Argument, check_index
 from pyro_structvi.distributions.gaussian_weight import GaussianWeight
-from pyro_structvi.distributions.outputs import NormalOutputs
 from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps import LinearMap
 
@@ -49,26 +47,10 @@ class RowwiseNormal(GaussianWeight):
         are written x W there.
     """
 
-    arg_constraints: ClassVar = {"loc": constraints.real, "scale_tril": constraints.lower_cholesky}
-    argument_names = ("loc", "scale_tril")
-    scale_tril: Tensor
+    scale_tril: Annotated[Tensor, Argument("out, in, in", constraints.lower_cholesky)]
 
-    @checked
     def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
-        batch_dim = scale_tril.dim() - 3
-        if batch_dim < 0 or loc.dim() <= batch_dim:
-            raise ValueError(
-                "`loc` must have shape (*batch, out, *rest) and `scale_tril` (*batch, out, in, in), "
-                f"but got {shape_text(loc.shape)} and {shape_text(scale_tril.shape)}."
-            )
-        parameters = {"loc": loc, "scale_tril": scale_tril}
-        super().__init__(parameters, loc.dim() - batch_dim, validate_args)
-        if self._validate_args:
-            rows = self.as_matrix(loc).shape
-            check_shape(
-                "scale_tril", scale_tril, (*rows, rows[-1]), "(*batch, out, in, in)", by="loc"
-            )
-            check_cholesky_factor("scale_tril", scale_tril)
+        super().__init__({"loc": loc, "scale_tril": scale_tril}, validate_args=validate_args)
         self.scale_tril = scale_tril.tril()
 
     @property
@@ -95,21 +77,18 @@ class RowwiseNormal(GaussianWeight):
         """Return ``L_i^-1 d_i`` for each row i."""
         return self.as_weight(solve_lower(self.scale_tril, self.as_matrix(difference)))
 
-    def image_around(
-        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> NormalOutputs:
-        """Return the distribution of the outputs: independent normals.
+    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        """Return the variances of the outputs.
 
-        Over the outputs at one position this is exact, since rows are independent. Correlations
+        Over the outputs at one position they are exactly independent, since rows are. Correlations
         between positions are dropped.
         """
         out, size = self.scale_tril.shape[-3:-1]
         channel_dim, filters = linear_map.channel_dim, self.scale_tril.mT.flatten(-3, -2)
         whitened = linear_map(x, filters).unflatten(channel_dim, (out, size))
-        variance = torch.linalg.vector_norm(
-            whitened, dim=channel_dim, dtype=self.loc.dtype
-        ).square()
-        return NormalOutputs(linear_map, mean, variance, bias_variance)
+        norms = torch.linalg.vector_norm(whitened, dim=channel_dim, dtype=self.loc.dtype)
+        variance: Tensor = norms.square()
+        return variance
 
     def spread(self, moment: Tensor) -> Tensor:
         """Return the diagonal matrices of ``tr(L_i' S L_i)``."""

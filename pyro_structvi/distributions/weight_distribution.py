@@ -7,7 +7,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi._checks import checked, validates
+from pyro_structvi._checks import check, checked, validates
 from pyro_structvi.distributions import arguments
 from pyro_structvi.distributions.outputs import grouped_variance
 from pyro_structvi.distributions.required_members import check_required_members
@@ -26,11 +26,13 @@ class WeightDistribution(TorchDistribution):
 
     A subclass that is a normal distribution derives from :class:`GaussianWeight`, which asks for less.
 
-    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``;
-    ``argument_names``, the names of its tensor arguments, each with batch dimensions in front;
-    ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``.
+    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``, by
+    the names of its tensor arguments, each with batch dimensions in front, or annotations that have an
+    :class:`Argument` for each but ``loc``, which are then checked; ``variance``;
+    ``covariance_matrix``; ``rsample``; ``image_under``.
 
     **Optional**: ``has_independent_elements``, True if the covariance is diagonal;
+    ``has_convolution_image``, False if a convolution is to draw the weight;
     ``has_exact_positions``, True if images are exact over the positions of an example;
     ``takes_bias_column``, True if a joined bias is better kept as a column than met by an input of one;
     ``applies_in_factors``, True if ``ways_to_apply`` may have ``"factors"``;
@@ -38,7 +40,8 @@ class WeightDistribution(TorchDistribution):
     ``rearranged``, ``image_variance``, ``spread``, ``factorize``, ``expand``, as their docstrings say;
     ``log_prob`` and ``entropy``.
 
-    **Provided**: ``mean``, ``image``, ``as_matrix``, ``as_weight``, ``map_for_batch``, ``support``.
+    **Provided**: ``argument_names``, ``mean``, ``image``, ``as_matrix``, ``as_weight``,
+    ``map_for_batch``, ``support``.
 
     A subclass obeys these rules, and is tested for each:
 
@@ -55,32 +58,46 @@ class WeightDistribution(TorchDistribution):
 
     has_rsample = True
     has_independent_elements: ClassVar[bool] = False
+    has_convolution_image: ClassVar[bool] = True
     has_exact_positions: ClassVar[bool] = False
     takes_bias_column: ClassVar[bool] = False
     applies_in_factors: ClassVar[bool] = False
-    argument_names: ClassVar[tuple[str, ...]]
+    _arguments: ClassVar[dict[str, arguments.Argument]] = {}
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
-        **dict.fromkeys(("arg_constraints", "argument_names", "variance", "covariance_matrix"), ()),
+        **dict.fromkeys(("arg_constraints", "variance", "covariance_matrix"), ()),
         **dict.fromkeys(("rsample", "image_under"), ()),
     }
     loc: Tensor
 
     def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
-        """Check that a class defines what it must, unless it is abstract."""
+        """Read the arguments of a class; check that it defines what it must, unless it is abstract."""
         super().__init_subclass__(**options)
+        if found := arguments.declared(cls):
+            cls._arguments = found
+            named = {name: argument.constraint for name, argument in found.items()}
+            cls.arg_constraints = {"loc": constraints.real, **named}
         if not abstract:
             contract = tuple(base for base in cls.__mro__ if "_required" in vars(base))
             check_required_members(cls, contract, cls._required)
 
     def __init__(
-        self, parameters: dict[str, Tensor], event_dim: int, validate_args: bool | None
+        self,
+        parameters: dict[str, Tensor],
+        event_dim: int | None = None,
+        validate_args: bool | None = None,
     ) -> None:
+        if validate_args is not False:  # as in a training step
+            check("validate_args", validate_args, bool | None)
+        if event_dim is None:
+            event_dim = arguments.event_dim_of(parameters, self._arguments)
         for name, value in parameters.items():
             setattr(self, name, value)
         if validates(validate_args):
             arguments.check_parameters(self, parameters, event_dim)
         split = self.loc.dim() - event_dim
         self._set_shapes(self.loc.shape[:split], self.loc.shape[split:], validate_args)
+        if self._validate_args and self._arguments:
+            arguments.check_declared(self, self._arguments)
 
     def _set_shapes(
         self, batch_shape: torch.Size, event_shape: torch.Size, validate_args: bool | None
@@ -138,7 +155,10 @@ class WeightDistribution(TorchDistribution):
         applies it in factors, by :meth:`draw_factored`, ``"weight"`` draws it once and forms it. The
         objective takes the first way that it allows; ``"weight"`` is always allowed.
         """
-        return ("outputs", "weight")
+        return ("outputs", "weight") if self._has_image(linear_map) else ("weight",)
+
+    def _has_image(self, linear_map: LinearMap) -> bool:
+        return linear_map.is_dense or self.has_convolution_image
 
     def draw_factored(self) -> FactoredDraw:
         """Draw a weight that is not formed, where :meth:`ways_to_apply` has ``"factors"``."""
@@ -174,7 +194,10 @@ class WeightDistribution(TorchDistribution):
             x: Its input.
             mean: The mean of the outputs.
         """
-        if linear_map.groups > 1 and "outputs" not in self.ways_to_apply(linear_map, x):
+        has_image = self._has_image(linear_map)
+        if linear_map.groups > 1:
+            has_image = "outputs" in self.ways_to_apply(linear_map, x)
+        if not has_image:
             return grouped_variance(self.as_matrix(self.loc), self.covariance_matrix, linear_map, x)
         return self._image_variance(linear_map, x, mean)
 
@@ -227,6 +250,11 @@ class WeightDistribution(TorchDistribution):
         return new
 
     # ---- provided --------------------------------------------------------------------------------
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of the tensor arguments, each with batch dimensions in front."""
+        return tuple(self.arg_constraints)
 
     @property
     def mean(self) -> Tensor:

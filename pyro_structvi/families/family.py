@@ -83,3 +83,8 @@ class MatrixFamily(Family):
     """
 
     join_bias: bool = field(default=False, kw_only=True, repr=False)
+    needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site is a weight matrix, or can be seen as one."""
+        return site.is_real and not site.is_batch and len(site.shape) >= 2

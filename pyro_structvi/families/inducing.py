@@ -75,7 +75,6 @@ class InducingWeights(MatrixFamily):
     shared: bool = False
     max_conditional_scale: Positive | None = None
     prior_scale: Positive | None = None
-    needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
     keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -92,10 +91,6 @@ class InducingWeights(MatrixFamily):
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the priors' scales, those of nested inducing weights too."""
         return "prior_scale", *(f"inducing_{name}" for name in self.posterior.constants)
-
-    def fits(self, site: LatentSite) -> bool:
-        """Whether the site is a weight matrix, or can be seen as one."""
-        return site.is_real and not site.is_batch and len(site.shape) >= 2
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start at the best approximation of ``loc`` that the inducing weights can express."""

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -39,11 +38,6 @@ class KTied(MatrixFamily):
     """
 
     rank: Count = 2
-    needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
-
-    def fits(self, site: LatentSite) -> bool:
-        """Whether the site is a weight matrix, or can be seen as one."""
-        return site.is_real and not site.is_batch and len(site.shape) >= 2
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start both factors at ``(log(scale) - log(k)) / 2`` plus N(0, 0.1^2) against symmetry."""

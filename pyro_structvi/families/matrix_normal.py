@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -37,12 +36,6 @@ class MatrixNormal(MatrixFamily):
         Louizos and Welling (2016), "Structured and efficient variational deep learning with matrix
         Gaussian posteriors", section 3; they restrict both covariances to be diagonal.
     """
-
-    needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
-
-    def fits(self, site: LatentSite) -> bool:
-        """Whether the site is a weight matrix, or can be seen as one."""
-        return site.is_real and not site.is_batch and len(site.shape) >= 2
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start with the covariance ``scale^2`` times the identity, ``scale`` on each side."""

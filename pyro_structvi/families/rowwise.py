@@ -1,7 +1,6 @@
 """The rowwise normal: one full covariance over the inputs of each output."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -47,12 +46,6 @@ class Rowwise(MemoryLimitedFamily):
         Rossi and Filippone, tutorial on variational inference, the "column-wise" posterior; layers
         are written x W there.
     """
-
-    needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
-
-    def fits(self, site: LatentSite) -> bool:
-        """Whether the site is a weight matrix, or can be seen as one."""
-        return site.is_real and not site.is_batch and len(site.shape) >= 2
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start with the covariance ``scale^2`` times the identity.

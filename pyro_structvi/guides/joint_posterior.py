@@ -100,11 +100,10 @@ class JointPosterior:
         if len(numbers) > 1 and not self._draws_in_turn and are_plain(state):
             self.factorize()
             each = torch.tensor(numbers, device=state[0].device)
-            draw = partial(self.draw, local)
-            try:
-                return in_one_pass(draw, each)
-            except Exception:  # what is wrong in any case, a single draw says itself
-                self._draws_in_turn = True
+            draws = in_one_pass(partial(self.draw, local), each)
+            if draws is not None:
+                return draws
+            self._draws_in_turn = True
         return stack_draws([self.draw(local, number) for number in numbers])
 
     def median(self) -> dict[str, Tensor]:
@@ -168,14 +167,22 @@ def are_plain(values: Iterable[Any]) -> bool:
     return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
-def in_one_pass(run: Callable[[Any], T], values: Any) -> T:
+def in_one_pass(run: Callable[[Any], T], values: Any) -> T | None:
     """Run a function of a draw at several that are stacked, each with random numbers of its own.
 
     Operations that torch runs one after another do not warn: what it cannot map at all would not either.
+    Nothing is validated, since nothing can look at values.
+
+    Returns:
+        What the function returns, stacked; None if it raises anything. What torch cannot map may raise
+        any error, a user's own too, and what is wrong in any case a single draw says itself.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pyro.validation_enabled(False):
         warnings.filterwarnings("ignore", "There is a performance drop")
-        results: T = torch.func.vmap(run, randomness="different")(values)
+        try:
+            results: T = torch.func.vmap(run, randomness="different")(values)
+        except Exception:
+            return None
     return results
 
 

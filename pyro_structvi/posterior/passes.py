@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
-import pyro
 import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -119,11 +118,10 @@ class Passes:
         if self._statistics is None:
             return {}
         if _count(values) > 1 and not self._in_turn:
-            try:
-                with pyro.validation_enabled(False):
-                    return in_one_pass(self._measure_one, values)
-            except Exception:  # as for the pass itself
-                self._in_turn = True
+            measured = in_one_pass(self._measure_one, values)
+            if measured is not None:
+                return measured
+            self._in_turn = True
         return stack_draws([self._measure_one(_only(one)) for one in _split(values, 1)])
 
     def _measure_one(self, values: Values) -> Values:
@@ -148,28 +146,28 @@ class Passes:
     def _run(self, values: Values, met: Values, batch: int) -> Values:
         """Run draws together where that can be, else one by one."""
         if _count(values) > 1 and not self._in_turn:
-            try:
-                outputs, is_valid = self._run_together(values, met, batch)
-                if is_valid.all():
-                    return outputs
-            except Exception:  # what is wrong in any case, a draw by itself says
+            together = self._run_together(values, met, batch)
+            if together is None:
                 self._in_turn = True
+            elif together[1].all():
+                return together[0]
         mets = _split(met, 1) if met else [met] * _count(values)
         draws = zip(_split(values, 1), mets, strict=True)
         each = (self._trace(_only(one), _only(own), batch) for one, own in draws)
         runs = [_stacked(self._outputs(*pair, batch)) for pair in each]
         return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
 
-    def _run_together(self, values: Values, met: Values, batch: int) -> tuple[Values, Tensor]:
-        """Run draws in one pass, and say of each whether it is valid."""
+    def _run_together(
+        self, values: Values, met: Values, batch: int
+    ) -> tuple[Values, Tensor] | None:
+        """Run draws in one pass, and say of each whether it is valid; None where torch cannot."""
 
         def run(own: tuple[Values, Values]) -> tuple[Values, Tensor]:
             trace, node = self._trace(*own, batch)
             is_valid = _is_valid(trace, node, self._batches[batch][1])
             return self._outputs(trace, node, batch), is_valid
 
-        with pyro.validation_enabled(False):
-            return in_one_pass(run, (values, met))
+        return in_one_pass(run, (values, met))
 
     def _trace(
         self, values: Values, met: Values, batch: int, counts: bool = False

@@ -131,6 +131,7 @@ STRUCTURES: list[Structure] = [
             f"{rank}-tied",
             make_k_tied(rank),
             lambda q: k_tied_covariance(q.row_scale, q.column_scale),
+            event_shapes=(VECTOR, MATRIX, CONVOLUTION),
             guides=K_TIED_GUIDES if rank == 2 else (),
         )
         for rank in (1, 2, 3)
@@ -139,6 +140,7 @@ STRUCTURES: list[Structure] = [
         "matrix normal",
         make_matrix_normal,
         lambda q: matrix_normal_covariance(q.scale_tril_row, q.scale_tril_column),
+        event_shapes=(VECTOR, MATRIX, CONVOLUTION),
         serves_groups=False,
         guides=variants(
             MatrixNormalGuide,

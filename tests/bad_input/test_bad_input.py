@@ -11,17 +11,11 @@ from torch.utils.data import IterableDataset
 import pyro_structvi as ps
 from pyro_structvi.distributions import InducingNormal
 from pyro_structvi.families import MeanField
-from tests.bad_input.cases import (
-    ABSTRACT,
-    BETWEEN_PARTS,
-    CALLABLES,
-    METHODS_BETWEEN_PARTS,
-    RECORDS,
-    case_of,
-    joint,
-)
+from tests.bad_input.cases import CALLABLES, case_of
 from tests.bad_input.exceptions import EXCEPTIONS, FINE, is_listed
 from tests.bad_input.judging import judge, prepared, wrong_calls
+from tests.bad_input.public import ABSTRACT, BETWEEN_PARTS, METHODS_BETWEEN_PARTS, RECORDS
+from tests.bad_input.samples import joint
 from tests.models import make_regressor, regression_data
 
 NAMES = sorted(CALLABLES)

@@ -92,14 +92,15 @@ def arguments(row_scale=(4, 2), column_scale=(3, 2), loc=(4, 3)):
             {"column_scale": (3, 2), "loc": (4, 3, 2, 2)},
             r"`column_scale` must have shape \(\*batch, in, k\) = \(12, 2\), but got \(3, 2\)",
         ),
-        ({"row_scale": (4,)}, r"`row_scale` must have shape \(\*batch, out, k\) .* got \(4,\)"),
-        ({"row_scale": ()}, r"`row_scale` must have shape \(\*batch, out, k\) .* got \(\)"),
+        ({"row_scale": (4,)}, r"`row_scale` \(\*batch, out, k\), but got \(4, 3\) and \(4,\)"),
+        ({"row_scale": ()}, r"`row_scale` \(\*batch, out, k\), but got \(4, 3\) and \(\)"),
+        ({"row_scale": (5, 4, 2)}, r"`row_scale` must have .* = \(4, 3, 2\), but got \(5, 4, 2\)"),
         (
-            {"row_scale": (5, 4, 2)},
-            r"`loc` must have shape \(\*batch, out, \*rest\) with the 1 batch dimensions of "
-            r"`row_scale` .* but got \(4, 3\)",
+            {"row_scale": (6, 5, 4, 2)},
+            r"`loc` must have shape \(\*batch, out, \*rest\) and `row_scale` \(\*batch, out, k\), "
+            r"but got \(4, 3\) and \(6, 5, 4, 2\)",
         ),
-        ({"loc": (4,)}, r"`loc` must have shape .* but got \(4,\)"),
+        ({"loc": (4,)}, r"`column_scale` must have shape .* = \(1, 2\), but got \(3, 2\)"),
         (
             {"loc": (5, 4, 3), "row_scale": (5, 4, 2)},
             r"`column_scale` must have shape \(\*batch, in, k\) = \(5, 3, 2\), but got \(3, 2\)",

@@ -143,11 +143,11 @@ def test_only_the_lower_triangles_count():
             (4, 3),
             (4,),
             (3, 3),
-            r"`loc` must have shape \(\*batch, out, \*rest\), .* `scale_tril_row` \(\*batch, out, "
+            r"`loc` must have shape \(\*batch, out, \*rest\) and `scale_tril_row` \(\*batch, out, "
             r"out\), but got \(4, 3\) and \(4,\)",
         ),
-        ((4,), (4, 4), (1, 1), r"`loc` .* at least two dimensions, .* got \(4,\) and \(4, 4\)"),
-        ((4, 3), (5, 4, 4), (5, 3, 3), r"`loc` must have shape .* \(4, 3\) and \(5, 4, 4\)"),
+        ((), (4, 4), (1, 1), r"`loc` must have shape .* got \(\) and \(4, 4\)"),
+        ((4, 3), (5, 4, 4), (5, 3, 3), r"`scale_tril_row` must have shape .* got \(5, 4, 4\)"),
         (
             (5, 4, 3),
             (5, 4, 4),

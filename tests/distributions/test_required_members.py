@@ -13,7 +13,7 @@ from tests import dense_oracles as dense
 from tests.distributions.cases import make_mean_field
 from tests.unit_noise import assert_draws
 
-ARGUMENTS = {"arg_constraints": {}, "argument_names": ("loc",)}
+ARGUMENTS = {"arg_constraints": {"loc": constraints.real}}
 
 
 def member(*_):
@@ -21,13 +21,9 @@ def member(*_):
 
 
 REQUIRED = {
-    WeightDistribution: (
-        "arg_constraints argument_names variance covariance_matrix rsample image_under"
-    ),
-    GaussianWeight: (
-        "arg_constraints argument_names scale_noise whiten log_det_covariance image_around"
-    ),
-    IndependentWeight: "arg_constraints argument_names stddev image_around",
+    WeightDistribution: "arg_constraints variance covariance_matrix rsample image_under",
+    GaussianWeight: "arg_constraints scale_noise whiten log_det_covariance output_variance",
+    IndependentWeight: "arg_constraints stddev output_variance",
 }
 MEMBERS = [(base, name) for base, names in REQUIRED.items() for name in names.split()]
 
@@ -60,7 +56,8 @@ def test_all_missing_members_are_named_in_order(base):
     [
         ("scale_noise", ["rsample", "covariance_matrix"]),
         ("whiten", ["mahalanobis"]),
-        ("image_around", ["image_under"]),
+        ("output_variance", ["image_around"]),
+        ("output_variance", ["image_under"]),
     ],
 )
 def test_a_class_that_overrides_all_users_of_a_member_does_not_need_it(member_name, users):
@@ -92,7 +89,6 @@ class Shifted(GaussianWeight):
     """Elements ``scale * (e_d + e_0)`` with one further number ``e_0`` that all of them share."""
 
     arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
-    argument_names = ("loc", "scale")
 
     def __init__(self, loc, scale):
         super().__init__({"loc": loc, "scale": scale}, 2, None)

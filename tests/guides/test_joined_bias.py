@@ -1,45 +1,22 @@
 """Biases joined to their weights: one joint posterior, two sites of the model."""
 
-import copy
-import pickle
-
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
-from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import KTied, LowRank, MeanField
+from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.guides.sites import UnusedSiteWarning
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.lazy.part import LazyPart
 from tests import dense_oracles as dense
-from tests.exact_means import exact_mean
-from tests.models import make_regressor, regression_data
+from tests.guides.joined_guides import JOINED, linear_model, make_guide
+from tests.models import regression_data
 from tests.statistics import assert_moments
-
-JOINED = LowRank(rank=2, diagonal="full", join_bias=True)
-
-
-def make_guide(model=None, init_scale=0.4, family=JOINED, **options):
-    return ps.StructuredGuide(
-        make_regressor() if model is None else model,
-        {"*": family},
-        init_scale=init_scale,
-        **options,
-    )
-
-
-def linear_model(out=2, size=12, **priors):
-    """Return a linear layer with unlike priors of weight and bias, and data for it."""
-    priors = {"*.weight": 0.7, "*.bias": 1.5, "weight": 0.7, "bias": 1.5} | priors
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, out), prior=priors), size, noise_scale=0.5)
-    return model, (torch.randn(size, 3), torch.randn(size, out))
-
 
 # ---- sites and parameters ------------------------------------------------------------------------
 
@@ -257,159 +234,3 @@ def test_a_part_knows_its_shape_and_keeps_its_gradient():
     assert not weight.whole.is_drawn
     (weight.sum() + bias.sum()).backward()
     assert guide["net.0.weight"].loc.grad.eq(1).all()
-
-
-# ---- objectives ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias_scale", [0.7, 1.5, torch.tensor([0.5, 2.0])], ids=str)
-@pytest.mark.parametrize("weight_scale", [0.7, torch.rand(2, 3) + 0.5], ids=["one", "many"])
-def test_the_kl_is_the_dense_one(weight_scale, bias_scale):
-    priors = {"weight": weight_scale, "bias": bias_scale}
-    model, args = linear_model(**priors)
-    guide = make_guide(model)
-    terms = ps.StructuredELBO().terms(model, guide, *args)
-    q = guide["net.weight"]()
-    scale = torch.cat(
-        [
-            torch.as_tensor(weight_scale).expand(2, 3),
-            torch.as_tensor(bias_scale).expand(2).unsqueeze(-1),
-        ],
-        -1,
-    )
-    exact = dense.kl_to_independent_normals(
-        q.loc, q.covariance_matrix, torch.zeros(2, 4), scale, event_dim=2
-    )
-    torch.testing.assert_close(terms.kl, {"net.weight+bias": exact})
-    assert terms.sampled == ()
-
-
-def test_another_prior_of_the_bias_is_sampled_and_said():
-    model, args = linear_model(bias=dist.StudentT(3.0, 0.0, 1.0))
-    guide = make_guide(model, init_scale=0.2)
-    with pytest.warns(ps.infer.SampledKLWarning, match=r"\['net.weight\+bias'\]"):
-        ps.StructuredELBO().terms(model, guide, *args)
-
-
-@pytest.mark.parametrize("family", [JOINED, KTied(2, join_bias=True)], ids=str)
-@pytest.mark.parametrize("elbo_class", [ps.StructuredELBO, TraceMeanField_ELBO, Trace_ELBO])
-def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
-    model, (x, y) = linear_model()
-    guide = make_guide(model, init_scale=0.3, family=family)
-    guide.initialize(x, y)
-    q = guide["net.weight"]()
-    inputs = torch.cat([x, torch.ones(len(x), 1)], -1)
-    image = q.image(inputs)
-    likelihood = dist.Normal(image.mean, 0.5).log_prob(y).sum() - 2 * image.variance.sum()
-    prior_scale = torch.tensor([0.7, 0.7, 0.7, 1.5]).expand(2, 4)
-    kl = dense.kl_to_independent_normals(
-        q.loc, q.covariance_matrix, torch.zeros(2, 4), prior_scale, event_dim=2
-    )
-    elbo = elbo_class()
-    mean = exact_mean(lambda: torch.tensor(elbo.loss(model, guide, x, y)))
-    torch.testing.assert_close(mean, (kl - likelihood).detach(), rtol=1e-9, atol=0)
-
-
-def layer_function(x, y=None):
-    """A layer whose values may carry the particles of a vectorized objective in front."""
-    weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-    bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-    weight, bias = weight.squeeze(-2), bias.squeeze(-1)
-    with pyro.plate("data", len(x), dim=-1):
-        mean = (weight.reshape(*weight.shape[:-1][:1], 1, 3) * x).sum(-1) + bias.reshape(-1, 1)
-        pyro.sample("obs", dist.Normal(mean.squeeze(0), 1.0), obs=y)
-
-
-@pytest.mark.slow
-def test_vectorized_particles_have_the_same_mean():
-    x, y = torch.randn(6, 3), torch.randn(6)
-    guide = make_guide(layer_function, init_scale=0.3)
-    guide.initialize(x, y)
-    draws = []
-    for elbo in (
-        Trace_ELBO(num_particles=2000, vectorize_particles=True, max_plate_nesting=1),
-        ps.StructuredELBO(num_particles=2000),
-    ):
-        with torch.no_grad():
-            draws.append(elbo.loss(layer_function, guide, x, y))
-    assert abs(draws[0] - draws[1]) < 1.0
-
-
-@pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
-def test_a_layer_that_a_pass_skips_is_estimated_and_said():
-    model, args = linear_model()
-    guide = make_guide(model, init_scale=0.2)
-    guide.initialize(*args)
-    empty = poutine.block(model, hide=["net.weight", "net.bias"])
-    with pytest.warns(ps.infer.SampledKLWarning, match=r"\['net.weight\+bias'\]"):
-        terms = ps.StructuredELBO().terms(empty, guide, *args)
-    assert terms.sampled == ("net.weight+bias",)
-
-
-@pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: poutine.block(model, hide=["net.bias"]),
-        lambda model: poutine.block(model, hide=["net.weight"]),
-        lambda model: poutine.condition(model, {"net.bias": torch.zeros(2)}),
-    ],
-    ids=["no bias", "no weight", "bias observed"],
-)
-def test_a_model_with_half_of_a_joint_site_is_an_error(change):
-    model, args = linear_model()
-    guide = make_guide(model)
-    guide.initialize(*args)
-    with pytest.raises(
-        ValueError, match=r"'net.weight' and its bias 'net.bias', but the model does"
-    ):
-        ps.StructuredELBO().terms(change(model), guide, *args)
-
-
-def test_a_mask_of_true_is_no_mask():
-    def model(x, y=None):
-        with poutine.mask(mask=torch.tensor(True)):
-            weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
-    assert ps.StructuredELBO().terms(model, make_guide(model), *regression_data()).kl
-
-
-def test_unlike_scales_of_weight_and_bias_are_an_error():
-    def model(x, y=None):
-        with poutine.scale(scale=2.0):
-            weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
-    with pytest.raises(
-        ValueError,
-        match=r"sites 'weight' and 'bias' have one posterior, and so must have one scale",
-    ):
-        ps.StructuredELBO().terms(model, make_guide(model), *regression_data())
-
-
-# ---- saving and predicting -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
-def test_copies_keep_what_is_joined(copied):
-    model, args = linear_model()
-    guide = make_guide(model)
-    guide.initialize(*args)
-    new = copied(guide)
-    assert new["net.bias"] is new["net.weight"]
-    assert new.draw().keys() == guide.draw().keys()
-
-
-def test_predictions_are_those_of_the_joint_law():
-    model, args = linear_model()
-    guide = make_guide(model)
-    samples = Predictive(model, guide=guide, num_samples=3)(args[0])
-    assert samples["net.weight"].shape[-2:] == (2, 3)
-    assert samples["net.bias"].shape[-1:] == (2,)
-    prediction = ps.predict(model, guide, args[0], num_samples=5)
-    assert prediction.functions.shape == (5, 12, 2)

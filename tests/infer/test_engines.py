@@ -3,7 +3,6 @@
 import random
 import re
 from itertools import product
-from types import SimpleNamespace
 
 import pyro
 import pytest
@@ -14,9 +13,6 @@ import pyro_structvi as ps
 from pyro_structvi._torch_steps import OperationGraph
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.steps import auto
-from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
-from pyro_structvi.infer.steps.eager import EagerStep
-from pyro_structvi.infer.steps.replayed import ReplayedStep
 from pyro_structvi.linalg import blocks
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.test_training import make, snapshot, unchanged
@@ -275,113 +271,3 @@ def test_many_kinds_leave_steps_eager():
     history = ps.fit(model, ps.KTiedGuide(model), data, num_epochs=2, progress=False)
     assert ways(history) == ["eager"]
     assert "more than 15 kinds" in history.compilation[0]
-
-
-# ---- decisions ------------------------------------------------------------------------------------
-
-
-class Timed:
-    """Steps that take the seconds that they are said to take, on a clock that only they move."""
-
-    def __init__(self, monkeypatch, eager=0.004, traced=0.001, compiled=0.0005):
-        self.seconds = {"eager": eager, "traced": traced, "compiled": compiled}
-        self.now, self.backends, self.refuses = 0.0, [], set()
-        monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr(EagerStep, "take", lambda step, args, kwargs: self.take("eager"))
-        monkeypatch.setattr(
-            CompiledStep, "replay", lambda engine, step, call: self.replay(engine, step)
-        )
-        monkeypatch.setattr(ReplayedStep, "compile", lambda step, backend: self.compile(backend))
-        monkeypatch.setattr(ReplayedStep, "interpret", lambda step: self.interpret())
-        monkeypatch.setattr(ReplayedStep, "is_ready", property(lambda step: self.to_prepare == 0))
-        self.way, self.to_prepare = "traced", 2
-
-    def compile(self, backend):
-        self.backends.append(backend)
-        self.way, self.to_prepare = "compiled", 1
-
-    def interpret(self):
-        self.backends.append(None)
-        self.way, self.to_prepare = "traced", 1
-
-    def take(self, way):
-        self.now += self.seconds[way]
-        return [1.0, 2.0, 3.0, 4.0]
-
-    def replay(self, engine, step):
-        assert step in engine.kinds.values()
-        if self.to_prepare:
-            if self.way in self.refuses:
-                raise NotCompiledError(f"{self.way} fails")
-            self.now += 12.5 if self.way == "compiled" else 0.25
-            self.to_prepare -= 1
-        return self.take(self.way)
-
-
-def fit_timed(timed, num_steps, **options):
-    timed.way, timed.to_prepare = "traced", 2
-    model, guide, data = make()
-    return ps.fit(model, guide, data, num_steps=num_steps, progress=False, **options)
-
-
-def test_few_steps_are_eager(monkeypatch):
-    timed = Timed(monkeypatch)
-    assert fit_timed(timed, 200).compilation == []
-    assert timed.now == pytest.approx(200 * 0.004)
-
-
-def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):
-    """Compiling is to take 0.125 s, so 375 steps to come pay for it, which save a third of 1 ms each."""
-    timed = Timed(monkeypatch)
-    assert fit_timed(timed, 310).compilation == [
-        "Step 10: traced in 0.5 s, 1 ms a step, 4 ms eager"
-    ]
-    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
-    assert ways(fit_timed(timed, 380)) == ["traced"]
-    assert timed.backends == []
-    notes = fit_timed(timed, 390).compilation
-    assert notes[1] == "Step 16: compiled in 13 s, 0.5 ms a step, 1 ms traced"
-    assert timed.backends == ["inductor"]
-
-
-def test_a_fit_with_checkpoints_is_not_compiled(monkeypatch, tmp_path):
-    """It would go on with other roundings than without a break."""
-    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.0)
-    timed = Timed(monkeypatch)
-    assert ways(fit_timed(timed, 390, checkpoint=tmp_path / "fit.pt")) == ["traced"]
-    assert timed.backends == []
-
-
-def test_a_way_that_is_slower_is_left(monkeypatch):
-    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
-    timed = Timed(monkeypatch, traced=0.005)
-    (note,) = fit_timed(timed, 400).compilation
-    assert note == "Step 10: eager: traced steps take longer: in 0.51 s, 5 ms a step, 4 ms eager"
-    timed = Timed(monkeypatch, compiled=0.002)
-    notes = fit_timed(timed, 400).compilation
-    assert notes[1].startswith("Step 16: not compiled: compiled steps take longer")
-    assert timed.backends == ["inductor", None]
-
-
-def test_a_way_that_fails_is_left(monkeypatch):
-    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
-    timed = Timed(monkeypatch)
-    timed.refuses = {"compiled"}
-    assert fit_timed(timed, 400).compilation[1] == "Step 11: not compiled: compiled fails"
-    assert timed.backends == ["inductor", None]
-    timed.refuses = {"traced"}
-    assert fit_timed(timed, 400).compilation == ["Step 4: eager: traced fails"]
-
-
-@pytest.mark.slow
-def test_a_fit_that_compiles_is_that_with_eager_steps(monkeypatch):
-    monkeypatch.setattr(auto, "STEPS_FOR_TRACING", 0)
-    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.0)
-    elbos = []
-    for compiled in (False, "auto"):
-        pyro.set_rng_seed(0)
-        model, guide, data = make()
-        history = ps.fit(model, guide, data, num_steps=25, compiled=compiled, progress=False)
-        elbos.append(history.elbo)
-    assert elbos[1] == pytest.approx(elbos[0], rel=1e-9)
-    assert any("compiled" in note for note in history.compilation)

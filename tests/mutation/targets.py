@@ -17,6 +17,7 @@ TESTS = {
     "maps": ("maps/test_*",),
     "lazy": ("lazy/test_*",),
     "infer": ("infer/test_elbo*", "infer/test_vectorized_particles"),
+    "arguments": ("distributions/test_declared_arguments",),
     "auxiliary": ("distributions/inducing/test_*", "guides/test_inducing_weights"),
     "calls": ("lazy/test_lazy_weight", "lazy/test_embedding"),
     "dropout": ("distributions/test_point_mass", "guides/test_points"),
@@ -24,7 +25,7 @@ TESTS = {
     "kl_to_normals": ("distributions/test_kl_to_laplace",),
     "matheron": ("lazy/test_factored_draws",),
     "point_mass": ("distributions/test_dropout",),
-    "pruned": ("posterior/test_pruning", "lazy/test_embedding"),
+    "pruned": ("posterior/test_pruned_law", "lazy/test_embedding"),
     "rowwise": ("distributions/test_full",),
 }
 

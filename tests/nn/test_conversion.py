@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from abc import ABC, abstractmethod
 
 import pyro
 import pyro.distributions as dist
@@ -16,8 +15,6 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.guides.sites import find_declared_sites
-from pyro_structvi.nn import PointEstimateWarning
-from tests.models import regression_data
 
 
 def sites_of(module):
@@ -180,141 +177,6 @@ def test_shared_weights_stay_one_site(net_class):
         hidden = torch.tanh(F.linear(x, weight, by_name["net.encoder.bias"]))
         expected = F.linear(hidden, weight, by_name["net.decoder.bias"])
     torch.testing.assert_close(output, expected)
-
-
-# ---- what stays a point estimate -----------------------------------------------------------------
-
-
-def normalized_net():
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
-def test_normalization_layers_stay_and_that_is_said():
-    with pytest.warns(
-        PointEstimateWarning, match=r"\['1.weight', '1.bias', '2.weight', '2.bias'\]"
-    ):
-        bayes_net = ps.bayesianize(normalized_net())
-    assert set(sites_of(bayes_net)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
-    assert [name for name, _ in bayes_net.named_parameters()] == [
-        "1.weight",
-        "1.bias",
-        "2.weight",
-        "2.bias",
-    ]
-
-
-def test_normalization_layers_are_sampled_when_asked():
-    assert len(sites_of(ps.bayesianize(normalized_net(), normalization=True))) == 8
-
-
-def test_point_estimates_are_copies():
-    net = normalized_net()
-    bayes_net = ps.bayesianize(net, normalization=False)
-    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
-    ps.fit(model, ps.MeanFieldGuide(model), regression_data(), num_steps=2, progress=False)
-    assert torch.equal(net[1].weight, torch.ones(4))
-    assert not torch.equal(model.net[1].weight, torch.ones(4))
-
-
-def test_frozen_parameters_stay_frozen_without_a_copy():
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    net[0].requires_grad_(False)
-    bayes_net = ps.bayesianize(net)
-    assert bayes_net[0].weight.data_ptr() == net[0].weight.data_ptr()
-    assert set(sites_of(bayes_net)) == {"1.weight", "1.bias"}
-    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
-    guide = ps.MeanFieldGuide(model)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), ps.StructuredELBO())
-    for _ in range(3):
-        svi.step(*regression_data())
-    assert not list(model.parameters())
-    assert torch.equal(model.net[0].weight, net[0].weight)
-
-
-class Abstract(nn.Module, ABC):
-    """A base with a metaclass of its own, as those of adapters."""
-
-    @abstractmethod
-    def scale(self):
-        """Return a factor."""
-
-
-class Concrete(Abstract):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def scale(self):
-        return 2.0
-
-    def forward(self, x):
-        return self.scale() * self.layer(x)
-
-
-class Redirecting(nn.Module):
-    """Looks up in a child what it has not, as the wrappers of adapters do."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside = nn.ModuleDict({"own": nn.Linear(3, 1)})
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "inside":
-                raise KeyError(name) from None
-            return getattr(self._modules["inside"]["own"], name)
-
-    def forward(self, x):
-        return self.inside["own"](x) + self.in_features
-
-
-@pytest.mark.parametrize("kind", [Concrete, Redirecting])
-def test_nets_of_any_class_become_bayesian(kind):
-    net = nn.Sequential(kind(), nn.Linear(1, 1))
-    bayes_net = ps.bayesianize(net, 1.0)
-    assert isinstance(bayes_net[0], kind)
-    x, y = regression_data()
-    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
-    guide = ps.MeanFieldGuide(model, init_scale=1e-9)
-    guide.initialize(x, y)
-    assert len(guide.site_names) == 4
-    torch.testing.assert_close(
-        ps.predict(model, guide, x, 1).mean, net(x).detach(), rtol=1e-6, atol=1e-6
-    )
-    again = pickle.loads(pickle.dumps(bayes_net))
-    assert type(again[0]) is type(bayes_net[0])
-    assert sites_of(again).keys() == sites_of(bayes_net).keys()
-
-
-def test_a_compiled_net_is_taken_out_of_its_compiler():
-    net = nn.Sequential(torch.compile(nn.Linear(3, 4)), nn.ReLU(), nn.Linear(4, 1))
-    names = {"0.weight", "0.bias", "2.weight", "2.bias"}
-    inside = ps.bayesianize(net, {"0.*": 1.0, "*": 2.0})
-    assert set(sites_of(inside)) == names
-    assert inside[0].bias.shape == (4,)
-    assert set(sites_of(ps.bayesianize(torch.compile(net)))) == names
-
-
-def test_lazy_layers_are_refused():
-    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] wait for their first input"):
-        ps.bayesianize(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)))
-
-
-def test_a_prior_of_none_leaves_parameters_as_they_are():
-    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-    net[0].bias.requires_grad_(False)
-    bayes_net = ps.bayesianize(net, {"2.*": 1.0, "*": None})
-    assert set(sites_of(bayes_net)) == {"2.weight", "2.bias"}
-    assert set(dict(bayes_net.named_parameters())) == {"0.weight", "1.weight", "1.bias"}
-    assert bayes_net[0].weight is not net[0].weight  # it is trained, and the net's own is not
-    by_function = ps.bayesianize(
-        net, lambda name, value: 1.0 if name == "2.weight" else None, False
-    )
-    assert set(sites_of(by_function)) == {"2.weight"}
-    with pytest.raises(ValueError, match="a `prior` that is not None"):
-        ps.bayesianize(net, None)
 
 
 # ---- bad input -----------------------------------------------------------------------------------

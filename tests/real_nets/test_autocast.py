@@ -6,7 +6,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from tests.guide_cases import GUIDE_NAMES, GUIDES
-from tests.real_nets.nets import classifier, images, sequences, table
+from tests.real_nets.nets import classifier, images, table
+from tests.real_nets.sequence_nets import sequences
 
 
 class Encoder(nn.Module):

@@ -14,7 +14,8 @@ from torch.nn.utils import spectral_norm as hooked_spectral_norm
 from torch.nn.utils import weight_norm as hooked_weight_norm
 
 import pyro_structvi as ps
-from tests.real_nets.nets import SIZE, Recurrent, classifier, perceptron, sequences, table
+from tests.real_nets.nets import classifier, perceptron, table
+from tests.real_nets.sequence_nets import SIZE, Recurrent, sequences
 
 LAYER = 2
 

@@ -1,5 +1,4 @@
-import importlib
-import sys
+"""The translation of a model to NumPyro has its log joint."""
 
 import jax
 import numpy as np
@@ -13,7 +12,6 @@ from numpyro.infer.util import log_density
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
-import pyro_structvi.reference
 from pyro_structvi import (
     BinaryClassifier,
     Classifier,
@@ -24,8 +22,7 @@ from pyro_structvi import (
 )
 from pyro_structvi.reference import to_numpyro
 from pyro_structvi.reference.jax_net import JaxNet
-
-BATCH, NUM_DATA = 6, 24
+from tests.reference.translated_models import BATCH, NUM_DATA, Calls, make_regressor
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,10 +43,6 @@ def make_data(outputs=2):
     generator = torch.Generator().manual_seed(1)
     x = 2 * torch.randn(BATCH, 3, generator=generator)
     return x, torch.randn(BATCH, outputs, generator=generator)
-
-
-def make_regressor(net, prior=1.0, noise_scale=0.3):
-    return Regressor(bayesianize(net, prior, normalization=True), NUM_DATA, noise_scale)
 
 
 def evaluate_pyro(model, x, y):
@@ -95,29 +88,8 @@ class Residual(nn.Module):
         return x + 0.5 * self.activation(self.linear(x))
 
 
-class Calls(nn.Module):
-    """A net whose forward pass is a linear layer and any function of its output ``(batch, 4)``."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-        self.register_buffer("offset", torch.arange(4.0))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self.linear(x) + self.offset)
-
-
 def add_to_relu_in_place(h):
     return F.relu(h, inplace=True) + h
-
-
-def choose_by_value(h):
-    return h if h.sum() > 0 else -h
-
-
-def sample_inside(h):
-    return h + pyro.sample("z", dist.Normal(0.0, 1.0))
 
 
 # ---- the log joint -----------------------------------------------------------------------------
@@ -356,83 +328,3 @@ def test_the_translation_samples_and_returns_what_the_model_does():
     assert trace["obs"]["value"].shape == (BATCH, 2)
     assert trace["obs"]["value"].dtype == np.float32
     assert translated(x.numpy()).shape == (BATCH, 2)
-
-
-# ---- what cannot be translated -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", [nn.Linear(3, 1), lambda x, y: None])
-def test_a_model_of_another_kind_is_refused(model):
-    with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got"):
-        to_numpyro(model)
-
-
-def test_a_model_without_sites_is_refused():
-    net = nn.Linear(3, 1).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"no latent site to sample.*bayesianize\(net"):
-        to_numpyro(Regressor(net, NUM_DATA, 0.3))
-
-
-@pytest.mark.parametrize(
-    ("net", "message"),
-    [
-        (nn.Conv1d(3, 1, 1), r"module 'net' \(Conv1d\) has no translation .*Supported.* ELU.*cat"),
-        (
-            nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5))),
-            r"module 'net\.1\.0' \(LayerNorm\) has no translation",
-        ),
-        (Calls(torch.erf), r"function `erf` in .* 'net' \(Calls\) has no translation"),
-        (Calls(lambda h: h.cumsum(0)), r"function `cumsum` in .* 'net' \(Calls\) has no"),
-        (
-            nn.Sequential(Calls(lambda h: torch.div(h, 2, rounding_mode="floor"))),
-            r"function `div` in .* 'net\.0' \(Calls\) has arguments without.*rounding_mode",
-        ),
-        (Calls(lambda h: h.new_zeros(h.ndim)), r"attribute `ndim` of a tensor in .* 'net' \(Calls"),
-        (
-            nn.Sequential(Calls(choose_by_value)),
-            r"module 'net\.0' \(Calls\) cannot be traced \(.*control flow",
-        ),
-        (Calls(sample_inside), r"draws the site 'z' inside a forward pass"),
-        (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), r"'net\.1' \(Dropout\) is active.*eval"),
-    ],
-)
-def test_a_net_without_translation_is_refused(net, message):
-    with pytest.raises(NotImplementedError, match=f"(?s){message}"):
-        to_numpyro(make_regressor(net))
-
-
-def test_point_estimates_are_refused():
-    net = bayesianize(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5)), normalization=False)
-    message = r"module 'net\.1' \(LayerNorm\) has point estimates, \['weight', 'bias'\].*freeze"
-    with pytest.raises(NotImplementedError, match=message):
-        to_numpyro(Regressor(net, NUM_DATA, 0.3))
-
-
-def test_a_function_of_another_library_is_refused():
-    def tanh(h):
-        return torch.overrides.handle_torch_function(tanh, (h,), h)
-
-    with pytest.raises(NotImplementedError, match=r"function `\S+\.tanh` in"):
-        to_numpyro(make_regressor(Calls(tanh)))
-
-
-def test_a_prior_of_unknown_kind_is_refused():
-    model = make_regressor(nn.Linear(3, 1), dist.Gumbel(0.0, 1.0))
-    message = r"site 'net\.weight' is a Gumbel, .* Supported are Beta, .*Uniform"
-    with pytest.raises(NotImplementedError, match=message):
-        to_numpyro(model)
-
-
-def test_a_prior_that_may_depend_on_other_sites_is_refused():
-    net = PyroModule[nn.Linear](3, 1)
-    net.weight = PyroSample(lambda module: dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
-    with pytest.raises(NotImplementedError, match=r"site 'net\.weight' is a function of its modul"):
-        to_numpyro(Regressor(net, NUM_DATA, 0.3))
-
-
-@pytest.mark.parametrize("missing", ["numpyro", "jax"])
-def test_a_missing_library_is_named_with_its_extra(monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
-    message = r'cannot be imported.*pip install "pyro-structvi\[reference\]"'
-    with pytest.raises(ImportError, match=message):
-        importlib.reload(pyro_structvi.reference)

@@ -51,7 +51,6 @@ class AugmentedNormal(GaussianWeight, abstract=True):
     """
 
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
-    argument_names = ("conditional_scale",)
     takes_bias_column = True
     applies_in_factors = True
     conditional_scale: Tensor

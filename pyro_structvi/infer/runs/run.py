@@ -84,11 +84,8 @@ class Run:
         if self._own is not None:
             set_random_states(self._own["began"], self._device)
         self._began = random_states(self._device)
-        try:
+        with self.unchanged_on_error():
             yield
-        except Exception:
-            set_random_states(self._before, self._device)
-            raise
 
     def check(self, total: int, loader: Any, settings: Mapping[str, Any]) -> None:
         """Raise a ``ValueError`` if a checkpoint was begun with other settings, or has more steps.

@@ -1,0 +1,144 @@
+"""Valid arguments of objectives, fits, predictions, and what else is done with a posterior."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+
+import pyro_structvi as ps
+from pyro_structvi import infer
+from tests.bad_input.samples import (
+    FILES,
+    inputs,
+    model_and_guide,
+    normalized_regressor,
+    positive,
+    regressor,
+    targets,
+)
+
+PERIOD = {"num_steps": 10, "end": 0.5}
+
+VALID: dict[str, Callable[[], dict[str, Any]]] = {
+    "StructuredELBO": lambda: {
+        "kl_weight": 1.0,
+        "num_particles": 1,
+        "vectorize_particles": False,
+        "estimator": "draws",
+    },
+    "LinearAnnealing": lambda: {**PERIOD, "start": 0.0},
+    "CosineDecay": lambda: dict(PERIOD),
+    "CompiledSVI": lambda: {
+        **model_and_guide(),
+        "optim": pyro.optim.Adam({"lr": 0.01}),
+        "loss": ps.StructuredELBO(),
+        "backend": None,
+        "fallback": False,
+        "check_finite": True,
+    },
+    "fit": lambda: {
+        **model_and_guide(),
+        "data": (inputs(), targets()),
+        "num_epochs": None,
+        "num_steps": 2,
+        "batch_size": 3,
+        "lr": 0.01,
+        "lr_schedule": infer.CosineDecay(10),
+        "kl_weight": 1.0,
+        "num_particles": 1,
+        "vectorize_particles": False,
+        "estimator": "draws",
+        "optimizer": torch.optim.SGD,
+        "compiled": "auto",
+        "progress": False,
+        "checkpoint": Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt",
+        "every": 5,
+        "resume": True,
+        "validation": (inputs(), targets()),
+        "metric": lambda prediction, y: 0.0,
+        "validate_every": 2,
+        "patience": 5,
+        "callbacks": [lambda history: None],
+    },
+    "TensorBoard": lambda: {"folder": FILES.name, "every": 2},
+    "StructuredAdam": lambda: {
+        "guide": (guide := ps.MeanFieldGuide(regressor())),
+        "parameters": [*guide.parameters()],
+        "lr": 0.1,
+        "betas": (0.9, 0.99),
+        "eps": 1e-12,
+        "posterior_lr": 3.0,
+        "clip": 3.0,
+    },
+    # using the posterior
+    "NetMoments": lambda: {
+        "model": (model := regressor()),
+        "guide": ps.MeanFieldGuide(model),
+        "covariance": "full",
+        "linearize": True,
+    },
+    "predict": lambda: {
+        "model": (model := normalized_regressor()),
+        "posterior": ps.MeanFieldGuide(model),
+        "x": inputs(),
+        "num_samples": 2,
+        "y": targets(),
+        "batch_size": 3,
+        "stream": False,
+        "site": "obs",
+        "max_memory": 1.0,
+        "batch_statistics": inputs(),
+        "progress": False,
+        "method": "draws",
+        "covariance": "diagonal",
+        "linearize": False,
+        "differentiable": True,
+    },
+    "to_inference_data": lambda: {
+        "model": (model := normalized_regressor()),
+        "posterior": ps.MeanFieldGuide(model),
+        "x": inputs(),
+        "y": targets(),
+        "num_samples": 2,
+        "sites": ["net.*"],
+        "functions": {"norm": lambda draw: draw["net.1.weight"].norm()},
+        "outputs": True,
+        "site": "obs",
+        "max_memory": 1.0,
+        "batch_statistics": inputs(),
+    },
+    "prune_inducing_factors": lambda: {
+        "guide": ps.InducingWeightGuide(regressor(), (2, 2)),
+        "amount": 0.5,
+    },
+    "prune_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "amount": 0.5},
+    "marginal_variances": lambda: {"guide": ps.MeanFieldGuide(regressor())},
+    "laplace_variances": lambda: {
+        "model": (model := regressor()),
+        "center": ps.MAPGuide(model),
+        "x": inputs(),
+        "num_samples": 1,
+        "batch_size": 3,
+        "site": "obs",
+    },
+    "largest": lambda: {"variances": {"w": positive(4, 3)}, "size": 2},
+    "k_tied_from_mean_field": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
+    "full_covariance_from": lambda: {"guide": ps.MeanFieldGuide(regressor()), "max_memory": 1.0},
+    "tie_scales": lambda: {"scale": positive(4, 3), "rank": 2, "steps": 5},
+    "to_numpyro": lambda: {"model": regressor()},
+    "nuts": lambda: {
+        "model": regressor(),
+        "x": inputs(),
+        "y": targets(),
+        "num_warmup": 2,
+        "num_samples": 4,
+        "num_chains": 1,
+        "target_accept_prob": 0.8,
+        "max_tree_depth": 2,
+        "seed": 0,
+        "progress": False,
+    },
+}

@@ -1,0 +1,87 @@
+"""Tensor arguments that a distribution declares by annotations."""
+
+from typing import Annotated
+
+import pytest
+import torch
+from torch.distributions import constraints
+
+from pyro_structvi.distributions.arguments import Argument
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
+
+
+class Declared(GaussianWeight, abstract=True):
+    """With a factor for each group of g inputs, and k numbers for each output and for each input."""
+
+    factors: Annotated[torch.Tensor, Argument("out, in / g, g, g", constraints.lower_cholesky)]
+    rows: Annotated[torch.Tensor, Argument("out, k", constraints.positive)]
+    columns: Annotated[torch.Tensor, Argument("D, k")]
+    unrelated: Annotated[int, "of no distribution"]
+
+    def __init__(self, loc, factors, rows, columns, validate_args=True):
+        named = {"factors": factors, "rows": rows, "columns": columns}
+        super().__init__({"loc": loc, **named}, validate_args=validate_args)
+
+
+def declared(loc=(4, 6), group=3, groups=2, rows=(4, 5), columns=(24, 5), batch=(), **options):
+    factors = torch.eye(group).expand(*batch, 4, groups, group, group)
+    return Declared(
+        torch.zeros((*batch, *loc)),
+        factors,
+        torch.ones(*batch, *rows),
+        torch.ones(*batch, *columns),
+        **options,
+    )
+
+
+def test_constraints_and_names_are_those_of_the_annotations():
+    assert Declared.arg_constraints == {
+        "loc": constraints.real,
+        "factors": constraints.lower_cholesky,
+        "rows": constraints.positive,
+        "columns": constraints.real,
+    }
+    assert declared().argument_names == ("loc", "factors", "rows", "columns")
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 7)])
+@pytest.mark.parametrize("loc", [(4, 6), (4, 3, 2), (4, 2, 1, 3)])
+def test_batch_and_event_are_told_apart_by_the_letters(loc, batch):
+    q = declared(loc, batch=batch)
+    assert (q.batch_shape, q.event_shape) == (batch, loc)
+    expanded = q.expand((9, *batch))
+    assert expanded.factors.shape == (9, *batch, 4, 2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (
+            {"group": 4, "groups": 1},
+            r"`factors` must have shape \(\*batch, out, in / g, g, g\) = \(4, 3/2, 4, 4\), "
+            r"but got \(4, 1, 4, 4\), beside `loc`\.",
+        ),
+        ({"groups": 3}, r"`factors` must have .* = \(4, 2, 3, 3\), but got \(4, 3, 3, 3\)"),
+        (
+            {"columns": (24, 4)},
+            r"`columns` must have .* = \(24, 5\), but got \(24, 4\), beside `loc and rows`\.",
+        ),
+        ({"columns": (5,)}, r"`columns` must have shape \(\*batch, D, k\) = \(24, 5\)"),
+        ({"loc": ()}, r"`loc` must have shape \(\*batch, out, \*rest\) and `factors` .* got \(\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        declared(**shapes)
+
+
+def test_values_are_checked_where_arguments_are_validated():
+    named = {"factors": torch.ones(4, 2, 3, 3), "rows": torch.ones(4, 5)}
+    with pytest.raises(ValueError, match="`factors` must be lower triangular"):
+        Declared(torch.zeros(4, 6), columns=torch.ones(24, 5), **named)
+    named = {"factors": torch.eye(3).expand(4, 2, 3, 3), "rows": -torch.ones(4, 5)}
+    with pytest.raises(ValueError, match="`rows` must be positive"):
+        Declared(torch.zeros(4, 6), columns=torch.ones(24, 5), **named)
+    Declared(torch.zeros(4, 6), columns=torch.ones(24, 5), validate_args=False, **named)
+    with pytest.raises(TypeError, match="`validate_args` must be True or False"):
+        declared(validate_args="abc")

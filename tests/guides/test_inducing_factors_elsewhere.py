@@ -1,0 +1,181 @@
+"""Inducing factors in other models, and options."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import (
+    InducingWeights,
+    KTied,
+    MeanField,
+    Members,
+)
+from tests.guides.inducing_copies import assert_same_draws, draw, randomize
+from tests.guides.inducing_guides import KINDS, make_guide
+from tests.models import make_regressor, regression_data
+
+# ---- other models --------------------------------------------------------------------------------
+
+
+def function_model(x, y=None, prior=None):
+    """Two layers drawn in a function."""
+    prior = dist.Normal(0.0, 1.0) if prior is None else prior
+    first = pyro.sample("first", prior.expand([4, 3]).to_event(2))
+    second = pyro.sample("second", prior.expand([1, 4]).to_event(2))
+    mean = F.linear(torch.tanh(F.linear(x, first)), second)
+    with pyro.plate("data", len(x)):
+        pyro.sample("obs", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("kind", ["full, shared", "ensemble"])
+def test_layers_of_a_function_draw_together(kind):
+    guide = make_guide(function_model, **KINDS[kind])
+    guide.initialize(*regression_data())
+    new = make_guide(function_model, **KINDS[kind])
+    new.initialize(*regression_data())
+    randomize(guide)
+    new.load_state_dict(guide.state_dict())
+    assert_same_draws(guide, new)
+    assert list(draw(guide)) == ["first", "second"]
+
+
+def half_declared():
+    """Return a module that declares one layer and draws another in forward."""
+
+    class Model(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = ps.bayesianize(nn.Linear(3, 4), prior=1.0)
+
+        def forward(self, x, y=None):
+            weight = pyro.sample("late", dist.Normal(torch.zeros(1, 4), 1.0).to_event(2))
+            mean = F.linear(torch.tanh(self.layer(x)), weight)
+            with pyro.plate("data", len(x)):
+                pyro.sample("obs", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+    return Model()
+
+
+def test_a_layer_that_is_found_late_cannot_draw_with_the_others():
+    guide = make_guide(half_declared(), **KINDS["full, shared"])
+    message = r"\['layer\.weight'\] are drawn together, and \['late'\] were found"
+    with pytest.raises(ValueError, match=message):
+        guide.initialize(*regression_data())
+
+
+def test_a_layer_that_is_found_late_takes_the_member_of_the_others():
+    guide = make_guide(half_declared(), init_scale=1e-6, **KINDS["ensemble"])
+    guide.initialize(*regression_data())
+    names, values = ("layer.weight", "late"), guide.draw(number=1)
+    for name in names:
+        expected = guide[name]().given(guide[name].inducing_members[1]).mean
+        drawn = torch.cat(
+            [values[part].reshape(len(expected), -1) for part in guide[name].site.names], -1
+        )
+        torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-4)
+
+
+def test_a_layer_that_is_found_late_may_draw_by_itself():
+    guide = make_guide(half_declared())
+    guide.initialize(*regression_data())
+    assert guide["late"]().event_shape == (1, 4)
+
+
+def heavy_tailed(x, y=None):
+    function_model(x, y, dist.Cauchy(torch.tensor(0.0), 1.0))
+
+
+def test_a_prior_without_a_standard_deviation_asks_for_one():
+    message = r"The prior of first has no finite standard deviation.*Pass `prior_scale=`"
+    guide = make_guide(heavy_tailed)
+    with pytest.raises(ValueError, match=message):
+        guide.initialize(*regression_data())
+    guide = ps.StructuredGuide(heavy_tailed, {"*": InducingWeights((3, 2), prior_scale=0.5)})
+    guide.initialize(*regression_data())
+    assert guide["first"].prior_scale.tolist() == [0.5]
+    with pytest.warns(ps.infer.SampledKLWarning):
+        assert torch.isfinite(
+            ps.StructuredELBO().terms(heavy_tailed, guide, *regression_data()).elbo
+        )
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inducing_posterior": "dense"}, r'`inducing_posterior` must be "diagonal", .* \'dense\''),
+        (
+            {"ensemble_size": 3},
+            r'`ensemble_size` is for inducing_posterior="ensemble", .* \'diagonal\'',
+        ),
+        (
+            {"ensemble_size": 0, "inducing_posterior": "ensemble"},
+            "`ensemble_size` must be a whole number of at least 1, but got 0",
+        ),
+        (
+            {"max_inducing_scale": 0.1, "inducing_posterior": "full"},
+            r'`max_inducing_scale` is for inducing_posterior="diagonal", but got \'full\'',
+        ),
+        (
+            {"max_inducing_scale": -0.1},
+            "`max_inducing_scale` must be a positive number, but got -0.1",
+        ),
+        (
+            {"max_conditional_scale": 0},
+            "`max_conditional_scale` must be a positive number, but got 0",
+        ),
+        (
+            {"shape": 64},
+            r"`inducing_shape` must be \(M_out, M_in\), such as \(64, 64\), but got 64",
+        ),
+        ({"shape": (64,)}, r"`inducing_shape` must be \(M_out, M_in\), .* but got \(64,\)"),
+        ({"shape": (64, 0)}, r"`inducing_shape` must be .* but got \(64, 0\)"),
+        ({"shape": (64, 1.5)}, r"`inducing_shape` must be .* but got \(64, 1.5\)"),
+        ({"shared": True}, r"`shared` is for a posterior with correlations.* got MeanField"),
+        (
+            {"shared": True, "inducing_posterior": "ensemble"},
+            r"`shared` is for a posterior with correlations.* got Members\(size=5\)",
+        ),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_guide(**options)
+
+
+def test_join_bias_must_be_true_or_false():
+    with pytest.raises(TypeError, match="`join_bias` must be True or False, but got 'yes'"):
+        make_guide(join_bias="yes")
+
+
+def test_the_posterior_of_inducing_weights_must_be_a_name_or_a_family():
+    with pytest.raises(TypeError, match=r"`inducing_posterior` must be .* a Family, but got 3"):
+        make_guide(inducing_posterior=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: InducingWeights([3, 2]), ValueError, r"`shape` must be \(M_out, M_in\).*\[3, 2\]"),
+        (lambda: InducingWeights(posterior="full"), TypeError, "`posterior` must be a Family"),
+        (lambda: InducingWeights(prior_scale=-1.0), ValueError, "`prior_scale` must be a positive"),
+        (lambda: Members(0), ValueError, "`size` must be a whole number of at least 1, but got 0"),
+        (lambda: MeanField(max_scale=0.0), ValueError, "`max_scale` must be a positive number"),
+    ],
+    ids=["shape", "posterior", "prior scale", "members", "mean field"],
+)
+def test_families_check_their_options(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_only_weights_take_inducing_weights():
+    guide = ps.StructuredGuide(make_regressor(), {"*.bias": InducingWeights(), "*": KTied(1)})
+    assert guide["net.0.bias"].family == MeanField()

@@ -1,0 +1,215 @@
+"""Structured guides under Pyro's objectives and ours, and what models may do with their sites."""
+
+import copy
+import gc
+import weakref
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import SVI
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.weight import LazyWeight
+from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
+from tests.guides.test_structured import ELBOS, make_svi
+from tests.models import (
+    HandWritten,
+    convolution_function,
+    linear_function,
+    local_latent_function,
+    make_classifier,
+    make_regressor,
+    recurrent_function,
+    regression_data,
+)
+
+
+def function_cases():
+    x = torch.randn(6, 3)
+    return {
+        "linear": (linear_function, (x, torch.randn(6, 2))),
+        "convolution": (convolution_function, (x.unsqueeze(1), torch.randn(6))),
+        "recurrent": (recurrent_function, (x, torch.randn(6))),
+        "local latent": (local_latent_function, (x, torch.randn(6))),
+        "hand-written": (HandWritten(), (x, torch.randn(6, 2))),
+        "classifier": (make_classifier(), (x, torch.randint(4, (6,)))),
+        "regressor": (make_regressor(), (x, torch.randn(6, 1))),
+    }
+
+
+# ---- under Pyro's and our ELBOs ------------------------------------------------------------------
+
+
+# Pyro's objectives draw every weight at once, whatever the layer.
+ON_DRAWN_WEIGHTS = ("linear", "local latent", "hand-written")
+
+
+@pytest.mark.parametrize(
+    ("elbo", "case"),
+    [
+        (elbo, case)
+        for elbo in ELBOS
+        for case in function_cases()
+        if elbo is ps.StructuredELBO or case in ON_DRAWN_WEIGHTS
+    ],
+)
+@pytest.mark.parametrize("guide_name", [*GUIDE_NAMES, *POINTS])
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
+def test_a_step_gives_every_parameter_a_finite_gradient(case, elbo, guide_name):
+    model, args = function_cases()[case]
+    guide = (GUIDES | POINTS)[guide_name](model)
+    guide.initialize(*args)
+    elbo(num_particles=2).loss_and_grads(model, guide, *args)
+    gradients = {name: parameter.grad for name, parameter in guide.named_parameters()}
+    assert [name for name, value in gradients.items() if value is None] == []
+    assert [name for name, value in gradients.items() if not value.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("module_local", [True, False])
+def test_two_guides_of_one_class_both_train(module_local):
+    with pyro.settings.context(module_local_params=module_local):
+        for _ in range(2):
+            model = make_regressor()
+            guide = ps.KTiedGuide(model)
+            before = copy.deepcopy(dict(guide.named_parameters()))
+            svi = make_svi(model, guide)
+            svi.step(*regression_data())
+            svi.step(*regression_data())
+            assert all(not torch.equal(before[k], v) for k, v in guide.named_parameters())
+
+
+def test_the_param_store_mirrors_the_parameters():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model)
+    make_svi(model, guide).step(*regression_data())
+    store = pyro.get_param_store()
+    assert store["KTiedGuide.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
+
+
+def test_guides_of_one_class_have_separate_names_and_leave_the_store_when_they_go():
+    model, (x, y) = make_regressor(), regression_data()
+    guides = [ps.KTiedGuide(model) for _ in range(2)]
+    optim = pyro.optim.Adam({"lr": 0.01})
+    for guide in guides:
+        SVI(model, guide, optim, ps.StructuredELBO()).step(x, y)
+    names = [name for guide in guides for name, _ in guide.named_parameters()]
+    assert len(optim.get_state()) == len(names) == 20  # none shares another's state
+    store = pyro.get_param_store()
+    for guide, prefix in zip(guides, ("KTiedGuide", "KTiedGuide_2"), strict=True):
+        assert store[f"{prefix}.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
+    del guides[1], guide, optim
+    gc.collect()
+    assert {name.partition(".")[0] for name in store} == {"KTiedGuide"}
+    ps.fit(model, guides[0], (x, y), num_steps=1, progress=False)
+    kept = weakref.ref(guides[0]["net.0.weight"].loc)
+    guides.clear()
+    gc.collect()
+    assert kept() is None
+    assert not [*store]
+
+
+@pytest.mark.parametrize("guide_class", [*GUIDES.values(), *POINTS.values()], ids=GUIDES | POINTS)
+@pytest.mark.parametrize("make_model", [make_regressor, make_classifier])
+def test_no_weight_is_drawn_in_a_training_step(guide_class, make_model, monkeypatch):
+    model = make_model()
+    x, y = regression_data()
+    y = y if make_model is make_regressor else torch.randint(4, (12,))
+    guide = guide_class(model)
+    guide.initialize(x, y)
+    drawn = []
+    monkeypatch.setattr(LazyWeight, "draw", lambda self: drawn.append(self.use.name))
+    make_svi(model, guide).step(x, y)
+    assert drawn == []
+
+
+def test_local_reparam_false_draws_every_weight_once():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model, local_reparam=False)
+    x, y = regression_data()
+    with DelayDraws():
+        trace = poutine.trace(guide).get_trace(x, y)
+    output = poutine.replay(model, trace=trace)(x, y)
+    assert all(type(trace.nodes[name]["value"]) is torch.Tensor for name in guide.site_names)
+    w0, b0, w2, b2 = (trace.nodes[name]["value"] for name in guide.site_names)
+    torch.testing.assert_close(output, F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2))
+
+
+def test_frozen_variational_parameters_stay():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model)
+    guide["net.0.weight"].loc.requires_grad_(False)
+    before = guide["net.0.weight"].loc.clone()
+    make_svi(model, guide).step(*regression_data())
+    assert torch.equal(guide["net.0.weight"].loc, before)
+
+
+# ---- uses ----------------------------------------------------------------------------------------
+
+
+def test_a_weight_used_twice_is_one_weight():
+    guide = ps.MeanFieldGuide(recurrent_function, init_scale=1.0)
+    x = torch.randn(5, 3)
+    guide.initialize(x, torch.zeros(5))
+    with DelayDraws():
+        trace = poutine.trace(guide).get_trace(x, torch.zeros(5))
+    mean = poutine.replay(recurrent_function, trace=trace)(x, torch.zeros(5))
+    weight = trace.nodes["weight"]["value"]
+    torch.testing.assert_close(mean, F.linear(torch.tanh(F.linear(x, weight)), weight).sum(-1))
+
+
+def test_one_use_more_than_was_counted_is_an_error():
+    def model(x, times):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+        for _ in range(times):
+            x = F.linear(x, weight)
+        return x
+
+    guide = ps.MeanFieldGuide(model)
+    svi = make_svi(model, guide)
+    svi.step(torch.ones(2, 3), 1)
+    with pytest.raises(RuntimeError, match=r"'weight' more often in this pass.*guide.initialize"):
+        svi.step(torch.ones(2, 3), 2)
+    guide.initialize(torch.ones(2, 3), 2)
+    svi.step(torch.ones(2, 3), 2)
+
+
+def test_another_use_after_the_outputs_were_drawn_is_an_error():
+    def model(x, penalized):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+        pyro.factor("outputs", -F.linear(x, weight).square().sum())
+        if penalized:
+            pyro.factor("penalty", -weight.abs().sum())
+
+    guide = ps.MeanFieldGuide(model)
+    svi = make_svi(model, guide)
+    svi.step(torch.ones(2, 3), False)
+    with pytest.raises(RuntimeError, match="'weight' more often"):
+        svi.step(torch.ones(2, 3), True)
+
+
+def test_counting_leaves_running_statistics_alone():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    bayes_net = ps.bayesianize(net, normalization=False)
+    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.1)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    ps.MeanFieldGuide(model).initialize(*regression_data())
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_data_of_another_dtype_is_an_error_that_names_the_site():
+    model = make_regressor()
+    x, y = regression_data()
+    svi = make_svi(model, ps.MeanFieldGuide(model))
+    for _ in range(2):  # in the run that counts uses, and in a step
+        if True:
+            with pytest.raises(
+                ValueError, match=r"site 'net.0.weight' must have dtype torch.float64"
+            ):
+                svi.step(x.float(), y)
+            svi.step(x, y)

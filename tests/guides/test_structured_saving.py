@@ -1,0 +1,278 @@
+"""Structured guides: predictions, saved states and copies."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import Importance, Predictive
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import KTied
+from pyro_structvi.guides.local_latents import LocalLatentWarning
+from pyro_structvi.lazy.messenger import DelayDraws
+from tests.guides.test_structured import ELBOS, make_svi
+from tests.models import (
+    linear_function,
+    local_latent_function,
+    make_regressor,
+    regression_data,
+)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_predictive_draws_consistent_functions(trained):
+    model = make_regressor()
+    x, y = regression_data()
+    guide = ps.KTiedGuide(model, init_scale=0.5)
+    if trained:
+        make_svi(model, guide).step(x, y)
+    sites = [*guide.site_names, "_RETURN"]
+    draws = Predictive(model, guide=guide, num_samples=4, return_sites=sites)(x)
+    for index in range(4):
+        w0, b0, w2, b2 = (draws[name][index].squeeze(0) for name in guide.site_names)
+        expected = F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2)
+        torch.testing.assert_close(draws["_RETURN"][index], expected)
+
+
+def test_predictive_on_another_number_of_examples():
+    guide = ps.MeanFieldGuide(local_latent_function)
+    make_svi(local_latent_function, guide).step(torch.randn(6, 3), torch.randn(6))
+    with pytest.warns(LocalLatentWarning, match="drawn from the model"):
+        draws = Predictive(local_latent_function, guide=guide, num_samples=3)(torch.randn(11, 3))
+    assert draws["shift"].shape == draws["obs"].shape == (3, 11)
+
+
+def test_predicting_from_a_guide_that_knows_no_site_is_an_error():
+    guide, x = ps.MeanFieldGuide(linear_function), torch.zeros(2, 3)
+    message = r"knows no latent site yet.*call `guide.initialize\(...\)`"
+    for attempt in (
+        lambda: Predictive(linear_function, guide=guide, num_samples=2)(x),
+        lambda: ps.predict(linear_function, guide, x),
+        guide.draw,
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            attempt()
+
+
+def test_a_state_dict_loads_before_any_data_was_seen():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model)
+    make_svi(model, guide).step(*regression_data())
+    fresh = ps.KTiedGuide(make_regressor())
+    fresh.load_state_dict(guide.state_dict())
+    for name in guide.site_names:
+        assert torch.equal(fresh[name]().mean, guide[name]().mean)
+        assert torch.equal(fresh[name]().variance, guide[name]().variance)
+
+
+def test_a_state_dict_loads_into_the_guide_of_a_function():
+    x = torch.zeros(2, 3)
+    guide, fresh = (ps.KTiedGuide(linear_function) for _ in range(2))
+    guide.initialize(x, torch.zeros(2, 2))
+    fresh.initialize(x, torch.zeros(2, 2))
+    fresh.load_state_dict(guide.state_dict())
+    assert torch.equal(fresh["weight"].loc, guide["weight"].loc)
+
+
+def test_a_pickle_carries_no_data_and_no_model():
+    model = make_regressor(size=10_000)
+    guide = ps.KTiedGuide(model)
+    make_svi(model, guide).step(*regression_data(size=10_000))
+    payload = pickle.dumps(guide)
+    assert len(payload) < 20_000
+    loaded = pickle.loads(payload)
+    assert loaded.model is None
+    assert guide.model is model
+    assert loaded.draw().keys() == guide.draw().keys()
+    make_svi(model, loaded).step(*regression_data(size=10_000))
+
+
+def test_a_guide_with_a_local_init_loc_fn_pickles_and_copies():
+    guide = ps.KTiedGuide(
+        make_regressor(), init_loc_fn=lambda site: torch.zeros(site["fn"].shape())
+    )
+    assert pickle.loads(pickle.dumps(guide)).init_loc_fn is None
+    assert copy.deepcopy(guide).init_loc_fn is guide.init_loc_fn
+
+
+def test_an_unpickled_guide_says_that_it_has_no_model():
+    guide = pickle.loads(pickle.dumps(ps.KTiedGuide(make_regressor())))
+    with pytest.raises(RuntimeError, match="unpickled without its model"):
+        guide.initialize(*regression_data())
+
+
+def test_torch_save_and_load_of_a_state_dict():
+    guide = ps.KTiedGuide(make_regressor())
+    buffer = io.BytesIO()
+    torch.save(guide.state_dict(), buffer)
+    buffer.seek(0)
+    fresh = ps.KTiedGuide(make_regressor())
+    fresh.load_state_dict(torch.load(buffer))
+    assert torch.equal(fresh["net.0.weight"].loc, guide["net.0.weight"].loc)
+
+
+def test_a_deep_copy_is_another_guide_of_the_same_model():
+    model = make_regressor()
+    guide = ps.KTiedGuide(model)
+    make_svi(model, guide).step(*regression_data())
+    twin = copy.deepcopy(guide)
+    assert twin.model is model
+    make_svi(model, twin).step(*regression_data())
+    assert not torch.equal(twin["net.0.weight"].loc, guide["net.0.weight"].loc)
+
+
+def test_draw_and_median_need_no_data():
+    guide = ps.StructuredGuide(
+        make_regressor(noise_scale=dist.HalfNormal(1.0)), {"*": KTied(2)}, init_scale=0.5
+    )
+    draw, median = guide.draw(), guide.median()
+    assert draw.keys() == median.keys() == set(guide.site_names)
+    assert torch.equal(median["net.0.weight"], guide["net.0.weight"].loc)
+    torch.testing.assert_close(median["noise_scale"], guide["noise_scale"].loc.exp())
+
+
+def test_sites_of_functions_come_in_the_order_of_execution():
+    def model():
+        for name in ("last", "first"):
+            pyro.sample(name, dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize()
+    assert guide.site_names == ["last", "first"]
+
+
+def test_unknown_site_is_a_key_error():
+    with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
+        ps.KTiedGuide(make_regressor())["net.9.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_guides_take_the_models_dtype(dtype):
+    model = make_regressor().to(dtype)
+    guide = ps.KTiedGuide(model)
+    assert {parameter.dtype for parameter in guide.parameters()} == {dtype}
+    x, y = (value.to(dtype) for value in regression_data())
+    make_svi(model, guide).step(x, y)
+
+
+def test_parameter_counts():
+    net = nn.Sequential(nn.Linear(784, 400), nn.Linear(400, 400), nn.Linear(400, 10))
+    model = ps.Classifier(ps.bayesianize(net), num_data=10)
+
+    def count(guide):
+        return sum(parameter.numel() for parameter in guide.parameters())
+
+    # Swiatkowski et al. (2020), figure 4: 957, 482, 484 and 486 thousand.
+    assert count(ps.MeanFieldGuide(model)) == 956_820
+    assert [count(ps.KTiedGuide(model, rank=k)) for k in (1, 2, 3)] == [481_614, 484_008, 486_402]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("elbo", ELBOS)
+def test_training_on_a_gpu(elbo):
+    model = make_regressor().to("cuda")
+    guide = ps.KTiedGuide(model)
+    x, y = (value.to("cuda") for value in regression_data())
+    svi = make_svi(model, guide, elbo())
+    svi.step(x, y)
+    assert {parameter.device.type for parameter in guide.parameters()} == {"cuda"}
+
+
+@pytest.mark.slow
+def test_group_effects_are_drawn_and_local_latents_left_to_the_model():
+    group = torch.arange(40) % 4
+    y = torch.tensor([-3.0, -1.0, 1.0, 3.0])[group]
+
+    def model(group, y=None):
+        with pyro.plate("groups", 4):
+            offset = pyro.sample("offset", dist.Normal(0.0, 3.0))
+            pyro.sample("unused", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(group)):
+            local = pyro.sample("local", dist.Normal(0.0, 0.1))
+            pyro.sample("obs", dist.Normal(offset[group] + local, 0.1), obs=y)
+
+    guide = ps.MeanFieldGuide(model)
+    ps.fit(model, guide, (group, y), num_steps=800, lr=0.05, progress=False)
+    assert guide.local_site_names == ["local"]
+    with pytest.warns(LocalLatentWarning, match=r"\['local'\] of single examples are drawn"):
+        prediction = ps.predict(model, guide, torch.arange(4).repeat(3), 100)
+    assert (prediction.mean - torch.tensor([-3.0, -1.0, 1.0, 3.0]).repeat(3)).abs().max() < 0.3
+    assert guide.draw(local=True)["local"].shape == (40,)
+    with pytest.raises(ValueError, match=r"sites \['local'\] belong to single examples"):
+        ps.fit(model, guide, (group, y), num_steps=2, batch_size=10, progress=False)
+
+
+def test_site_names_do_not_collide_with_each_other_or_with_torch():
+    def model():
+        for name in ("a.b", "a/b", "values", "training"):
+            pyro.sample(name, dist.Normal(0.0, 1.0))
+
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize()
+    assert len(list(guide.parameters())) == 8
+    assert guide.draw().keys() == {"a.b", "a/b", "values", "training"}
+
+
+def test_a_guide_that_was_replaced_is_let_go():
+
+    def train():
+        model = make_regressor()
+        guide = ps.KTiedGuide(model)
+        make_svi(model, guide).step(*regression_data())
+        return weakref.ref(guide["net.0.weight"].loc)
+
+    first = train()
+    train()
+    gc.collect()
+    assert first() is None
+
+
+def test_a_net_that_differentiates_itself_gets_drawn_weights():
+    class Derivative(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.clone().requires_grad_()
+                output = torch.tanh(self.layer(x))
+                (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            return torch.cat([output, slope], 1)
+
+    model = ps.Regressor(ps.bayesianize(Derivative()), num_data=5, noise_scale=1.0)
+    guide = ps.MeanFieldGuide(model)
+    x = torch.randn(5, 3)
+    guide.initialize(x, torch.zeros(5, 4))
+    with DelayDraws():
+        value = poutine.trace(guide).get_trace(x).nodes["net.layer.weight"]["value"]
+    assert type(value) is torch.Tensor
+
+
+@pytest.mark.slow
+def test_importance_weights_are_those_of_drawn_weights():
+    x = torch.randn(6, 3)
+    y = x @ torch.tensor([[1.0, -1.0], [0.5, 0.0], [0.0, 2.0]]) + 0.5 * torch.randn(6, 2)
+    covariance = x @ x.T + 0.25 * torch.eye(6)
+    exact = dist.MultivariateNormal(torch.zeros(6), covariance).log_prob(y.T).sum()
+    precision = x.T @ x / 0.25 + torch.eye(3)
+    guide = ps.MeanFieldGuide(linear_function)
+    guide.initialize(x, y)
+    with torch.no_grad():
+        guide["weight"].loc.copy_(torch.linalg.solve(precision, x.T @ y / 0.25).T)
+        scale = torch.linalg.inv(precision).diagonal().sqrt()  # wide enough for every direction
+        guide["weight"].log_scale.copy_(scale.log().expand(2, 3))
+    importance = Importance(linear_function, guide, num_samples=4000)
+    with torch.no_grad():
+        importance.run(x, y)
+        assert abs(importance.get_log_normalizer() - exact) < 0.25
+        assert importance.get_ESS() > 200
