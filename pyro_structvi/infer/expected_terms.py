@@ -16,6 +16,7 @@ from pyro_structvi.linalg.precision import at_least_single, autocast_off
 from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes, observation_at
 from pyro_structvi.moments.net import check_served, output_moments
 from pyro_structvi.moments.random_tensor import Settings
+from pyro_structvi.moments.softmax import excess_of_log_total, is_softmax
 from pyro_structvi.moments.weights import by_name, member_numbers, posteriors_of, random_values
 from pyro_structvi.nn.every_site import read_declared
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood
@@ -57,6 +58,10 @@ def expected_terms(
         if bounds:
             at = observation_at(model, output.loc, y)
             expected = model.lower_bound(output.loc, output.variance, at.y).sum() * at.scale
+        elif is_softmax(model):
+            at = observation_at(model, output.loc, y)
+            each = at.likelihood.log_prob(at.y) - excess_of_log_total(output)
+            expected = each.sum() * at.scale
         else:
             at = likelihood_at_nodes(model, output, by_name(sites), y)
             expected = _expected(at)

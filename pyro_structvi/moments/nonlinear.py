@@ -18,9 +18,9 @@ from torch import Tensor
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.moments.random_tensor import RandomTensor
+from pyro_structvi.moments.relu import in_deviations, normal_cdf, relu
 
 NODES = 32
-FARTHEST = 1e4  # standard deviations; a density is zero there in any precision
 LARGEST_POWER = 31  # of which the nodes give mean and variance exactly
 ORDERS = 4  # of Hermite's polynomials; the k-th adds a correlation to the power of k over k!
 
@@ -86,36 +86,6 @@ def _hermite_polynomials(z: Tensor) -> list[Tensor]:
 
 
 # ---- closed forms ------------------------------------------------------------------------------------
-
-
-def _density(a: Tensor) -> Tensor:
-    return torch.exp(-0.5 * a.square()) / math.sqrt(2 * math.pi)
-
-
-def normal_cdf(a: Tensor) -> Tensor:
-    """Return the standard normal's distribution function, accurate far below zero too."""
-    # Torch's `ndtr` goes by `erf`, and rounds tails to zero.
-    return 0.5 * torch.erfc(-a / math.sqrt(2))
-
-
-def in_deviations(m: Tensor, s: Tensor) -> Tensor:
-    """Return ``m / s``, with a bound where nothing depends on it, so that its square stays finite."""
-    return m.clamp(-FARTHEST * s, FARTHEST * s) / s
-
-
-def relu(m: Tensor, v: Tensor) -> Moments:
-    """Return the moments of ``max(x, 0)``.
-
-    References:
-        Frey and Hinton (1999), "Variational learning in nonlinear Gaussian belief networks", Sec. 2.2.
-    """
-    s = floored_sqrt(v)
-    a = in_deviations(m, s)
-    below, above, density = normal_cdf(-a), normal_cdf(a), _density(a)
-    loc = m * above + s * density
-    # Sums of what is small where the variance is: a difference of squares would lose it.
-    share = above + a.square() * above * below + a * density * (below - above) - density.square()
-    return loc, v * share.clamp_min(0)
 
 
 def leaky_relu(slope: float) -> Callable[[Tensor, Tensor], Moments]:

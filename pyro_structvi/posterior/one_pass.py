@@ -11,9 +11,10 @@ from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, wa
 from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.linalg.precision import at_least_single, autocast_off, floored_sqrt
-from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes
+from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes, observation_at
 from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
+from pyro_structvi.moments.softmax import class_expectations, is_softmax
 from pyro_structvi.moments.weights import (
     Sites,
     by_name,
@@ -106,6 +107,10 @@ def _predict(
     likelihood: Any = None
     for (x, *_), y in batches:
         output = output_moments(model, values, x, settings)
+        if is_softmax(model):
+            likelihood, part = _read_classes(model, output, y)
+            parts.append(part)
+            continue
         for cut in _cuts(output):
             part = _cut(output, cut)
             at = likelihood_at_nodes(model, part, posteriors)
@@ -131,6 +136,18 @@ def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
     form = output.form_covariance
     part.form_covariance = None if form is None else lambda: form()[cut]
     return part
+
+
+def _read_classes(model: Likelihood, output: RandomTensor, y: Tensor | None) -> tuple[Any, _Member]:
+    """Return the likelihood at the mean of logits, and what a posterior predicts of their classes."""
+    likelihood = observation_at(model, output.loc, None).likelihood
+    if y is not None:
+        check_shape("y", y, likelihood.batch_shape, "that of the predictions")
+        check_no_nan("y", y)
+        likelihood.log_prob(y)  # which says what is wrong with classes
+    mean, variance, entropy, log_density = class_expectations(output, y)
+    noise = mean * (1 - mean) - variance
+    return likelihood, _Member(mean, noise, variance, entropy, log_density)
 
 
 def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:
