@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_structvi._pyro import site_values
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.infer.terms import ELBOTerms, average, terms_of
-from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.messenger import LeaveUndrawn
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
 from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes, observation_at
 from pyro_structvi.moments.net import check_served, output_moments
@@ -89,7 +89,7 @@ def _kl_terms(
         with site_values(model):
             read_declared(model)
 
-    with DelayDraws():
+    with LeaveUndrawn():
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     model_trace = poutine.trace(poutine.replay(priors, trace=guide_trace)).get_trace()
     return terms_of(model_trace, guide_trace, 0)

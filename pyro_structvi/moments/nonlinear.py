@@ -41,17 +41,23 @@ class Nonlinearity(NamedTuple):
 
 def propagate(nonlinearity: Nonlinearity, x: RandomTensor) -> RandomTensor:
     """Return the moments of a function of each element."""
-    closed = nonlinearity.closed or (lambda m, v: by_quadrature(nonlinearity.function, m, v))
-    loc, variance = closed(x.loc, x.variance)
+    function, closed = nonlinearity
     if x.covariance is None:
-        return RandomTensor(loc, variance, x.settings)
-    covariance = _mehler(nonlinearity.function, x, variance)
-    return RandomTensor(loc, variance, x.settings, covariance)
+        by = closed or (lambda m, v: by_quadrature(function, m, v))
+        return RandomTensor(*by(x.loc, x.variance), x.settings)
+    scale = floored_sqrt(x.variance)
+    values, weights = _values(function, x.loc, scale)  # of the coefficients, and of the moments
+    found = closed(x.loc, x.variance) if closed else _averages(values, weights)
+    covariance = _mehler(values, weights, scale, x.covariance, found[1])
+    return RandomTensor(*found, x.settings, covariance)
 
 
 def by_quadrature(function: Callable[[Tensor], Tensor], m: Tensor, v: Tensor) -> Moments:
     """Return the moments of a smooth function by Gauss-Hermite quadrature with 32 nodes."""
-    values, weights = _values(function, m, floored_sqrt(v))
+    return _averages(*_values(function, m, floored_sqrt(v)))
+
+
+def _averages(values: Tensor, weights: Tensor) -> Moments:
     loc = torch.einsum("k,k...->...", weights, values)
     return loc, torch.einsum("k,k...->...", weights, (values - loc).square())
 
@@ -61,13 +67,20 @@ def _values(function: Callable[[Tensor], Tensor], m: Tensor, s: Tensor) -> tuple
     return function(m + s * nodes.reshape(-1, *(1 for _ in m.shape))), weights
 
 
-def _mehler(function: Callable[[Tensor], Tensor], x: RandomTensor, variance: Tensor) -> Tensor:
-    """Return the covariance of a function of each element of the last dimension."""
-    assert x.covariance is not None
-    scale = floored_sqrt(x.variance)
-    correlation = x.covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-    values, weights = _values(function, x.loc, scale)
-    nodes, _ = gauss_hermite(NODES, x.loc)
+def _mehler(
+    values: Tensor, weights: Tensor, scale: Tensor, covariance: Tensor, variance: Tensor
+) -> Tensor:
+    """Return the covariance of a function of each element of the last dimension.
+
+    Args:
+        values: The function at the nodes, ``(nodes, *shape)``.
+        weights: The nodes' weights.
+        scale: The standard deviations of the elements.
+        covariance: Their covariance.
+        variance: The function's variances.
+    """
+    correlation = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    nodes, _ = gauss_hermite(NODES, scale)
     power, total = torch.ones_like(correlation), torch.zeros_like(correlation)
     for order, polynomial in enumerate(_hermite_polynomials(nodes), 1):
         c = torch.einsum("k,k...->...", weights * polynomial, values)

@@ -64,7 +64,7 @@ def class_expectations(output: RandomTensor, y: Tensor | None) -> ClassExpectati
 
 
 def excess_of_log_total(output: RandomTensor) -> Tensor:
-    """Return by how much the expectation of ``logsumexp`` is above that of the mean logits, ``(batch,)``."""
+    """Return the expectation of ``logsumexp`` minus that at the mean logits, ``(batch,)``."""
     parts = [logits.logsumexp(1) @ weights for _, logits, weights in _blocks(output)]
     return torch.cat(parts) - output.loc.logsumexp(-1)
 
