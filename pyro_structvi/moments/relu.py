@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_structvi._torch import inside_forward_derivative
 from pyro_structvi.linalg.precision import floored_sqrt
 
 FARTHEST = 1e4  # standard deviations; a density is zero there in any precision
@@ -18,7 +19,8 @@ def relu(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     References:
         Frey and Hinton (1999), "Variational learning in nonlinear Gaussian belief networks", Sec. 2.2.
     """
-    loc, variance, *_ = ReluMoments.apply(m, v)
+    keeps_graph = torch.is_grad_enabled() or inside_forward_derivative()
+    loc, variance, *_ = (ReluMoments.apply if keeps_graph else ReluMoments.forward)(m, v)
     return loc, variance
 
 

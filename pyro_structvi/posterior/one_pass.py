@@ -79,7 +79,7 @@ def predict_in_one_pass(
         )
     with evaluation_mode(model, differentiable):
         joint = guide.joint_posterior(*args)
-        _warn_of_shared(guide)
+        _warn_of_shared(model, guide)
         batches = as_batches(args, y, batch_size)
         of_members = [
             _predict(model, posteriors_of(joint, number), batches, settings)
@@ -88,12 +88,12 @@ def predict_in_one_pass(
     return _mixture(of_members[0][0], [member for _, member in of_members])
 
 
-def _warn_of_shared(guide: StructuredGuide) -> None:
-    shared = used_more_than_once(guide)
+def _warn_of_shared(model: Likelihood, guide: StructuredGuide) -> None:
+    shared = used_more_than_once(model, guide)
     if shared:
         warn_user(
-            f"A pass uses the weights {shared} more than once, and moments count each use as "
-            "independent. Compare with draws before you rely on the variances.",
+            f"A pass uses the weights {shared} more than once, as recurrent layers do at each step, and "
+            "moments count each use as independent. Compare with draws before you rely on variances.",
             MomentsWarning,
         )
 
