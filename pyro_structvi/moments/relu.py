@@ -63,11 +63,11 @@ class ReluMoments(torch.autograd.Function):
         tail = (distance * math.sqrt(0.5)).erfc_().mul_(0.5)
         density = (a * a).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
         beyond = torch.addcmul(density, distance, tail, value=-1)
-        loc = m.clamp_min(0) + s * beyond
+        loc = torch.addcmul(m.clamp_min(0), s, beyond)
         # Of the two sides, which meet at zero, the larger above it; `where` takes as long as `erfc`.
-        above = torch.maximum(tail, torch.minimum(1 - tail, a * STEEP))
-        share = torch.addcmul(above, distance.add_(beyond), beyond, value=-1)
-        return loc, v * share.clamp_min(0), tail, density.div_(s)
+        above = torch.maximum(tail, torch.minimum(1 - tail, a.mul_(STEEP)))
+        share = above.addcmul_(distance.add_(beyond), beyond, value=-1).clamp_min(0)
+        return loc, share.mul_(v), tail, density.div_(s)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
