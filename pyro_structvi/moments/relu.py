@@ -66,7 +66,7 @@ class ReluMoments(torch.autograd.Function):
         loc = torch.addcmul(m.clamp_min(0), s, beyond)
         # Of the two sides, which meet at zero, the larger above it; `where` takes as long as `erfc`.
         above = torch.maximum(tail, torch.minimum(1 - tail, a.mul_(STEEP)))
-        share = above.addcmul_(distance.add_(beyond), beyond, value=-1).clamp_min(0)
+        share = above.sub_(distance.add_(beyond).mul_(beyond)).clamp_min(0)
         return loc, share.mul_(v), tail, density.div_(s)
 
     @staticmethod
