@@ -59,8 +59,8 @@ def class_expectations(output: RandomTensor, y: Tensor | None) -> ClassExpectati
             chosen = logits.gather(1, y[rows, None, None].expand(-1, 1, len(weights))).squeeze(1)
             found.append((chosen - log_total + weights.log()).logsumexp(-1))
         parts.append((*found,))
-    joined = [torch.cat(part) for part in zip(*parts, strict=True)]
-    return ClassExpectations(*joined[:3], joined[3] if y is not None else None)
+    mean, variance, entropy, *density = (torch.cat(part) for part in zip(*parts, strict=True))
+    return ClassExpectations(mean, variance, entropy, density[0] if density else None)
 
 
 def excess_of_log_total(output: RandomTensor) -> Tensor:

@@ -108,8 +108,8 @@ def _predict(
     for (x, *_), y in batches:
         output = output_moments(model, values, x, settings)
         if is_softmax(model):
-            likelihood, part = _read_classes(model, output, y)
-            parts.append(part)
+            likelihood, found = _read_classes(model, output, y)
+            parts.append(found)
             continue
         for cut in _cuts(output):
             part = _cut(output, cut)
