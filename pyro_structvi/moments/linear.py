@@ -90,9 +90,8 @@ def _spread_of_input(matrix: Tensor, v: Tensor) -> Tensor:
     """Return ``matrix diag(v) matrix'`` for each row of variances, ``(batch, out, out)``."""
     if len(matrix) > 2 * len(v):
         return (matrix * v.unsqueeze(-2)) @ matrix.mT
-    return F.linear(v, (matrix.unsqueeze(1) * matrix).flatten(0, 1)).unflatten(
-        -1, (len(matrix), -1)
-    )
+    spread: Tensor = F.linear(v, (matrix.unsqueeze(1) * matrix).flatten(0, 1))
+    return spread.reshape(len(v), len(matrix), -1)
 
 
 def lookup_moments(lookup: Lookup) -> RandomTensor:
