@@ -1,7 +1,9 @@
-"""How far one-pass predictions, by moments, are from those of many draws, and what they cost.
+r"""How far one-pass predictions, by moments, are from those of many draws, and what they cost.
 
     python -m benchmarks.moments --output benchmarks/results/moments.csv
     python -m benchmarks.moments --data mnist.npz --output benchmarks/results/moments.csv  # and LeNet
+    python -m benchmarks.moments --cifar cifar10.npz --draws 2500 --steps 400 --kl-weight 0.1 \
+        --output benchmarks/results/moments.csv  # and a ResNet-18
     python -m benchmarks.moments --smoke
 
 Untrained nets of few layers under every structure, then trained nets. Errors of means are in standard
@@ -58,6 +60,20 @@ class Attention(nn.Module):
         return logits
 
 
+class LastOutput(nn.Module):
+    """A recurrent layer, and a dense one on its last output."""
+
+    def __init__(self, layer: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer: Any = layer(4, 16, batch_first=True)  # type: ignore[arg-type]
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits for sequences ``(batch, steps, 4)``."""
+        logits: Tensor = self.head(self.layer(x)[0][:, -1])
+        return logits
+
+
 def layers() -> dict[str, tuple[nn.Module, Tensor]]:
     """Return nets of few layers, by name, with inputs."""
     image = torch.randn(8, 1, 8, 8)
@@ -92,14 +108,19 @@ def layers() -> dict[str, tuple[nn.Module, Tensor]]:
             torch.randn(8, 6),
         ),
         "attention": (Attention(), torch.randn(8, 5, 4)),
+        "RNN, 20 steps": (LastOutput(nn.RNN), torch.randn(8, 20, 4)),
+        "LSTM, 20 steps": (LastOutput(nn.LSTM), torch.randn(8, 20, 4)),
+        "GRU, 20 steps": (LastOutput(nn.GRU), torch.randn(8, 20, 4)),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="an .npz file of images, for LeNet")
+    parser.add_argument("--cifar", type=Path, help="an .npz file of CIFAR-10, for a ResNet-18")
     parser.add_argument("--draws", type=int, default=20_000)
     parser.add_argument("--steps", type=int, default=2000, help="of training")
+    parser.add_argument("--kl-weight", type=float, default=1.0, help="in training")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="few draws and steps, one structure")
     parser.add_argument("--output", type=Path, help="a CSV file; what it has is not measured again")
@@ -116,8 +137,10 @@ def main() -> None:
         problems = {name: LEAGUE[name]() for name in ("cosine", "moons", "digits")}
         if options.data:
             problems["LeNet"] = lenet(options.data)
+        if options.cifar:
+            problems["ResNet-18"] = narrow_resnet(options.cifar)
         for title, problem in problems.items():
-            trained = TRAINED[:2] if title == "LeNet" else TRAINED
+            trained = TRAINED if title in LEAGUE else TRAINED[:2]
             for name in trained if not options.smoke else structures:
                 measure_net(results, title, problem, name, seed, options)
     if options.output:
@@ -188,6 +211,23 @@ def lenet(path: Path) -> LeagueProblem:
     )
 
 
+def narrow_resnet(path: Path) -> LeagueProblem:
+    """A ResNet-18 of a quarter of its width on 20,000 images, scored on 500."""
+    from examples.papers.data import load_images
+    from examples.papers.ritter2021.resnet import make_net
+
+    images = load_images("CIFAR10", path, 20_000)
+    net = ps.bayesianize(make_net(width=16, stride=1), ps.FanIn(), normalization=False)
+    x, y = images.x_test[:500], images.y_test[:500]
+    return LeagueProblem(
+        "ResNet-18 of a quarter of its width, 20,000 images",
+        ps.Classifier(net, num_data=len(images.x_train)),
+        *(images.x_train, images.y_train, {"test": x}, "classes"),
+        batch_size=100,
+        scored={"test": y},
+    )
+
+
 def measure_net(
     results: ResultsFile, title: str, problem: LeagueProblem, name: str, seed: int, options: Any
 ) -> None:
@@ -201,6 +241,7 @@ def measure_net(
         *(problem.model, guide, (problem.x, problem.y)),
         num_steps=options.steps,
         batch_size=problem.batch_size,
+        kl_weight=options.kl_weight,
         progress=False,
     )
     *_, x = problem.regions.values()
@@ -235,10 +276,11 @@ def predictions(
 
 def distances(problem: LeagueProblem, own: Prediction, many: Prediction) -> dict[str, float]:
     """Return how far a prediction is from that of many draws."""
-    if problem.compares == "classes":
-        return {"total variation": float(0.5 * (own.mean - many.mean).abs().sum(-1).mean())}
     scale = many.function_variance.sqrt()
-    return {
+    distance = {}
+    if problem.compares == "classes":
+        distance["total variation"] = float(0.5 * (own.mean - many.mean).abs().sum(-1).mean())
+    return distance | {
         "bias": float(((own.mean - many.mean) / scale).abs().mean()),
         "ratio of standard deviations": float((own.function_variance.sqrt() / scale).mean()),
     }

@@ -144,17 +144,19 @@ class LogScaleNormal(MeanFieldNormal):
     @property
     def variance(self) -> Tensor:
         """The variance of each weight, ``(*batch_shape, *event_shape)``."""
-        return self._variance_and_sums[0]
+        return self._variance_and_sums[0] if self._with_grad else self._variance_alone
 
     @property
     def variance_sum(self) -> Tensor:
         """The trace of the covariance, ``(*batch_shape,)``."""
-        return self._variance_and_sums[1]
+        return self._variance_and_sums[1] if self._with_grad else super().variance_sum
 
     @property
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        return self._variance_and_sums[2]
+        if self._with_grad:
+            return self._variance_and_sums[2]
+        return 2 * self._event_sum(self.log_scale)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
         """Return the distribution of rows ``W[index]``: independent normals."""
@@ -171,3 +173,7 @@ class LogScaleNormal(MeanFieldNormal):
     @formed_once
     def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         return variance_and_sums(self.log_scale, len(self.event_shape))
+
+    @formed_once
+    def _variance_alone(self) -> Tensor:
+        return (2 * self.log_scale).exp_()  # a prediction has no use for the sums

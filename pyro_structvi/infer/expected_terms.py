@@ -11,11 +11,12 @@ from torch import Tensor
 from pyro_structvi._pyro import site_values
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.infer.terms import ELBOTerms, average, terms_of
-from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.lazy.messenger import LeaveUndrawn
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
 from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes, observation_at
 from pyro_structvi.moments.net import check_served, output_moments
 from pyro_structvi.moments.random_tensor import Settings
+from pyro_structvi.moments.softmax import excess_of_log_total, is_softmax
 from pyro_structvi.moments.weights import by_name, member_numbers, posteriors_of, random_values
 from pyro_structvi.nn.every_site import read_declared
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood
@@ -57,6 +58,10 @@ def expected_terms(
         if bounds:
             at = observation_at(model, output.loc, y)
             expected = model.lower_bound(output.loc, output.variance, at.y).sum() * at.scale
+        elif is_softmax(model):
+            at = observation_at(model, output.loc, y)
+            each = at.likelihood.log_prob(at.y) - excess_of_log_total(output)
+            expected = each.sum() * at.scale
         else:
             at = likelihood_at_nodes(model, output, by_name(sites), y)
             expected = _expected(at)
@@ -84,7 +89,7 @@ def _kl_terms(
         with site_values(model):
             read_declared(model)
 
-    with DelayDraws():
+    with LeaveUndrawn():
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     model_trace = poutine.trace(poutine.replay(priors, trace=guide_trace)).get_trace()
     return terms_of(model_trace, guide_trace, 0)

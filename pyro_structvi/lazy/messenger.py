@@ -6,6 +6,7 @@ from pyro.poutine.messenger import Messenger
 
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
 from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.lazy.weight import LazyWeight
 
 
@@ -36,8 +37,19 @@ class DelayDraws(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         distribution, use = msg["fn"], SiteRole.of(msg).use
-        if use is None or use.is_recomputed or msg["value"] is not None:
+        if use is None or msg["value"] is not None or not self._waits(distribution, use):
             return
-        is_weight = isinstance(distribution, WeightDistribution) and not distribution.batch_shape
-        if is_weight and (use.may_wait or distribution.applies_in_factors):
+        if isinstance(distribution, WeightDistribution) and not distribution.batch_shape:
             msg["value"] = LazyWeight(distribution, use)
+
+    def _waits(self, distribution: Any, use: SiteUse) -> bool:
+        """Whether a weight may be drawn when it is used, or not at all."""
+        can_wait = use.may_wait or getattr(distribution, "applies_in_factors", False)
+        return can_wait and not use.is_recomputed
+
+
+class LeaveUndrawn(DelayDraws):
+    """Delays all draws of weights, for a pass that reads their posteriors and uses no weight."""
+
+    def _waits(self, distribution: Any, use: SiteUse) -> bool:
+        return True

@@ -12,14 +12,9 @@ from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.distributions.transformed import TransformedNormal
 from pyro_structvi.linalg.factorizations import stable_cholesky
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.linalg.quadrature import gauss_hermite, normal_points
+from pyro_structvi.moments.nodes import NODES, joint_covariance, nodes_of
 from pyro_structvi.moments.random_tensor import RandomTensor
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood
-
-NODES = {1: 32, 2: 16}  # along each variable, by how many variables there are
-POINTS = 256  # for more variables than that
-LARGEST_OUTPUT = torch.quasirandom.SobolEngine.MAXDIM
-LARGEST_JOINT = 128  # outputs whose covariance is formed
 
 
 class AtNodes(NamedTuple):
@@ -68,7 +63,7 @@ def likelihood_at_nodes(
         if (name := declared_name(model, attribute)) in posteriors
     }
     first = {"elements": 1, "pairs": 2, "last dimension": output.shape[-1]}[model.terms]
-    nodes, weights = _nodes(first + len(own), output.loc)
+    nodes, weights = nodes_of(first + len(own), output.loc)
     values = {name: _at(q, nodes[:, first + i], name) for i, (name, q) in enumerate(own.items())}
     outputs = _outputs(output, nodes[:, :first], model.terms)
     with site_values(model) as cache, _Observation() as seen:
@@ -93,27 +88,13 @@ def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNod
     return AtNodes(seen.likelihood, seen.scale, output.new_ones(1), 1, seen.y, seen.site)
 
 
-def _nodes(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nodes ``(count, size)`` and their weights ``(count,)``."""
-    if size > LARGEST_OUTPUT:
-        raise NotImplementedError(
-            f"Moments have nodes for up to {LARGEST_OUTPUT:,} logits, but there are {size:,}. Predict "
-            "with draws."
-        )
-    if size not in NODES:
-        return normal_points(POINTS, size, like)
-    line, weights = gauss_hermite(NODES[size], like)
-    grid = torch.cartesian_prod(*(line for _ in range(size))).reshape(-1, size)
-    products = torch.cartesian_prod(*(weights for _ in range(size))).reshape(-1, size)
-    return grid, products.prod(-1)
-
-
 def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
     """Return outputs ``(count, batch, ...)`` at nodes ``(count, variables)``."""
     lead = [1 for _ in range(output.dim() - 1)]
-    scale, covariance = floored_sqrt(output.variance), _covariance_of(output, terms)
+    scale = floored_sqrt(output.variance)
     if terms == "elements":
         return output.loc + scale * nodes.reshape(-1, *(1 for _ in output.shape))
+    covariance = joint_covariance(output)
     if terms == "last dimension":
         if covariance is None:
             return output.loc + scale * nodes.reshape(len(nodes), *lead, -1)
@@ -128,15 +109,6 @@ def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
         second = between * first + floored_sqrt(1 - between.square()) * second
     steps = [part.expand(-1, *output.shape[:-1], output.shape[-1] // 2) for part in (first, second)]
     return output.loc + scale * torch.cat(steps, -1)
-
-
-def _covariance_of(output: RandomTensor, terms: str) -> Tensor | None:
-    """Return the covariance between outputs where terms depend on several, if it is known and small."""
-    if output.covariance is not None or terms == "elements":
-        return output.covariance
-    if output.form_covariance is None or output.shape[-1] > LARGEST_JOINT:
-        return None
-    return output.form_covariance()
 
 
 def _at(q: Any, nodes: Tensor, name: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Moments of linear maps, of weights and inputs of which either may be random."""
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -45,8 +45,9 @@ def linear_moments(application: Application) -> RandomTensor:
             "another order, for which they have no moments. Use `join_bias=False`."
         )
     m, v = moments(x)
-    q, has_column = _distribution_of(application), _is_along(weight, bias)
-    matrix = application.matrix_of(weight) if q is None else q.as_matrix(q.loc)
+    applied, has_column = _applied(application), _is_along(weight, bias)
+    q = None if applied is None else applied.distribution
+    matrix = application.matrix_of(weight) if applied is None else applied.matrix
     bias_mean, bias_variance = moments(None if has_column else bias)
     loc = (BiasColumnMap(linear_map) if has_column else linear_map)(m, matrix, bias_mean)
 
@@ -57,15 +58,17 @@ def linear_moments(application: Application) -> RandomTensor:
             covariance = covariance + _covariance_of(bias)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         return RandomTensor(loc, variance, settings, covariance)
-    variance = torch.zeros_like(loc)
-    if q is not None:
-        variance = _variance_at_mean(q, linear_map, m, loc, has_column)
+    terms = []
     if v is not None:
-        second = matrix.square() if q is None else matrix.square() + q.as_matrix(q.variance)
-        variance = variance + linear_map(v, second[..., :-1] if has_column else second)
-    if bias_variance is not None:
-        variance = variance + meet_channels(linear_map, bias_variance)
-    variance = variance.expand(loc.shape)
+        factor = matrix.square() if applied is None else applied.factor_of_variances
+        terms.append(linear_map(v, factor[..., :-1] if has_column else factor, bias_variance))
+    elif bias_variance is not None:
+        terms.append(meet_channels(linear_map, bias_variance))
+    if q is not None:
+        # Independent elements see no more of an input than its squares.
+        as_known = m if v is None or not q.has_independent_elements else floored_sqrt(m * m + v)
+        terms.append(_variance_at(q, linear_map, as_known, loc, has_column))
+    variance = sum(terms[1:], terms[0]).expand(loc.shape)
     found = RandomTensor(loc, variance, settings)
 
     def form_covariance() -> Tensor:
@@ -74,14 +77,21 @@ def linear_moments(application: Application) -> RandomTensor:
         if q is not None and not q.has_independent_elements:
             shared = shared + _image(q, linear_map, m, has_column).covariance_matrix
         if v is not None:
-            own = matrix[:, :-1] if has_column else matrix
-            shared = shared + (own * v.unsqueeze(-2)) @ own.mT
+            shared = shared + _spread_of_input(matrix[:, :-1] if has_column else matrix, v)
         if bias_variance is not None:
             shared = shared + _covariance_of(bias)
         return shared + torch.diag_embed(variance - shared.diagonal(dim1=-2, dim2=-1))
 
     found.form_covariance = cache(form_covariance) if has_covariance else None
     return found
+
+
+def _spread_of_input(matrix: Tensor, v: Tensor) -> Tensor:
+    """Return ``matrix diag(v) matrix'`` for each row of variances, ``(batch, out, out)``."""
+    if len(matrix) > 2 * len(v):
+        return (matrix * v.unsqueeze(-2)) @ matrix.mT
+    spread: Tensor = F.linear(v, (matrix.unsqueeze(1) * matrix).flatten(0, 1))
+    return spread.reshape(len(v), len(matrix), -1)
 
 
 def lookup_moments(lookup: Lookup) -> RandomTensor:
@@ -97,11 +107,45 @@ def _is_along(weight: Any, bias: Any) -> bool:
     return both and weight.part == "weight" and bias.distribution is weight.distribution
 
 
-def _distribution_of(application: Application) -> WeightDistribution | None:
-    """Return the distribution of the weight as the map takes it; None where it is known."""
+class _Applied:
+    """A random weight as a linear map takes it, with what all mini-batches of a pass share.
+
+    Args:
+        distribution: Its distribution.
+    """
+
+    def __init__(self, distribution: WeightDistribution) -> None:
+        self.distribution = distribution
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The means as the matrix, or the stack of matrices, that the map takes."""
+        return self.distribution.as_matrix(self.distribution.loc)
+
+    @cached_property
+    def factor_of_variances(self) -> Tensor:
+        """What an input's variances are multiplied by, beside the variance at a known input."""
+        squares, q = self.matrix.square(), self.distribution
+        return squares if q.has_independent_elements else squares + q.as_matrix(q.variance)
+
+
+def _applied(application: Application) -> _Applied | None:
+    """Return the weight as the map takes it; None where it is known."""
     weight, arrangement = application.weight, application.arrangement
     if not isinstance(weight, RandomTensor):
         return None
+    if not isinstance(weight, RandomWeight):
+        return _Applied(_distribution_of(application))
+    key = arrangement, _is_along(weight, application.bias)
+    if key not in weight.applied:
+        weight.applied[key] = _Applied(_distribution_of(application))
+    found: _Applied = weight.applied[key]
+    return found
+
+
+def _distribution_of(application: Application) -> WeightDistribution:
+    """Return the distribution of a random weight as the map takes it."""
+    weight, arrangement = application.weight, application.arrangement
     if not isinstance(weight, RandomWeight):
         scale = floored_sqrt(weight.variance)
         q: WeightDistribution = MeanFieldNormal(weight.loc, scale, validate_args=False)
@@ -150,10 +194,10 @@ def _root(covariance: Tensor) -> Tensor:
     return stable_cholesky(covariance.double())[0].to(covariance)
 
 
-def _variance_at_mean(
-    q: WeightDistribution, linear_map: LinearMap, m: Tensor, loc: Tensor, has_column: bool
+def _variance_at(
+    q: WeightDistribution, linear_map: LinearMap, x: Tensor, loc: Tensor, has_column: bool
 ) -> Tensor:
-    return q.image_variance(*_joined(q, linear_map, m, has_column), loc)
+    return q.image_variance(*_joined(q, linear_map, x, has_column), loc)
 
 
 def _image(q: WeightDistribution, linear_map: LinearMap, m: Tensor, has_column: bool) -> Any:

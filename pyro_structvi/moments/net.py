@@ -90,6 +90,14 @@ def check_served(model: Any, guide: Any, name: str) -> None:
         )
 
 
-def used_more_than_once(guide: StructuredGuide) -> list[str]:
-    """Return the weights that a pass uses several times, whose uses count as independent."""
-    return [name for name, use in guide.uses.items() if (use.count or 0) > 1]
+def used_more_than_once(model: Likelihood, guide: StructuredGuide) -> list[str]:
+    """Return the weights that a pass uses several times, whose uses count as independent.
+
+    Those of recurrent layers are among them, which use theirs at every step.
+    """
+    recurrent = {name for name, part in model.named_modules() if isinstance(part, nn.RNNBase)}
+    return [
+        name
+        for name, use in guide.uses.items()
+        if (use.count or 0) > 1 or name.rpartition(".")[0] in recurrent
+    ]

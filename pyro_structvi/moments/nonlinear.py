@@ -18,9 +18,9 @@ from torch import Tensor
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.moments.random_tensor import RandomTensor
+from pyro_structvi.moments.relu import in_deviations, normal_cdf, relu
 
 NODES = 32
-FARTHEST = 1e4  # standard deviations; a density is zero there in any precision
 LARGEST_POWER = 31  # of which the nodes give mean and variance exactly
 ORDERS = 4  # of Hermite's polynomials; the k-th adds a correlation to the power of k over k!
 
@@ -41,17 +41,23 @@ class Nonlinearity(NamedTuple):
 
 def propagate(nonlinearity: Nonlinearity, x: RandomTensor) -> RandomTensor:
     """Return the moments of a function of each element."""
-    closed = nonlinearity.closed or (lambda m, v: by_quadrature(nonlinearity.function, m, v))
-    loc, variance = closed(x.loc, x.variance)
+    function, closed = nonlinearity
     if x.covariance is None:
-        return RandomTensor(loc, variance, x.settings)
-    covariance = _mehler(nonlinearity.function, x, variance)
-    return RandomTensor(loc, variance, x.settings, covariance)
+        by = closed or (lambda m, v: by_quadrature(function, m, v))
+        return RandomTensor(*by(x.loc, x.variance), x.settings)
+    scale = floored_sqrt(x.variance)
+    values, weights = _values(function, x.loc, scale)  # of the coefficients, and of the moments
+    found = closed(x.loc, x.variance) if closed else _averages(values, weights)
+    covariance = _mehler(values, weights, scale, x.covariance, found[1])
+    return RandomTensor(*found, x.settings, covariance)
 
 
 def by_quadrature(function: Callable[[Tensor], Tensor], m: Tensor, v: Tensor) -> Moments:
     """Return the moments of a smooth function by Gauss-Hermite quadrature with 32 nodes."""
-    values, weights = _values(function, m, floored_sqrt(v))
+    return _averages(*_values(function, m, floored_sqrt(v)))
+
+
+def _averages(values: Tensor, weights: Tensor) -> Moments:
     loc = torch.einsum("k,k...->...", weights, values)
     return loc, torch.einsum("k,k...->...", weights, (values - loc).square())
 
@@ -61,13 +67,20 @@ def _values(function: Callable[[Tensor], Tensor], m: Tensor, s: Tensor) -> tuple
     return function(m + s * nodes.reshape(-1, *(1 for _ in m.shape))), weights
 
 
-def _mehler(function: Callable[[Tensor], Tensor], x: RandomTensor, variance: Tensor) -> Tensor:
-    """Return the covariance of a function of each element of the last dimension."""
-    assert x.covariance is not None
-    scale = floored_sqrt(x.variance)
-    correlation = x.covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-    values, weights = _values(function, x.loc, scale)
-    nodes, _ = gauss_hermite(NODES, x.loc)
+def _mehler(
+    values: Tensor, weights: Tensor, scale: Tensor, covariance: Tensor, variance: Tensor
+) -> Tensor:
+    """Return the covariance of a function of each element of the last dimension.
+
+    Args:
+        values: The function at the nodes, ``(nodes, *shape)``.
+        weights: The nodes' weights.
+        scale: The standard deviations of the elements.
+        covariance: Their covariance.
+        variance: The function's variances.
+    """
+    correlation = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    nodes, _ = gauss_hermite(NODES, scale)
     power, total = torch.ones_like(correlation), torch.zeros_like(correlation)
     for order, polynomial in enumerate(_hermite_polynomials(nodes), 1):
         c = torch.einsum("k,k...->...", weights * polynomial, values)
@@ -86,36 +99,6 @@ def _hermite_polynomials(z: Tensor) -> list[Tensor]:
 
 
 # ---- closed forms ------------------------------------------------------------------------------------
-
-
-def _density(a: Tensor) -> Tensor:
-    return torch.exp(-0.5 * a.square()) / math.sqrt(2 * math.pi)
-
-
-def normal_cdf(a: Tensor) -> Tensor:
-    """Return the standard normal's distribution function, accurate far below zero too."""
-    # Torch's `ndtr` goes by `erf`, and rounds tails to zero.
-    return 0.5 * torch.erfc(-a / math.sqrt(2))
-
-
-def in_deviations(m: Tensor, s: Tensor) -> Tensor:
-    """Return ``m / s``, with a bound where nothing depends on it, so that its square stays finite."""
-    return m.clamp(-FARTHEST * s, FARTHEST * s) / s
-
-
-def relu(m: Tensor, v: Tensor) -> Moments:
-    """Return the moments of ``max(x, 0)``.
-
-    References:
-        Frey and Hinton (1999), "Variational learning in nonlinear Gaussian belief networks", Sec. 2.2.
-    """
-    s = floored_sqrt(v)
-    a = in_deviations(m, s)
-    below, above, density = normal_cdf(-a), normal_cdf(a), _density(a)
-    loc = m * above + s * density
-    # Sums of what is small where the variance is: a difference of squares would lose it.
-    share = above + a.square() * above * below + a * density * (below - above) - density.square()
-    return loc, v * share.clamp_min(0)
 
 
 def leaky_relu(slope: float) -> Callable[[Tensor, Tensor], Moments]:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.moments.nonlinear import in_deviations, normal_cdf
 from pyro_structvi.moments.random_tensor import RandomTensor
+from pyro_structvi.moments.relu import in_deviations, normal_cdf, normal_density
 
 Moments = tuple[Tensor, Tensor]
 
@@ -25,7 +25,7 @@ def maximum_of_two(a: Moments, b: Moments) -> Moments:
     theta = floored_sqrt(va + vb)
     alpha = in_deviations(ma - mb, theta)
     first, second = normal_cdf(alpha), normal_cdf(-alpha)
-    density = torch.exp(-0.5 * alpha.square()) / (2 * torch.pi) ** 0.5
+    density = normal_density(alpha)
     loc = ma * first + mb * second + theta * density
     # About the mean, so that no large squares are subtracted.
     above, below = ma - loc, mb - loc

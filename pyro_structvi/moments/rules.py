@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_structvi.maps.calls import parse_application
 from pyro_structvi.maps.readings import Application, FactorApplication, Lookup, Rewrite
-from pyro_structvi.moments import attending, layers, pooling, rearranging, sums
+from pyro_structvi.moments import attending, layers, pooling, rearranging, recurrent, sums
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
 from pyro_structvi.moments.random_tensor import RandomTensor, random_among
@@ -20,6 +20,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **layers.RULES,
     **pooling.RULES,
     **attending.RULES,
+    **recurrent.RULES,
 }
 
 

@@ -66,6 +66,18 @@ def _div(input: Any, other: Any, *, rounding_mode: None = None) -> RandomTensor:
     return _mul(input, 1 / other)
 
 
+def _lerp(input: Any, end: Any, weight: Any) -> RandomTensor:
+    """Return the moments of ``input + weight * (end - input)``, exact for independent arguments."""
+    (a, va), (b, vb), (w, vw) = moments(input), moments(end), moments(weight)
+    loc = torch.lerp(a, b, w)
+    of_weight = 0 if vw is None else vw
+    variance = of_weight * (b - a).square()
+    for own, share in ((va, 1 - w), (vb, w)):
+        if own is not None:
+            variance = variance + (share * share + of_weight) * own
+    return RandomTensor(loc, variance.expand(loc.shape), settings_of(input, end, weight))
+
+
 def _covariance(x: Any, loc: Tensor) -> Tensor | None:
     """Return the covariance of a term that has the shape of the sum, where it is kept."""
     if not isinstance(x, RandomTensor) or not x.settings.full_covariance or loc.dim() != 2:
@@ -131,6 +143,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("div", "truediv", "divide"), _div),
     **dict.fromkeys(("neg", "negative"), _neg),
     **dict.fromkeys(_PRODUCTS, _matmul),
+    "lerp": _lerp,
     "rmatmul": lambda input, other: _matmul(other, input),
     "sum": _sum,
     "mean": partial(_sum, mean=True),

@@ -33,10 +33,14 @@ class RandomWeight(RandomTensor):
         settings: How moments are propagated.
         part: What of the distribution this is.
         shape: The shape of that part.
+
+    Attributes:
+        applied: What linear maps have formed of it, by how they take it.
     """
 
     distribution: WeightDistribution
     part: Part
+    applied: dict[Any, Any]
 
     def __new__(
         cls,
@@ -48,7 +52,7 @@ class RandomWeight(RandomTensor):
         """Make the tensor that stands for the weight."""
         shape = distribution.event_shape if shape is None else shape
         weight = without_storage(cls, shape, distribution._first_parameter)
-        weight.distribution, weight.part = distribution, part
+        weight.distribution, weight.part, weight.applied = distribution, part, {}
         weight.settings, weight.covariance = settings, None
         return weight
 

@@ -11,9 +11,10 @@ from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, wa
 from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.linalg.precision import at_least_single, autocast_off, floored_sqrt
-from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes
+from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes, observation_at
 from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
+from pyro_structvi.moments.softmax import class_expectations, is_softmax
 from pyro_structvi.moments.weights import (
     Sites,
     by_name,
@@ -78,7 +79,7 @@ def predict_in_one_pass(
         )
     with evaluation_mode(model, differentiable):
         joint = guide.joint_posterior(*args)
-        _warn_of_shared(guide)
+        _warn_of_shared(model, guide)
         batches = as_batches(args, y, batch_size)
         of_members = [
             _predict(model, posteriors_of(joint, number), batches, settings)
@@ -87,12 +88,12 @@ def predict_in_one_pass(
     return _mixture(of_members[0][0], [member for _, member in of_members])
 
 
-def _warn_of_shared(guide: StructuredGuide) -> None:
-    shared = used_more_than_once(guide)
+def _warn_of_shared(model: Likelihood, guide: StructuredGuide) -> None:
+    shared = used_more_than_once(model, guide)
     if shared:
         warn_user(
-            f"A pass uses the weights {shared} more than once, and moments count each use as "
-            "independent. Compare with draws before you rely on the variances.",
+            f"A pass uses the weights {shared} more than once, as recurrent layers do at each step, and "
+            "moments count each use as independent. Compare with draws before you rely on variances.",
             MomentsWarning,
         )
 
@@ -106,6 +107,10 @@ def _predict(
     likelihood: Any = None
     for (x, *_), y in batches:
         output = output_moments(model, values, x, settings)
+        if is_softmax(model):
+            likelihood, found = _read_classes(model, output, y)
+            parts.append(found)
+            continue
         for cut in _cuts(output):
             part = _cut(output, cut)
             at = likelihood_at_nodes(model, part, posteriors)
@@ -131,6 +136,18 @@ def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
     form = output.form_covariance
     part.form_covariance = None if form is None else lambda: form()[cut]
     return part
+
+
+def _read_classes(model: Likelihood, output: RandomTensor, y: Tensor | None) -> tuple[Any, _Member]:
+    """Return the likelihood at the mean of logits, and what a posterior predicts of their classes."""
+    likelihood = observation_at(model, output.loc, None).likelihood
+    if y is not None:
+        check_shape("y", y, likelihood.batch_shape, "that of the predictions")
+        check_no_nan("y", y)
+        likelihood.log_prob(y)  # which says what is wrong with classes
+    mean, variance, entropy, log_density = class_expectations(output, y)
+    noise = mean * (1 - mean) - variance
+    return likelihood, _Member(mean, noise, variance, entropy, log_density)
 
 
 def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:

@@ -15,7 +15,9 @@ from pyro_structvi import (
     Regressor,
     bayesianize,
 )
-from pyro_structvi.reference import to_numpyro
+from pyro_structvi.moments.nonlinear import NONLINEARITIES
+from pyro_structvi.moments.rules import RULES
+from pyro_structvi.reference import jax_net, to_numpyro
 from tests.reference.translated_models import NUM_DATA, Calls, make_regressor
 
 
@@ -105,3 +107,9 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, missing):
     message = r'cannot be imported.*pip install "pyro-structvi\[reference\]"'
     with pytest.raises(ImportError, match=message):
         importlib.reload(pyro_structvi.reference)
+
+
+def test_what_is_translated_has_moments_too():
+    """The two tables have nothing in common but names: a function is added to both."""
+    inside_of_graphs = {"getattr", "size", "linear"}  # attributes, and what is read as a map
+    assert {*jax_net._FUNCTIONS} - {*RULES, *NONLINEARITIES} == inside_of_graphs

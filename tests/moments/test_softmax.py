@@ -1,0 +1,125 @@
+"""Expectations of classes over normal logits, beside the likelihood run at all nodes at once."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.infer import StructuredELBO
+from pyro_structvi.moments import softmax
+from pyro_structvi.moments.nodes import nodes_of
+from pyro_structvi.moments.random_tensor import RandomTensor, Settings
+from tests.moments.one_layer import SIZE, fitted, linear
+
+
+class OwnClassifier(ps.Classifier):
+    """A likelihood that says the same, of which nothing is known: it runs at the nodes."""
+
+    def observe(self, output, plates, y):
+        """Observe as the base class does."""
+        return super().observe(output, plates, y)
+
+
+def run_at_nodes(model, kind=OwnClassifier):
+    own = copy.deepcopy(model)
+    own.__class__ = kind
+    return own
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+@pytest.mark.parametrize("classes", [2, 3, 7])
+def test_blocks_are_the_likelihood_at_all_nodes(x, classes, covariance, monkeypatch):
+    """For several blocks, of which the last is smaller, and with gradients of every field."""
+    monkeypatch.setattr(softmax, "BLOCK", 2 * 256 * classes)
+    y = torch.arange(SIZE) % classes
+    known = ps.Classifier(linear(classes), SIZE)
+    own, guide = run_at_nodes(known), fitted(known)
+    found, gradients = [], []
+    for model in (known, own):
+        prediction = ps.predict(
+            model, guide, x, y=y, method="moments", covariance=covariance, differentiable=True
+        )
+        names = ("mean", "function_variance", "entropy", "mutual_information", "log_density")
+        fields = [getattr(prediction, name) for name in names]
+        total = sum((k + 1) * field.square().sum() for k, field in enumerate(fields))
+        gradients.append(torch.autograd.grad(total, [*guide.parameters()]))
+        found.append(fields)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_the_expected_log_likelihood_is_that_at_all_nodes(x, classes):
+    y = torch.arange(SIZE) % classes
+    known = ps.Classifier(linear(classes), 3 * SIZE)
+    own, guide = run_at_nodes(known), fitted(known)
+    elbo = StructuredELBO(estimator="moments")
+    losses = [elbo.differentiable_loss(model, guide, x, y) for model in (known, own)]
+    gradients = [torch.autograd.grad(loss, [*guide.parameters()]) for loss in losses]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-11)
+
+
+def test_improbable_classes_keep_their_density():
+    """What is below the smallest number has a logarithm, and impossible classes add no entropy."""
+    loc = torch.tensor([[0.0, -2000.0, 3.0], [0.0, -torch.inf, 0.0]])
+    logits = RandomTensor(loc, torch.full((2, 3), 1e-12), Settings())
+    found = softmax.class_expectations(logits, torch.tensor([1, 2]))
+    expected = torch.stack([-2000 - torch.logaddexp(loc[0, 0], loc[0, 2]), torch.tensor(0.5).log()])
+    torch.testing.assert_close(found.log_density, expected, rtol=1e-7, atol=1e-5)
+    torch.testing.assert_close(found.entropy[1], torch.tensor(2.0).log(), rtol=1e-6, atol=1e-6)
+    assert found.probabilities[1, 1] == 0
+
+
+def test_narrow_logits_keep_the_relative_accuracy_of_variances():
+    """By the tangent, in single precision: a difference of squares would have no digit."""
+    scale, loc = 1e-4, torch.tensor([[0.3, -0.2, 1.0]], dtype=torch.float32)
+    output = RandomTensor(loc, torch.full_like(loc, scale**2), Settings())
+    p = loc.softmax(-1)
+    tangent = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    nodes, _ = nodes_of(3, loc)
+    second = nodes.mT @ nodes / len(nodes)  # the points' own, near the identity
+    exact = scale**2 * (tangent @ second @ tangent).diagonal(dim1=-2, dim2=-1)
+    found = softmax.class_expectations(output, None).variance
+    torch.testing.assert_close(found, exact, rtol=5e-3, atol=0)
+
+
+def test_a_class_that_observes_otherwise_is_run_at_the_nodes(x):
+    class Tempered(ps.Classifier):
+        def observe(self, output, plates, y):
+            return super().observe(0.1 * output, plates, y)
+
+    plain = ps.Classifier(linear(3), SIZE)
+    tempered, guide = run_at_nodes(plain, Tempered), fitted(plain)
+    means = [ps.predict(model, guide, x, method="moments").mean for model in (plain, tempered)]
+    assert (means[0] - means[1]).abs().max() > 0.05
+
+
+def test_observations_that_are_no_classes_are_refused(x):
+    model = ps.Classifier(linear(3), SIZE)
+    with pytest.raises(ValueError, match="within the support"):
+        ps.predict(model, fitted(model), x, y=torch.full((SIZE,), 9), method="moments")
+
+
+def test_a_step_by_moments_draws_no_weight(x):
+    """Also where a pass uses a weight twice, which other objectives draw at once."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.inner(self.inner(x))
+
+    model = ps.Classifier(ps.bayesianize(Twice(), prior=1.0), SIZE)
+    guide, y = ps.KTiedGuide(model), torch.arange(SIZE) % 3
+    elbo = StructuredELBO(estimator="moments")
+    first = elbo.loss(model, guide, x, y)  # finds out what is used how often
+    state = torch.get_rng_state()
+    assert elbo.loss(model, guide, x, y) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    StructuredELBO().loss(model, guide, x, y)
+    assert not torch.equal(torch.get_rng_state(), state)
