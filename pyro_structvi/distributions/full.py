@@ -10,6 +10,7 @@ from pyro_structvi.distributions.arguments import Argument
 from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.outputs import GaussianOutputs
 from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.seen_noise import draw_by_seen_noise
 from pyro_structvi.linalg.shapes import standard_normal
 from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps import LinearMap
@@ -149,8 +150,12 @@ class _FullOutputs(GaussianOutputs):
         """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         lead = torch.Size(sample_shape) + self.batch_shape
         noise = standard_normal((*lead, self._weight.scale_tril.shape[-1]), self.loc)
-        weights = self._weight._scale_flat(noise).unflatten(-1, (self.event_shape[-1], -1))
-        outputs = self._x @ weights.mT
+        if self.event_shape.numel() < noise.shape[-1]:
+            drawn = draw_by_seen_noise(self._columns.flatten(-2), noise)
+            outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
+        else:  # they show all of the noise
+            weights = self._weight._scale_flat(noise).unflatten(-1, (self.event_shape[-1], -1))
+            outputs = self._x @ weights.mT
         if self._bias_variance is not None:
             noise = torch.randn_like(outputs[..., :1, :])
             outputs = outputs + noise * floored_sqrt(self._bias_variance).unsqueeze(-2)

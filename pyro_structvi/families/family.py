@@ -23,11 +23,14 @@ class Family:
         constants: The names among those of ``init`` that are not trained.
         keeps_factors: Whether its distributions factor matrices, which are then kept between calls
             without gradients for as long as the parameters stay equal.
+        delayed: The names of parameters that an optimizer had better move slowly at first, since they
+            fit the others as these are: ``warm_up`` of :class:`~pyro_structvi.infer.StructuredAdam`.
     """
 
     needs: ClassVar[str]
     constants: ClassVar[tuple[str, ...]] = ()
     keeps_factors: ClassVar[bool] = False
+    delayed: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         """Check the options against their annotations."""

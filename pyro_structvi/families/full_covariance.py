@@ -48,6 +48,7 @@ class FullCovariance(MemoryLimitedFamily):
         inducing weights", the FCG-W of Figure 2.
     """
 
+    delayed: ClassVar[tuple[str, ...]] = ("lower",)
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
     def fits(self, site: LatentSite) -> bool:

@@ -1,6 +1,7 @@
 """The rowwise normal: one full covariance over the inputs of each output."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -46,6 +47,8 @@ class Rowwise(MemoryLimitedFamily):
         Rossi and Filippone, tutorial on variational inference, the "column-wise" posterior; layers
         are written x W there.
     """
+
+    delayed: ClassVar[tuple[str, ...]] = ("lower",)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
         """Start with the covariance ``scale^2`` times the identity.

@@ -14,6 +14,7 @@ FINE = {
     "StructuredAdam.eps": "zero",
     "TokenClassifier.ignore_index": "zero, negative, huge",
     "StructuredAdam.posterior_lr": "zero",
+    "StructuredAdam.warm_up": "zero",
     "StructuredELBO.kl_weight": "zero",
     "fit.kl_weight": "zero",
     "LinearAnnealing.*": "zero, huge",

@@ -72,6 +72,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "eps": 1e-12,
         "posterior_lr": 3.0,
         "clip": 3.0,
+        "warm_up": 100,
     },
     # using the posterior
     "NetMoments": lambda: {

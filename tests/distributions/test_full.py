@@ -43,11 +43,31 @@ def test_inputs_of_zeros_have_draws_and_moments_and_no_density(shape):
 # ---- costs ---------------------------------------------------------------------------------------
 
 
-def test_a_draw_of_the_image_forms_one_weight_for_each_example_and_nothing_larger():
+def test_a_draw_of_the_image_forms_the_noise_of_each_output_and_nothing_larger():
     q, x = make_full((), (OUT, IN), torch.float64), torch.randn(50, IN)
     with RecordsSizes() as recorded:
         q.image(x).rsample()
-    assert max(recorded.sizes) == 50 * OUT * IN
+    assert max(recorded.sizes) == 50 * OUT * (OUT * IN)
+
+
+def test_outputs_that_show_all_noise_are_one_weight_for_each_example():
+    q, x = make_full((), (OUT, 1), torch.float64), torch.randn(50, 1)
+    with RecordsSizes() as recorded:
+        q.image(x).rsample()
+    assert max(recorded.sizes) == 50 * OUT
+
+
+def test_one_output_is_drawn_by_its_standard_deviation():
+    """Its gradient is that of local reparameterization, though there is more noise than one number."""
+    q, x = make_full((), (1, IN), torch.float64), torch.randn(50, IN)
+    factor = q.scale_tril.clone().requires_grad_()
+    image = FullNormal(q.loc, factor).image(x)
+    drawn = image.rsample()
+    noise = ((drawn - image.mean) / image.variance.sqrt()).detach()
+    weights = torch.randn_like(drawn)
+    (own,) = torch.autograd.grad((weights * drawn).sum(), factor)
+    (expected,) = torch.autograd.grad((weights * noise * image.variance.sqrt()).sum(), factor)
+    torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-12)
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def fused_adam(guide):
 
 
 def structured_adam(guide):
-    return ps.StructuredAdam(guide, guide.parameters(), clip=0.5)
+    return ps.StructuredAdam(guide, guide.parameters(), clip=0.5, warm_up=10)
 
 
 @pytest.mark.parametrize("make_optimizer", [fused_adam, structured_adam])

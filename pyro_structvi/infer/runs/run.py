@@ -28,8 +28,9 @@ from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import StepTerms
 from pyro_structvi.infer.validation import Validation
 
-# Options of an optimizer that say how it computes, or that are compared otherwise.
-NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable"}
+# Options of an optimizer that say how it computes, depend on the number of steps, or are compared
+# otherwise.
+NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable", "warm_up"}
 
 
 class Run:

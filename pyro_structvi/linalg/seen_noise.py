@@ -1,0 +1,39 @@
+"""Draws whose gradients are of that part of their noise which they show."""
+
+import torch
+from torch import Tensor
+
+JITTER = 1e-12  # of the mean variance, in double precision, where outputs depend on each other
+
+
+def draw_by_seen_noise(columns: Tensor, noise: Tensor) -> Tensor:
+    r"""Return :math:`f = K^\top e`, with a gradient of less variance than that of e.
+
+    The gradient of a function of f by K is :math:`e\,g^\top`. Where there is more noise than there are
+    outputs, most of e does not show in f; in its place stands its expectation given f,
+    :math:`K (K^\top K)^{-1} f`. The mean of the gradient is the same, and its variance smaller
+    (Rao-Blackwell). For one output it is the gradient of its standard deviation times
+    :math:`f / \sqrt{K^\top K}`, that of local reparameterization.
+
+    Args:
+        columns: K, ``(*batch, D, E)``, where E is less than D.
+        noise: Standard normal noise e, ``(*sample, *batch, D)``.
+
+    Returns:
+        Draws ``(*sample, *batch, E)``.
+
+    References:
+        Kingma, Salimans and Welling (2015), "Variational dropout and the local reparameterization
+        trick", for one output; Casella and Robert (1996), "Rao-Blackwellisation of sampling schemes".
+    """
+    noise = noise.unsqueeze(-2)
+    with torch.no_grad():
+        wide = columns.double()
+        covariance = wide.mT @ wide
+        diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+        diagonal += JITTER * diagonal.mean(-1, keepdim=True) + torch.finfo(wide.dtype).tiny
+        drawn = noise.double() @ wide
+        tril, _ = torch.linalg.cholesky_ex(covariance)
+        seen = (torch.cholesky_solve(drawn.mT, tril).mT @ wide.mT).to(noise.dtype)
+    outputs = seen @ columns
+    return (outputs + (drawn.to(outputs.dtype) - outputs.detach())).squeeze(-2)

@@ -1,0 +1,59 @@
+"""Draws by the part of the noise that they show: the same values, and gradients of the same mean."""
+
+import pytest
+import torch
+
+from pyro_structvi.linalg.seen_noise import draw_by_seen_noise
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def gradient(columns, noise, function):
+    columns = columns.detach().requires_grad_()
+    drawn = draw_by_seen_noise(columns, noise)
+    return drawn.detach(), torch.autograd.grad(function(drawn).sum(), columns)[0]
+
+
+def test_values_are_those_of_all_noise():
+    columns, noise = torch.randn(2, 7, 3), torch.randn(5, 2, 7)
+    expected = torch.einsum("sbd,bde->sbe", noise, columns)
+    torch.testing.assert_close(draw_by_seen_noise(columns, noise), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_is_the_mean_of_that_of_the_noise_given_the_draws():
+    columns, noise = torch.randn(7, 3), torch.randn(7)
+    drawn, own = gradient(columns, noise, lambda f: f.sin().prod(-1))
+    f = drawn.requires_grad_()
+    (by_output,) = torch.autograd.grad(f.sin().prod(-1), f)
+    mean = columns @ torch.linalg.solve(columns.mT @ columns, drawn.detach())
+    torch.testing.assert_close(own, torch.outer(mean, by_output), **TOLERANCE)
+
+
+def test_the_mean_of_the_gradient_is_exact():
+    """The gradient of the mean of f' B f is K (B + B'); the mean of a quadratic form is its trace."""
+    columns, form = torch.randn(7, 3), torch.randn(3, 3)
+    unit = torch.eye(7)
+    _, own = gradient(columns, unit, lambda f: torch.einsum("se,ef,sf->s", f, form, f))
+    torch.testing.assert_close(own, columns @ (form + form.mT), **TOLERANCE)
+
+
+def test_the_gradient_has_less_variance_and_the_mean_that_all_noise_has():
+    """For a linear function both means are 0, so the sum of squares over unit noise is the variance."""
+    columns, by_output = torch.randn(7, 3), torch.randn(3)
+    squares = 0.0
+    for noise in torch.eye(7):
+        _, own = gradient(columns, noise, lambda f: f @ by_output)
+        squares += own.square().sum()
+    expected = 3 * by_output.square().sum()  # of all noise: 7 times
+    torch.testing.assert_close(squares, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_that_depend_on_each_other_have_finite_gradients(dtype):
+    """An input of zeros, and two outputs that are one."""
+    columns = torch.randn(7, 1, dtype=dtype) @ torch.tensor([[1.0, 1.0, 0.0]], dtype=dtype)
+    noise = torch.randn(4, 7, dtype=dtype)
+    for each in (columns, torch.zeros_like(columns)):
+        drawn, own = gradient(each, noise, lambda f: f.square().sum(-1))
+        torch.testing.assert_close(drawn, noise @ each)
+        assert bool(own.isfinite().all())
