@@ -12,6 +12,7 @@ import pyro_structvi as ps
 from benchmarks.natural import NaturalSteps
 from pyro_structvi.families import LatentSite, SitePosterior
 from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.infer.training import WARM_UP
 
 Start = Callable[[LatentSite], float]
 
@@ -75,7 +76,8 @@ class Recipe(NamedTuple):
         if self.structured is None:
             options["optimizer"] = partial(adam_by_kind, guide, dict(self.rates))
         elif self.structured:
-            options["optimizer"] = partial(ps.StructuredAdam, guide, **self.structured)
+            own = {"warm_up": WARM_UP * num_steps} | self.structured
+            options["optimizer"] = partial(ps.StructuredAdam, guide, **own)
         if self.natural is not None:
             options["optimizer"] = lambda _, lr: NaturalSteps(guide, lr, self.natural)
         return options
@@ -105,6 +107,7 @@ RECIPES: dict[str, Recipe] = {
     "widened from rowwise": Recipe(lr=0.01, structured={}, widens="rowwise", only="full"),
     "widened from rowwise, lr 0.1": Recipe(structured={}, widens="rowwise", only="full"),
     "default, no limit": Recipe(structured={"clip": None}),
+    "default, no warm-up": Recipe(structured={"warm_up": 0}),
     "default, units alone": Recipe(structured={"posterior_lr": 0.0}),
     "default, squares by 0.999": Recipe(structured={"betas": (0.9, 0.999)}),
     "default, KL annealed": Recipe(structured={}, annealed=0.25),

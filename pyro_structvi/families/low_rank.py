@@ -54,6 +54,7 @@ class LowRank(MatrixFamily):
     diagonal: Diagonal = "constant"
     diagonal_variance: Positive | None = None
     alpha: Positive | None = None
+    delayed: ClassVar[tuple[str, ...]] = ("factors",)
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
     @property

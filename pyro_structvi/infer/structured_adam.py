@@ -44,8 +44,8 @@ class StructuredAdam(torch.optim.Optimizer):
 
     Correlations that come before the means have found their place can keep them from it: on some
     problems rowwise posteriors ended far below the mean field that they contain. With ``warm_up`` what
-    correlates the elements of rowwise and full posteriors (``Family.delayed``) moves slowly first: at
-    step t its rate is multiplied by the smaller of 1 and the square of ``t / warm_up``.
+    correlates the elements of rowwise, full and low-rank posteriors (``Family.delayed``) moves slowly
+    first: at step t its rate is multiplied by the smaller of 1 and the square of ``t / warm_up``.
 
     Args:
         guide: The guide, initialized: a :class:`~pyro_structvi.guides.StructuredGuide` or a module with

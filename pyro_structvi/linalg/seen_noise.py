@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-JITTER = 1e-12  # of the mean variance, in double precision, where outputs depend on each other
-
 
 def draw_by_seen_noise(columns: Tensor, noise: Tensor) -> Tensor:
     r"""Return :math:`f = K^\top e`, with a gradient of less variance than that of e.
@@ -28,12 +26,15 @@ def draw_by_seen_noise(columns: Tensor, noise: Tensor) -> Tensor:
     """
     noise = noise.unsqueeze(-2)
     with torch.no_grad():
-        wide = columns.double()
-        covariance = wide.mT @ wide
+        drawn = noise @ columns
+        covariance = columns.mT @ columns
         diagonal = covariance.diagonal(dim1=-2, dim2=-1)
-        diagonal += JITTER * diagonal.mean(-1, keepdim=True) + torch.finfo(wide.dtype).tiny
-        drawn = noise.double() @ wide
-        tril, _ = torch.linalg.cholesky_ex(covariance)
-        seen = (torch.cholesky_solve(drawn.mT, tril).mT @ wide.mT).to(noise.dtype)
+        details = torch.finfo(columns.dtype)
+        diagonal += 10 * details.eps * diagonal.mean(-1, keepdim=True) + details.tiny
+        tril, failed = torch.linalg.cholesky_ex(covariance)
+        seen = torch.cholesky_solve(drawn.mT, tril).mT @ columns.mT
+        seen = torch.where(
+            (failed == 0)[..., None, None], seen, noise
+        )  # of which the mean is the same
     outputs = seen @ columns
-    return (outputs + (drawn.to(outputs.dtype) - outputs.detach())).squeeze(-2)
+    return (outputs + (drawn - outputs.detach())).squeeze(-2)

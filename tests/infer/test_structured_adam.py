@@ -161,7 +161,7 @@ def test_parameters_of_no_posterior_have_the_size_of_their_start():
 # ---- what waits -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_guide", [ps.RowwiseGuide, ps.FullCovarianceGuide])
+@pytest.mark.parametrize("make_guide", [ps.RowwiseGuide, ps.FullCovarianceGuide, ps.AutoLowRankLRT])
 def test_correlations_move_slowly_first(make_guide):
     """By the square of the share of the steps; all else moves as without."""
     model, guide = make(make_guide)
@@ -179,7 +179,9 @@ def test_correlations_move_slowly_first(make_guide):
             optimizer.step()
             moves.append({name: value - before[name] for name, value in snapshot(guide).items()})
         for name, move in moves[1].items():
-            share = min(1.0, (number + 1) / 4) ** 2 if name.endswith(".lower") else 1.0
+            share = (
+                min(1.0, (number + 1) / 4) ** 2 if name.endswith((".lower", ".factors")) else 1.0
+            )
             torch.testing.assert_close(move, share * moves[0][name], rtol=1e-9, atol=1e-14)
 
 
