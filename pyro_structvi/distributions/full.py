@@ -23,8 +23,8 @@ class FullNormal(GaussianWeight):
 
     with ``vec`` row by row and ``L`` lower triangular, of D x D numbers for the D = out * in elements.
     The image under ``x`` is a normal with the covariance :math:`(I \otimes x^\top) L L^\top (I \otimes
-    x)`. A draw of it is one weight for each example, applied to that example's input: the noise of all
-    examples times :math:`L^\top`, one product of size batch x D x D.
+    x)`. A draw of it is one weight for each example, applied to that example's input, whose gradient is
+    of the noise that the outputs show: a product of size batch x D x D, and batch x out x D numbers.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.

@@ -24,7 +24,8 @@ class FullCovariance(MemoryLimitedFamily):
     .. math:: (4 P + 2 D^2) \times \text{bytes of a number}, \qquad P = D + D (D + 1) / 2,
 
     for the parameters, their gradients and Adam's two moments, and for the dense factor and its
-    gradient; 16 D^2 bytes in float32. What a step forms on the way comes on top, about as much again.
+    gradient; 16 D^2 bytes in float32. What a step forms on the way comes on top: about as much again,
+    and some times batch x outputs x D numbers.
 
     Args:
         max_memory: The most that a site may take by this formula, in GiB.

@@ -33,8 +33,7 @@ def draw_by_seen_noise(columns: Tensor, noise: Tensor) -> Tensor:
         diagonal += 10 * details.eps * diagonal.mean(-1, keepdim=True) + details.tiny
         tril, failed = torch.linalg.cholesky_ex(covariance)
         seen = torch.cholesky_solve(drawn.mT, tril).mT @ columns.mT
-        seen = torch.where(
-            (failed == 0)[..., None, None], seen, noise
-        )  # of which the mean is the same
+        # All of the noise gives a gradient of the same mean.
+        seen = torch.where((failed == 0)[..., None, None], seen, noise)
     outputs = seen @ columns
     return (outputs + (drawn - outputs.detach())).squeeze(-2)
