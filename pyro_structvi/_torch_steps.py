@@ -108,18 +108,15 @@ _MEMORY_FORMATS = [  # as torch numbers them
 ]
 
 
-def written_by(operation: Any) -> list[int]:
-    """Return the positions of the arguments that an operation of torch's dispatcher writes into.
+def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation of torch's dispatcher writes into.
 
     Without it a write to a tensor on the host would be done once and left out of a CUDA graph, and a
     value that is written into could be taken for another of the same operation.
     """
-    if not isinstance(operation, torch._ops.OpOverload):
-        return []
     if operation in _WRITES_UNSAID:
-        return [*range(len(operation._schema.arguments))]
-    arguments = enumerate(operation._schema.arguments)
-    return [place for place, each in arguments if each.alias_info and each.alias_info.is_write]
+        return [*args, *kwargs.values()]
+    return [given for given, aliased in _aliased(operation, args, kwargs) if aliased.is_write]
 
 
 _WRITES_UNSAID = {  # running statistics, of which their schema says nothing
@@ -128,13 +125,27 @@ _WRITES_UNSAID = {  # running statistics, of which their schema says nothing
 }
 
 
-def lies_in_argument(operation: Any) -> bool:
-    """Whether what an operation of torch's dispatcher returns shares the memory of its first argument.
+def shared_argument(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the argument whose memory an operation of torch's dispatcher returns, or None.
 
     Without it a view could be taken for a value of its own.
     """
-    is_operation = isinstance(operation, torch._ops.OpOverload)
-    return is_operation and any(each.alias_info for each in operation._schema.returns)
+    returns = operation._schema.returns if isinstance(operation, torch._ops.OpOverload) else ()
+    for own in (each.alias_info for each in returns if each.alias_info):
+        for given, aliased in _aliased(operation, args, kwargs):
+            if own.before_set <= aliased.before_set:  # that of a list of views names none
+                return given
+    return None
+
+
+def _aliased(
+    operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments that an operation writes into or returns, with what its schema says."""
+    if isinstance(operation, torch._ops.OpOverload):
+        for place, each in enumerate(operation._schema.arguments):
+            if each.alias_info:
+                yield args[place] if place < len(args) else kwargs.get(each.name), each.alias_info
 
 
 def is_mark_of_profiler(operation: Any) -> bool:

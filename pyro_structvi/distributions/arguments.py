@@ -46,9 +46,18 @@ class Argument:
 
 
 def declared(cls: type) -> dict[str, Argument]:
-    """Return what the annotations of a class itself say of its arguments, by name."""
-    annotations = inspect.get_annotations(cls).items()
-    found = {name: getattr(hint, "__metadata__", ()) for name, hint in annotations}
+    """Return what the annotations of a class itself say of its arguments, by name.
+
+    Raises:
+        NameError: If annotations are strings, by ``from __future__ import annotations``, and one that
+            has an :class:`Argument` names what the class's file does not know.
+    """
+    annotations = inspect.get_annotations(cls)
+    if any(
+        isinstance(hint, str) and f"{Argument.__name__}(" in hint for hint in annotations.values()
+    ):
+        annotations = inspect.get_annotations(cls, eval_str=True)
+    found = {name: getattr(hint, "__metadata__", ()) for name, hint in annotations.items()}
     return {
         name: metadata[0]
         for name, metadata in found.items()

@@ -150,10 +150,10 @@ class _FullOutputs(GaussianOutputs):
         """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         lead = torch.Size(sample_shape) + self.batch_shape
         noise = standard_normal((*lead, self._weight.scale_tril.shape[-1]), self.loc)
-        if self.event_shape.numel() < noise.shape[-1]:
+        if torch.is_grad_enabled() and self.event_shape.numel() < noise.shape[-1]:
             drawn = draw_by_seen_noise(self._columns.flatten(-2), noise)
             outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
-        else:  # they show all of the noise
+        else:  # no gradient is asked for, or they show all of the noise
             weights = self._weight._scale_flat(noise).unflatten(-1, (self.event_shape[-1], -1))
             outputs = self._x @ weights.mT
         if self._bias_variance is not None:

@@ -85,3 +85,20 @@ def test_values_are_checked_where_arguments_are_validated():
     Declared(torch.zeros(4, 6), columns=torch.ones(24, 5), validate_args=False, **named)
     with pytest.raises(TypeError, match="`validate_args` must be True or False"):
         declared(validate_args="abc")
+
+
+def test_annotations_may_be_strings():
+    """As a file with ``from __future__ import annotations`` has them."""
+    source = """
+from __future__ import annotations
+
+class Own(GaussianWeight, abstract=True):
+    factors: Annotated[torch.Tensor, Argument("out, k", constraints.positive)]
+    other: Unknown
+"""
+    with pytest.raises(NameError, match="Unknown"):
+        exec(source, dict(globals()))
+    known = dict(globals())
+    exec(source.replace("Unknown", "torch.Tensor"), known)
+    expected = {"loc": constraints.real, "factors": constraints.positive}
+    assert known["Own"].arg_constraints == expected

@@ -50,11 +50,17 @@ def test_a_draw_of_the_image_forms_the_noise_of_each_output_and_nothing_larger()
     assert max(recorded.sizes) == 50 * OUT * (OUT * IN)
 
 
-def test_outputs_that_show_all_noise_are_one_weight_for_each_example():
-    q, x = make_full((), (OUT, 1), torch.float64), torch.randn(50, 1)
-    with RecordsSizes() as recorded:
-        q.image(x).rsample()
-    assert max(recorded.sizes) == 50 * OUT
+@pytest.mark.parametrize(("inputs", "needs_gradients"), [(1, True), (IN, False)])
+def test_outputs_are_one_weight_for_each_example_where_they_show_all_noise(inputs, needs_gradients):
+    """And where no gradient is asked for; the values are the same."""
+    q, x = make_full((), (OUT, inputs), torch.float64), torch.randn(50, inputs)
+    torch.manual_seed(0)
+    expected = q.image(x).rsample()
+    torch.manual_seed(0)
+    with RecordsSizes() as recorded, torch.set_grad_enabled(needs_gradients):
+        drawn = q.image(x).rsample()
+    assert max(recorded.sizes) == 50 * OUT * inputs
+    torch.testing.assert_close(drawn, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_one_output_is_drawn_by_its_standard_deviation():

@@ -60,6 +60,25 @@ def test_what_is_written_between_is_read_again():
     assert names.count("aten.mul.Tensor") == 4
 
 
+def test_what_an_operation_is_told_to_write_is_read_again():
+    """Parts of the memory of a tensor: by an argument ``out``, and one of several views."""
+
+    def make():
+        whole = torch.arange(4.0, dtype=torch.float64)
+        part = whole[1:]
+
+        def function(x):
+            before = (whole * 3).sum()
+            torch.add(part, x, out=part)
+            again = (whole * 3).sum()
+            whole.split(2)[1].mul_(x.sum())  # one of several views
+            return before, again, (whole * 3).sum()
+
+        return function, [whole]
+
+    same_as_function(make, [torch.arange(3.0, dtype=torch.float64)])
+
+
 def test_results_that_are_written_into_are_not_shared():
     def make():
         def function(x):

@@ -1,13 +1,13 @@
 """A recorded graph without what repeats: unused and constant values, and those computed twice."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from pyro_structvi._torch_steps import is_mark_of_profiler, lies_in_argument, written_by
+from pyro_structvi._torch_steps import is_mark_of_profiler, shared_argument, written_arguments
 
 LARGEST = 2**16  # elements of a constant that is kept
 
@@ -70,7 +70,8 @@ def _layout(node: fx.Node) -> Any:
 def _must_stay(node: fx.Node) -> bool:
     """Whether a node is no operation, or draws, or writes."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return node.op != "call_function" or is_random or bool(written_by(node.target))
+    is_operation = node.op == "call_function"
+    return is_random or not is_operation or bool(_written_or_returned(node))
 
 
 def _memory(graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[fx.Node, fx.Node]:
@@ -83,19 +84,20 @@ def _memory(graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[fx.Node, fx.Node]
         if node.op == "placeholder":
             address = next(given).untyped_storage().data_ptr()
             memory[node] = first.setdefault(address, node) if address else node
-        elif node.target is operator.getitem or lies_in_argument(node.target):
-            memory[node] = memory[node.all_input_nodes[0]]
+        elif node.target is operator.getitem:
+            memory[node] = memory[node.args[0]]
+        elif isinstance(shared := shared_argument(node.target, node.args, node.kwargs), fx.Node):
+            memory[node] = memory[shared]
     return memory
 
 
-def _written_or_returned(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the values that an operation writes into, or that whoever runs the graph may."""
+def _written_or_returned(node: fx.Node) -> list[fx.Node]:
+    """Return the values that an operation writes into, or that whoever runs the graph may."""
     if node.op == "output":
-        yield from node.all_input_nodes
-    for place in written_by(node.target) if node.op == "call_function" else ():
-        found: list[fx.Node] = []
-        fx.map_arg(node.args[place : place + 1], found.append)
-        yield from found
+        return node.all_input_nodes
+    found: list[fx.Node] = []
+    fx.map_arg(tuple(written_arguments(node.target, node.args, node.kwargs)), found.append)
+    return found
 
 
 def _constants(

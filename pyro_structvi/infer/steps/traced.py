@@ -171,7 +171,7 @@ def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict
         if node.op != "call_function" or not all(need in host for need in needs):
             continue
         operation: Any = node.target
-        if needs and _torch_steps.written_by(operation):
+        if needs and _torch_steps.written_arguments(operation, node.args, node.kwargs):
             raise RuntimeError(f"`{operation}` changes a tensor of the host")
         if (needs and _torch_steps.is_copy(operation)) or _device_type(node) == "cpu":
             args, kwargs = fx.map_arg((node.args, node.kwargs), host.__getitem__)
