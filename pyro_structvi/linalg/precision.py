@@ -7,9 +7,12 @@ from torch import Tensor
 
 
 def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which autocast leaves the tensor's device alone."""
+    """Return a context in which autocast leaves the tensor's device alone.
+
+    Where it is off already that is no context of torch's, which takes longer than a small operation.
+    """
     kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 

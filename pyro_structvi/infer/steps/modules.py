@@ -13,7 +13,7 @@ from pyro_structvi.families import SitePosterior
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.nn.frozen import buffers_that_change
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Modules:

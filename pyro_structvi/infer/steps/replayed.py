@@ -164,7 +164,7 @@ class ReplayedStep:
             )
         outputs, traced.outputs = traced.outputs, ()
         if self._captures and self._backend is not None:
-            traced.compile(self._backend)
+            traced.compile(self._backend, inputs)
         self._traced = traced
         self._is_given = [value is not None for value in outputs]
         return outputs
@@ -208,7 +208,7 @@ class ReplayedStep:
         if self._backend is None:
             self._traced.interpret()
         else:
-            self._traced.compile(self._backend)
+            self._traced.compile(self._backend, inputs)
         outputs = self._traced(inputs)
         self._is_prepared = True
         return outputs

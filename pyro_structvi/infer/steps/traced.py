@@ -72,10 +72,17 @@ class Traced:
         with torch.no_grad(), autocast_off(inputs[0]):  # what is to be cast, the trace casts
             return self._run(*inputs, *self.found)
 
-    def compile(self, backend: str) -> None:
-        """Let ``torch.compile`` fuse the operations; draws stay those of torch's generators."""
-        own: Any = {"options": {"fallback_random": True}} if backend == "inductor" else {}
-        self._run = torch.compile(self.graph, backend=backend, dynamic=False, **own)
+    def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
+        """Let a compiler fuse the operations; draws stay those of torch's generators.
+
+        Args:
+            backend: A backend of ``torch.compile``.
+            inputs: Those of the next call.
+        """
+        if backend == "inductor":
+            self._run = _torch_steps.by_inductor(self.graph, [*inputs, *self.found])
+        else:
+            self._run = torch.compile(self.graph, backend=backend, dynamic=False)
 
     def interpret(self) -> None:
         """Let torch's interpreter run the operations, or Python where it does not know one of them."""
