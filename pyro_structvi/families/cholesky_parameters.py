@@ -47,6 +47,81 @@ def unit_of_lower(lower: Tensor) -> float:
     return min(1 / math.sqrt(size), 3 / size)
 
 
+def unit_of_across(across: Tensor) -> float:
+    """Return the size of a change of each entry between rows ``(rows (rows - 1) / 2, n, n)``.
+
+    They are many, and mostly noise: one over the number of all elements.
+    """
+    pairs, size = across.shape[:2]
+    rows = (1 + math.isqrt(1 + 8 * pairs)) // 2
+    return 1 / (rows * size)
+
+
+def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where entries below the diagonal are, in the flattened factor of rows of n elements.
+
+    Args:
+        rows: How many rows of elements there are, one after another.
+        size: How many elements each has, n.
+        device: That of the result.
+
+    Returns:
+        Places of the entries within rows ``(rows, n (n - 1) / 2)``, row by row of the factor, and of
+        those between two rows ``(rows (rows - 1) / 2, n, n)``.
+    """
+    total = rows * size
+    row, column = torch.tril_indices(size, size, offset=-1, device=device)
+    starts = torch.arange(rows, device=device).unsqueeze(-1) * size * (total + 1)
+    later, earlier = torch.tril_indices(rows, rows, offset=-1, device=device)
+    corners = ((later * total + earlier) * size).view(-1, 1, 1)
+    own = torch.arange(size, device=device)
+    return starts + row * total + column, corners + own.unsqueeze(-1) * total + own
+
+
+def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tensor:
+    """Return the factor of a matrix of elements, row after row, by entries within and between rows.
+
+    Args:
+        log_diagonal: Logarithms of the diagonal, ``(rows n,)``.
+        lower: The entries below it within each row, ``(rows, n (n - 1) / 2)``, as multiples of the
+            diagonal entry in their row of the factor.
+        across: Those between a row and an earlier one, ``(rows (rows - 1) / 2, n, n)``, likewise.
+
+    Returns:
+        A matrix ``(rows n, rows n)`` with a positive diagonal.
+
+    Example:
+        >>> across = torch.arange(1.0, 5.0).view(1, 2, 2)
+        >>> factor_of_rows(torch.zeros(4), torch.tensor([[8.0], [9.0]]), across)
+        tensor([[1., 0., 0., 0.],
+                [8., 1., 0., 0.],
+                [1., 2., 1., 0.],
+                [3., 4., 9., 1.]])
+    """
+    rows, total, device = len(lower), len(log_diagonal), log_diagonal.device
+    places = [place.flatten() for place in places_below(rows, total // rows, device)]
+    identity = torch.eye(total, dtype=lower.dtype, device=device).flatten()
+    entries = torch.cat([lower.flatten(), across.flatten()])
+    multiples = identity.index_copy(0, torch.cat(places), entries)
+    return log_diagonal.exp().unsqueeze(-1) * multiples.view(total, total)
+
+
+def parameters_of_rows(scale_tril: Tensor, rows: int) -> dict[str, Tensor]:
+    """Return the parameters of which :func:`factor_of_rows` makes a factor; for one row those of any.
+
+    Args:
+        scale_tril: A lower triangular matrix ``(D, D)`` with a positive diagonal.
+        rows: How many rows of elements there are, each of D / rows.
+    """
+    log_diagonal, lower = factor_parameters(scale_tril)
+    if rows == 1:
+        return {"log_diagonal": log_diagonal, "lower": lower}
+    multiples = (scale_tril / scale_tril.diagonal().unsqueeze(-1)).flatten()
+    places = places_below(rows, len(log_diagonal) // rows, scale_tril.device)
+    lower, across = (multiples[place] for place in places)
+    return {"log_diagonal": log_diagonal, "lower": lower, "across": across}
+
+
 def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
     """Return the lower triangular matrices that the parameters hold.
 

@@ -3,10 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from pyro_structvi.distributions import FullNormal
-from pyro_structvi.families.cholesky_parameters import cholesky_factor, initial_factor
+from pyro_structvi.families.cholesky_parameters import (
+    cholesky_factor,
+    factor_of_rows,
+    parameters_of_rows,
+    unit_of_across,
+)
 from pyro_structvi.families.memory_limit import MemoryLimitedFamily
 from pyro_structvi.families.site import LatentSite
 
@@ -15,9 +21,11 @@ from pyro_structvi.families.site import LatentSite
 class FullCovariance(MemoryLimitedFamily):
     r"""Normals with any covariance over the D elements of a site, for small layers.
 
-    Parameters are ``loc``, ``log_diagonal (D,)`` and ``lower (D (D - 1) / 2,)``, the entries of the
-    Cholesky factor below its diagonal, row by row and as multiples of the row's diagonal entry:
-    D + D (D + 1) / 2 numbers, here P. As multiples, one learning rate serves rows of any size.
+    Parameters are ``loc``, ``log_diagonal (D,)`` and the entries of the Cholesky factor below its
+    diagonal, as multiples of the diagonal entry in their row of the factor, so that one learning rate
+    serves rows of any size. Of a matrix with rows of n elements they are ``lower (out, n (n - 1) / 2)``
+    within rows and ``across (out (out - 1) / 2, n, n)`` between two, which step in smaller units, since
+    they are many; of a vector ``lower (D (D - 1) / 2,)``. These are D + D (D + 1) / 2 numbers, here P.
 
     In training a site takes
 
@@ -42,14 +50,14 @@ class FullCovariance(MemoryLimitedFamily):
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": FullCovariance(join_bias=True)})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
-        {'loc': (3, 5), 'log_diagonal': (15,), 'lower': (105,)}
+        {'loc': (3, 5), 'log_diagonal': (15,), 'lower': (3, 10), 'across': (3, 5, 5)}
 
     References:
         Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
         inducing weights", the FCG-W of Figure 2.
     """
 
-    delayed: ClassVar[tuple[str, ...]] = ("lower",)
+    delayed: ClassVar[tuple[str, ...]] = ("lower", "across")
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
     def fits(self, site: LatentSite) -> bool:
@@ -65,10 +73,15 @@ class FullCovariance(MemoryLimitedFamily):
         """
         size = loc.numel()
         self.check_memory(site, f"the {size:,} elements of", 1, size, loc.element_size())
-        log_diagonal, lower = initial_factor(size, scale, loc)
-        return {"loc": loc.clone(), "log_diagonal": log_diagonal, "lower": lower}
+        factor = scale * torch.eye(size, dtype=loc.dtype, device=loc.device)
+        return {"loc": loc.clone()} | parameters_of_rows(factor, 1 if loc.dim() == 1 else len(loc))
+
+    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
+        """Return the size of a change that matters."""
+        return unit_of_across(value) if name == "across" else super().unit(site, name, value)
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:
         """Return the Normal with the factor that the parameters hold."""
-        scale_tril = cholesky_factor(parameters["log_diagonal"], parameters["lower"])
+        factor = factor_of_rows if "across" in parameters else cholesky_factor
+        scale_tril = factor(**{name: parameters[name] for name in parameters if name != "loc"})
         return FullNormal(parameters["loc"], scale_tril, validate_args=False)

@@ -10,7 +10,7 @@ from pyro_structvi._checks import Count, Positive, Whole, brief, check_positive,
 from pyro_structvi.distributions import GaussianWeight
 from pyro_structvi.distributions.noise_columns import noise_columns
 from pyro_structvi.families import Family, FullCovariance, KTied, MeanField, SitePosterior
-from pyro_structvi.families.cholesky_parameters import factor_parameters
+from pyro_structvi.families.cholesky_parameters import parameters_of_rows
 from pyro_structvi.guides import StructuredGuide
 
 
@@ -99,7 +99,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
         rows = noise_columns(q).flatten(1).double()
         factor = torch.linalg.qr(rows, mode="r").R.mT
         factor = factor * factor.diagonal().sign()
-        start["log_diagonal"], start["lower"] = factor_parameters(factor.to(q.mean))
+        start |= parameters_of_rows(factor.to(q.mean), 1 if q.mean.dim() == 1 else len(q.mean))
         return SitePosterior(family, site, start)
 
     return _replace(guide, widen, "a Gaussian posterior without a full covariance at some site")

@@ -86,7 +86,8 @@ def test_units_are_those_of_the_prior_and_of_the_fan_in():
     assert found == pytest.approx({
         "posteriors.net/0/weight.loc": 1.0,
         "posteriors.net/0/weight.log_diagonal": 1.0,
-        "posteriors.net/0/weight.lower": 3 / 50,
+        "posteriors.net/0/weight.lower": 1.0,  # none, since rows are of one element
+        "posteriors.net/0/weight.across": 1 / 50,
         "posteriors.net/0/bias.loc": 0.7,
         "posteriors.net/0/bias.log_diagonal": 1.0,
         "posteriors.net/0/bias.lower": 3 / 50,
@@ -179,9 +180,8 @@ def test_correlations_move_slowly_first(make_guide):
             optimizer.step()
             moves.append({name: value - before[name] for name, value in snapshot(guide).items()})
         for name, move in moves[1].items():
-            share = (
-                min(1.0, (number + 1) / 4) ** 2 if name.endswith((".lower", ".factors")) else 1.0
-            )
+            waits = name.endswith((".lower", ".across", ".factors"))
+            share = min(1.0, (number + 1) / 4) ** 2 if waits else 1.0
             torch.testing.assert_close(move, share * moves[0][name], rtol=1e-9, atol=1e-14)
 
 
