@@ -19,6 +19,10 @@ from pyro.infer.autoguide import (
 from torch import Tensor, nn
 
 import pyro_structvi as ps
+from pyro_structvi.infer.steps.compiled import CompiledStep
+from pyro_structvi.infer.steps.finite import FiniteCheck
+from pyro_structvi.infer.steps.loss import CheckedLoss
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.testing import guides_for, points_for
 
@@ -109,9 +113,11 @@ def step_traced(
 ) -> Callable[[], float]:
     """As ``fit`` does it once it has traced a step, with its optimizer."""
     guide.initialize(x, y)
-    optim = ps.StructuredAdam(guide, [*guide.parameters(), *model.parameters()], lr=1e-4)
-    svi = ps.CompiledSVI(model, guide, optim, ps.StructuredELBO(), backend=None)
-    return lambda: svi.step(x, y)
+    loss = CheckedLoss(model, guide, ps.StructuredELBO())
+    optimizer = OneOptimizer(ps.StructuredAdam(guide, [*loss.trained.values()], lr=1e-4))
+    check = FiniteCheck(loss, optimizer, is_shared=False)
+    step = CompiledStep(loss, optimizer, check, backend=None, watches=False)
+    return lambda: step(x, y).loss
 
 
 def make_deterministic_compiled(net: nn.Module, x: Tensor, y: Tensor) -> Method:

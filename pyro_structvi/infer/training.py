@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from inspect import signature
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pyro.poutine as poutine
 import torch
@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, brief, check, checked
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.callbacks import Callbacks
-from pyro_structvi.infer.data.batches import as_batches, num_examples
+from pyro_structvi.infer.data.batches import TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.data.data_size import check_scale, set_num_data
 from pyro_structvi.infer.data.feed import Feed
 from pyro_structvi.infer.elbo import Estimator, StructuredELBO
@@ -32,13 +32,11 @@ from pyro_structvi.infer.ranks import (
 from pyro_structvi.infer.runs.checkpoint import CheckpointFile
 from pyro_structvi.infer.runs.run import Run
 from pyro_structvi.infer.schedules import CosineDecay, RateSchedule, Schedule
-from pyro_structvi.infer.steps.auto import AutoStep
-from pyro_structvi.infer.steps.compiled import CompiledStep
-from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.engines import Compiled, Engine, engine_of_fit, may_change_modules
 from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Check, Step, StepTerms
+from pyro_structvi.infer.steps.step import StepTerms
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.training_mode import training_mode
 from pyro_structvi.infer.validation import Metric, Validation, ValidationData
@@ -47,23 +45,8 @@ TrainedGuide = Annotated[
     nn.Module,
     Rule("a torch.nn.Module (`pyro.infer.SVI` trains the guide of a function)", lambda guide: True),
 ]
-Engine = Callable[[Loss, OneOptimizer, Check], Step]
-Compiled = Literal["auto", True, False]
 
 WARM_UP = 0.15  # of the steps, in which the rate of correlations rises: see "Training" in the docs
-
-
-def _engine(compiled: Compiled, num_steps: int, has_checkpoints: bool) -> Engine:
-    """Return what makes the engine of a fit.
-
-    Traced steps are those of Python to the last bit. Compiled ones round otherwise, and a run that goes
-    on from a checkpoint would compile at another step.
-    """
-    is_shared = world()[1] > 1
-    if compiled == "auto":
-        may_compile = not has_checkpoints
-        return partial(AutoStep, is_shared=is_shared, num_steps=num_steps, may_compile=may_compile)
-    return partial(CompiledStep if compiled else EagerStep, is_shared=is_shared)
 
 
 @checked
@@ -212,7 +195,9 @@ def fit(
         is_silent = not progress or world()[0] > 0
         bar = tqdm(desc="fit", total=total, initial=run.done, disable=is_silent)
         with closing(feed), bar, run.steps():
-            engine = _engine(compiled, total - run.done, file is not None)
+            others = any(map(may_change_modules, (*callbacks, lr_schedule, kl_weight)))
+            watches = others or measured is not None or not isinstance(loader, TensorBatches)
+            engine = engine_of_fit(compiled, total - run.done, file is not None, watches)
             steps = _steps(
                 engine, guide, loss, make_optimizer, lr_schedule, feed, len(loader), size, run
             )

@@ -13,6 +13,7 @@ import pyro_structvi as ps
 from pyro_structvi._torch_steps import OperationGraph
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.steps import auto
+from pyro_structvi.infer.steps.modules import Modules
 from pyro_structvi.linalg import blocks
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.test_training import make, snapshot, unchanged
@@ -271,3 +272,54 @@ def test_many_kinds_leave_steps_eager():
     history = ps.fit(model, ps.KTiedGuide(model), data, num_epochs=2, progress=False)
     assert ways(history) == ["eager"]
     assert "more than 15 kinds" in history.compilation[0]
+
+
+class Batches:
+    """One batch, again and again; calls a function before each."""
+
+    def __init__(self, before):
+        self.before = before
+
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        self.before()
+        yield regression_data(20)
+
+
+@pytest.mark.parametrize("place", ["callback", "rate", "weight", "data"])
+def test_a_fit_sees_what_other_code_changes_between_its_steps(place, traced_fit):
+    """Replays ask for nothing where no such code runs; here the data grow in the middle."""
+
+    def change(compiled):
+        pyro.set_rng_seed(0)
+        model, count = make_linear_regressor(20), iter(range(999))
+        guide = ps.KTiedGuide(model)
+
+        def grow(*args):
+            model.num_data = 20 if next(count) < 24 else 1000
+            return 1.0
+
+        options = {
+            "callback": {"callbacks": [lambda history: grow() and None]},
+            "rate": {"lr_schedule": grow},
+            "weight": {"kl_weight": grow},
+            "data": {},
+        }[place]
+        data = Batches(grow) if place == "data" else regression_data(20)
+        history = ps.fit(
+            model, guide, data, num_steps=40, compiled=compiled, progress=False, **options
+        )
+        return vars(history), snapshot(guide)
+
+    assert_same_bits(change(False), change("auto"))
+
+
+def test_replays_of_a_fit_ask_for_no_state_where_no_other_code_runs(monkeypatch, traced_fit):
+    asked, state = [], Modules.state
+    monkeypatch.setattr(Modules, "state", lambda self: asked.append(self) or state(self))
+    model = make_linear_regressor(20)
+    guide = ps.KTiedGuide(model)
+    ps.fit(model, guide, regression_data(20), num_steps=30, progress=False)
+    assert 0 < len(asked) < 8

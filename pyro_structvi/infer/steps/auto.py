@@ -77,6 +77,7 @@ class AutoStep(Step):
         is_shared: Likewise.
         num_steps: How many steps there will be.
         may_compile: Whether inductor may compile; its roundings are others.
+        watches: See :class:`CompiledStep`.
     """
 
     def __init__(
@@ -88,9 +89,12 @@ class AutoStep(Step):
         is_shared: bool = False,
         num_steps: int,
         may_compile: bool = True,
+        watches: bool = True,
     ) -> None:
         super().__init__(loss, optimizer, check, is_shared=is_shared)
-        self._engine = CompiledStep(loss, optimizer, check, is_shared=is_shared, backend=None)
+        self._engine = CompiledStep(
+            loss, optimizer, check, is_shared=is_shared, backend=None, watches=watches
+        )
         on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
         self._may_compile = may_compile and on_cpu
         self._num_steps, self._taken = num_steps, 0

@@ -44,6 +44,7 @@ class CompiledStep(Step):
         is_shared: Likewise.
         backend: A backend of ``torch.compile``, None, or "auto".
         fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
+        watches: Whether other code may change model and guide between steps, so that each step looks.
 
     Attributes:
         eager: The engine of first steps.
@@ -59,8 +60,12 @@ class CompiledStep(Step):
         is_shared: bool = False,
         backend: str | None = "auto",
         fallback: bool = False,
+        watches: bool = True,
     ) -> None:
         super().__init__(loss, optimizer, check, is_shared=is_shared)
+        self._watches = watches
+        self._last_state: Hashable = None
+        self._has_replayed = False  # whether the last step ran no Python of model and guide
         self.eager = EagerStep(loss, optimizer, self._check_first, is_shared=is_shared)
         self._backend, self._fallback = backend, fallback
         self._stored: list[str] = []  # names of what is found in Pyro's store
@@ -94,7 +99,10 @@ class CompiledStep(Step):
         """Return the step that a call shares with others of its kind, or None before the first."""
         if self.optimizer.was_loaded():
             self.kinds.clear()
-        return self.kinds.get((call.key, self._state()))
+        if self._watches or not self._has_replayed:
+            self._last_state = self._state()
+        self._has_replayed = False
+        return self.kinds.get((call.key, self._last_state))
 
     def take_first(self, call: Call) -> list[float]:
         """Take the first step of a kind, an eager one, which finds parameters and plates."""
@@ -151,6 +159,7 @@ class CompiledStep(Step):
         """
         if step.is_ready:
             outputs = step(call)
+            self._has_replayed = True
         else:
             with self._explained(step):
                 outputs = self._prepare(step, call)

@@ -1,0 +1,44 @@
+"""Which engine takes the steps of a fit."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from pyro_structvi.infer.ranks import world
+from pyro_structvi.infer.steps.auto import AutoStep
+from pyro_structvi.infer.steps.compiled import CompiledStep
+from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.step import Check, Step
+
+Engine = Callable[[Loss, OneOptimizer, Check], Step]
+Compiled = Literal["auto", True, False]
+
+
+def engine_of_fit(
+    compiled: Compiled, num_steps: int, has_checkpoints: bool, watches: bool
+) -> Engine:
+    """Return what makes the engine of a fit.
+
+    Traced steps are those of Python to the last bit. Compiled ones round otherwise, and a run that goes
+    on from a checkpoint would compile at another step.
+
+    Args:
+        compiled: What the caller of ``fit`` asked for.
+        num_steps: How many steps there will be.
+        has_checkpoints: Whether the run may go on from a file.
+        watches: Whether other code may change model and guide between steps.
+    """
+    own: dict[str, Any] = {"is_shared": world()[1] > 1}
+    if not compiled:
+        return partial(EagerStep, **own)
+    own["watches"] = watches
+    if compiled is True:
+        return partial(CompiledStep, **own)
+    return partial(AutoStep, num_steps=num_steps, may_compile=not has_checkpoints, **own)
+
+
+def may_change_modules(value: Any) -> bool:
+    """Whether this is a function of others, which may change model and guide when it is called."""
+    return callable(value) and not type(value).__module__.startswith("pyro_structvi.")
