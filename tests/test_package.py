@@ -8,7 +8,9 @@ import pytest
 import pyro_structvi as ps
 
 
+@pytest.mark.slow
 def test_importing_needs_no_optional_package():
+    """As ``.ci/run`` looks at the wheel."""
     code = (
         "import sys; import pyro_structvi; "
         "optional = {'arviz', 'jax', 'matplotlib', 'numpyro', 'scipy', 'sklearn', 'torchmetrics'}; "

@@ -288,7 +288,10 @@ class Batches:
         yield regression_data(20)
 
 
-@pytest.mark.parametrize("place", ["callback", "rate", "weight", "data"])
+@pytest.mark.parametrize(
+    "place",
+    ["callback", "data", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rate", "weight"))],
+)
 def test_a_fit_sees_what_other_code_changes_between_its_steps(place, traced_fit):
     """Replays ask for nothing where no such code runs; here the data grow in the middle."""
 
