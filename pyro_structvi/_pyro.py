@@ -192,7 +192,8 @@ def has_parameters(prefix: str) -> bool:
     The store's public names are those of constrained values, which it computes. Without it a name would
     stay taken after the store was cleared.
     """
-    return any(name.startswith(prefix) for name in _PYRO_PARAM_STORE._params)
+    names = [*_PYRO_PARAM_STORE._params]  # which a guide may leave meanwhile that is collected
+    return any(name.startswith(prefix) for name in names)
 
 
 def forget_parameters(prefix: str) -> None:
@@ -201,9 +202,10 @@ def forget_parameters(prefix: str) -> None:
     Pyro's own deletion asks for each parameter's constrained value. Without it the store would keep the
     parameters of guides that are gone.
     """
-    for name in [name for name in _PYRO_PARAM_STORE._params if name.startswith(prefix)]:
-        _PYRO_PARAM_STORE._param_to_name.pop(_PYRO_PARAM_STORE._params.pop(name), None)
-        _PYRO_PARAM_STORE._constraints.pop(name, None)
+    for name in [*_PYRO_PARAM_STORE._params]:
+        if name.startswith(prefix):
+            _PYRO_PARAM_STORE._param_to_name.pop(_PYRO_PARAM_STORE._params.pop(name, None), None)
+            _PYRO_PARAM_STORE._constraints.pop(name, None)
 
 
 def stored_parameter(name: str) -> Tensor | None:

@@ -14,6 +14,7 @@ from pyro.infer import SVI
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.lazy.weight import LazyWeight
 from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
@@ -90,6 +91,25 @@ def test_the_param_store_mirrors_the_parameters():
     make_svi(model, guide).step(*regression_data())
     store = pyro.get_param_store()
     assert store["KTiedGuide.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
+
+
+class Collecting(str):
+    """A name at whose look the garbage collector takes a guide."""
+
+    __slots__ = ()
+
+    def startswith(self, prefix):
+        pyro.get_param_store()._params.pop("gone.loc", None)
+        return super().startswith(prefix)
+
+
+@pytest.mark.parametrize("look", [has_parameters, forget_parameters])
+def test_a_guide_may_leave_the_store_while_it_is_looked_through(look):
+    for name in (Collecting("first.loc"), "gone.loc", "last.loc"):
+        mirror_parameter(name, nn.Parameter(torch.zeros(1)))
+    assert look("last.") is (True if look is has_parameters else None)
+    expected = ["first.loc", "last.loc"] if look is has_parameters else ["first.loc"]
+    assert [*pyro.get_param_store()._params] == expected
 
 
 def test_guides_of_one_class_have_separate_names_and_leave_the_store_when_they_go():
