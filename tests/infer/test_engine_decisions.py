@@ -78,11 +78,13 @@ def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):
     assert timed.backends == ["inductor"]
 
 
-def test_a_fit_with_checkpoints_is_not_compiled(monkeypatch, tmp_path):
-    """It would go on with other roundings than without a break."""
+@pytest.mark.parametrize("asked", ["traced", "auto"])
+def test_a_fit_that_is_asked_to_or_has_checkpoints_only_traces(asked, monkeypatch, tmp_path):
+    """With checkpoints it would go on with other roundings than without a break."""
     monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.0)
     timed = Timed(monkeypatch)
-    assert ways(fit_timed(timed, 390, checkpoint=tmp_path / "fit.pt")) == ["traced"]
+    path = {} if asked == "traced" else {"checkpoint": tmp_path / "fit.pt"}
+    assert ways(fit_timed(timed, 390, compiled=asked, **path)) == ["traced"]
     assert timed.backends == []
 
 

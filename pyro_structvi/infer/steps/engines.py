@@ -13,7 +13,7 @@ from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Check, Step
 
 Engine = Callable[[Loss, OneOptimizer, Check], Step]
-Compiled = Literal["auto", True, False]
+Compiled = Literal["auto", "traced", True, False]
 
 
 def engine_of_fit(
@@ -36,7 +36,8 @@ def engine_of_fit(
     own["watches"] = watches
     if compiled is True:
         return partial(CompiledStep, **own)
-    return partial(AutoStep, num_steps=num_steps, may_compile=not has_checkpoints, **own)
+    may_compile = compiled == "auto" and not has_checkpoints
+    return partial(AutoStep, num_steps=num_steps, may_compile=may_compile, **own)
 
 
 def may_change_modules(value: Any) -> bool:
