@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -114,8 +115,8 @@ def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[...
     """Compile a graph of operations for tensors of the very sizes of these; draws stay torch's own.
 
     ``torch.compile`` would read the graph as it reads a user's code, and look at each of its inputs in
-    each call, and inductor at the sizes of what it computes. Without it a compiled step of a small net
-    would take a fifth longer.
+    each call, and inductor at the sizes of what it computes. Without it these looks would be much of a
+    compiled step of a small net.
     """
     import torch._inductor  # which takes long, and is needed here only
 
@@ -212,6 +213,17 @@ def can_skip_updates(optimizer: torch.optim.Optimizer) -> bool:
     """
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether functions of others run before or after each step of an optimizer.
+
+    Torch has no public question for it. Without it they would run when a step is recorded, and in no
+    replay of it.
+    """
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_all = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    return any((*own, *of_all))
 
 
 class Watch(TorchDispatchMode):

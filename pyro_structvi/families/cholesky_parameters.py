@@ -98,28 +98,28 @@ def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tenso
                 [1., 2., 1., 0.],
                 [3., 4., 9., 1.]])
     """
-    rows, total, device = len(lower), len(log_diagonal), log_diagonal.device
-    places = [place.flatten() for place in places_below(rows, total // rows, device)]
-    identity = torch.eye(total, dtype=lower.dtype, device=device).flatten()
-    entries = torch.cat([lower.flatten(), across.flatten()])
-    multiples = identity.index_copy(0, torch.cat(places), entries)
-    return log_diagonal.exp().unsqueeze(-1) * multiples.view(total, total)
+    rows, device = len(lower), log_diagonal.device
+    within, between = places_below(rows, len(log_diagonal) // rows, device)
+    places = torch.cat([within.flatten(), between.flatten()])
+    return _filled(log_diagonal, places, torch.cat([lower.flatten(), across.flatten()]))
 
 
-def parameters_of_rows(scale_tril: Tensor, rows: int) -> dict[str, Tensor]:
+def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
     """Return the parameters of which :func:`factor_of_rows` makes a factor; for one row those of any.
 
     Args:
         scale_tril: A lower triangular matrix ``(D, D)`` with a positive diagonal.
-        rows: How many rows of elements there are, each of D / rows.
+        like: A tensor of the D elements; one of one dimension is one row.
     """
-    log_diagonal, lower = factor_parameters(scale_tril)
+    rows = len(like) if like.dim() > 1 else 1
     if rows == 1:
+        log_diagonal, lower = factor_parameters(scale_tril)
         return {"log_diagonal": log_diagonal, "lower": lower}
-    multiples = (scale_tril / scale_tril.diagonal().unsqueeze(-1)).flatten()
-    places = places_below(rows, len(log_diagonal) // rows, scale_tril.device)
+    diagonal = scale_tril.diagonal()
+    multiples = (scale_tril / diagonal.unsqueeze(-1)).flatten()
+    places = places_below(rows, len(diagonal) // rows, scale_tril.device)
     lower, across = (multiples[place] for place in places)
-    return {"log_diagonal": log_diagonal, "lower": lower, "across": across}
+    return {"log_diagonal": diagonal.log(), "lower": lower, "across": across}
 
 
 def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
@@ -138,9 +138,14 @@ def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
         tensor([[1., 0.],
                 [6., 2.]])
     """
+    size = log_diagonal.shape[-1]
+    rows, columns = torch.tril_indices(size, size, offset=-1, device=log_diagonal.device)
+    return _filled(log_diagonal, rows * size + columns, lower)
+
+
+def _filled(log_diagonal: Tensor, places: Tensor, entries: Tensor) -> Tensor:
+    """Return matrices with these diagonals and, at places when flattened, multiples of their entries."""
     size, device = log_diagonal.shape[-1], log_diagonal.device
-    rows, columns = torch.tril_indices(size, size, offset=-1, device=device)
-    identity = torch.eye(size, dtype=lower.dtype, device=device).flatten()
-    identities = identity.expand(*lower.shape[:-1], -1)
-    multiples = identities.index_copy(-1, rows * size + columns, lower)
+    identity = torch.eye(size, dtype=entries.dtype, device=device).flatten()
+    multiples = identity.expand(*entries.shape[:-1], -1).index_copy(-1, places, entries)
     return log_diagonal.exp().unsqueeze(-1) * multiples.view(*log_diagonal.shape, size)

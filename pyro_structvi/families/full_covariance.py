@@ -74,7 +74,7 @@ class FullCovariance(MemoryLimitedFamily):
         size = loc.numel()
         self.check_memory(site, f"the {size:,} elements of", 1, size, loc.element_size())
         factor = scale * torch.eye(size, dtype=loc.dtype, device=loc.device)
-        return {"loc": loc.clone()} | parameters_of_rows(factor, 1 if loc.dim() == 1 else len(loc))
+        return {"loc": loc.clone()} | parameters_of_rows(factor, loc)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
         """Return the size of a change that matters."""

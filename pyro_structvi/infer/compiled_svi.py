@@ -20,7 +20,7 @@ class CompiledSVI:
 
     The first step with inputs of new shapes is an ordinary one. The second is traced: model, guide,
     ELBO and gradients become a graph of tensor operations. From then on this graph runs: on the CPU
-    compiled by ``torch.compile``, which takes some seconds; on a GPU, after three steps that warm it
+    compiled by inductor, which takes some seconds; on a GPU, after three steps that warm it
     up, as a CUDA graph, which holds the optimizer's update too without ``check_finite``. All of these
     are real steps, and draw the noise that ``SVI`` would draw from the same seed, so the losses are
     those of ``SVI`` up to rounding.

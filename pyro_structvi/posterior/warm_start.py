@@ -99,7 +99,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
         rows = noise_columns(q).flatten(1).double()
         factor = torch.linalg.qr(rows, mode="r").R.mT
         factor = factor * factor.diagonal().sign()
-        start |= parameters_of_rows(factor.to(q.mean), 1 if q.mean.dim() == 1 else len(q.mean))
+        start |= parameters_of_rows(factor.to(q.mean), q.mean)
         return SitePosterior(family, site, start)
 
     return _replace(guide, widen, "a Gaussian posterior without a full covariance at some site")

@@ -218,7 +218,7 @@ def test_a_factor_of_a_matrix_has_its_parameters_within_rows_and_between_them():
     torch.testing.assert_close(q.scale_tril, torch.tensor(expected))
     factor = torch.randn(12, 12).tril(-1) + torch.rand(12).add(0.5).diag()
     loc = torch.zeros(4, 3)
-    own = parameters_of_rows(factor, rows=4)
+    own = parameters_of_rows(factor, loc)
     torch.testing.assert_close(family.distribution(None, loc=loc, **own).scale_tril, factor)
 
 

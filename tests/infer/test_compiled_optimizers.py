@@ -4,6 +4,7 @@ import pyro
 import pytest
 import torch
 from pyro.infer import SVI
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import pyro_structvi as ps
 from tests.infer.compiled_steps import STEPS, adam, assert_same, make_k_tied, train
@@ -133,3 +134,34 @@ def test_state_that_an_optimizer_makes_late_is_refused_and_nothing_changes():
     torch.testing.assert_close(dict(guide.state_dict()), before, rtol=0, atol=0)
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), draws)
+
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_of_an_optimizer_run_in_every_step(hook):
+    """Those that are there from the start, and one that comes when steps are replayed."""
+    model, guide = make_k_tied()
+    data, calls = regression_data(), []
+    guide.initialize(*data)
+    optimizer = torch.optim.Adam(guide.parameters(), lr=0.01, fused=True)
+    svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=None)
+    for number in range(12):
+        if number == 4:
+            assert [step.traces_update for step in svi._step.kinds.values()] == [True]
+            getattr(optimizer, hook)(lambda *args: calls.append(args))
+        svi.step(*data)
+    assert len(calls) == 8
+
+
+def test_hooks_of_all_optimizers_run_in_every_step():
+    model, guide = make_k_tied()
+    data, calls = regression_data(), []
+    svi = ps.CompiledSVI(
+        model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO(), backend=None
+    )
+    handle = register_optimizer_step_post_hook(lambda *args: calls.append(args))
+    try:
+        for _ in range(6):
+            svi.step(*data)
+    finally:
+        handle.remove()
+    assert len(calls) == 6

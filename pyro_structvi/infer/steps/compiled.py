@@ -65,7 +65,7 @@ class CompiledStep(Step):
         super().__init__(loss, optimizer, check, is_shared=is_shared)
         self._watches = watches
         self._last_state: Hashable = None
-        self._has_replayed = False  # whether the last step ran no Python of model and guide
+        self._has_replayed = False  # whether the last step ran no Python but this package's
         self.eager = EagerStep(loss, optimizer, self._check_first, is_shared=is_shared)
         self._backend, self._fallback = backend, fallback
         self._stored: list[str] = []  # names of what is found in Pyro's store
@@ -118,7 +118,8 @@ class CompiledStep(Step):
             self._fall_back(call, f"{type(self.loss.elbo).__name__} cannot be compiled.")
             return numbers
         checks = self._check is not None
-        updates = not self.is_shared and (not checks or self.optimizer.can_skip)
+        alone = not (self.is_shared or self.optimizer.runs_hooks)
+        updates = alone and (not checks or self.optimizer.can_skip)
         step = ReplayedStep(
             self.loss, self.optimizer, recorder.draws, self._backend, updates, checks
         )
@@ -159,7 +160,7 @@ class CompiledStep(Step):
         """
         if step.is_ready:
             outputs = step(call)
-            self._has_replayed = True
+            self._has_replayed = step.has_updated
         else:
             with self._explained(step):
                 outputs = self._prepare(step, call)
@@ -201,6 +202,7 @@ class CompiledStep(Step):
         """Return what decides how model and guide run, besides their arguments."""
         parts = self._modules.state()
         parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
+        parts.append(self.optimizer.runs_hooks)
         parts += [id(stored_parameter(name)) for name in self._stored]
         for kind in sorted({value.device.type for value in self.optimizer.parameters}):
             parts += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]

@@ -11,7 +11,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
 from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
-from pyro_structvi._torch_steps import can_skip_updates, keep_from_warning
+from pyro_structvi._torch_steps import can_skip_updates, keep_from_warning, runs_hooks
 
 
 class OneOptimizer:
@@ -124,6 +124,11 @@ class OneOptimizer:
     def can_skip(self) -> bool:
         """Whether a number on the device can decide that a step leaves all as it is."""
         return self.torch is not None and can_skip_updates(self.torch)
+
+    @property
+    def runs_hooks(self) -> bool:
+        """Whether functions of others run before or after each of its steps."""
+        return self.torch is not None and runs_hooks(self.torch)
 
     def step(self, skip: Tensor | None = None) -> None:
         """Update parameters by their gradients, and let go of these.
