@@ -29,7 +29,7 @@ from benchmarks.league_tables import HEADER, draw_figure, league_tables
 from benchmarks.problems import Problem
 from benchmarks.rows import ResultsFile
 from pyro_structvi.families import Dropout, PointEstimate
-from pyro_structvi.testing import guides_for, points_for
+from pyro_structvi.testing import guides_for, layered_for, points_for
 
 
 def mc_dropout(model: Any) -> nn.Module:
@@ -43,6 +43,7 @@ METHODS: dict[str, Callable[[Any], nn.Module]] = {
     **points_for("demo"),
     "MC dropout": mc_dropout,
     **guides_for("demo"),
+    **layered_for("demo"),
 }
 CEILING, PRIOR = "reference, again", "prior"
 NO_BOUND = {

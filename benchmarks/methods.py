@@ -24,7 +24,7 @@ from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.posterior.prediction import Prediction
-from pyro_structvi.testing import guides_for, points_for
+from pyro_structvi.testing import guides_for, layered_for, points_for
 
 
 class Method(NamedTuple):
@@ -200,6 +200,7 @@ def make_subnetwork(model: ps.Classifier) -> ps.StructuredGuide:
 GUIDES: dict[str, MakeGuide] = {
     **points_for("benchmarks"),
     **guides_for("benchmarks"),
+    **layered_for("benchmarks"),
     "subnetwork of 200": make_subnetwork,
     "Walsh-Hadamard": lambda model: ps.MeanFieldGuide(model),
     "Walsh-Hadamard, full": lambda model: ps.FullCovarianceGuide(model),

@@ -152,6 +152,7 @@ GUIDES: dict[str, MakeGuide] = {
     "low rank 2, full diagonal": low_rank(rank=2, diagonal="full"),
     "FFG-U": inducing(),
     "FCG-U": inducing(inducing_posterior="full"),
+    "global inducing": ps.GlobalInducingGuide,
 }
 
 TOO_LARGE = {"digits": {"full"}}  # five million parameters

@@ -49,6 +49,13 @@ class Choice(NamedTuple):
 
 CHOICES = [
     Choice(
+        "GlobalInducingGuide",
+        "guides/global_inducing.md",
+        "correlations of all layers",
+        "global inducing",
+        "global inducing",
+    ),
+    Choice(
         "MatrixNormalGuide(join_bias=True)",
         "guides/matrix_normal.md",
         "correlations of rows, and of columns",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import pyro_structvi as ps
 from pyro_structvi import subnetwork
 from pyro_structvi.families import Dropout, PointEstimate
-from pyro_structvi.testing import guides_for, points_for
+from pyro_structvi.testing import guides_for, layered_for, points_for
 
 METHODS: dict[str, Callable[[Any], nn.Module]] = {
     **points_for("demo"),
@@ -32,12 +32,13 @@ METHODS: dict[str, Callable[[Any], nn.Module]] = {
         model, {"net.0.*": PointEstimate(), "*": Dropout(rate=0.1)}
     ),
     **guides_for("demo"),
+    **layered_for("demo"),
 }
 
 # What is run unless every guide is asked for.
-SIX = [
+SHOWN = [
     *("mean field", "k-tied, k = 2", "rowwise, joined", "low rank, full diagonal"),
-    *("FFG-U, 64 x 64", "Ensemble-W"),
+    *("FFG-U, 64 x 64", "Ensemble-W", "global inducing"),
 ]
 
 SUBNETWORK = "subnetwork of 50"  # needs the MAP first
@@ -81,8 +82,8 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     every = [*METHODS, SUBNETWORK]
-    regression = every if options.all else SIX
-    digits = [*every, *LAYERS] if options.all else SIX
+    regression = every if options.all else SHOWN
+    digits = [*every, *LAYERS] if options.all else SHOWN
     digits = [title for title in digits if title not in REGRESSION_ONLY]
     counts = [len(titles) + (SUBNETWORK in titles) for titles in (regression, digits)]
     of_each = (20, STEPS_PER_EPOCH) if options.smoke else (REGRESSION_STEPS, DIGITS_STEPS)

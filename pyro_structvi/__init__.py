@@ -6,6 +6,7 @@ from types import ModuleType
 from pyro_structvi import moments
 from pyro_structvi.guides import (
     EnsembleGuide,
+    GlobalInducingGuide,
     InducingWeightGuide,
     MAPGuide,
     MCDropoutGuide,
@@ -64,6 +65,7 @@ __all__ = [
     # guides
     *_short_forms.__all__,
     "EnsembleGuide",
+    "GlobalInducingGuide",
     "InducingWeightGuide",
     "MAPGuide",
     "MCDropoutGuide",

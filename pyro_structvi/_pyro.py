@@ -39,6 +39,15 @@ def plates_around() -> Size:
     return Size([dims.get(dim, 1) for dim in range(min(dims, default=-1), -1)])
 
 
+def inside_plate() -> bool:
+    """Whether any vectorized plate is around, as that of ``Predictive(parallel=True)`` is, at any dim.
+
+    Only the stack of handlers knows. Without it what a guide draws once would be the same in all draws.
+    """
+    handlers = _PYRO_STACK[_FIRST.get() :]
+    return any(isinstance(each, IndepMessenger) and each.dim is not None for each in handlers)
+
+
 @contextmanager
 def outside_plates() -> Iterator[None]:
     """Hide the plates from a block, in which ``poutine.block`` hides the rest from Pyro's handlers."""

@@ -70,6 +70,11 @@ class SitePosterior(nn.Module):
         delattr(self, name)
         return value
 
+    def put(self, name: str, value: Tensor) -> None:
+        """Take a parameter more, at this value."""
+        self._names = (*self._names, name)
+        self.register_parameter(name, nn.Parameter(value.detach()))
+
     def replace_family(self, family: Family, **constants: Tensor) -> None:
         """Go over to a family with the same parameters, and some constants beside them."""
         self.family = family

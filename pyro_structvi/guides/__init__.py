@@ -1,6 +1,7 @@
 """Guides: which family goes on which site of a model."""
 
 from pyro_structvi.guides import short_forms
+from pyro_structvi.guides.global_inducing import GlobalInducingGuide
 from pyro_structvi.guides.inducing_weights import InducingWeightGuide
 from pyro_structvi.guides.local_latents import LocalLatentWarning
 from pyro_structvi.guides.memory_estimate import MemoryEstimate, estimate_memory
@@ -13,6 +14,7 @@ from pyro_structvi.guides.subnetwork import SubnetworkGuide
 
 __all__ = [
     "EnsembleGuide",
+    "GlobalInducingGuide",
     "GuideReport",
     "InducingWeightGuide",
     "LocalLatentWarning",

@@ -5,7 +5,7 @@ from functools import singledispatch
 
 from torch import nn
 
-from pyro_structvi._pyro import plates_around
+from pyro_structvi._pyro import inside_plate
 from pyro_structvi.families import Family, InducingWeights, Members, SitePosterior, Subnetwork
 from pyro_structvi.guides.coupling import Coupling
 from pyro_structvi.guides.joint_subnetwork import JointSubnetwork
@@ -86,7 +86,7 @@ def couple_families(
 def check_no_plates_around(couplings: Iterable[Coupling]) -> None:
     """Raise a ``NotImplementedError`` if sites that draw together stand in the plates of particles."""
     sites = [list(each.sites) for each in couplings]
-    if sites and plates_around():
+    if sites and inside_plate():
         raise NotImplementedError(
             f"The sites {sites} are drawn together, once for all particles, and so not inside the "
             "plates of `vectorize_particles=True` or `parallel=True`. Leave these out, or take "

@@ -1,7 +1,7 @@
 """What several sites of a guide draw together."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 from torch import Tensor, nn
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from pyro_structvi.distributions import Auxiliary
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.lazy.site_role import SiteRole
+
+How = Literal["sample", "draw", "mean", "marginals"]
 
 
 class Coupling(nn.Module):
@@ -30,6 +32,18 @@ class Coupling(nn.Module):
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
         """Whether sites that are found late may join."""
         return False
+
+    def given(self, how: How, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return, by site, the site's distribution given what is drawn together.
+
+        Args:
+            how: Whether that is sampled as a part of a guide, drawn, or averaged; or whether each site's
+                distribution is by itself.
+            at: The distributions at the current parameters.
+            number: The number of the pass.
+        """
+        parts = getattr(self, how)(at, number)
+        return {name: at[name].given(part) for name, part in parts.items() if name in at}
 
     def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
         """Draw as a part of a guide, with a sample site where there is a KL to count."""

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pyro
 import torch
@@ -15,7 +15,7 @@ from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.distributions.quantiles import quantiles
 from pyro_structvi.families import LatentSite, SitePosterior
-from pyro_structvi.guides.coupling import Coupling, SharedPosterior
+from pyro_structvi.guides.coupling import Coupling, How, SharedPosterior
 from pyro_structvi.guides.joined_bias import sample_joined
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.site_use import SiteUse
@@ -110,10 +110,7 @@ class JointPosterior:
         """Return the median of each site; see :meth:`StructuredGuide.median`."""
         medians: dict[str, Tensor] = {}
         for site, distribution in self.given("mean", True):
-            value = getattr(distribution, "base_dist", distribution).mean
-            for transform in getattr(distribution, "transforms", ()):
-                value = transform(value)
-            medians |= site.split(value.clone())
+            medians |= site.split(median_of(distribution).clone())
         return medians
 
     def quantiles(self, probs: Sequence[float] | Tensor) -> dict[str, Tensor]:
@@ -137,7 +134,7 @@ class JointPosterior:
 
     def given(
         self,
-        how: Literal["sample", "draw", "mean", "marginals"],
+        how: How,
         local: bool = False,
         number: Tensor | int | None = None,
         at: Mapping[str, Any] | None = None,
@@ -152,13 +149,20 @@ class JointPosterior:
             at: The distributions, where they are not those of all examples.
         """
         at = self._at if at is None else at
-        parts: dict[str, Any] = {}
+        given: dict[str, Any] = {}
         for coupling in self._couplings:
-            parts |= getattr(coupling, how)(at, number)
+            given |= coupling.given(how, at, number)
         for site in (posterior.site for posterior in self._posteriors):
             if local or not site.is_local:
-                q = at[site.name]
-                yield site, q.given(parts[site.name]) if site.name in parts else q
+                yield site, given.get(site.name, at[site.name])
+
+
+def median_of(distribution: Any) -> Tensor:
+    """Return the median of a posterior of this library; of a mixture its mean."""
+    value: Tensor = getattr(distribution, "base_dist", distribution).mean
+    for transform in getattr(distribution, "transforms", ()):
+        value = transform(value)
+    return value
 
 
 def are_plain(values: Iterable[Any]) -> bool:

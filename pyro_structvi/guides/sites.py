@@ -251,7 +251,7 @@ def trial_run(model: Callable[..., Any]) -> Iterator[None]:
     contexts = (
         ONE_THREAD,
         torch.no_grad(),
-        _buffers_kept(model),
+        buffers_kept(model),
         outside_plates(),
         poutine.block(),
     )
@@ -265,13 +265,15 @@ def trial_run(model: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _buffers_kept(model: Any) -> Iterator[None]:
+def buffers_kept(model: Any) -> Iterator[None]:
+    """Let a block have copies of a model's buffers that change, such as running statistics."""
     module = poutine.unwrap(model)
     parts = module.modules() if isinstance(module, nn.Module) else ()
-    buffers = [buffer for part in parts for _, buffer in buffers_that_change(part)]
-    kept = [buffer.clone() for buffer in buffers]
+    buffers = [(part, name, buffer) for part in parts for name, buffer in buffers_that_change(part)]
     try:
+        for part, name, buffer in buffers:
+            setattr(part, name, buffer.clone())
         yield
     finally:
-        for buffer, value in zip(buffers, kept, strict=True):
-            buffer.copy_(value)
+        for part, name, buffer in buffers:
+            setattr(part, name, buffer)

@@ -46,6 +46,13 @@ class Arrangement:
         return self.dims == (1, 0) and len(self.shape) == 2 and self.stack == 0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it takes one weight as it is."""
+        return (
+            self.dims == (*range(len(self.dims)),) == (*range(len(self.shape)),) and not self.stack
+        )
+
+    @property
     def event_dim(self) -> int:
         """How many dimensions a single weight has then."""
         return len(self.shape) - self.stack

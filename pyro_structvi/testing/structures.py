@@ -10,6 +10,7 @@ from pyro_structvi.guides import (
     AutoLowRankLRT,
     EnsembleGuide,
     FullCovarianceGuide,
+    GlobalInducingGuide,
     KTiedGuide,
     MAPGuide,
     MatrixNormalGuide,
@@ -249,6 +250,15 @@ STRUCTURES: list[Structure] = [
     ),
 ]
 
+# Guides whose layers depend on each other: no weight has a distribution by itself.
+LAYERED: list[GuideVariant] = [
+    *variants(
+        GlobalInducingGuide,
+        lambda m, n, **_: m * n + triangle(m) + triangle(n),  # of the first layer
+        ("global inducing", DEMO + BENCHMARKS, {}),
+    ),
+]
+
 # Guides of points: there is no density over weights.
 POINTS: list[GuideVariant] = [
     *variants(MAPGuide, lambda m, n: m * n, ("points", TESTS, {}), ("MAP", DEMO + BENCHMARKS, {})),
@@ -273,6 +283,11 @@ def guides_for(place: Place) -> dict[str, GuideVariant]:
     """Return the guides with a density over weights that are run in a place, by name."""
     guides = (guide for structure in STRUCTURES for guide in structure.guides)
     return {guide.name: guide for guide in guides if place in guide.used_in}
+
+
+def layered_for(place: Place) -> dict[str, GuideVariant]:
+    """Return the guides whose layers depend on each other that are run in a place, by name."""
+    return {guide.name: guide for guide in LAYERED if place in guide.used_in}
 
 
 def points_for(place: Place) -> dict[str, GuideVariant]:

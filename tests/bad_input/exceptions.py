@@ -122,6 +122,7 @@ FINE = {
     "estimate_memory.rank": "huge",
     # names that nothing can know yet, or that are any text
     "Subnetwork.chosen": "unknown key, empty",
+    "GlobalInducingGuide.families": "unknown key, empty",
     "largest.variances": "unknown key",
     "plot_regressions.predictions": "unknown key",
     "simulation_based_calibration.functions": "unknown key",

@@ -22,6 +22,18 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "join_bias": False,
         **OPTIONS,
     },
+    "GlobalInducingGuide": lambda: {
+        "model": regressor(),
+        "inputs": torch.randn(4, 3),
+        "families": {"*.bias": f.MeanField()},
+        "first_layer": f.MatrixNormal(),
+        "train_inputs": False,
+        "join_bias": False,
+        "init_scale": 0.01,
+        "init_loc_fn": None,
+        "local_reparam": False,
+        "create_plates": None,
+    },
     "InducingWeightGuide": lambda: {
         "model": regressor(),
         "inducing_shape": (2, 2),

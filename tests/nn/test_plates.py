@@ -122,6 +122,18 @@ def test_guides_that_draw_once_are_refused(make_guide, message):
         objective.loss(model, make_guide(model), *data)
 
 
+@pytest.mark.parametrize(
+    "make_guide", [lambda model: ps.EnsembleGuide(model, 4), lambda model: ps.GlobalInducingGuide(model, 5)]
+)
+def test_guides_that_draw_once_are_refused_in_parallel_predictions(make_guide):
+    """Pyro's plate is at the data's dimension there, and all draws would be one."""
+    model, data = make_regressor()
+    guide = make_guide(model)
+    guide.initialize(*data)
+    with pytest.raises(NotImplementedError, match="are drawn together, once for all particles"):
+        Predictive(model, guide=guide, num_samples=5, parallel=True)(data[0])
+
+
 class ReadsAfterwards(PyroModule):
     """A model that looks at a weight after its net was run."""
 

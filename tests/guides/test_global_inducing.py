@@ -1,0 +1,384 @@
+"""GlobalInducingGuide: each layer given the ones before, against dense Bayesian linear regressions.
+
+With inputs X, targets V, precisions L and prior scales s the weight of a layer is the posterior of the
+regression of V on X. Where the inducing points are the data, the targets y and the precisions those of
+the likelihood, the last layer's is the exact posterior given the layers before, and the ELBO their
+evidence.
+"""
+
+import copy
+import itertools
+import math
+import pickle
+
+import pyro
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import Trace_ELBO
+from torch import nn
+from torch.distributions import MultivariateNormal
+
+import pyro_structvi as ps
+from pyro_structvi.distributions.given_inputs import NormalGivenInputs
+from pyro_structvi.families import (
+    FullCovariance,
+    InducingWeights,
+    MatrixNormal,
+    MeanField,
+    Members,
+    PointEstimate,
+    Rowwise,
+)
+from tests.infer.compiled_steps import assert_same
+from tests.models import local_latent_function
+
+NOISE = 0.3
+
+
+def make_net(*sizes):
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))[:-1]
+
+
+def make_model(*sizes, num_data=20):
+    return ps.Regressor(
+        ps.bayesianize(make_net(*sizes), prior=0.8), num_data=num_data, noise_scale=NOISE
+    )
+
+
+def scramble(guide):
+    """Give each parameter a random value, so that no start hides a mistake."""
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def dense_regression(rows, target, precision, scale):
+    """Return the mean ``(in, out)`` and the covariance of a regression's weights."""
+    covariance = torch.linalg.inv(
+        torch.diag(scale**-2)
+        + sum(p * torch.outer(x, x) for p, x in zip(precision, rows, strict=True))
+    )
+    return covariance @ rows.mT @ (precision.unsqueeze(-1) * target), covariance
+
+
+def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression():
+    rows, target = torch.randn(5, 4), torch.randn(5, 3)
+    log_precision, log_scale = torch.randn(5), torch.randn(4)
+    q = NormalGivenInputs(torch.Size([3, 2, 2]), target, log_precision, log_scale).given(rows)
+    mean, covariance = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
+    torch.testing.assert_close(q.mean, mean.mT.reshape(3, 2, 2))
+    torch.testing.assert_close(
+        q.covariance_matrix, torch.block_diag(covariance, covariance, covariance)
+    )
+
+
+def test_a_draw_of_a_weight_given_its_inputs_has_its_moments():
+    q = NormalGivenInputs(
+        torch.Size([2, 3]), torch.randn(4, 2), torch.zeros(4), torch.zeros(3)
+    ).given(torch.randn(4, 3))
+    noise = torch.eye(6).reshape(6, 2, 3)
+    columns = torch.stack([q.scale_noise(each) for each in noise]).flatten(1)
+    torch.testing.assert_close(columns.mT @ columns, q.covariance_matrix)
+    torch.testing.assert_close(q.whiten(q.scale_noise(noise[3])), noise[3])
+
+
+def test_gradients_of_the_regression_are_exact():
+    arguments = [torch.randn(*shape, requires_grad=True) for shape in ((4, 2), (4,), (3,), (4, 3))]
+
+    def moments(target, log_precision, log_scale, rows):
+        q = NormalGivenInputs(torch.Size([2, 3]), target, log_precision, log_scale).given(rows)
+        return q.mean, q.scale_tril_column
+
+    assert torch.autograd.gradcheck(moments, arguments)
+
+
+def test_precisions_over_many_orders_keep_single_precision():
+    """Of 1e9 and 1e-3, where a factorization in single has no correct digit."""
+    rows, target = torch.randn(6, 4), torch.randn(6, 2)
+    log_precision = torch.linspace(-7, 21, 6)
+    exact = NormalGivenInputs(torch.Size([2, 4]), target, log_precision, torch.zeros(4)).given(rows)
+    single = [value.float() for value in (target, log_precision, torch.zeros(4))]
+    q = NormalGivenInputs(torch.Size([2, 4]), *single).given(rows.float())
+    torch.testing.assert_close(q.mean.double(), exact.mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(q.variance.double(), exact.variance, rtol=1e-4, atol=1e-9)
+
+
+# ---- the guide ---------------------------------------------------------------------------------------
+
+
+def test_the_last_layer_can_be_exact_and_the_elbo_the_evidence():
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    model = make_model(3, 4, 1)
+    guide = ps.GlobalInducingGuide(model, x, first_layer=PointEstimate())
+    last = guide["net.2.weight"]
+    with torch.no_grad():
+        last.target.copy_(y)
+        last.log_precision.fill_(-2 * math.log(NOISE))
+    points = guide.median()
+    hidden = F.linear(x, points["net.0.weight"], points["net.0.bias"]).tanh()
+    inputs = F.pad(hidden, (0, 1), value=1.0)
+    marginal = 0.8**2 * inputs @ inputs.mT + NOISE**2 * torch.eye(20)
+    evidence = MultivariateNormal(torch.zeros(20), marginal).log_prob(y.flatten())
+    prior = poutine.trace(poutine.condition(model, points)).get_trace(x, y)
+    prior.compute_log_prob()
+    own = sum(prior.nodes[f"net.0.{name}"]["log_prob_sum"] for name in ("weight", "bias"))
+    # Trace_ELBO's value has no variance at the exact posterior: each draw gives the evidence.
+    for _ in range(3):
+        drawn = -Trace_ELBO().differentiable_loss(model, guide, x, y)
+        torch.testing.assert_close(drawn.detach() - own, evidence)
+
+
+def test_each_layer_is_drawn_given_the_draws_before_it():
+    x, y = torch.randn(9, 2), torch.randn(20, 1)
+    guide = ps.GlobalInducingGuide(make_model(2, 4, 5, 1), x)
+    guide.initialize(torch.randn(20, 2), y)
+    scramble(guide)
+    trace = poutine.trace(guide).get_trace(torch.randn(20, 2), y)
+    rows = x
+    for layer in (0, 2, 4):
+        site = trace.nodes[f"net.{layer}.weight+bias"]
+        value, q = site["value"], site["fn"]
+        if layer:
+            own = guide[f"net.{layer}.weight"]
+            scales = (own.log_precision.exp(), own.log_scale.exp())
+            mean, covariance = dense_regression(F.pad(rows, (0, 1), value=1.0), own.target, *scales)
+            torch.testing.assert_close(q.mean, mean.mT)
+            row = q.covariance_matrix[: len(covariance), : len(covariance)]
+            torch.testing.assert_close(row, covariance)
+        weight = trace.nodes[f"net.{layer}.weight"]["value"]
+        torch.testing.assert_close(weight, value[:, :-1])
+        rows = F.linear(rows, value[:, :-1], value[:, -1]).tanh()
+
+
+def test_draws_for_predictions_are_those_of_the_trace():
+    x = torch.randn(6, 2)
+    guide = ps.GlobalInducingGuide(make_model(2, 3, 1), x, join_bias=False)
+    scramble(guide)
+    torch.manual_seed(3)
+    drawn = guide.draw()
+    torch.manual_seed(3)
+    guide.initialize(torch.randn(20, 2), torch.randn(20, 1))
+    trace = poutine.trace(guide).get_trace(torch.randn(20, 2), torch.randn(20, 1))
+    assert drawn.keys() == {
+        f"net.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")
+    }
+    own = guide["net.2.weight"]
+    hidden = F.linear(x, drawn["net.0.weight"], drawn["net.0.bias"]).tanh()
+    mean, _ = dense_regression(hidden, own.target, own.log_precision.exp(), own.log_scale.exp())
+    value = trace.nodes["net.2.weight"]["value"]
+    assert value.shape == mean.mT.shape
+    assert isinstance(guide["net.2.bias"].family, MeanField)
+
+
+def test_the_rows_of_a_convolution_are_its_patches():
+    images = torch.randn(3, 2, 6, 6)
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 2, stride=2), nn.Flatten(), nn.Linear(16, 2)
+    )
+    model = ps.Classifier(ps.bayesianize(net, prior=0.5), num_data=3)
+    guide = ps.GlobalInducingGuide(model, images)
+    scramble(guide)
+    own = guide["net.2.weight"]
+    trace = poutine.trace(guide).get_trace(images, torch.zeros(3, dtype=torch.long))
+    first = trace.nodes["net.0.weight"]["value"], trace.nodes["net.0.bias"]["value"]
+    hidden = F.conv2d(images, *first).tanh()
+    patches = F.unfold(hidden, 2, stride=2).movedim(1, -1).reshape(-1, 12)
+    inputs = F.pad(patches, (0, 1), value=1.0)
+    mean, _ = dense_regression(inputs, own.target, own.log_precision.exp(), own.log_scale.exp())
+    torch.testing.assert_close(trace.nodes["net.2.weight+bias"]["fn"].mean, mean.mT)
+
+
+def test_it_begins_at_the_net_and_at_the_scale_asked_for():
+    """With as many points as inputs the targets decide the weight."""
+    net = make_net(2, 3, 2)
+    model = ps.Regressor(ps.bayesianize(copy.deepcopy(net), prior=1.0), 20, NOISE)
+    x = torch.randn(12, 2)
+    guide = ps.GlobalInducingGuide(model, x, init_scale=1e-4)
+    median = guide.median()
+    for name, value in net.named_parameters():
+        torch.testing.assert_close(median[f"net.{name}"], value.detach(), atol=1e-4, rtol=1e-4)
+    drawn = guide.draw()["net.2.weight"] - median["net.2.weight"]
+    assert 0 < drawn.abs().max() < 0.02
+
+
+@pytest.mark.parametrize("first", [None, Rowwise(), MeanField(), FullCovariance()])
+def test_layers_that_meet_the_inputs_have_a_family_of_their_own(first):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right, self.top = (nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(3, 1))
+
+        def forward(self, x):
+            return self.top(torch.tanh(self.left(x)) + self.right(x))
+
+    model = ps.Regressor(ps.bayesianize(Branches(), prior=1.0), 20, NOISE)
+    guide = ps.GlobalInducingGuide(model, torch.randn(5, 2), first_layer=first)
+    families = [
+        type(guide[f"net.{name}.weight"].family).__name__ for name in ("left", "right", "top")
+    ]
+    own = type(first or MatrixNormal()).__name__
+    assert families == [own, own, "GlobalInducing"]
+
+
+def test_a_number_takes_the_first_inputs_of_the_first_call():
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    guide = ps.GlobalInducingGuide(make_model(3, 4, 1), 7)
+    with pytest.raises(RuntimeError, match="has no posterior before"):
+        guide.draw()
+    guide(x, y)
+    torch.testing.assert_close(guide.inducing_inputs, x[:7], rtol=0, atol=0)
+    assert "inducing_inputs" not in dict(guide.named_parameters())
+    assert guide["net.2.weight"].target.shape == (7, 1)
+
+
+def test_points_are_trained_if_asked_and_get_a_gradient():
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    guide = ps.GlobalInducingGuide(make_model(3, 4, 1), x[:5], train_inputs=True)
+    ps.StructuredELBO().differentiable_loss(make_model(3, 4, 1), guide, x, y).backward()
+    assert guide.inducing_inputs.grad.abs().min() > 0
+    every = {name for name, value in guide.named_parameters() if value.grad is not None}
+    assert every == {name for name, _ in guide.named_parameters()}
+
+
+def test_the_elbo_is_that_of_pyro():
+    """Closed divergences and sampled ones, within 5 standard errors: a false alarm in 10^6."""
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    model = make_model(2, 3, 1)
+    guide = ps.GlobalInducingGuide(model, x[:6], init_scale=0.3)
+    losses = [
+        torch.stack([elbo().differentiable_loss(model, guide, x, y).detach() for _ in range(400)])
+        for elbo in (ps.StructuredELBO, Trace_ELBO)
+    ]
+    difference = losses[0].mean() - losses[1].mean()
+    error = sum(each.var() / len(each) for each in losses).sqrt()
+    assert abs(difference) < 5 * error
+
+
+def test_steps_and_draws_together_are_those_one_by_one():
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    model = make_model(2, 3, 1)
+    guide = ps.GlobalInducingGuide(model, x[:6])
+    scramble(guide)
+    draws = guide.joint_posterior().draw_many(range(3))
+    for number in range(3):
+        own = {name: value[number] for name, value in draws.items()}
+        hidden = F.linear(x[:6], own["net.0.weight"], own["net.0.bias"]).tanh()
+        last = guide["net.2.weight"]
+        mean, covariance = dense_regression(
+            F.pad(hidden, (0, 1), value=1.0),
+            *(last.target, last.log_precision.exp(), last.log_scale.exp()),
+        )
+        value = torch.cat([own["net.2.weight"], own["net.2.bias"].unsqueeze(-1)], -1)
+        whitened = torch.linalg.solve(torch.linalg.cholesky(covariance), (value - mean.mT).mT)
+        assert whitened.norm() < 7  # of 4 standard normals; of other hidden units it is far more
+    prediction = ps.predict(model, guide, x, num_samples=4)
+    assert prediction.functions.shape == (4, 20, 1)
+    loss = ps.StructuredELBO(num_particles=3, vectorize_particles=True)
+    assert loss.differentiable_loss(model, guide, x, y).isfinite()
+
+
+def test_compiled_steps_are_the_ordinary_ones():
+    data = torch.randn(20, 2), torch.randn(20, 1)
+
+    def make():
+        model = make_model(2, 3, 1)
+        return model, ps.GlobalInducingGuide(model, data[0][:6], train_inputs=True)
+
+    assert_same(make, data)
+
+
+def test_running_statistics_are_those_of_the_data_alone():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1))
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0, normalization=True), 20, NOISE)
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    guide = ps.GlobalInducingGuide(model, 100 + x[:6])
+    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    assert model.net[1].running_mean.abs().max() < 10
+    model.eval()
+    before = model.net[1].running_mean.clone()
+    guide(x, y)
+    torch.testing.assert_close(model.net[1].running_mean, before, rtol=0, atol=0)
+
+
+def test_it_is_saved_loaded_and_copied():
+    x, model = torch.randn(6, 2), make_model(2, 3, 1)
+    guide = ps.GlobalInducingGuide(model, x)
+    scramble(guide)
+    other = ps.GlobalInducingGuide(model, torch.zeros(6, 2))
+    other.load_state_dict(guide.state_dict())
+    for each in (other, copy.deepcopy(guide)):
+        torch.manual_seed(5)
+        drawn = each.draw()
+        torch.manual_seed(5)
+        torch.testing.assert_close(drawn, guide.draw(), rtol=0, atol=0)
+    lone = pickle.loads(pickle.dumps(guide))
+    with pytest.raises(RuntimeError, match="unpickled without its model"):
+        lone.draw()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
+
+
+def test_a_function_has_its_points_at_the_first_call():
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+
+    def model(x, y=None):
+        first = pyro.sample("a", pyro.distributions.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        second = pyro.sample("b", pyro.distributions.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        scale = pyro.sample("scale", pyro.distributions.LogNormal(0.0, 1.0))
+        mean = F.linear(F.linear(x, first).tanh(), second).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", pyro.distributions.Normal(mean, scale), obs=y)
+
+    guide = ps.GlobalInducingGuide(model, x[:4])
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO())
+    assert math.isfinite(svi.step(x, y.squeeze(-1)))
+    assert guide["b"].target.shape == (4, 1)
+    assert guide.draw()["scale"] > 0
+
+
+# ---- what it refuses ---------------------------------------------------------------------------------
+
+
+def test_weights_that_are_used_otherwise_are_named():
+    net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 1))
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
+    words = torch.randint(5, (6, 2))
+    with pytest.raises(RuntimeError, match=r"'net.0.weight'.* in another way first.*MeanField"):
+        ps.GlobalInducingGuide(model, words)
+    guide = ps.GlobalInducingGuide(
+        model, words, families={"net.0.*": MeanField()}, train_inputs=True
+    )
+    assert guide["net.2.weight"].target.shape == (6, 1)
+    assert not isinstance(guide.inducing_inputs, nn.Parameter)  # words are no real numbers
+
+
+def test_groups_are_named():
+    net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
+    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
+    with pytest.raises(RuntimeError, match=r"'net.1.weight' is transposed, stacked or in groups"):
+        ps.GlobalInducingGuide(model, torch.randn(3, 2, 1))
+
+
+def test_what_cannot_stand_beside_the_layers_is_refused():
+    model, x = make_model(2, 3, 1), torch.randn(5, 2)
+    with pytest.raises(ValueError, match="are drawn together"):
+        ps.GlobalInducingGuide(model, x, families={"net.0.*": Members(3)})
+    with pytest.raises(TypeError, match="`first_layer` must be a family of a single weight"):
+        ps.GlobalInducingGuide(model, x, first_layer=Members(3))
+    with pytest.raises(ValueError, match="`local_reparam` must be False"):
+        ps.GlobalInducingGuide(model, x, local_reparam=True)
+    with pytest.raises(ValueError, match="Pass the inducing points themselves"):
+        ps.GlobalInducingGuide(model, 3).initialize(x=x)
+    guide = ps.GlobalInducingGuide(model, x, first_layer=InducingWeights((2, 2)))
+    assert guide.draw()["net.0.weight"].shape == (3, 2)
+    with pytest.raises(NotImplementedError, match="depend on each other"):
+        guide.quantiles([0.5])
+
+
+def test_sites_of_single_examples_are_refused():
+    guide = ps.GlobalInducingGuide(local_latent_function, 3)
+    with pytest.raises(ValueError, match="belong to single examples"):
+        guide.initialize(torch.randn(5, 3), torch.randn(5))
