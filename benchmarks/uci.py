@@ -40,6 +40,7 @@ GUIDES: dict[str, Callable[[Any], nn.Module]] = {
         model, rank=5, diagonal="full", join_bias=True
     ),
     "FFG-U": lambda model: ps.InducingWeightGuide(model, (20, 20)),
+    "global inducing": ps.GlobalInducingGuide,
 }
 POINTS = ("MAP", "ensemble of 5")
 PRIOR = {"*.weight": ps.HierarchicalScale(dist.LogNormal(0.0, 0.5), fan_in=True), "*": 1.0}

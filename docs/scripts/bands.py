@@ -23,8 +23,10 @@ from pyro_structvi.plots.figures import figure_of, make_panels
 # By title, the league's name; None is NUTS.
 PANELS = {
     "NUTS (the posterior)": None,
-    "RowwiseGuide": "rowwise, joined",
+    "GlobalInducingGuide": "global inducing",
     "MatrixNormalGuide": "matrix normal, joined",
+    "RowwiseGuide": "rowwise, joined",
+    "InducingWeightGuide": "FFG-U, 64 x 64",
     "AutoLowRankLRT": "low rank, full diagonal",
     "KTiedGuide": "k-tied, k = 2",
     "MeanFieldGuide": "mean field",
@@ -83,7 +85,7 @@ def fit(name: str, problem: LeagueProblem, steps: int) -> Any:
 def draw(
     moments: dict[str, tuple[Tensor, Tensor]], problem: LeagueProblem, grid: Tensor, path: Path
 ) -> None:
-    panels = make_panels(2, 3, 8.4, 4.4, sharex=True, sharey=True)
+    panels = make_panels(2, 4, 10.4, 4.4, sharex=True, sharey=True)
     x, blue, red = grid.flatten(), "#0072B2", "#D55E00"
     for panel, (title, (mean, scale)) in zip(panels, moments.items(), strict=True):
         for width in WIDTHS:

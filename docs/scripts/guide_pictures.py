@@ -41,12 +41,14 @@ class Picture:
         make: Makes the guide of a model.
         layer: What replaces the random layers, if anything does.
         num_chosen: How many elements a subnetwork has in the linear layer and in the regression.
+        has_covariance: Whether its covariance in a linear layer shows what it is.
     """
 
     page: str
     make: Callable[[Any], ps.StructuredGuide] = ps.MeanFieldGuide
     layer: Any = None
     num_chosen: tuple[int, int] | None = None
+    has_covariance: bool = True
 
 
 PICTURES = {
@@ -64,6 +66,7 @@ PICTURES = {
     "inducing weights": Picture(
         "inducing_weights", lambda m: ps.InducingWeightGuide(m, inducing_shape=(16, 16))
     ),
+    "global inducing": Picture("global_inducing", ps.GlobalInducingGuide, has_covariance=False),
     "subnetwork": Picture("subnetwork", ps.MAPGuide, num_chosen=(10, 40)),
     "Walsh-Hadamard": Picture("walsh_hadamard", layer=ps.WalshHadamard()),
     "rank-1": Picture("rank_one", layer=ps.RankOne()),
@@ -88,7 +91,7 @@ def main() -> None:
     matplotlib.rcParams["svg.fonttype"] = "none"
     titles = [t for t in PICTURES if not options.guide or any(part in t for part in options.guide)]
     if options.part != "regression":
-        for title in titles:
+        for title in (title for title in titles if PICTURES[title].has_covariance):
             picture = PICTURES[title]
             torch.manual_seed(0)
             print(title)

@@ -11,6 +11,11 @@ from torch.distributions import constraints
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.linalg.precision import autocast_off
 
+OF_DRAWS = (
+    "A weight that is drawn given its inputs has no distribution by itself. Take `guide.draw()`, or for "
+    "its distribution at the inputs `rows (rows, in)` its `given(rows)`."
+)
+
 
 class NormalGivenInputs(TorchDistribution):
     r"""A weight whose distribution depends on the inputs ``X (rows, in)`` that it meets.
@@ -31,7 +36,7 @@ class NormalGivenInputs(TorchDistribution):
 
     References:
         Ober and Aitchison (2021), "Global inducing point variational posteriors for Bayesian neural
-        networks and deep Gaussian processes", equations 10 to 12.
+        networks and deep Gaussian processes".
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {"log_scale": constraints.real}
@@ -52,6 +57,24 @@ class NormalGivenInputs(TorchDistribution):
         """Every real tensor of the event shape."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
+    @property
+    def mean(self) -> Tensor:
+        """Refuse."""
+        raise NotImplementedError(OF_DRAWS)
+
+    @property
+    def variance(self) -> Tensor:
+        """Refuse."""
+        raise NotImplementedError(OF_DRAWS)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Refuse."""
+        raise NotImplementedError(OF_DRAWS)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Refuse."""
+        raise NotImplementedError(OF_DRAWS)
+
     def given(self, rows: Tensor) -> MatrixNormal:
         """Return the distribution of the weight that meets these inputs ``(rows, in)``.
 
@@ -64,7 +87,8 @@ class NormalGivenInputs(TorchDistribution):
             identity = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
             precision = torch.addmm(identity, weighted.mT, weighted)
             # A factor from the last element on, whose inverse is that of the covariance from the first.
-            factor = torch.linalg.cholesky(precision.flip(-2, -1))
+            factor, info = torch.linalg.cholesky_ex(precision.flip(-2, -1))
+            factor = factor.masked_fill(info > 0, torch.nan)  # of inputs that are not finite
             inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
             column = inverse.flip(-2, -1).mT
             seen = weighted.mT @ (root * self.target.double())

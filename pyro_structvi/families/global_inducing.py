@@ -28,7 +28,16 @@ class GlobalInducing(MatrixFamily):
     """
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Return the weight that the targets are made of, and the prior's standard deviations."""
+        """Return the weight that the targets are made of, and the prior's standard deviations.
+
+        Raises:
+            NotImplementedError: If there are shapes only, as for ``estimate_memory``.
+        """
+        if loc.is_meta:
+            raise NotImplementedError(
+                "How many parameters a GlobalInducingGuide has depends on what the net makes of its "
+                "points. Make the guide with its points, and count `guide.parameters()`."
+            )
         log_scale = loc.new_full((loc[0].numel(),), math.log(_scale(site, site.prior_scale)))
         if site.bias is not None:
             log_scale[-1] = math.log(_scale(site, site.bias.prior_scale))

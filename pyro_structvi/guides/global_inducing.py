@@ -155,7 +155,9 @@ class GlobalInducingGuide(StructuredGuide):
             self.posteriors[module_key(name)] = posterior
         for each in (each for each in own if each not in first):
             start = each.release("loc").flatten(1)
-            rows = met[each.site.name].detach().to(start)  # under autocast they are of half precision
+            rows = (
+                met[each.site.name].detach().to(start)
+            )  # under autocast they are of half precision
             each.put("target", rows @ start.mT)
             each.put("log_precision", rows.new_full((len(rows),), -2 * math.log(self.init_scale)))
         points = inputs.detach().clone()

@@ -7,11 +7,8 @@ evidence.
 """
 
 import copy
-import itertools
 import math
-import pickle
 
-import pyro
 import pyro.poutine as poutine
 import pytest
 import torch
@@ -24,44 +21,12 @@ import pyro_structvi as ps
 from pyro_structvi.distributions.given_inputs import NormalGivenInputs
 from pyro_structvi.families import (
     FullCovariance,
-    InducingWeights,
     MatrixNormal,
     MeanField,
-    Members,
     PointEstimate,
     Rowwise,
 )
-from tests.infer.compiled_steps import assert_same
-from tests.models import local_latent_function
-
-NOISE = 0.3
-
-
-def make_net(*sizes):
-    layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
-    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))[:-1]
-
-
-def make_model(*sizes, num_data=20):
-    return ps.Regressor(
-        ps.bayesianize(make_net(*sizes), prior=0.8), num_data=num_data, noise_scale=NOISE
-    )
-
-
-def scramble(guide):
-    """Give each parameter a random value, so that no start hides a mistake."""
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-
-
-def dense_regression(rows, target, precision, scale):
-    """Return the mean ``(in, out)`` and the covariance of a regression's weights."""
-    covariance = torch.linalg.inv(
-        torch.diag(scale**-2)
-        + sum(p * torch.outer(x, x) for p, x in zip(precision, rows, strict=True))
-    )
-    return covariance @ rows.mT @ (precision.unsqueeze(-1) * target), covariance
+from tests.guides.layered import NOISE, dense_regression, make_model, make_net, scramble
 
 
 def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression():
@@ -194,12 +159,15 @@ def test_the_rows_of_a_convolution_are_its_patches():
 def test_it_begins_at_the_net_and_at_the_scale_asked_for():
     """With as many points as inputs the targets decide the weight."""
     net = make_net(2, 3, 2)
-    model = ps.Regressor(ps.bayesianize(copy.deepcopy(net), prior=1.0), 20, NOISE)
+    prior = {"*.weight": 0.7, "*.bias": 1.5}
+    model = ps.Regressor(ps.bayesianize(copy.deepcopy(net), prior=prior), 20, NOISE)
     x = torch.randn(12, 2)
     guide = ps.GlobalInducingGuide(model, x, init_scale=1e-4)
     median = guide.median()
     for name, value in net.named_parameters():
         torch.testing.assert_close(median[f"net.{name}"], value.detach(), atol=1e-4, rtol=1e-4)
+    scales = guide["net.2.weight"].log_scale.detach().exp()
+    torch.testing.assert_close(scales, torch.tensor([0.7, 0.7, 0.7, 1.5]))
     drawn = guide.draw()["net.2.weight"] - median["net.2.weight"]
     assert 0 < drawn.abs().max() < 0.02
 
@@ -232,153 +200,3 @@ def test_a_number_takes_the_first_inputs_of_the_first_call():
     torch.testing.assert_close(guide.inducing_inputs, x[:7], rtol=0, atol=0)
     assert "inducing_inputs" not in dict(guide.named_parameters())
     assert guide["net.2.weight"].target.shape == (7, 1)
-
-
-def test_points_are_trained_if_asked_and_get_a_gradient():
-    x, y = torch.randn(20, 3), torch.randn(20, 1)
-    guide = ps.GlobalInducingGuide(make_model(3, 4, 1), x[:5], train_inputs=True)
-    ps.StructuredELBO().differentiable_loss(make_model(3, 4, 1), guide, x, y).backward()
-    assert guide.inducing_inputs.grad.abs().min() > 0
-    every = {name for name, value in guide.named_parameters() if value.grad is not None}
-    assert every == {name for name, _ in guide.named_parameters()}
-
-
-def test_the_elbo_is_that_of_pyro():
-    """Closed divergences and sampled ones, within 5 standard errors: a false alarm in 10^6."""
-    x, y = torch.randn(20, 2), torch.randn(20, 1)
-    model = make_model(2, 3, 1)
-    guide = ps.GlobalInducingGuide(model, x[:6], init_scale=0.3)
-    losses = [
-        torch.stack([elbo().differentiable_loss(model, guide, x, y).detach() for _ in range(400)])
-        for elbo in (ps.StructuredELBO, Trace_ELBO)
-    ]
-    difference = losses[0].mean() - losses[1].mean()
-    error = sum(each.var() / len(each) for each in losses).sqrt()
-    assert abs(difference) < 5 * error
-
-
-def test_steps_and_draws_together_are_those_one_by_one():
-    x, y = torch.randn(20, 2), torch.randn(20, 1)
-    model = make_model(2, 3, 1)
-    guide = ps.GlobalInducingGuide(model, x[:6])
-    scramble(guide)
-    draws = guide.joint_posterior().draw_many(range(3))
-    for number in range(3):
-        own = {name: value[number] for name, value in draws.items()}
-        hidden = F.linear(x[:6], own["net.0.weight"], own["net.0.bias"]).tanh()
-        last = guide["net.2.weight"]
-        mean, covariance = dense_regression(
-            F.pad(hidden, (0, 1), value=1.0),
-            *(last.target, last.log_precision.exp(), last.log_scale.exp()),
-        )
-        value = torch.cat([own["net.2.weight"], own["net.2.bias"].unsqueeze(-1)], -1)
-        whitened = torch.linalg.solve(torch.linalg.cholesky(covariance), (value - mean.mT).mT)
-        assert whitened.norm() < 7  # of 4 standard normals; of other hidden units it is far more
-    prediction = ps.predict(model, guide, x, num_samples=4)
-    assert prediction.functions.shape == (4, 20, 1)
-    loss = ps.StructuredELBO(num_particles=3, vectorize_particles=True)
-    assert loss.differentiable_loss(model, guide, x, y).isfinite()
-
-
-def test_compiled_steps_are_the_ordinary_ones():
-    data = torch.randn(20, 2), torch.randn(20, 1)
-
-    def make():
-        model = make_model(2, 3, 1)
-        return model, ps.GlobalInducingGuide(model, data[0][:6], train_inputs=True)
-
-    assert_same(make, data)
-
-
-def test_running_statistics_are_those_of_the_data_alone():
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1))
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0, normalization=True), 20, NOISE)
-    x, y = torch.randn(20, 2), torch.randn(20, 1)
-    guide = ps.GlobalInducingGuide(model, 100 + x[:6])
-    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
-    assert model.net[1].running_mean.abs().max() < 10
-    model.eval()
-    before = model.net[1].running_mean.clone()
-    guide(x, y)
-    torch.testing.assert_close(model.net[1].running_mean, before, rtol=0, atol=0)
-
-
-def test_it_is_saved_loaded_and_copied():
-    x, model = torch.randn(6, 2), make_model(2, 3, 1)
-    guide = ps.GlobalInducingGuide(model, x)
-    scramble(guide)
-    other = ps.GlobalInducingGuide(model, torch.zeros(6, 2))
-    other.load_state_dict(guide.state_dict())
-    for each in (other, copy.deepcopy(guide)):
-        torch.manual_seed(5)
-        drawn = each.draw()
-        torch.manual_seed(5)
-        torch.testing.assert_close(drawn, guide.draw(), rtol=0, atol=0)
-    lone = pickle.loads(pickle.dumps(guide))
-    with pytest.raises(RuntimeError, match="unpickled without its model"):
-        lone.draw()
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
-
-
-def test_a_function_has_its_points_at_the_first_call():
-    x, y = torch.randn(20, 2), torch.randn(20, 1)
-
-    def model(x, y=None):
-        first = pyro.sample("a", pyro.distributions.Normal(torch.zeros(3, 2), 1.0).to_event(2))
-        second = pyro.sample("b", pyro.distributions.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        scale = pyro.sample("scale", pyro.distributions.LogNormal(0.0, 1.0))
-        mean = F.linear(F.linear(x, first).tanh(), second).squeeze(-1)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", pyro.distributions.Normal(mean, scale), obs=y)
-
-    guide = ps.GlobalInducingGuide(model, x[:4])
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ps.StructuredELBO())
-    assert math.isfinite(svi.step(x, y.squeeze(-1)))
-    assert guide["b"].target.shape == (4, 1)
-    assert guide.draw()["scale"] > 0
-
-
-# ---- what it refuses ---------------------------------------------------------------------------------
-
-
-def test_weights_that_are_used_otherwise_are_named():
-    net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 1))
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
-    words = torch.randint(5, (6, 2))
-    with pytest.raises(RuntimeError, match=r"'net.0.weight'.* in another way first.*MeanField"):
-        ps.GlobalInducingGuide(model, words)
-    guide = ps.GlobalInducingGuide(
-        model, words, families={"net.0.*": MeanField()}, train_inputs=True
-    )
-    assert guide["net.2.weight"].target.shape == (6, 1)
-    assert not isinstance(guide.inducing_inputs, nn.Parameter)  # words are no real numbers
-
-
-def test_groups_are_named():
-    net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
-    model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
-    with pytest.raises(RuntimeError, match=r"'net.1.weight' is transposed, stacked or in groups"):
-        ps.GlobalInducingGuide(model, torch.randn(3, 2, 1))
-
-
-def test_what_cannot_stand_beside_the_layers_is_refused():
-    model, x = make_model(2, 3, 1), torch.randn(5, 2)
-    with pytest.raises(ValueError, match="are drawn together"):
-        ps.GlobalInducingGuide(model, x, families={"net.0.*": Members(3)})
-    with pytest.raises(TypeError, match="`first_layer` must be a family of a single weight"):
-        ps.GlobalInducingGuide(model, x, first_layer=Members(3))
-    with pytest.raises(ValueError, match="`local_reparam` must be False"):
-        ps.GlobalInducingGuide(model, x, local_reparam=True)
-    with pytest.raises(ValueError, match="Pass the inducing points themselves"):
-        ps.GlobalInducingGuide(model, 3).initialize(x=x)
-    guide = ps.GlobalInducingGuide(model, x, first_layer=InducingWeights((2, 2)))
-    assert guide.draw()["net.0.weight"].shape == (3, 2)
-    with pytest.raises(NotImplementedError, match="depend on each other"):
-        guide.quantiles([0.5])
-
-
-def test_sites_of_single_examples_are_refused():
-    guide = ps.GlobalInducingGuide(local_latent_function, 3)
-    with pytest.raises(ValueError, match="belong to single examples"):
-        guide.initialize(torch.randn(5, 3), torch.randn(5))

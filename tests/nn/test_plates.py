@@ -123,7 +123,8 @@ def test_guides_that_draw_once_are_refused(make_guide, message):
 
 
 @pytest.mark.parametrize(
-    "make_guide", [lambda model: ps.EnsembleGuide(model, 4), lambda model: ps.GlobalInducingGuide(model, 5)]
+    "make_guide",
+    [lambda model: ps.EnsembleGuide(model, 4), lambda model: ps.GlobalInducingGuide(model, 5)],
 )
 def test_guides_that_draw_once_are_refused_in_parallel_predictions(make_guide):
     """Pyro's plate is at the data's dimension there, and all draws would be one."""

@@ -1,0 +1,37 @@
+"""What the tests of guides share whose layers depend on each other: a model, and dense regressions."""
+
+import itertools
+
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+
+NOISE = 0.3
+
+
+def make_net(*sizes):
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))[:-1]
+
+
+def make_model(*sizes, num_data=20):
+    return ps.Regressor(
+        ps.bayesianize(make_net(*sizes), prior=0.8), num_data=num_data, noise_scale=NOISE
+    )
+
+
+def scramble(guide):
+    """Give each parameter a random value, so that no start hides a mistake."""
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def dense_regression(rows, target, precision, scale):
+    """Return the mean ``(in, out)`` and the covariance of a regression's weights."""
+    covariance = torch.linalg.inv(
+        torch.diag(scale**-2)
+        + sum(p * torch.outer(x, x) for p, x in zip(precision, rows, strict=True))
+    )
+    return covariance @ rows.mT @ (precision.unsqueeze(-1) * target), covariance
