@@ -8,8 +8,10 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.maps import LinearMap
 
 OF_DRAWS = (
     "A weight that is drawn given its inputs has no distribution by itself. Take `guide.draw()`, or for "
@@ -75,38 +77,135 @@ class NormalGivenInputs(TorchDistribution):
         """Refuse."""
         raise NotImplementedError(OF_DRAWS)
 
-    def given(self, rows: Tensor) -> MatrixNormal:
+    def given(self, rows: Tensor) -> GaussianWeight:
         """Return the distribution of the weight that meets these inputs ``(rows, in)``.
 
-        Precisions are those of many observations, so the factors are computed in double.
+        Precisions are those of many observations, so all is computed in double. What is factored has the
+        size of the rows or of the inputs, whichever are fewer.
         """
         with autocast_off(rows):
             scale = self.log_scale.double().exp()
             root = (0.5 * self.log_precision.double()).exp().unsqueeze(-1)
-            weighted = rows.double() * scale * root
-            identity = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
-            precision = torch.addmm(identity, weighted.mT, weighted)
-            # A factor from the last element on, whose inverse is that of the covariance from the first.
-            factor, info = torch.linalg.cholesky_ex(precision.flip(-2, -1))
-            factor = factor.masked_fill(info > 0, torch.nan)  # of inputs that are not finite
-            inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-            column = inverse.flip(-2, -1).mT
-            seen = weighted.mT @ (root * self.target.double())
-            loc = (scale.unsqueeze(-1) * (column @ (column.mT @ seen))).mT
-            column = scale.unsqueeze(-1) * column
-        dtype = self.log_scale.dtype
-        return _EqualRows(loc.to(dtype).reshape(self.event_shape), column.to(dtype))
+            weighted, target = rows.double() * scale * root, root * self.target.double()
+            make = _of_few_rows if len(rows) < len(scale) else _of_many_rows
+            return make(self.event_shape, weighted, target, scale, self.log_scale.dtype)
+
+
+def _of_many_rows(
+    event_shape: torch.Size, weighted: Tensor, target: Tensor, scale: Tensor, dtype: torch.dtype
+) -> GaussianWeight:
+    """Factor the covariance over inputs; rows ``(rows, in)`` have unit precision, inputs unit scale."""
+    precision = _identity(scale) + weighted.mT @ weighted
+    # A factor from the last element on, whose inverse is that of the covariance from the first.
+    inverse = torch.linalg.solve_triangular(
+        _factor(precision.flip(-2, -1)), _identity(scale), upper=False
+    )
+    column = inverse.flip(-2, -1).mT
+    loc = (scale.unsqueeze(-1) * (column @ (column.mT @ (weighted.mT @ target)))).mT
+    column = scale.unsqueeze(-1) * column
+    return _EqualRows(loc.to(dtype).reshape(event_shape), column.to(dtype))
+
+
+def _of_few_rows(
+    event_shape: torch.Size, weighted: Tensor, target: Tensor, scale: Tensor, dtype: torch.dtype
+) -> GaussianWeight:
+    """Factor a matrix of the rows, by Woodbury's identity."""
+    tril = _factor(_identity(target[:, 0]) + weighted @ weighted.mT)
+    both = torch.linalg.solve_triangular(tril, torch.cat([weighted, target], -1), upper=False)
+    whitened, seen = both.split([len(scale), target.shape[-1]], -1)
+    loc = (scale.unsqueeze(-1) * (whitened.mT @ seen)).mT
+    return _FewRows(loc.to(dtype).reshape(event_shape), weighted, scale, tril, whitened)
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(len(like), dtype=like.dtype, device=like.device)
+
+
+def _factor(matrix: Tensor) -> Tensor:
+    """Return a Cholesky factor, of NaN where inputs are not finite, without waiting for a GPU."""
+    tril, info = torch.linalg.cholesky_ex(matrix)
+    masked: Tensor = tril.masked_fill(info > 0, torch.nan)
+    return masked
 
 
 class _EqualRows(MatrixNormal):
     """A matrix normal whose rows are independent, and have one covariance."""
 
     def __init__(self, loc: Tensor, column: Tensor) -> None:
-        identity = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
-        super().__init__(loc, identity, column, validate_args=False)
+        super().__init__(loc, _identity(loc), column, validate_args=False)
 
     def scale_noise(self, noise: Tensor) -> Tensor:
         return self.as_weight(self.as_matrix(noise) @ self.scale_tril_column.mT)
+
+
+class _FewRows(GaussianWeight):
+    r"""Independent rows of covariance ``D (I + Y' Y)^-1 D``, where Y has fewer rows than columns.
+
+    With the Cholesky factor L of :math:`I + Y Y^\top` it is :math:`D A A^\top D` with
+    :math:`A = I - Y^\top L^{-\top} (I + L)^{-1} Y`, and the determinant is that of the factor.
+
+    Args:
+        loc: Means.
+        inputs: Y, ``(rows, in)``, in double precision.
+        scale: The diagonal of D, ``(in,)``.
+        tril: L.
+        whitened: ``L^-1 Y``.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = dict.fromkeys(
+        ("loc", "inputs", "scale", "tril", "whitened"), constraints.real
+    )
+
+    def __init__(
+        self, loc: Tensor, inputs: Tensor, scale: Tensor, tril: Tensor, whitened: Tensor
+    ) -> None:
+        own = {"loc": loc, "inputs": inputs, "scale": scale, "tril": tril, "whitened": whitened}
+        super().__init__(own, event_dim=loc.dim(), validate_args=False)
+
+    @property
+    def _row_variance(self) -> Tensor:
+        """The variances within each row, ``(in,)``."""
+        seen: Tensor = self.whitened.square().sum(-2)
+        variance: Tensor = self.scale.square() * (1 - seen)
+        return variance
+
+    @property
+    def variance(self) -> Tensor:
+        row: Tensor = self._row_variance.to(self.loc.dtype)
+        return row.expand(len(self.loc), -1).reshape(self.loc.shape)
+
+    @property
+    def variance_sum(self) -> Tensor:
+        total: Tensor = len(self.loc) * self._row_variance.sum()
+        return total.to(self.loc.dtype)
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        logs: Tensor = self.scale.log().sum() - self.tril.diagonal().log().sum()
+        return (2 * len(self.loc) * logs).to(self.loc.dtype)
+
+    def _scaled(self, noise: Tensor) -> Tensor:
+        """Return ``e A' D`` for rows e of noise ``(*, in)``."""
+        identity = _identity(self.tril)
+        gain = torch.linalg.solve_triangular((self.tril + identity).mT, self.whitened, upper=True)
+        scaled: Tensor = (noise - (noise @ self.inputs.mT) @ gain) * self.scale
+        return scaled
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        return self.as_weight(self._scaled(self.as_matrix(noise).double()).to(self.loc.dtype))
+
+    def mahalanobis(self, difference: Tensor) -> Tensor:
+        rows = self.as_matrix(difference).double() / self.scale
+        squares: Tensor = rows.square().sum((-2, -1)) + (rows @ self.inputs.mT).square().sum((
+            -2,
+            -1,
+        ))
+        return squares.to(self.loc.dtype)
+
+    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        images = linear_map.bank(x, self._scaled(_identity(self.scale)).to(x))
+        shared: Tensor = images.square().sum(linear_map.channel_dim, keepdim=True)
+        return shared.repeat_interleave(len(self.loc), linear_map.channel_dim)
 
 
 def already_drawn(distribution: Any, value: Tensor) -> Any:

@@ -28,47 +28,67 @@ from pyro_structvi.families import (
 )
 from tests.guides.layered import NOISE, dense_regression, make_model, make_net, scramble
 
+FEW_AND_MANY = pytest.mark.parametrize("count", [3, 6])  # rows, of 4 inputs
 
-def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression():
-    rows, target = torch.randn(5, 4), torch.randn(5, 3)
-    log_precision, log_scale = torch.randn(5), torch.randn(4)
-    q = NormalGivenInputs(torch.Size([3, 2, 2]), target, log_precision, log_scale).given(rows)
+
+def given_rows(count, event_shape=(3, 2, 2)):
+    """Return a weight given random rows, and the dense mean ``(out, in)`` and covariance of a row."""
+    rows, target = torch.randn(count, 4), torch.randn(count, event_shape[0])
+    log_precision, log_scale = torch.randn(count), torch.randn(4)
+    q = NormalGivenInputs(torch.Size(event_shape), target, log_precision, log_scale).given(rows)
     mean, covariance = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
-    torch.testing.assert_close(q.mean, mean.mT.reshape(3, 2, 2))
-    torch.testing.assert_close(
-        q.covariance_matrix, torch.block_diag(covariance, covariance, covariance)
-    )
+    return q, mean.mT, covariance
 
 
-def test_a_draw_of_a_weight_given_its_inputs_has_its_moments():
-    q = NormalGivenInputs(
-        torch.Size([2, 3]), torch.randn(4, 2), torch.zeros(4), torch.zeros(3)
-    ).given(torch.randn(4, 3))
-    noise = torch.eye(6).reshape(6, 2, 3)
-    columns = torch.stack([q.scale_noise(each) for each in noise]).flatten(1)
-    torch.testing.assert_close(columns.mT @ columns, q.covariance_matrix)
-    torch.testing.assert_close(q.whiten(q.scale_noise(noise[3])), noise[3])
+@FEW_AND_MANY
+def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression(count):
+    q, mean, covariance = given_rows(count)
+    dense = torch.block_diag(covariance, covariance, covariance)
+    torch.testing.assert_close(q.mean, mean.reshape(3, 2, 2))
+    torch.testing.assert_close(q.covariance_matrix, dense)
+    torch.testing.assert_close(q.variance, dense.diagonal().reshape(3, 2, 2))
+    torch.testing.assert_close(q.variance_sum, dense.trace())
+    torch.testing.assert_close(q.log_det_covariance, torch.logdet(dense))
+    value = torch.randn(2, 3, 2, 2)
+    expected = MultivariateNormal(mean.flatten(), dense).log_prob(value.flatten(1))
+    torch.testing.assert_close(q.log_prob(value), expected)
 
 
-def test_gradients_of_the_regression_are_exact():
-    arguments = [torch.randn(*shape, requires_grad=True) for shape in ((4, 2), (4,), (3,), (4, 3))]
+@FEW_AND_MANY
+def test_its_image_is_that_of_a_regression(count):
+    q, mean, covariance = given_rows(count, (3, 4))
+    x = torch.randn(5, 4)
+    image = q.image(x)
+    torch.testing.assert_close(image.mean, x @ mean.mT)
+    variance = (x @ covariance * x).sum(-1, keepdim=True).expand(5, 3)
+    torch.testing.assert_close(image.variance, variance)
+
+
+@FEW_AND_MANY
+def test_gradients_of_the_regression_are_exact(count):
+    shapes = (count, 2), (count,), (3,), (count, 3)
+    noise = torch.randn(2, 3)
+    arguments = [torch.randn(*shape, requires_grad=True) for shape in shapes]
 
     def moments(target, log_precision, log_scale, rows):
         q = NormalGivenInputs(torch.Size([2, 3]), target, log_precision, log_scale).given(rows)
-        return q.mean, q.scale_tril_column
+        return q.mean, q.scale_noise(noise), q.variance, q.log_det_covariance
 
     assert torch.autograd.gradcheck(moments, arguments)
 
 
-def test_precisions_over_many_orders_keep_single_precision():
+@FEW_AND_MANY
+def test_precisions_over_many_orders_keep_single_precision(count):
     """Of 1e9 and 1e-3, where a factorization in single has no correct digit."""
-    rows, target = torch.randn(6, 4), torch.randn(6, 2)
-    log_precision = torch.linspace(-7, 21, 6)
+    rows, target = torch.randn(count, 4), torch.randn(count, 2)
+    log_precision, noise = torch.linspace(-7, 21, count), torch.randn(2, 4)
     exact = NormalGivenInputs(torch.Size([2, 4]), target, log_precision, torch.zeros(4)).given(rows)
     single = [value.float() for value in (target, log_precision, torch.zeros(4))]
     q = NormalGivenInputs(torch.Size([2, 4]), *single).given(rows.float())
     torch.testing.assert_close(q.mean.double(), exact.mean, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(q.variance.double(), exact.variance, rtol=1e-4, atol=1e-9)
+    drawn = q.scale_noise(noise.float()).double()
+    torch.testing.assert_close(drawn, exact.scale_noise(noise), rtol=1e-4, atol=1e-5)
 
 
 # ---- the guide ---------------------------------------------------------------------------------------
