@@ -40,8 +40,8 @@ class GlobalInducingGuide(StructuredGuide):
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         inputs: The inducing points, inputs of the model ``(M, *input)``, such as a part of the data; or
-            how many of the first batch to take, when the guide is first called. The more, the better
-            the posterior and the longer a step.
+            how many of the first batch to take, at most, when the guide is first called. The more, the
+            better the posterior and the longer a step.
         families: Families for sites by themselves, patterns as for :class:`StructuredGuide`. Vectors and
             scalars have mean field; an embedding, a grouped convolution or a weight that the net splits
             needs one.
@@ -81,7 +81,7 @@ class GlobalInducingGuide(StructuredGuide):
     def __init__(
         self,
         model: Callable[..., Any],
-        inputs: Tensor | Count = 100,
+        inputs: Tensor | Count = 500,
         families: Mapping[str, Family] | None = None,
         *,
         first_layer: Family | None = None,
