@@ -103,7 +103,16 @@ class GlobalInducingGuide(StructuredGuide):
             self._place(inputs)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Do as :meth:`StructuredGuide.initialize` does, and take the inducing points, once."""
+        """Do as :meth:`StructuredGuide.initialize` does, and take the inducing points, once.
+
+        Raises:
+            NotImplementedError: As a part of an ``AutoGuideList``.
+        """
+        if self.master is not None:
+            raise NotImplementedError(
+                "A GlobalInducingGuide runs the whole net, and cannot be a part of an AutoGuideList, which "
+                "hides sites. Pass `families=` for the other sites instead."
+            )
         super().initialize(*args, **kwargs)
         if self.inducing_inputs is None:
             inputs = self._given_inputs

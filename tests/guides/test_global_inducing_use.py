@@ -6,6 +6,7 @@ import pickle
 from operator import methodcaller
 
 import pyro
+import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,23 @@ def test_it_is_saved_loaded_and_copied():
         ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
 
 
+def test_attention_and_skips_have_a_gradient_for_every_parameter():
+    attention = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0)
+    net = ps.bayesianize(
+        nn.Sequential(attention, nn.Flatten(), nn.Linear(12, 3)), 1.0, normalization=False
+    )
+    model = ps.Classifier(net, num_data=6)
+    x, y = torch.randn(6, 3, 4), torch.randint(3, (6,))
+    guide = ps.GlobalInducingGuide(model, x[:2])
+    scramble(guide)
+    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    assert len(guide["net.2.weight"].target) == 2
+    assert len(guide["net.0.linear1.weight"].target) == 6  # of 3 positions each
+    for name, parameter in guide.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
 def test_a_function_has_its_points_at_the_first_call():
     x, y = torch.randn(20, 2), torch.randn(20, 1)
 
@@ -170,6 +188,14 @@ def test_what_cannot_stand_beside_the_layers_is_refused():
     for use in ("rsample", "log_prob"):
         with pytest.raises(NotImplementedError, match=r"Take `guide.draw\(\)`"):
             methodcaller(use, *([x] if use == "log_prob" else []))(guide["net.2.weight"]())
+
+
+def test_a_part_of_a_list_of_guides_is_refused():
+    model = make_model(2, 3, 1)
+    together = pyro.infer.autoguide.AutoGuideList(model)
+    together.append(ps.GlobalInducingGuide(poutine.block(model, hide=["net.2.bias"])))
+    with pytest.raises(NotImplementedError, match="cannot be a part of an AutoGuideList"):
+        together(torch.randn(20, 2), torch.randn(20, 1))
 
 
 def test_sites_of_single_examples_are_refused():
