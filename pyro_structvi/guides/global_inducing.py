@@ -35,7 +35,8 @@ class GlobalInducingGuide(StructuredGuide):
 
     Weights are drawn, since one draw makes a whole net. The model must run on inputs alone, as for
     :func:`~pyro_structvi.predict`. A step runs the net once more, on the inducing points, and for each
-    layer factors a matrix of in x in numbers, in double precision.
+    layer factors a matrix in double precision, of as many rows as there are points or inputs, whichever
+    are fewer.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
@@ -89,7 +90,7 @@ class GlobalInducingGuide(StructuredGuide):
         join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
-        if options.setdefault("local_reparam", False):
+        if options.setdefault("local_reparam", False) is not False:
             raise ValueError(
                 "`local_reparam` must be False for a guide that draws each layer given the ones before, "
                 f"but got {options['local_reparam']!r}. Leave it out."
@@ -110,8 +111,8 @@ class GlobalInducingGuide(StructuredGuide):
         """
         if self.master is not None:
             raise NotImplementedError(
-                "A GlobalInducingGuide runs the whole net, and cannot be a part of an AutoGuideList, which "
-                "hides sites. Pass `families=` for the other sites instead."
+                "A GlobalInducingGuide runs the whole net, and cannot be a part of an AutoGuideList, "
+                "which hides sites. Pass `families=` for the other sites instead."
             )
         super().initialize(*args, **kwargs)
         if self.inducing_inputs is None:

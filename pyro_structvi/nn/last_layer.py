@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import checked, naming
 from pyro_structvi.nn.conversion import bayesianize
+from pyro_structvi.nn.priors import Prior
 
 
 class LastLayer(PyroModule):
@@ -46,7 +47,7 @@ class LastLayer(PyroModule):
 
     @checked
     def __init__(
-        self, features: nn.Module, head: nn.Module, prior: Any = 1.0, frozen: bool = False
+        self, features: nn.Module, head: nn.Module, prior: Prior = 1.0, frozen: bool = False
     ) -> None:
         super().__init__()
         self.features = features.requires_grad_(False).eval() if frozen else features

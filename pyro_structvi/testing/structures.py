@@ -254,7 +254,7 @@ STRUCTURES: list[Structure] = [
 LAYERED: list[GuideVariant] = [
     *variants(
         GlobalInducingGuide,
-        lambda m, n, **_: m * n + triangle(m) + triangle(n),  # of the first layer
+        lambda m, n, points=100: points * (m + 1) + n,  # of a layer behind another one
         ("global inducing", DEMO + BENCHMARKS, {}),
     ),
 ]

@@ -123,6 +123,7 @@ FINE = {
     # names that nothing can know yet, or that are any text
     "Subnetwork.chosen": "unknown key, empty",
     "GlobalInducingGuide.families": "unknown key, empty",
+    "GlobalInducingGuide.inputs": "deeper, longer",
     "largest.variances": "unknown key",
     "plot_regressions.predictions": "unknown key",
     "simulation_based_calibration.functions": "unknown key",

@@ -13,7 +13,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import MeanField
-from pyro_structvi.testing import POINTS, STRUCTURES
+from pyro_structvi.testing import LAYERED, POINTS, STRUCTURES
 
 M, N = 12, 9
 GUIDES = [*(guide for structure in STRUCTURES for guide in structure.guides), *POINTS]
@@ -41,9 +41,18 @@ def test_a_guide_has_the_parameters_of_its_formula(guide):
     assert count(model, guide(model)) == guide.num_parameters(M, 8)
 
 
+def test_a_layer_behind_another_has_the_parameters_of_its_formula():
+    net = nn.Sequential(nn.Linear(3, N, bias=False), nn.Linear(N, M, bias=False))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=10)
+    guide = LAYERED[0](model, inputs=torch.randn(100, 3))
+    assert count(guide["net.1.weight"]) == LAYERED[0].num_parameters(M, N)
+
+
 def test_the_table_of_guides_counts_by_the_formulas():
     """Each row with a guide of the registry shows its number for a layer of 400 x 400."""
-    counted = {(guide.guide.__name__, guide.num_parameters(400, 400)) for guide in GUIDES}
+    counted = {
+        (guide.guide.__name__, guide.num_parameters(400, 400)) for guide in [*GUIDES, *LAYERED]
+    }
     shown = {
         (name, int(number.replace(",", ""))) for name, number in ROW.findall(TABLE.read_text())
     }
