@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Count, checked, naming
+from pyro_structvi._checks import Count, brief, checked, naming
 from pyro_structvi.families import Family, MatrixNormal, SitePosterior
 from pyro_structvi.families.global_inducing import GlobalInducing
 from pyro_structvi.guides.couple import couple
@@ -93,7 +93,7 @@ class GlobalInducingGuide(StructuredGuide):
         if options.setdefault("local_reparam", False) is not False:
             raise ValueError(
                 "`local_reparam` must be False for a guide that draws each layer given the ones before, "
-                f"but got {options['local_reparam']!r}. Leave it out."
+                f"but got {brief(options['local_reparam'])}. Leave it out."
             )
         own = GlobalInducing(join_bias=join_bias)
         super().__init__(model, {**(families or {}), "*": own}, **options)
