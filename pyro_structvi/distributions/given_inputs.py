@@ -196,10 +196,8 @@ class _FewRows(GaussianWeight):
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
         rows = self.as_matrix(difference).double() / self.scale
-        squares: Tensor = rows.square().sum((-2, -1)) + (rows @ self.inputs.mT).square().sum((
-            -2,
-            -1,
-        ))
+        seen = rows @ self.inputs.mT
+        squares: Tensor = rows.square().sum((-2, -1)) + seen.square().sum((-2, -1))
         return squares.to(self.loc.dtype)
 
     def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:

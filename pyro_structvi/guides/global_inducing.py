@@ -117,10 +117,12 @@ class GlobalInducingGuide(StructuredGuide):
         super().initialize(*args, **kwargs)
         if self.inducing_inputs is None:
             inputs = self._given_inputs
-            self._place(inputs if isinstance(inputs, Tensor) else self._first(inputs, args))
+            self._place(
+                inputs if isinstance(inputs, Tensor) else self._first_of_batch(inputs, args)
+            )
 
     @staticmethod
-    def _first(count: int, args: tuple[Any, ...]) -> Tensor:
+    def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:
         """Return the first inputs of the model's arguments."""
         if not (args and isinstance(args[0], Tensor)):
             got = type(args[0]).__name__ if args else "no argument"
@@ -137,19 +139,46 @@ class GlobalInducingGuide(StructuredGuide):
                 "`inputs` must hold at least one inducing point, as (M, *input), but got a tensor of "
                 f"shape {tuple(inputs.shape)}. Pass some inputs of the data, such as `x[:100]`."
             )
-        posteriors = [*self._own_posteriors()]
-        own = [each for each in posteriors if isinstance(each.family, GlobalInducing)]
+        own, others = list[SitePosterior](), list[SitePosterior]()
+        for each in self._own_posteriors():
+            (own if isinstance(each.family, GlobalInducing) else others).append(each)
         with torch.no_grad():
-            others = self._check_others(each for each in posteriors if each not in own)
+            values = self._check_others(others)
+        behind = self._rows_of_layers_behind_others(own, values, inputs)
+        first = [each for each in own if each.site.name not in behind]
+        made = {each.site.name: self._make_first(each) for each in first}
+        for name, posterior in made.items():
+            self.posteriors[module_key(name)] = posterior
+        for name, rows in behind.items():
+            posterior = self[name]
+            start = posterior.release("loc").flatten(1)
+            posterior.put("target", rows.to(start) @ start.mT)
+            precision = start.new_full((len(rows),), -2 * math.log(self.init_scale))
+            posterior.put("log_precision", precision)
+        points = inputs.detach().clone()
+        if self._trains_inputs and points.is_floating_point():
+            self.inducing_inputs = nn.Parameter(points)
+        else:
+            del self.inducing_inputs
+            self.register_buffer("inducing_inputs", points)
+
+    def _rows_of_layers_behind_others(
+        self, own: list[SitePosterior], others: Mapping[str, Tensor], inputs: Tensor
+    ) -> dict[str, Tensor]:
+        """Run the net at its start; return the rows that weights meet which other weights decide.
+
+        Raises:
+            RuntimeError: If a weight meets none.
+        """
+        assert self.model is not None
         starts = {each.site.name: each.value("loc").detach().requires_grad_() for each in own}
+        values = {name: value.detach().requires_grad_() for name, value in others.items()}
         met: dict[str, Tensor] = {}
 
         def draw(name: str, rows: Tensor) -> Tensor:
             met[name] = rows
             return starts[name]
 
-        values = {name: value.detach().requires_grad_() for name, value in others.items()}
-        assert self.model is not None
         with naming("inputs", inputs), separate_randomness(), torch.enable_grad():
             Run(own, draw, values).run(self.model, inputs)
         missing = [name for name in starts if name not in met]
@@ -159,23 +188,7 @@ class GlobalInducingGuide(StructuredGuide):
                 "points. Give these sites another family, as by `families={'name': MeanField()}`."
             )
         random = [*starts.values(), *values.values()]
-        first = [each for each in own if not _depends_on(met[each.site.name], random)]
-        made = {each.site.name: self._make_first(each) for each in first}
-        for name, posterior in made.items():
-            self.posteriors[module_key(name)] = posterior
-        for each in (each for each in own if each not in first):
-            start = each.release("loc").flatten(1)
-            rows = (
-                met[each.site.name].detach().to(start)
-            )  # under autocast they are of half precision
-            each.put("target", rows @ start.mT)
-            each.put("log_precision", rows.new_full((len(rows),), -2 * math.log(self.init_scale)))
-        points = inputs.detach().clone()
-        if self._trains_inputs and points.is_floating_point():
-            self.inducing_inputs = nn.Parameter(points)
-        else:
-            del self.inducing_inputs
-            self.register_buffer("inducing_inputs", points)
+        return {name: rows.detach() for name, rows in met.items() if _depends_on(rows, random)}
 
     def _check_others(self, others: Iterable[SitePosterior]) -> dict[str, Tensor]:
         """Return where the sites with families by themselves start, if they can stand beside the layers.
