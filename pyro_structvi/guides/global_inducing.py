@@ -18,6 +18,7 @@ from pyro_structvi.guides.parameters import module_key
 from pyro_structvi.guides.propagation import Propagation, Run
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.guides.structured import StructuredGuide
+from pyro_structvi.linalg.precision import autocast_off
 
 
 class GlobalInducingGuide(StructuredGuide):
@@ -152,7 +153,8 @@ class GlobalInducingGuide(StructuredGuide):
         for name, rows in behind.items():
             posterior = self[name]
             start = posterior.release("loc").flatten(1)
-            posterior.put("target", rows.to(start) @ start.mT)
+            with autocast_off(start):
+                posterior.put("target", rows.to(start) @ start.mT)
             precision = start.new_full((len(rows),), -2 * math.log(self.init_scale))
             posterior.put("log_precision", precision)
         points = inputs.detach().clone()

@@ -107,6 +107,18 @@ def test_it_is_saved_loaded_and_copied():
         ps.GlobalInducingGuide(model, x[:5]).load_state_dict(guide.state_dict())
 
 
+def test_parameters_are_of_full_precision_under_autocast():
+    x, y = torch.randn(20, 2).float(), torch.randn(20, 1).float()
+    net = ps.bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).float(), 1.0)
+    model = ps.Regressor(net, 20, NOISE)
+    guide = ps.GlobalInducingGuide(model, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    for name, parameter in guide.named_parameters():
+        assert parameter.dtype == torch.float32, name
+        assert parameter.grad.isfinite().all(), name
+
+
 def test_attention_and_skips_have_a_gradient_for_every_parameter():
     attention = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0)
     net = ps.bayesianize(
