@@ -93,7 +93,15 @@ class KTiedNormal(IndependentWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
-        """Return the distribution of the outputs: independent normals."""
+        """Return the distribution of the outputs: independent normals.
+
+        Where a group has no more outputs than there are products of columns, as in a depthwise
+        convolution, one call with all variances is less than two with their factors.
+        """
+        products = self.rank * (self.rank + 1) // 2
+        if len(self.loc) <= products * linear_map.groups and not self.batch_shape:
+            variances = self.as_matrix(self.stddev.square())
+            return NormalOutputs(linear_map, mean, linear_map(square(x), variances, bias_variance))
         hidden = linear_map.bank(square(x), _pairwise_products(self.column_scale))
         mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
         variance = linear_map.mix(hidden, mixing, bias_variance)
