@@ -135,7 +135,7 @@ def make_convnext() -> nn.Module:
 def make_gcn() -> nn.Module:
     import torch_geometric.nn as geometric
 
-    return OnGraph(geometric.GCN(1_433, 64, 2, 10), 2_708, 10_556)
+    return OnGraph(geometric.GCN(1_433, 64, 2, 10, cached=True), 2_708, 10_556)
 
 
 NETS = {
