@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi.distributions.gaussian_weight import GaussianWeight
-from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps import LinearMap
 
 OF_DRAWS = (
@@ -103,14 +103,14 @@ def _of_many_rows(
     column = inverse.flip(-2, -1).mT
     loc = (scale.unsqueeze(-1) * (column @ (column.mT @ (weighted.mT @ target)))).mT
     column = scale.unsqueeze(-1) * column
-    return _EqualRows(loc.to(dtype).reshape(event_shape), column.to(dtype))
+    return _ManyRows(loc.to(dtype).reshape(event_shape), column.to(dtype))
 
 
 def _of_few_rows(
     event_shape: torch.Size, weighted: Tensor, target: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> GaussianWeight:
     """Factor a matrix of the rows, by Woodbury's identity."""
-    tril = _factor(_identity(target[:, 0]) + weighted @ weighted.mT)
+    tril = _factor(_identity(weighted) + weighted @ weighted.mT)
     both = torch.linalg.solve_triangular(tril, torch.cat([weighted, target], -1), upper=False)
     whitened, seen = both.split([len(scale), target.shape[-1]], -1)
     loc = (scale.unsqueeze(-1) * (whitened.mT @ seen)).mT
@@ -128,18 +128,80 @@ def _factor(matrix: Tensor) -> Tensor:
     return masked
 
 
-class _EqualRows(MatrixNormal):
-    """A matrix normal whose rows are independent, and have one covariance."""
+class _EqualRows(GaussianWeight, abstract=True):
+    """Independent rows of one covariance; a subclass says which, and scales the noise of rows."""
 
-    def __init__(self, loc: Tensor, column: Tensor) -> None:
-        super().__init__(loc, _identity(loc), column, validate_args=False)
+    _row_variance: Tensor
+    _row_log_det: Tensor
+    _like: Tensor  # (in, ...), of the precision of the factor
+
+    def _scaled(self, noise: Tensor) -> Tensor:
+        """Return rows ``(*, in)`` of noise times the transposed factor of the covariance."""
+        raise NotImplementedError
+
+    @property
+    def variance(self) -> Tensor:
+        row: Tensor = self._row_variance.to(self.loc.dtype)
+        return row.expand(len(self.loc), -1).reshape(self.loc.shape)
+
+    @property
+    def variance_sum(self) -> Tensor:
+        total: Tensor = len(self.loc) * self._row_variance.sum()
+        return total.to(self.loc.dtype)
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        return (len(self.loc) * self._row_log_det).to(self.loc.dtype)
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        return self.as_weight(self.as_matrix(noise) @ self.scale_tril_column.mT)
+        rows = self.as_matrix(noise).to(self._like.dtype)
+        return self.as_weight(self._scaled(rows).to(self.loc.dtype))
+
+    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        images = linear_map.bank(x, self._scaled(_identity(self._like)).to(x))
+        shared: Tensor = images.square().sum(linear_map.channel_dim, keepdim=True)
+        return shared.repeat_interleave(len(self.loc), linear_map.channel_dim)
 
 
-class _FewRows(GaussianWeight):
-    r"""Independent rows of covariance ``D (I + Y' Y)^-1 D``, where Y has fewer rows than columns.
+class _ManyRows(_EqualRows):
+    """Rows of covariance ``L L'``.
+
+    Args:
+        loc: Means.
+        column: L, ``(in, in)``, lower triangular.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = dict.fromkeys(("loc", "column"), constraints.real)
+
+    def __init__(self, loc: Tensor, column: Tensor) -> None:
+        own = {"loc": loc, "column": column}
+        super().__init__(own, event_dim=loc.dim(), validate_args=False)
+
+    @property
+    def _like(self) -> Tensor:  # type: ignore[override]
+        like: Tensor = self.column
+        return like
+
+    @property
+    def _row_variance(self) -> Tensor:  # type: ignore[override]
+        variance: Tensor = self.column.square().sum(-1)
+        return variance
+
+    @property
+    def _row_log_det(self) -> Tensor:  # type: ignore[override]
+        logs: Tensor = self.column.diagonal().log()
+        return 2 * logs.sum()
+
+    def _scaled(self, noise: Tensor) -> Tensor:
+        scaled: Tensor = noise @ self.column.mT
+        return scaled
+
+    def whiten(self, difference: Tensor) -> Tensor:
+        return self.as_weight(solve_lower(self.column, self.as_matrix(difference)))
+
+
+class _FewRows(_EqualRows):
+    r"""Rows of covariance ``D (I + Y' Y)^-1 D``, where Y has fewer rows than columns.
 
     With the Cholesky factor L of :math:`I + Y Y^\top` it is :math:`D A A^\top D` with
     :math:`A = I - Y^\top L^{-\top} (I + L)^{-1} Y`, and the determinant is that of the factor.
@@ -163,36 +225,26 @@ class _FewRows(GaussianWeight):
         super().__init__(own, event_dim=loc.dim(), validate_args=False)
 
     @property
-    def _row_variance(self) -> Tensor:
-        """The variances within each row, ``(in,)``."""
+    def _like(self) -> Tensor:  # type: ignore[override]
+        like: Tensor = self.scale
+        return like
+
+    @property
+    def _row_variance(self) -> Tensor:  # type: ignore[override]
         seen: Tensor = self.whitened.square().sum(-2)
         variance: Tensor = self.scale.square() * (1 - seen)
         return variance
 
     @property
-    def variance(self) -> Tensor:
-        row: Tensor = self._row_variance.to(self.loc.dtype)
-        return row.expand(len(self.loc), -1).reshape(self.loc.shape)
-
-    @property
-    def variance_sum(self) -> Tensor:
-        total: Tensor = len(self.loc) * self._row_variance.sum()
-        return total.to(self.loc.dtype)
-
-    @property
-    def log_det_covariance(self) -> Tensor:
+    def _row_log_det(self) -> Tensor:  # type: ignore[override]
         logs: Tensor = self.scale.log().sum() - self.tril.diagonal().log().sum()
-        return (2 * len(self.loc) * logs).to(self.loc.dtype)
+        return 2 * logs
 
     def _scaled(self, noise: Tensor) -> Tensor:
-        """Return ``e A' D`` for rows e of noise ``(*, in)``."""
         identity = _identity(self.tril)
         gain = torch.linalg.solve_triangular((self.tril + identity).mT, self.whitened, upper=True)
         scaled: Tensor = (noise - (noise @ self.inputs.mT) @ gain) * self.scale
         return scaled
-
-    def scale_noise(self, noise: Tensor) -> Tensor:
-        return self.as_weight(self._scaled(self.as_matrix(noise).double()).to(self.loc.dtype))
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
         rows = self.as_matrix(difference).double() / self.scale
@@ -200,18 +252,20 @@ class _FewRows(GaussianWeight):
         squares: Tensor = rows.square().sum((-2, -1)) + seen.square().sum((-2, -1))
         return squares.to(self.loc.dtype)
 
-    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
-        images = linear_map.bank(x, self._scaled(_identity(self.scale)).to(x))
-        shared: Tensor = images.square().sum(linear_map.channel_dim, keepdim=True)
-        return shared.repeat_interleave(len(self.loc), linear_map.channel_dim)
-
 
 def already_drawn(distribution: Any, value: Tensor) -> Any:
-    """Return a distribution whose one draw is made already: ``rsample`` returns the value."""
+    """Return a distribution whose one draw is made already: ``rsample`` returns the value.
+
+    Args:
+        distribution: The distribution that the value was drawn from.
+        value: The draw.
+    """
     known = copy.copy(distribution)
 
     def drawn(sample_shape: Any = ()) -> Tensor:
-        return value.expand(*sample_shape, *value.shape) if sample_shape else value
+        if sample_shape:
+            raise NotImplementedError("There is one draw, which later layers were drawn given.")
+        return value
 
     # Of this object, since its class decides what its divergence to a prior is.
     known.__dict__.update(rsample=drawn, sample=drawn, applies_in_factors=False)

@@ -48,8 +48,7 @@ class MeetingWeight(WeightStandIn):
     Args:
         meeting: What happens then.
         name: The site that this stands for.
-        like: A tensor of its dtype and device.
-        value: A value of its shape.
+        value: A tensor of its shape, dtype and device.
     """
 
     meeting: Meeting

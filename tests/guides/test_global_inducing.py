@@ -138,24 +138,19 @@ def test_each_layer_is_drawn_given_the_draws_before_it():
         rows = F.linear(rows, value[:, :-1], value[:, -1]).tanh()
 
 
-def test_draws_for_predictions_are_those_of_the_trace():
-    x = torch.randn(6, 2)
-    guide = ps.GlobalInducingGuide(make_model(2, 3, 1), x, join_bias=False)
+def test_biases_by_themselves_are_part_of_what_later_layers_are_given():
+    x, data = torch.randn(6, 2), (torch.randn(20, 2), torch.randn(20, 1))
+    guide = ps.GlobalInducingGuide(make_model(2, 3, 1), x, join_bias=False, init_scale=0.5)
     scramble(guide)
-    torch.manual_seed(3)
-    drawn = guide.draw()
-    torch.manual_seed(3)
-    guide.initialize(torch.randn(20, 2), torch.randn(20, 1))
-    trace = poutine.trace(guide).get_trace(torch.randn(20, 2), torch.randn(20, 1))
-    assert drawn.keys() == {
-        f"net.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")
-    }
+    guide.initialize(*data)
+    nodes = poutine.trace(guide).get_trace(*data).nodes
+    first = nodes["net.0.weight"]["value"], nodes["net.0.bias"]["value"]
     own = guide["net.2.weight"]
-    hidden = F.linear(x, drawn["net.0.weight"], drawn["net.0.bias"]).tanh()
-    mean, _ = dense_regression(hidden, own.target, own.log_precision.exp(), own.log_scale.exp())
-    value = trace.nodes["net.2.weight"]["value"]
-    assert value.shape == mean.mT.shape
+    precision, scale = own.log_precision.exp(), own.log_scale.exp()
+    mean, _ = dense_regression(F.linear(x, *first).tanh(), own.target, precision, scale)
+    torch.testing.assert_close(nodes["net.2.weight"]["fn"].mean, mean.mT)
     assert isinstance(guide["net.2.bias"].family, MeanField)
+    assert guide.draw().keys() == {name for name in nodes if name.startswith("net.")}
 
 
 def test_the_rows_of_a_convolution_are_its_patches():
