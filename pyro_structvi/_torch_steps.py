@@ -1,6 +1,7 @@
 """Private parts of torch for recorded steps, each with its use and with what breaks without it."""
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,17 +117,30 @@ def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[...
 
     ``torch.compile`` would read the graph as it reads a user's code, and look at each of its inputs in
     each call, and inductor at the sizes of what it computes. Without it these looks would be much of a
-    compiled step of a small net.
+    compiled step of a small net. On the CPU what calls the compiled kernels is compiled, too, of which
+    torch's log says where an operation is called through Python nevertheless.
     """
     import torch._inductor  # which takes long, and is needed here only
 
     options = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
-    with torch.no_grad(), warnings.catch_warnings():
+    options["cpp_wrapper"] = all(value.device.type == "cpu" for value in inputs)
+    with torch.no_grad(), warnings.catch_warnings(), _errors_only("torch._inductor.ir"):
         warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
         run: Callable[..., Any] = torch._inductor.compile(
             copy.deepcopy(graph), [*inputs], options=options
         )
     return run
+
+
+@contextmanager
+def _errors_only(name: str) -> Iterator[None]:
+    log = logging.getLogger(name)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -24,8 +24,8 @@ WARM_UP = 3  # steps before a GPU's are captured, as torch advises
 class ReplayedStep:
     """Terms of the loss and gradients of the parameters, without the Python that makes them.
 
-    The first call traces them. On the CPU the second compiles what was traced, or hands it to torch's
-    interpreter. On a GPU some calls warm up, and the next captures everything as a CUDA graph.
+    The first call traces them. On the CPU the second compiles what was traced, the update with it, or
+    hands it to torch's interpreter. On a GPU some calls warm up, and the next captures everything as a CUDA graph.
 
     Args:
         loss: The loss, of which an eager step has been taken.
@@ -70,6 +70,8 @@ class ReplayedStep:
         self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
         self._traced: Traced | None = None
         self._traced_update: Traced | None = None
+        self._joined: Traced | None = None  # loss, gradients and update, compiled as one
+        self._may_join = self._updates and not self._captures
         self._is_given: list[bool] = []  # which of the outputs are not None
         self._graph: CUDAGraph | None = None
         self._options: list[dict[str, Any]] = []  # of the optimizer, in the graph
@@ -111,21 +113,30 @@ class ReplayedStep:
 
     def _run(self, call: Call, inputs: list[Tensor]) -> Outputs:
         if self._updates and self._options != (options := self._optimizer.options):
-            self._options, self._graph, self._traced_update = options, None, None
+            self._forget_update()
+            self._options = options
         if self._updates:
             self._optimizer.read_rates()
         if self._captures:
             return self._run_on_gpu(call, inputs)
         if self._traced is None:
             outputs = self._trace(call, inputs)
+        elif self._is_prepared:
+            outputs = (self._joined or self._traced)(inputs)
         else:
-            outputs = self._traced(inputs) if self._is_prepared else self._prepare(inputs)
-        if self._updates:
-            gradients = zip(outputs[-len(self._parameters) :], self._parameters, strict=True)
-            own = [_laid_out_as(gradient, parameter) for gradient, parameter in gradients]
-            outputs = (*outputs[: -len(self._parameters)], *own)
+            outputs = self._prepare(self._traced, inputs)
+        if self._updates and self._joined is None:
             self._run_update([value for value in outputs if value is not None])
         return outputs
+
+    def _forget_update(self) -> None:
+        """Let the update be recorded anew, whose operations have the optimizer's options in them.
+
+        They may change at every step, so from then on the update is not compiled.
+        """
+        if self._joined is not None:
+            self._joined, self._is_prepared, self._may_join = None, False, False
+        self._graph, self._traced_update = None, None
 
     def _run_on_gpu(self, call: Call, inputs: list[Tensor]) -> Outputs:
         if self._traced is None:
@@ -170,10 +181,7 @@ class ReplayedStep:
         return outputs
 
     def _run_update(self, outputs: list[Tensor]) -> None:
-        """Update the parameters by what is not None of the outputs, by the interpreter once traced.
-
-        No compiler takes it: torch's fused optimizers tell compilers nothing of themselves.
-        """
+        """Update the parameters by what is not None of the outputs, by the interpreter once traced."""
         if self._traced_update is not None:
             self._traced_update(outputs)
             return
@@ -203,13 +211,15 @@ class ReplayedStep:
         """Let torch's interpreter run the calls again that have run compiled."""
         self._backend, self._is_prepared = None, False
 
-    def _prepare(self, inputs: list[Tensor]) -> Outputs:
-        assert self._traced is not None
+    def _prepare(self, traced: Traced, inputs: list[Tensor]) -> Outputs:
+        self._joined = None
         if self._backend is None:
-            self._traced.interpret()
+            traced.interpret()
         else:
-            self._traced.compile(self._backend, inputs)
-        outputs = self._traced(inputs)
+            if self._backend == "inductor" and self._may_join and self._traced_update is not None:
+                self._joined = traced.followed_by(self._traced_update)
+            (self._joined or traced).compile(self._backend, inputs)
+        outputs = (self._joined or traced)(inputs)
         self._is_prepared = True
         return outputs
 

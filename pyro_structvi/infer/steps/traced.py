@@ -1,5 +1,6 @@
 """Loss and gradients as a graph of tensor operations, without the Python that made them."""
 
+import copy
 import linecache
 import operator
 import os
@@ -15,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch, _torch_steps
+from pyro_structvi.infer.steps.elementary import replace_fused
 from pyro_structvi.infer.steps.simplified import simplify
 from pyro_structvi.linalg.precision import autocast_off
 
@@ -83,6 +85,41 @@ class Traced:
             self._run = _torch_steps.by_inductor(self.graph, [*inputs, *self.found])
         else:
             self._run = torch.compile(self.graph, backend=backend, dynamic=False)
+
+    def followed_by(self, update: "Traced") -> "Traced | None":
+        """Return this and an update by what it returns, as one that a compiler takes.
+
+        Args:
+            update: A record that takes what is not None of the outputs of this one, and returns nothing.
+
+        Returns:
+            What does both and returns what this one does; None where no compiler takes the update.
+        """
+        graph = fx.Graph()
+        given = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+        count = len(given) - len(self.found)
+        env = {node: graph.node_copy(node) for node in given[:count]}
+        found: dict[int, tuple[fx.Node, Tensor]] = {}
+        own = zip(given[count:], self.found, strict=True)
+        later = [node for node in update.graph.graph.nodes if node.op == "placeholder"]
+        for node, value in (*own, *zip(later[-len(update.found) :], update.found, strict=True)):
+            if id(value) not in found:
+                found[id(value)] = graph.placeholder(f"found_{len(graph.nodes)}"), value
+                found[id(value)][0].meta = node.meta
+            env[node] = found[id(value)][0]
+        outputs: Any = graph.graph_copy(self.graph.graph, env)
+        gradients = [value for value in outputs if value is not None]
+        env |= zip(later[: len(gradients)], gradients, strict=True)
+        graph.graph_copy(update.graph.graph, env)
+        if not replace_fused(graph):
+            return None
+        graph.output(outputs)
+        for node in graph.nodes:
+            node.meta = {}  # shapes of two records, which no compiler takes together
+        joined = copy.copy(self)
+        joined.graph = joined._run = fx.GraphModule(self.graph, graph)
+        joined.found = [value for _, value in found.values()]
+        return joined
 
     def interpret(self) -> None:
         """Let torch's interpreter run the operations, or Python where it does not know one of them."""

@@ -1,0 +1,94 @@
+"""The updates of torch's fused optimizers in operations that compilers know."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+FOREACH_NORM = torch.ops.aten._foreach_norm.Scalar
+ADAM = (torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adam_.tensor_lr)
+ADAMW = (torch.ops.aten._fused_adamw_.default, torch.ops.aten._fused_adamw_.tensor_lr)
+
+
+def replace_fused(graph: fx.Graph) -> bool:
+    """Write the updates of fused Adam and AdamW as elementary operations.
+
+    Torch's fused optimizers tell compilers nothing of themselves, so that no compiler takes them.
+
+    Args:
+        graph: Operations of torch's dispatcher, changed in place.
+
+    Returns:
+        Whether no other fused update is left in it.
+    """
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    for node in list(graph.nodes):
+        if node.target is FOREACH_NORM:
+            _norms(graph, node, *node.args)
+        elif node.target in (*ADAM, *ADAMW):
+            with graph.inserting_before(node):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: fx.Proxy(n, tracer))
+                _adam(*args, **kwargs, decoupled=node.target in ADAMW, dtype=_dtype(node.args[0]))
+            graph.erase_node(node)
+    return not any("_fused_" in str(node.target) for node in graph.nodes)
+
+
+def _norms(graph: fx.Graph, node: fx.Node, tensors: Any, order: float = 2.0) -> None:
+    """Let each norm of several tensors be an operation of its own, which reads what made its tensor."""
+    norm = torch.ops.aten.linalg_vector_norm.default
+    for user in list(node.users):
+        with graph.inserting_before(user):
+            own = graph.call_function(norm, (tensors[user.args[1]], order))
+        user.replace_all_uses_with(own)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _dtype(parameters: Sequence[fx.Node]) -> torch.dtype:
+    dtype: torch.dtype = parameters[0].meta["val"].dtype
+    return dtype
+
+
+def _adam(
+    parameters: Sequence[Any],
+    gradients: Sequence[Any],
+    averages: Sequence[Any],
+    squares: Sequence[Any],
+    largest: Sequence[Any],
+    steps: Sequence[Any],
+    *,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Any = None,
+    found_inf: Any = None,
+    decoupled: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Record Adam (Kingma and Ba 2015, Algorithm 1) or AdamW for parameters of one dtype."""
+    counts = torch.stack([step.double() for step in steps])
+    decays = [(counts * (math.log(beta) if beta else -math.inf)).exp() for beta in (beta1, beta2)]
+    sizes, roots = ((lr / (1 - decays[0])).to(dtype), (1 - decays[1]).sqrt().to(dtype))
+    for number, parameter in enumerate(parameters):
+        gradient = gradients[number] if grad_scale is None else gradients[number] / grad_scale
+        gradient = -gradient if maximize else gradient
+        start = parameter
+        if weight_decay and decoupled:
+            start = parameter - parameter * (lr * weight_decay)
+        elif weight_decay:
+            gradient = gradient + weight_decay * parameter
+        average = averages[number] + (1 - beta1) * (gradient - averages[number])
+        square = beta2 * squares[number] + (1 - beta2) * gradient * gradient
+        new = [(averages[number], average), (squares[number], square)]
+        if amsgrad:
+            square = torch.maximum(largest[number], square)
+            new.append((largest[number], square))
+        move = sizes[number] * average / (square.sqrt() / roots[number] + eps)
+        for old, value in (*new, (parameter, start - move)):
+            old.copy_(value if found_inf is None else torch.where(found_inf == 1, old, value))

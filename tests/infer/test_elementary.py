@@ -1,0 +1,122 @@
+"""Updates of fused optimizers as operations that compilers know: what torch's own kernels do."""
+
+import copy
+
+import pytest
+import torch
+
+import pyro_structvi as ps
+from pyro_structvi.infer.steps.traced import Traced
+from tests.models import make_linear_regressor, regression_data
+
+ADAM, ADAMW = torch.optim.Adam, torch.optim.AdamW
+CASES = {
+    "adam": (ADAM, {}),
+    "every option": (ADAM, {"amsgrad": True, "maximize": True, "weight_decay": 0.1, "eps": 1e-3}),
+    "no momentum": (ADAM, {"betas": (0.0, 0.9)}),
+    "adamw": (ADAMW, {"weight_decay": 0.1}),
+}
+
+
+def make_parameters():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 2), (4,)
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def record(parameters, optimizer, x, **given):
+    """Return records of a loss with its gradients, and of an update by these, after a step of both."""
+
+    @torch.enable_grad()
+    def differentiate(x):
+        loss = sum((parameter * x).sin().sum() for parameter in parameters)
+        return loss.detach(), None, *torch.autograd.grad(loss, parameters)
+
+    def update(_, *gradients):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for name, value in given.items():
+            setattr(optimizer, name, value)
+        optimizer.step()
+        return ()
+
+    given = {name: torch.tensor(value, dtype=torch.float32) for name, value in given.items()}
+    update(*(value for value in differentiate(x) if value is not None))  # which makes its state
+    traced = Traced(differentiate, [x])
+    return traced, Traced(update, [value for value in traced.outputs if value is not None])
+
+
+def train(optimizer_of, joins, **given):
+    """Take three steps by records, one after the other or as one; return parameters and state."""
+    parameters, x = make_parameters(), torch.tensor(0.7, dtype=torch.float64)
+    optimizer = optimizer_of(parameters)
+    loss, update = record(parameters, optimizer, x, **given)
+    joined = loss.followed_by(update)
+    for number in range(3):
+        inputs = [x + number]
+        if joins:
+            outputs = joined(inputs)
+        else:
+            outputs = loss(inputs)
+            update([value for value in outputs if value is not None])
+    return outputs[:2], parameters, [*optimizer.state.values()], joined
+
+
+@pytest.mark.parametrize("given", [{}, {"found_inf": 1.0}, {"found_inf": 0.0, "grad_scale": 4.0}])
+@pytest.mark.parametrize("case", CASES)
+def test_a_fused_update_is_what_torchs_kernel_does(case, given):
+    kind, options = CASES[case]
+
+    def optimizer_of(parameters):
+        return kind(parameters, lr=0.01, fused=True, **options)
+
+    *expected, _ = train(optimizer_of, joins=False, **given)
+    *found, joined = train(optimizer_of, joins=True, **given)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert not any("_fused_" in str(node.target) for node in joined.graph.graph.nodes)
+    moved = not torch.equal(found[1][0], make_parameters()[0])
+    assert moved == (given.get("found_inf") != 1.0)
+
+
+def test_what_no_compiler_takes_is_not_joined():
+    *_, joined = train(lambda own: torch.optim.SGD(own, lr=0.01, fused=True), joins=False)
+    assert joined is None
+
+
+def test_a_tensor_in_both_records_is_one_input():
+    *_, joined = train(lambda own: ADAM(own, lr=0.01, fused=True), joins=True)
+    assert len({id(value) for value in joined.found}) == len(joined.found)
+
+
+def options_change_each_step(svi, number):
+    for group in svi.optimizer.param_groups if svi.optimizer else []:
+        group["betas"] = (0.9 - 0.01 * max(0, number - 4), 0.99)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.RowwiseGuide])
+def test_compiled_steps_hold_the_update_until_its_options_change(make_guide):
+    """Of an optimizer whose momentum has a schedule, say: the update is recorded anew each time."""
+    data = regression_data()
+
+    def steps(backend):
+        torch.manual_seed(0)
+        model = make_linear_regressor()
+        guide = make_guide(model)
+        guide.initialize(*data)
+        optimizer = ps.StructuredAdam(guide, guide.parameters(), clip=0.5, warm_up=10)
+        svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=backend)
+        joined = []
+        for number in range(8):
+            options_change_each_step(svi, number)
+            svi.step(*data)
+            (step,) = svi._step.kinds.values()
+            joined.append(step._joined is not None)
+        return copy.deepcopy([guide.state_dict(), optimizer.state_dict()["state"]]), joined
+
+    (expected, _), (found, joined) = steps(None), steps("inductor")
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert joined == [False, False, True, True, True, False, False, False]
