@@ -19,9 +19,10 @@ from pyro_structvi.distributions.gaussian_weight import GaussianWeight
 from pyro_structvi.distributions.mean_field import MeanFieldNormal
 from pyro_structvi.distributions.outputs import GaussianOutputs, meet_channels, square
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.linalg.factorizations import log_det, tril_or_nan
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.row_gram import row_gram
-from pyro_structvi.linalg.shapes import shrink, standard_normal
+from pyro_structvi.linalg.shapes import identity_like, shrink, standard_normal
 from pyro_structvi.maps import Arrangement, LinearMap
 
 
@@ -151,25 +152,17 @@ class LowRankNormal(GaussianWeight):
             return self._gram(self.factors) / self._unit_variance
         return self._gram(self.factors / self.scale.unsqueeze(len(self.batch_shape)))
 
-    def _capacitance_tril(self, whitened_gram: Tensor) -> Tensor:
-        r"""Return the Cholesky factor of :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`.
-
-        If that is not positive definite, because of rounding or a NaN, the factor is NaN, and so
-        is the loss: an error would make a device wait at every step.
-        """
-        identity = torch.eye(self.rank, dtype=whitened_gram.dtype, device=whitened_gram.device)
-        tril, info = torch.linalg.cholesky_ex(identity + self.alpha * whitened_gram)
-        factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
-        return factor
+    def _capacitance(self, whitened_gram: Tensor) -> Tensor:
+        r"""Return :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`."""
+        return identity_like(whitened_gram) + self.alpha * whitened_gram
 
     def _trace(self, gram: Tensor) -> Tensor:
         low_rank = gram.diagonal(dim1=-2, dim2=-1).sum(-1).to(self.loc.dtype)
         return self.alpha * low_rank + self._diagonal_sum(self.scale.square())
 
     def _log_det(self, whitened_gram: Tensor) -> Tensor:
-        diagonal = self._capacitance_tril(whitened_gram).diagonal(dim1=-2, dim2=-1)
-        low_rank = diagonal.log().sum(-1).to(self.loc.dtype)
-        return 2 * (self._diagonal_sum(self.scale.log()) + low_rank)
+        low_rank = log_det(self._capacitance(whitened_gram)).to(self.loc.dtype)
+        return 2 * self._diagonal_sum(self.scale.log()) + low_rank
 
     @property
     def precision_directions(self) -> Tensor:
@@ -179,7 +172,7 @@ class LowRankNormal(GaussianWeight):
         """
         scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
         factors = self._flat_factors.double() / scale.unsqueeze(-2)
-        tril = self._capacitance_tril(factors @ factors.mT)
+        tril = tril_or_nan(self._capacitance(factors @ factors.mT))
         directions = torch.linalg.solve_triangular(tril, factors, upper=False)
         scaled: Tensor = self.alpha**0.5 * directions / scale.unsqueeze(-2)
         return scaled.reshape(self.factors.shape)
@@ -190,7 +183,7 @@ class LowRankNormal(GaussianWeight):
         whitened = difference.double().flatten(-len(self.event_shape)) / scale
         factors = self._flat_factors.double() / scale.unsqueeze(-2)
         explained = torch.linalg.solve_triangular(
-            self._capacitance_tril(factors @ factors.mT),
+            tril_or_nan(self._capacitance(factors @ factors.mT)),
             factors @ whitened.unsqueeze(-1),
             upper=False,
         )

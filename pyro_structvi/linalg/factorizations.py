@@ -5,17 +5,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import is_tracing
+from pyro_structvi._torch import inside_transform, is_tracing
 
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 LEAST_PIVOT = 3e-7  # of the largest; less may be all rounding
 
 
+def log_det(matrix: Tensor) -> Tensor:
+    """Return the log determinant ``(*batch,)`` of positive definite matrices ``(*batch, M, M)``.
+
+    NaN where one is not, because of rounding or a NaN: an error would make a device wait at every step.
+    """
+    if inside_transform():
+        return _log_det(tril_or_nan(matrix))
+    value: Tensor = LogDet.apply(matrix)
+    return value
+
+
 def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a Cholesky factor and the jitter that it took, the smallest of a few that works.
 
-    The jitter is a multiple of the mean diagonal, one of 0, 1e-12, 1e-10, ..., 1e-4. On a GPU, and where
-    a step is traced, the host does not wait: all of them are tried at once.
+    The jitter is a multiple of the mean diagonal, one of 0, 1e-12, 1e-10, ..., 1e-4. On a GPU the host
+    does not wait: all of them are tried at once.
 
     Args:
         matrix: Symmetric, ``(*batch, M, M)``, in double precision.
@@ -24,13 +35,42 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
         The lower factor, of NaN where no jitter helps, and what was added to the diagonal
         ``(*batch,)``.
     """
-    if matrix.device.type == "cpu" and not is_tracing():
-        tril, failed = _try_cholesky(matrix)
-        if not bool(failed.any()):
-            return tril, matrix.new_zeros(matrix.shape[:-2])
+    if matrix.device.type != "cpu" or torch.compiler.is_exporting():
+        return _best_of_all(matrix)
+    if not is_tracing():
+        return _first_that_works(matrix)
+    # By an operation of its own, which may look at values, and has no gradient.
+    tril, jitter = torch.ops.pyro_structvi.stable_cholesky(matrix.detach())
+    if torch.is_grad_enabled() and matrix.requires_grad:
+        return _with_jitter(matrix, jitter), jitter
+    return tril, jitter
+
+
+def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what :func:`stable_cholesky` does, by one factorization in the usual case."""
+    tril, failed = _try_cholesky(matrix)
+    if not bool(failed.any()):
+        return tril, matrix.new_zeros(matrix.shape[:-2])
+    return _best_of_all(matrix)
+
+
+def _shapes(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.linalg.cholesky_ex(matrix).L, matrix.new_empty(matrix.shape[:-2])
+
+
+torch.library.define("pyro_structvi::stable_cholesky", "(Tensor matrix) -> (Tensor, Tensor)")
+torch.library.impl("pyro_structvi::stable_cholesky", "CPU", _first_that_works)
+torch.library.register_fake("pyro_structvi::stable_cholesky", _shapes)
+
+
+def _best_of_all(matrix: Tensor) -> tuple[Tensor, Tensor]:
     jitter = smallest_jitter(matrix)
+    return _with_jitter(matrix, jitter), jitter
+
+
+def _with_jitter(matrix: Tensor, jitter: Tensor) -> Tensor:
     tril, failed = _try_cholesky(add_to_diagonal(matrix, jitter))
-    return tril.masked_fill(failed[..., None, None], torch.nan), jitter
+    return tril.masked_fill(failed[..., None, None], torch.nan)
 
 
 @torch.no_grad()
@@ -54,6 +94,36 @@ def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
     """Return ``matrix (*batch, M, M)`` plus ``value (*batch,)`` times the identity."""
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return matrix + value[..., None, None] * identity
+
+
+class LogDet(torch.autograd.Function):
+    """The log determinant of positive definite matrices, whose gradient is the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        """Factor the matrices."""
+        tril = tril_or_nan(matrix)
+        ctx.save_for_backward(matrix, tril)
+        return _log_det(tril)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient with respect to the matrices."""
+        matrix, tril = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # where the gradient is differentiated
+        inverse: Tensor = torch.linalg.inv(matrix) if again else torch.cholesky_inverse(tril)
+        return gradient[..., None, None] * inverse
+
+
+def tril_or_nan(matrix: Tensor) -> Tensor:
+    """Return Cholesky factors of ``(*batch, M, M)``, of NaN where one is not positive definite."""
+    tril, info = torch.linalg.cholesky_ex(matrix)
+    factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
+    return factor
+
+
+def _log_det(tril: Tensor) -> Tensor:
+    return 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 class OrthonormalRows(torch.autograd.Function):

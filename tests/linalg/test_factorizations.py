@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_structvi.linalg.factorizations import (
     JITTERS,
     OrthonormalRows,
     add_to_diagonal,
+    log_det,
     smallest_jitter,
     stable_cholesky,
 )
@@ -97,16 +99,61 @@ def test_nothing_is_looked_at_on_a_device_other_than_the_cpu():
     assert (tril.shape, jitter.shape) == ((2, 3, 3), (2,))
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("eigenvalue", [1.0, -3e-10])
-def test_gradients_are_those_of_the_factor(eigenvalue):
+def test_gradients_are_those_of_the_factor(eigenvalue, is_recorded):
     """The jitter counts as a constant. Of a symmetric matrix any triangle may take the gradient."""
     matrix = with_smallest_eigenvalue(eigenvalue).requires_grad_()
-    tril, jitter = stable_cholesky(matrix)
     weight = torch.randn(4, 4)
-    (found,) = torch.autograd.grad((tril * weight).sum(), matrix)
+
+    def factor(matrix):
+        tril, jitter = stable_cholesky(matrix)
+        return *torch.autograd.grad((tril * weight).sum(), matrix), tril, jitter
+
+    run = make_fx(factor)(matrix) if is_recorded else factor
+    found, tril, jitter = run(matrix)
     plain = torch.linalg.cholesky(add_to_diagonal(matrix, jitter.detach()))
     (expected,) = torch.autograd.grad((plain * weight).sum(), matrix)
     close(found, expected)
+    close(tril, plain)
+
+
+def test_a_record_chooses_the_jitter_at_each_run():
+    """Without gradients by one operation, which factors once where nothing needs jitter."""
+    recorded = make_fx(stable_cholesky)(positive_definite(3, size=4))
+    assert [str(node.target) for node in recorded.graph.nodes if node.op == "call_function"][
+        1:2
+    ] == ["pyro_structvi.stable_cholesky.default"]
+    matrices = torch.stack([with_smallest_eigenvalue(value) for value in (1.0, -3e-10, -1.0)])
+    for found, expected in zip(recorded(matrices), stable_cholesky(matrices), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- Log determinants ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_log_determinants_and_their_derivatives(batch):
+    matrix = positive_definite(*batch, size=3).requires_grad_()
+    close(log_det(matrix), torch.logdet(matrix))
+    assert torch.autograd.gradcheck(lambda m: log_det(symmetric(m)), matrix)
+    assert torch.autograd.gradgradcheck(lambda m: log_det(symmetric(m)), matrix)
+    (found,) = torch.autograd.grad(log_det(matrix).sum(), matrix)
+    close(found, torch.linalg.inv(matrix))
+
+
+def test_log_determinants_under_transforms():
+    matrices = positive_definite(2, size=3)
+    close(torch.func.vmap(log_det)(matrices), torch.logdet(matrices))
+    close(torch.func.grad(log_det)(matrices[0]), torch.linalg.inv(matrices[0]))
+
+
+def test_a_matrix_that_is_not_positive_definite_has_nan_as_log_determinant():
+    matrices = torch.stack([torch.eye(2), -torch.eye(2)]).requires_grad_()
+    found = log_det(matrices)
+    assert found.isnan().tolist() == [False, True]
+    (gradient,) = torch.autograd.grad(found.sum(), matrices)
+    assert gradient.isnan().flatten(1).all(-1).tolist() == [False, True]
 
 
 # ---- Kronecker products --------------------------------------------------------------------------
@@ -144,14 +191,14 @@ def test_determinant_and_quadratic_form_are_the_dense_ones(batch):
 def test_they_keep_their_digits_where_both_factors_are_nearly_the_identity(tiny):
     """``1 - g f`` with ``g = f = 1 - tiny`` is ``2 tiny``, to first order."""
     rows, columns = tiny * torch.eye(ROWS), tiny * torch.eye(COLUMNS)
-    log_det = KroneckerLogDet.apply(rows, columns)
-    torch.testing.assert_close(log_det, ROWS * COLUMNS * torch.tensor(2 * tiny).log())
+    found = KroneckerLogDet.apply(rows, columns)
+    torch.testing.assert_close(found, ROWS * COLUMNS * torch.tensor(2 * tiny).log())
     k = torch.randn(ROWS, COLUMNS)
     quadratic = KroneckerQuadratic.apply(k, rows, columns)
     torch.testing.assert_close(quadratic * tiny, k.square().sum() / 2)
 
 
-def log_det(rows, columns):
+def log_det_of_kronecker(rows, columns):
     return KroneckerLogDet.apply(symmetric(rows), symmetric(columns))
 
 
@@ -163,7 +210,7 @@ def quadratic(k, rows, columns):
 def test_gradients_are_those_of_finite_differences(batch):
     rows, columns = (matrix.requires_grad_() for matrix in complements(*batch))
     k = torch.randn(5, *batch, ROWS, COLUMNS, requires_grad=True)
-    assert torch.autograd.gradcheck(log_det, (rows, columns))
+    assert torch.autograd.gradcheck(log_det_of_kronecker, (rows, columns))
     assert torch.autograd.gradcheck(quadratic, (k, rows, columns))
 
 
@@ -173,7 +220,10 @@ def test_gradients_are_right_where_all_eigenvalues_are_equal():
     leaves, k = (rows.requires_grad_(), columns.requires_grad_()), torch.randn(ROWS, COLUMNS)
     matrix = dense_matrix(symmetric(rows), symmetric(columns))
     form = k.flatten() @ torch.linalg.solve(matrix, k.flatten())
-    for actual, oracle in ((log_det(*leaves), matrix.logdet()), (quadratic(k, *leaves), form)):
+    for actual, oracle in (
+        (log_det_of_kronecker(*leaves), matrix.logdet()),
+        (quadratic(k, *leaves), form),
+    ):
         expected = torch.autograd.grad(oracle, leaves, retain_graph=True)
         for found, gradient in zip(torch.autograd.grad(actual, leaves), expected, strict=True):
             close(found, gradient)
@@ -182,7 +232,7 @@ def test_gradients_are_right_where_all_eigenvalues_are_equal():
 def test_second_derivatives_are_refused():
     rows, columns = complements()
     k, scale = torch.randn(ROWS, COLUMNS), torch.ones((), requires_grad=True)
-    for value in (log_det(scale * rows, columns), quadratic(scale * k, rows, columns)):
+    for value in (log_det_of_kronecker(scale * rows, columns), quadratic(scale * k, rows, columns)):
         with pytest.raises(RuntimeError, match=r"first derivatives only.*`create_graph=True`"):
             torch.autograd.grad(value, scale, create_graph=True)
 

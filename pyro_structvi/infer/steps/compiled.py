@@ -1,5 +1,6 @@
 """The engine that compiles a step for each kind of call."""
 
+import math
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -164,10 +165,13 @@ class CompiledStep(Step):
         else:
             with self._explained(step):
                 outputs = self._prepare(step, call)
-        batch, (numbers, terms) = (call.args, call.kwargs), step.unpack(outputs)
+        batch = call.args, call.kwargs
         if not step.has_updated:
-            return self._update(batch, numbers, terms)
-        read = self._read(batch, numbers, terms)
+            return self._update(batch, *step.unpack(outputs))
+        read: list[float] = step.numbers_of(outputs).tolist()
+        if self._check is None or math.isfinite(sum(read)):
+            return read
+        read = self._read(batch, *step.unpack(outputs))
         self.optimizer.forget_gradients()  # which a check may name
         return read
 

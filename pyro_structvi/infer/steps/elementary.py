@@ -24,12 +24,16 @@ def replace_fused(graph: fx.Graph) -> bool:
         Whether no other fused update is left in it.
     """
     tracer = fx.proxy.GraphAppendingTracer(graph)
+
+    def recorded(node: fx.Node) -> Any:
+        return fx.Proxy(node, tracer)
+
     for node in list(graph.nodes):
         if node.target is FOREACH_NORM:
             _norms(graph, node, *node.args)
         elif node.target in (*ADAM, *ADAMW):
             with graph.inserting_before(node):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: fx.Proxy(n, tracer))
+                args, kwargs = fx.map_arg((node.args, node.kwargs), recorded)
                 _adam(*args, **kwargs, decoupled=node.target in ADAMW, dtype=_dtype(node.args[0]))
             graph.erase_node(node)
     return not any("_fused_" in str(node.target) for node in graph.nodes)

@@ -25,7 +25,8 @@ class ReplayedStep:
     """Terms of the loss and gradients of the parameters, without the Python that makes them.
 
     The first call traces them. On the CPU the second compiles what was traced, the update with it, or
-    hands it to torch's interpreter. On a GPU some calls warm up, and the next captures everything as a CUDA graph.
+    hands it to torch's interpreter. On a GPU some calls warm up, and the next captures everything as a
+    CUDA graph.
 
     Args:
         loss: The loss, of which an eager step has been taken.
@@ -102,10 +103,14 @@ class ReplayedStep:
         self._calls += 1
         return outputs
 
+    def numbers_of(self, outputs: Outputs) -> Tensor:
+        """Return the numbers of a step, ``(4,)``."""
+        assert outputs[0] is not None
+        return outputs[0]
+
     def unpack(self, outputs: Outputs) -> tuple[Tensor, ELBOTerms]:
         """Give the parameters their gradients; return the numbers and the terms."""
-        if self._checks or not self.has_updated:
-            self._set_gradients(outputs)
+        self._set_gradients(outputs)
         numbers, *values = (value for value in outputs if value is not None)
         values_of = iter(values)
         likelihood, kl = (dict(zip(names, values_of, strict=False)) for names in self._sites)
