@@ -91,6 +91,17 @@ def test_a_tensor_in_both_records_is_one_input():
     assert len({id(value) for value in joined.found}) == len(joined.found)
 
 
+def test_an_update_finds_gradients_in_the_layout_that_it_was_recorded_with():
+    x, total = torch.arange(6.0).reshape(2, 3), torch.zeros(6)
+    loss = Traced(lambda x: (2 * x.t(),), [x])
+    (gradient,) = loss.outputs
+    update = Traced(lambda given: (total.add_(given.view(-1)), ())[1], [gradient.contiguous()])
+    total.zero_()
+    (found,) = loss.followed_by(update)([x])
+    assert found.stride() == gradient.stride() != gradient.contiguous().stride()
+    assert torch.equal(total, gradient.flatten())
+
+
 def options_change_each_step(svi, number):
     for group in svi.optimizer.param_groups if svi.optimizer else []:
         group["betas"] = (0.9 - 0.01 * max(0, number - 4), 0.99)

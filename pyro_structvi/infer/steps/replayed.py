@@ -131,7 +131,9 @@ class ReplayedStep:
         else:
             outputs = self._prepare(self._traced, inputs)
         if self._updates and self._joined is None:
-            self._run_update([value for value in outputs if value is not None])
+            gradients = zip(outputs[-len(self._parameters) :], self._parameters, strict=True)
+            own = [_laid_out_as(gradient, parameter) for gradient, parameter in gradients]
+            self._run_update([v for v in (*outputs[: -len(own)], *own) if v is not None])
         return outputs
 
     def _forget_update(self) -> None:

@@ -108,8 +108,9 @@ class Traced:
                 found[id(value)][0].meta = node.meta
             env[node] = found[id(value)][0]
         outputs: Any = graph.graph_copy(self.graph.graph, env)
-        gradients = [value for value in outputs if value is not None]
-        env |= zip(later[: len(gradients)], gradients, strict=True)
+        given_on = [value for value in outputs if value is not None]
+        for node, value in zip(later[: len(given_on)], given_on, strict=True):
+            env[node] = _with_strides_of(graph, node, value)
         graph.graph_copy(update.graph.graph, env)
         if not replace_fused(graph):
             return None
@@ -205,6 +206,18 @@ def _lift(graph: fx.GraphModule, values: dict[fx.Node, Tensor]) -> list[Tensor]:
             env[node] = new.node_copy(node, env.__getitem__)
     graph.graph = new
     return [value for _, value in lifted.values()]
+
+
+def _with_strides_of(graph: fx.Graph, like: fx.Node, value: fx.Node) -> fx.Node:
+    """Return a value in the memory layout that was recorded for another."""
+    own, other = value.meta["val"], like.meta["val"]
+    if own.stride() == other.stride():
+        return value
+    aten: Any = torch.ops.aten
+    place = graph.call_function(
+        aten.new_empty_strided.default, (value, [*other.shape], [*other.stride()])
+    )
+    return graph.call_function(aten.copy.default, (place, value))
 
 
 def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
