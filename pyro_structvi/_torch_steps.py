@@ -1,6 +1,5 @@
 """Private parts of torch for recorded steps, each with its use and with what breaks without it."""
 
-import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -113,22 +112,22 @@ _MEMORY_FORMATS = [  # as torch numbers them
 
 
 def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Compile a graph of operations for tensors of the very sizes of these; draws stay torch's own.
+    """Compile a graph of operations, which changes, for tensors of the very sizes of these.
 
-    ``torch.compile`` would read the graph as it reads a user's code, and look at each of its inputs in
-    each call, and inductor at the sizes of what it computes. Without it these looks would be much of a
-    compiled step of a small net. On the CPU what calls the compiled kernels is compiled, too, of which
-    torch's log says where an operation is called through Python nevertheless.
+    Draws stay torch's own. ``torch.compile`` would read the graph as it reads a user's code, and look at
+    each of its inputs in each call, and inductor at the sizes of what it computes. Without it these looks
+    would be much of a compiled step of a small net. On the CPU what calls the compiled kernels is
+    compiled, too; torch's log would say which operations are called through Python nevertheless.
     """
     import torch._inductor  # which takes long, and is needed here only
 
     options = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
+    for node in graph.graph.nodes:
+        node.meta = {}  # a graph of two records has shapes of both, which inductor refuses
     options["cpp_wrapper"] = all(value.device.type == "cpu" for value in inputs)
     with torch.no_grad(), warnings.catch_warnings(), _errors_only("torch._inductor.ir"):
         warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
-        run: Callable[..., Any] = torch._inductor.compile(
-            copy.deepcopy(graph), [*inputs], options=options
-        )
+        run: Callable[..., Any] = torch._inductor.compile(graph, [*inputs], options=options)
     return run
 
 

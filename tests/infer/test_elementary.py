@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import pyro_structvi as ps
+from pyro_structvi.infer.steps.elementary import make_elementary
 from pyro_structvi.infer.steps.traced import Traced
 from tests.models import make_linear_regressor, regression_data
 
@@ -54,7 +55,11 @@ def train(optimizer_of, joins, **given):
     parameters, x = make_parameters(), torch.tensor(0.7, dtype=torch.float64)
     optimizer = optimizer_of(parameters)
     loss, update = record(parameters, optimizer, x, **given)
-    joined = loss.followed_by(update)
+    joined = loss.followed_by(update, [x])
+    can_be_compiled = joined.can_be_compiled
+    if can_be_compiled:
+        make_elementary(joined.graph.graph)
+        joined.graph.recompile()
     for number in range(3):
         inputs = [x + number]
         if joins:
@@ -62,7 +67,7 @@ def train(optimizer_of, joins, **given):
         else:
             outputs = loss(inputs)
             update([value for value in outputs if value is not None])
-    return outputs[:2], parameters, [*optimizer.state.values()], joined
+    return outputs[:2], parameters, [*optimizer.state.values()], joined if can_be_compiled else None
 
 
 @pytest.mark.parametrize("given", [{}, {"found_inf": 1.0}, {"found_inf": 0.0, "grad_scale": 4.0}])
@@ -97,7 +102,7 @@ def test_an_update_finds_gradients_in_the_layout_that_it_was_recorded_with():
     (gradient,) = loss.outputs
     update = Traced(lambda given: (total.add_(given.view(-1)), ())[1], [gradient.contiguous()])
     total.zero_()
-    (found,) = loss.followed_by(update)([x])
+    (found,) = loss.followed_by(update, [x])([x])
     assert found.stride() == gradient.stride() != gradient.contiguous().stride()
     assert torch.equal(total, gradient.flatten())
 

@@ -1,4 +1,4 @@
-"""The updates of torch's fused optimizers in operations that compilers know."""
+"""The updates of torch's fused optimizers, and norms, in operations that compilers know."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +12,19 @@ ADAM = (torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adam_.tensor_
 ADAMW = (torch.ops.aten._fused_adamw_.default, torch.ops.aten._fused_adamw_.tensor_lr)
 
 
-def replace_fused(graph: fx.Graph) -> bool:
-    """Write the updates of fused Adam and AdamW as elementary operations.
+def is_elementary(graph: fx.Graph) -> bool:
+    """Whether a compiler takes all fused updates in a graph, once they are written out."""
+    fused = [node.target for node in graph.nodes if "_fused_" in str(node.target)]
+    return all(target in (*ADAM, *ADAMW) for target in fused)
+
+
+def make_elementary(graph: fx.Graph) -> None:
+    """Write out updates of fused Adam and AdamW, and norms of several tensors.
 
     Torch's fused optimizers tell compilers nothing of themselves, so that no compiler takes them.
 
     Args:
         graph: Operations of torch's dispatcher, changed in place.
-
-    Returns:
-        Whether no other fused update is left in it.
     """
     tracer = fx.proxy.GraphAppendingTracer(graph)
 
@@ -36,7 +39,6 @@ def replace_fused(graph: fx.Graph) -> bool:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), recorded)
                 _adam(*args, **kwargs, decoupled=node.target in ADAMW, dtype=_dtype(node.args[0]))
             graph.erase_node(node)
-    return not any("_fused_" in str(node.target) for node in graph.nodes)
 
 
 def _norms(graph: fx.Graph, node: fx.Node, tensors: Any, order: float = 2.0) -> None:

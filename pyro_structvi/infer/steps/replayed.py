@@ -71,7 +71,7 @@ class ReplayedStep:
         self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
         self._traced: Traced | None = None
         self._traced_update: Traced | None = None
-        self._joined: Traced | None = None  # loss, gradients and update, compiled as one
+        self._joined: Traced | None = None  # loss, gradients and update as one
         self._may_join = self._updates and not self._captures
         self._is_given: list[bool] = []  # which of the outputs are not None
         self._graph: CUDAGraph | None = None
@@ -139,7 +139,7 @@ class ReplayedStep:
     def _forget_update(self) -> None:
         """Let the update be recorded anew, whose operations have the optimizer's options in them.
 
-        They may change at every step, so from then on the update is not compiled.
+        They may change at every step, so from then on the update is apart.
         """
         if self._joined is not None:
             self._joined, self._is_prepared, self._may_join = None, False, False
@@ -220,13 +220,16 @@ class ReplayedStep:
 
     def _prepare(self, traced: Traced, inputs: list[Tensor]) -> Outputs:
         self._joined = None
+        if self._may_join and self._traced_update is not None:
+            joined = traced.followed_by(self._traced_update, inputs)
+            if self._backend is None or (self._backend == "inductor" and joined.can_be_compiled):
+                self._joined = joined
+        whole = self._joined or traced
         if self._backend is None:
-            traced.interpret()
+            whole.interpret()
         else:
-            if self._backend == "inductor" and self._may_join and self._traced_update is not None:
-                self._joined = traced.followed_by(self._traced_update)
-            (self._joined or traced).compile(self._backend, inputs)
-        outputs = (self._joined or traced)(inputs)
+            whole.compile(self._backend, inputs)
+        outputs = whole(inputs)
         self._is_prepared = True
         return outputs
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch, _torch_steps
-from pyro_structvi.infer.steps.elementary import replace_fused
+from pyro_structvi.infer.steps.elementary import is_elementary, make_elementary
 from pyro_structvi.infer.steps.simplified import simplify
 from pyro_structvi.linalg.precision import autocast_off
 
@@ -82,45 +82,50 @@ class Traced:
             inputs: Those of the next call.
         """
         if backend == "inductor":
-            self._run = _torch_steps.by_inductor(self.graph, [*inputs, *self.found])
+            graph = copy.deepcopy(self.graph)
+            make_elementary(graph.graph)
+            self._run = _torch_steps.by_inductor(graph, [*inputs, *self.found])
         else:
             self._run = torch.compile(self.graph, backend=backend, dynamic=False)
 
-    def followed_by(self, update: "Traced") -> "Traced | None":
-        """Return this and an update by what it returns, as one that a compiler takes.
+    def followed_by(self, update: "Traced", inputs: Sequence[Tensor]) -> "Traced":
+        """Return this and an update by what it returns, as one.
 
         Args:
             update: A record that takes what is not None of the outputs of this one, and returns nothing.
+            inputs: What it will be called with, or tensors of the same layouts that share memory alike.
 
         Returns:
-            What does both and returns what this one does; None where no compiler takes the update.
+            What does both, and returns what this one does.
         """
         graph = fx.Graph()
         given = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
-        count = len(given) - len(self.found)
-        env = {node: graph.node_copy(node) for node in given[:count]}
-        found: dict[int, tuple[fx.Node, Tensor]] = {}
-        own = zip(given[count:], self.found, strict=True)
         later = [node for node in update.graph.graph.nodes if node.op == "placeholder"]
-        for node, value in (*own, *zip(later[-len(update.found) :], update.found, strict=True)):
+        env = {node: graph.node_copy(node) for node in given[: len(inputs)]}
+        found: dict[int, tuple[fx.Node, Tensor]] = {}
+        own = zip(given[len(inputs) :], self.found, strict=True)
+        others = zip(later[len(later) - len(update.found) :], update.found, strict=True)
+        for node, value in (*own, *others):
             if id(value) not in found:
                 found[id(value)] = graph.placeholder(f"found_{len(graph.nodes)}"), value
                 found[id(value)][0].meta = node.meta
             env[node] = found[id(value)][0]
         outputs: Any = graph.graph_copy(self.graph.graph, env)
-        given_on = [value for value in outputs if value is not None]
-        for node, value in zip(later[: len(given_on)], given_on, strict=True):
+        passed_on = [value for value in outputs if value is not None]
+        for node, value in zip(later[: len(passed_on)], passed_on, strict=True):
             env[node] = _with_strides_of(graph, node, value)
         graph.graph_copy(update.graph.graph, env)
-        if not replace_fused(graph):
-            return None
         graph.output(outputs)
-        for node in graph.nodes:
-            node.meta = {}  # shapes of two records, which no compiler takes together
         joined = copy.copy(self)
         joined.graph = joined._run = fx.GraphModule(self.graph, graph)
         joined.found = [value for _, value in found.values()]
+        joined.found += _lift(joined.graph, simplify(graph, [*inputs, *joined.found]))
         return joined
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether inductor takes all of its operations."""
+        return is_elementary(self.graph.graph)
 
     def interpret(self) -> None:
         """Let torch's interpreter run the operations, or Python where it does not know one of them."""
