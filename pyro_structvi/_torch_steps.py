@@ -114,9 +114,9 @@ _MEMORY_FORMATS = [  # as torch numbers them
 def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Compile a graph of operations, which changes, for tensors of the very sizes of these.
 
-    Draws stay torch's own. ``torch.compile`` would read the graph as it reads a user's code, and look at
-    each of its inputs in each call, and inductor at the sizes of what it computes. Without it these looks
-    would be much of a compiled step of a small net. On the CPU what calls the compiled kernels is
+    Draws stay torch's own. ``torch.compile`` would read the graph as it reads a user's code, and look
+    at each of its inputs in each call, and inductor at the sizes of what it computes. Without it these
+    looks would be much of a compiled step of a small net. On the CPU what calls the compiled kernels is
     compiled, too; torch's log would say which operations are called through Python nevertheless.
     """
     import torch._inductor  # which takes long, and is needed here only
@@ -140,6 +140,13 @@ def _errors_only(name: str) -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+# Operations that compilers do not know, or call through Python. Without their names they could not be
+# written out for a compiler.
+NORMS_OF_SEVERAL = torch.ops.aten._foreach_norm.Scalar
+FUSED_ADAM = (torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adam_.tensor_lr)
+FUSED_ADAMW = (torch.ops.aten._fused_adamw_.default, torch.ops.aten._fused_adamw_.tensor_lr)
 
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

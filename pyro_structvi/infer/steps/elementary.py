@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import fx
 
-FOREACH_NORM = torch.ops.aten._foreach_norm.Scalar
-ADAM = (torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adam_.tensor_lr)
-ADAMW = (torch.ops.aten._fused_adamw_.default, torch.ops.aten._fused_adamw_.tensor_lr)
+from pyro_structvi._torch_steps import FUSED_ADAM, FUSED_ADAMW, NORMS_OF_SEVERAL
 
 
 def is_elementary(graph: fx.Graph) -> bool:
     """Whether a compiler takes all fused updates in a graph, once they are written out."""
     fused = [node.target for node in graph.nodes if "_fused_" in str(node.target)]
-    return all(target in (*ADAM, *ADAMW) for target in fused)
+    return all(target in (*FUSED_ADAM, *FUSED_ADAMW) for target in fused)
 
 
 def make_elementary(graph: fx.Graph) -> None:
@@ -32,12 +30,17 @@ def make_elementary(graph: fx.Graph) -> None:
         return fx.Proxy(node, tracer)
 
     for node in list(graph.nodes):
-        if node.target is FOREACH_NORM:
+        if node.target is NORMS_OF_SEVERAL:
             _norms(graph, node, *node.args)
-        elif node.target in (*ADAM, *ADAMW):
+        elif node.target in (*FUSED_ADAM, *FUSED_ADAMW):
             with graph.inserting_before(node):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), recorded)
-                _adam(*args, **kwargs, decoupled=node.target in ADAMW, dtype=_dtype(node.args[0]))
+                _adam(
+                    *args,
+                    **kwargs,
+                    decoupled=node.target in FUSED_ADAMW,
+                    dtype=_dtype(node.args[0]),
+                )
             graph.erase_node(node)
 
 
