@@ -119,15 +119,16 @@ def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[...
     looks would be much of a compiled step of a small net. On the CPU what calls the compiled kernels is
     compiled, too; torch's log would say which operations are called through Python nevertheless.
     """
-    import torch._inductor  # which takes long, and is needed here only
-
     options = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
     for node in graph.graph.nodes:
         node.meta = {}  # a graph of two records has shapes of both, which inductor refuses
     options["cpp_wrapper"] = all(value.device.type == "cpu" for value in inputs)
     with torch.no_grad(), warnings.catch_warnings(), _errors_only("torch._inductor.ir"):
-        warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
-        run: Callable[..., Any] = torch._inductor.compile(graph, [*inputs], options=options)
+        for kind in (FutureWarning, DeprecationWarning):  # of torch about torch
+            warnings.simplefilter("ignore", kind)
+        from torch import _inductor  # which takes long, and is needed here only
+
+        run: Callable[..., Any] = _inductor.compile(graph, [*inputs], options=options)
     return run
 
 
