@@ -10,8 +10,8 @@ quartiles. A step is loss, gradients and Adam, for the net without a posterior t
 ``predict`` with S function draws on the batch; it is divided by S forward passes of the net, in
 evaluation mode and without gradients, and the mean of their class probabilities. Memory is the peak of
 live tensors, parameters included, in a step, or in a prediction before any training, over that of the
-net. ``--compiled`` adds steps that are traced, as those of ``fit``, steps of ``CompiledSVI``, and the
-net's own step compiled likewise; they predict as their guides do. Compiling is not timed.
+net. ``--compiled`` adds steps that are traced and steps that are compiled, as those of ``fit`` with its
+optimizer, and the net's own step compiled; they predict as their guides do. Compiling is not timed.
 
 ``make`` also tells glibc to keep freed memory: getting large tensors from the system page by page
 would be a good part of some steps, and is no part of the work.
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--net", choices=NETS, action="append", help="default: every net of torch")
     parser.add_argument("--guide", choices=METHODS, action="append", help="default: every guide")
     parser.add_argument("--against", choices=["pyro"], help="Pyro's autoguides too, under its SVI")
-    parser.add_argument("--compiled", action="store_true", help="steps of fit and CompiledSVI too")
+    parser.add_argument("--compiled", action="store_true", help="traced and compiled steps too")
     parser.add_argument("--rounds", type=int, help="default: by the net")
     parser.add_argument("--samples", type=int, default=10, help="draws of a prediction")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")

@@ -4,6 +4,7 @@ A further way to step is a function like ``step_eagerly``, and a line that makes
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ MakeGuide = Callable[[ps.Classifier], Any]
 MakeStep = Callable[[ps.Classifier, Any, Tensor, Tensor], Callable[[], Any]]
 MakeMethod = Callable[[nn.Module, Tensor, Tensor], Method]
 
-# CompiledSVI takes an ordinary step, traces, and compiles; on a GPU it warms up in three steps instead,
+# An engine takes an ordinary step, traces, and compiles; on a GPU it warms up in three steps instead,
 # and captures in the next, which allocates all that the later ones use.
 COMPILING_STEPS = 5 if torch.cuda.is_available() else 3
 
@@ -101,27 +102,24 @@ def step_by_pyro(model: ps.Classifier, guide: Any, x: Tensor, y: Tensor) -> Call
     return lambda: svi.step(x, y)
 
 
-def step_compiled(
-    model: ps.Classifier, guide: ps.StructuredGuide, x: Tensor, y: Tensor
+def step_of_fit(
+    model: ps.Classifier, guide: ps.StructuredGuide, x: Tensor, y: Tensor, backend: str | None
 ) -> Callable[[], float]:
-    svi = ps.CompiledSVI(model, guide, pyro.optim.Adam({"lr": 1e-4}), ps.StructuredELBO())
-    return lambda: svi.step(x, y)
-
-
-def step_traced(
-    model: ps.Classifier, guide: ps.StructuredGuide, x: Tensor, y: Tensor
-) -> Callable[[], float]:
-    """As ``fit`` does it once it has traced a step, with its optimizer."""
+    """As ``fit`` does it, with its optimizer, once it has traced a step or compiled it by a backend."""
     guide.initialize(x, y)
     loss = CheckedLoss(model, guide, ps.StructuredELBO())
     optimizer = OneOptimizer(ps.StructuredAdam(guide, [*loss.trained.values()], lr=1e-4))
     check = FiniteCheck(loss, optimizer, is_shared=False)
-    step = CompiledStep(loss, optimizer, check, backend=None, watches=False)
+    step = CompiledStep(loss, optimizer, check, backend=backend, watches=False)
     return lambda: step(x, y).loss
 
 
+step_traced = partial(step_of_fit, backend=None)
+step_compiled = partial(step_of_fit, backend="auto")
+
+
 def make_deterministic_compiled(net: nn.Module, x: Tensor, y: Tensor) -> Method:
-    """As ``CompiledSVI`` does it: by inductor on a CPU, as one graph with the update on a GPU."""
+    """By inductor on a CPU, as one graph with the update on a GPU."""
     loss = lambda: F.cross_entropy(net(x), y)  # noqa: E731
     if x.is_cuda:
         return Method(capture(step_with_adam(loss, net.parameters(), capturable=True)), None)
@@ -270,6 +268,8 @@ TRACED_METHODS = {
 }
 ONLY |= {f"{title}, traced": ONLY[title] for title in TRACED}
 # Compiling takes 5 s to 30 s a method and net, inducing the most; on LeNet it takes over a minute, on
-# ResNet-18 and the LSTM longer still. Beside the methods of huge there is no memory for these.
+# ResNet-18 over three, and on the LSTM longer still. Beside the methods of huge there is no memory.
 OTHERS = {"bert", "llama", "convnext", "gcn"}
 ONLY |= {title: {"small", "mnist", "wide"} | OTHERS for title in COMPILED_METHODS}
+for title in ("mean field", "k-tied, k = 1", "k-tied, k = 2", "low rank, K = 2"):
+    ONLY[f"{title}, compiled"] |= {"resnet18"}

@@ -117,12 +117,14 @@ def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[...
     Draws stay torch's own. ``torch.compile`` would read the graph as it reads a user's code, and look
     at each of its inputs in each call, and inductor at the sizes of what it computes. Without it these
     looks would be much of a compiled step of a small net. On the CPU what calls the compiled kernels is
-    compiled, too; torch's log would say which operations are called through Python nevertheless.
+    compiled, too; torch's log would say which operations are called through Python nevertheless. There
+    images stay as they lie: channels-last, which inductor would choose, is slower where layers are deep.
     """
     options = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
     for node in graph.graph.nodes:
         node.meta = {}  # a graph of two records has shapes of both, which inductor refuses
-    options["cpp_wrapper"] = all(value.device.type == "cpu" for value in inputs)
+    if all(value.device.type == "cpu" for value in inputs):
+        options |= {"cpp_wrapper": True, "layout_optimization": False}
     with torch.no_grad(), warnings.catch_warnings(), _errors_only("torch._inductor.ir"):
         for kind in (FutureWarning, DeprecationWarning):  # of torch about torch
             warnings.simplefilter("ignore", kind)
