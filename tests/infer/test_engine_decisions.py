@@ -65,17 +65,26 @@ def test_few_steps_are_eager(monkeypatch):
 
 
 def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):
-    """Compiling is to take 0.125 s, so 375 steps to come pay for it, which save a third of 1 ms each."""
+    """Compiling is to take 0.1875 s, so 375 steps to come pay for it, which save half of 1 ms each."""
     timed = Timed(monkeypatch)
     assert fit_timed(timed, 310).compilation == [
         "Step 10: traced in 0.5 s, 1 ms a step, 4 ms eager"
     ]
-    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
+    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.375)
     assert ways(fit_timed(timed, 380)) == ["traced"]
     assert timed.backends == []
     notes = fit_timed(timed, 390).compilation
     assert notes[1] == "Step 16: compiled in 13 s, 0.5 ms a step, 1 ms traced"
     assert timed.backends == ["inductor"]
+
+
+def test_where_tracing_saves_little_compiling_is_said_to_save_a_twentieth(monkeypatch):
+    """As of large products: here 0.05 of 1 ms, so that 2,500 steps to come pay for 0.125 s."""
+    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 0.25)
+    for num_steps, expected in ((2500, []), (2600, ["inductor"])):
+        timed = Timed(monkeypatch, eager=0.00100001)  # so that traced steps stay
+        fit_timed(timed, num_steps)
+        assert timed.backends == expected
 
 
 @pytest.mark.parametrize("asked", ["traced", "auto"])

@@ -26,9 +26,10 @@ STEPS_FOR_TRACING = (
 )
 MOST_KINDS = MANY_KINDS - 1  # that are kept, of which nothing is said yet
 
-# Inductor takes some 25 times as long as tracing did, and saves a third of a traced step or more.
+# Inductor takes some 25 times as long as tracing did. Where tracing has saved much of an eager step, its
+# operations are small, and fusing them saves much of a traced one; docs/speed.md has the times.
 COMPILING_PER_TRACING = 25.0
-SAVED_BY_COMPILING = 1 / 3
+SAVED_AT_LEAST, SAVED_PER_TRACING = 0.05, 0.6  # shares of a traced step
 
 
 @dataclass
@@ -173,7 +174,10 @@ class AutoStep(Step):
                 self._consider_compiling(kind, step)
 
     def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:
-        saved = self._steps_to_come(kind) * SAVED_BY_COMPILING * kind.usual("traced")
+        traced, by_tracing = kind.usual("traced"), 1 - kind.usual("traced") / kind.usual("eager")
+        saved = (
+            (SAVED_AT_LEAST + SAVED_PER_TRACING * by_tracing) * traced * self._steps_to_come(kind)
+        )
         if self._may_compile and saved > COMPILING_PER_TRACING * kind.preparing["traced"]:
             step.compile("inductor")
             kind.way = "compiled"
