@@ -51,7 +51,11 @@ def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
     tril, failed = _try_cholesky(matrix)
     if not bool(failed.any()):
         return tril, matrix.new_zeros(matrix.shape[:-2])
-    return _best_of_all(matrix)
+    tril, jitter = _best_of_all(matrix)
+    return (
+        tril.mT.contiguous().mT,
+        jitter,
+    )  # in the layout of a factorization, as a compiler expects
 
 
 def _shapes(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,11 +80,15 @@ def structured_adam(guide):
     return ps.StructuredAdam(guide, guide.parameters(), clip=0.5, warm_up=10)
 
 
+@pytest.mark.parametrize("backend", [None, slow("inductor")])
 @pytest.mark.parametrize("make_optimizer", [fused_adam, structured_adam])
 @pytest.mark.parametrize("make_guide", [ps.KTiedGuide, ps.RowwiseGuide])
-def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_guide):
-    """As a loop of one's own does, with rates and options that change between its steps."""
-    data = regression_data()
+def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_guide, backend):
+    """As a loop of one's own does, with rates and options that change between its steps.
+
+    The update is one record with the loss until its options change, and apart from then on.
+    """
+    data, joined = regression_data(), []
 
     def steps(compiled):
         pyro.set_rng_seed(0)
@@ -92,13 +96,14 @@ def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_gu
         guide = make_guide(model)
         guide.initialize(*data)
         optimizer, elbo = make_optimizer(guide), ps.StructuredELBO()
-        svi = ps.CompiledSVI(model, guide, optimizer, elbo, backend=None)
+        svi = ps.CompiledSVI(model, guide, optimizer, elbo, backend=backend)
         for number in range(14):
             for group in optimizer.param_groups:
                 group["lr"] = 0.02 if number < 6 else torch.tensor(0.01, dtype=torch.float64)
                 group["betas"] = (0.9, 0.99) if number < 9 else (0.5, 0.9)
             if compiled:
                 svi.step(*data)
+                joined.extend(each._joined is not None for each in svi._step.kinds.values())
             else:
                 optimizer.zero_grad()
                 elbo.differentiable_loss(model, guide, *data).backward()
@@ -107,6 +112,7 @@ def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_gu
         return dict(guide.state_dict()), optimizer.state_dict()["state"]
 
     torch.testing.assert_close(steps(compiled=True), steps(compiled=False), rtol=1e-9, atol=1e-12)
+    assert joined == [False] * 2 + [True] * 7 + [False] * 5
 
 
 def test_state_that_an_optimizer_makes_late_is_refused_and_nothing_changes():

@@ -1,14 +1,10 @@
 """Updates of fused optimizers as operations that compilers know: what torch's own kernels do."""
 
-import copy
-
 import pytest
 import torch
 
-import pyro_structvi as ps
 from pyro_structvi.infer.steps.elementary import make_elementary
 from pyro_structvi.infer.steps.traced import Traced
-from tests.models import make_linear_regressor, regression_data
 
 ADAM, ADAMW = torch.optim.Adam, torch.optim.AdamW
 CASES = {
@@ -105,34 +101,3 @@ def test_an_update_finds_gradients_in_the_layout_that_it_was_recorded_with():
     (found,) = loss.followed_by(update, [x])([x])
     assert found.stride() == gradient.stride() != gradient.contiguous().stride()
     assert torch.equal(total, gradient.flatten())
-
-
-def options_change_each_step(svi, number):
-    for group in svi.optimizer.param_groups if svi.optimizer else []:
-        group["betas"] = (0.9 - 0.01 * max(0, number - 4), 0.99)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.RowwiseGuide])
-def test_compiled_steps_hold_the_update_until_its_options_change(make_guide):
-    """Of an optimizer whose momentum has a schedule, say: the update is recorded anew each time."""
-    data = regression_data()
-
-    def steps(backend):
-        torch.manual_seed(0)
-        model = make_linear_regressor()
-        guide = make_guide(model)
-        guide.initialize(*data)
-        optimizer = ps.StructuredAdam(guide, guide.parameters(), clip=0.5, warm_up=10)
-        svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=backend)
-        joined = []
-        for number in range(8):
-            options_change_each_step(svi, number)
-            svi.step(*data)
-            (step,) = svi._step.kinds.values()
-            joined.append(step._joined is not None)
-        return copy.deepcopy([guide.state_dict(), optimizer.state_dict()["state"]]), joined
-
-    (expected, _), (found, joined) = steps(None), steps("inductor")
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
-    assert joined == [False, False, True, True, True, False, False, False]

@@ -168,7 +168,9 @@ class CompiledStep(Step):
         batch = call.args, call.kwargs
         if not step.has_updated:
             return self._update(batch, *step.unpack(outputs))
-        read: list[float] = step.numbers_of(outputs).tolist()
+        numbers = outputs[0]
+        assert numbers is not None
+        read: list[float] = numbers.tolist()
         if self._check is None or math.isfinite(sum(read)):
             return read
         read = self._read(batch, *step.unpack(outputs))

@@ -103,11 +103,6 @@ class ReplayedStep:
         self._calls += 1
         return outputs
 
-    def numbers_of(self, outputs: Outputs) -> Tensor:
-        """Return the numbers of a step, ``(4,)``."""
-        assert outputs[0] is not None
-        return outputs[0]
-
     def unpack(self, outputs: Outputs) -> tuple[Tensor, ELBOTerms]:
         """Give the parameters their gradients; return the numbers and the terms."""
         self._set_gradients(outputs)
