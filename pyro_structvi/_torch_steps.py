@@ -10,6 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+)
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -280,6 +285,50 @@ def shapes_of_one_record() -> Iterator[None]:
     a step takes up to twice as long.
     """
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        yield
+
+
+def found_tensors(tensor: Tensor) -> list[Tensor] | None:
+    """Return the tensors, found outside of a record, of which alone a value of it has been computed.
+
+    Torch's recorder has no public way from a tensor to its operation. Without it a record could not tell
+    a constant, such as a prior's scale that was viewed or taken apart, from what changes at each call.
+
+    Returns:
+        None if the value depends on an input of the record or a random number, or if something was
+        written into what it was computed of.
+    """
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    last = get_proxy_slot(tensor, tracer, None, lambda value: value.proxy.node)
+    if last is None:
+        return [tensor]
+    found, seen, nodes = list[Tensor](), {last}, [last]
+    while nodes:
+        node = nodes.pop()
+        if node.op == "get_attr":
+            found.append(getattr(tracer.root, str(node.target)))
+        elif node.op != "call_function" or not _repeats_itself(node.target):
+            return None
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        nodes += new
+    return found
+
+
+def _repeats_itself(operation: Any) -> bool:
+    """Whether an operation only computes, and the same of the same."""
+    is_random = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+    schema = getattr(operation, "_schema", None)
+    return not is_random and not (schema and schema.is_mutable)
+
+
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Let a block run unrecorded and unwatched in the midst of a record.
+
+    Without it a number that is known to stay could not be read where one that changes may not be.
+    """
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
         yield
 
 

@@ -48,8 +48,9 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return what :func:`stable_cholesky` does, by one factorization in the usual case."""
-    tril, failed = _try_cholesky(matrix)
-    if not bool(failed.any()):
+    tril, info = torch.linalg.cholesky_ex(matrix)
+    least, most = torch.aminmax(tril.detach().diagonal(dim1=-2, dim2=-1), dim=-1)
+    if not bool(info.any()) and bool((least >= LEAST_PIVOT * most).all()):
         return tril, matrix.new_zeros(matrix.shape[:-2])
     tril, jitter = _best_of_all(matrix)
     return (
@@ -58,13 +59,44 @@ def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
     )  # in the layout of a factorization, as a compiler expects
 
 
-def _shapes(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.linalg.cholesky_ex(matrix).L, matrix.new_empty(matrix.shape[:-2])
+def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverse of a Cholesky factor and the jitter that it took, without a gradient.
+
+    Args:
+        matrix: As for :func:`stable_cholesky`.
+
+    Returns:
+        ``L^-1``, lower triangular, ``(*batch, M, M)``, and the jitter ``(*batch,)``.
+    """
+    if matrix.device.type == "cpu" and is_tracing() and not torch.compiler.is_exporting():
+        inverse, jitter = torch.ops.pyro_structvi.inverse_factor(matrix.detach())
+        return inverse, jitter
+    return _inverse_of(*stable_cholesky(matrix))
 
 
-torch.library.define("pyro_structvi::stable_cholesky", "(Tensor matrix) -> (Tensor, Tensor)")
-torch.library.impl("pyro_structvi::stable_cholesky", "CPU", _first_that_works)
-torch.library.register_fake("pyro_structvi::stable_cholesky", _shapes)
+def _inverse_of(tril: Tensor, jitter: Tensor) -> tuple[Tensor, Tensor]:
+    identity = torch.eye(tril.shape[-1], dtype=tril.dtype, device=tril.device)
+    inverse = torch.linalg.solve_triangular(tril, identity.expand_as(tril), upper=False)
+    return inverse.contiguous(), jitter
+
+
+def _define(name: str, function: Any, shapes: Any) -> None:
+    """Define an operation on a matrix, by which a record may look at values on the CPU."""
+    torch.library.define(f"pyro_structvi::{name}", "(Tensor matrix) -> (Tensor, Tensor)")
+    torch.library.impl(f"pyro_structvi::{name}", "CPU", function)
+    torch.library.register_fake(f"pyro_structvi::{name}", shapes)
+
+
+_define(
+    "stable_cholesky",
+    _first_that_works,
+    lambda matrix: (torch.linalg.cholesky_ex(matrix).L, matrix.new_empty(matrix.shape[:-2])),
+)
+_define(
+    "inverse_factor",
+    lambda matrix: _inverse_of(*_first_that_works(matrix)),
+    lambda matrix: (matrix.new_empty(matrix.shape), matrix.new_empty(matrix.shape[:-2])),
+)
 
 
 def _best_of_all(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,9 +173,7 @@ class OrthonormalRows(torch.autograd.Function):
     def forward(factor: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``L^-1 Z``, ``L^-1 D`` and the jitter for ``Z (*b, M, size)`` and ``D (*b, M)``."""
         double, square = factor.double(), diagonal.double().square()
-        tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
-        identity = torch.eye(tril.shape[-1], dtype=tril.dtype, device=tril.device)
-        inverse = torch.linalg.solve_triangular(tril, identity.expand_as(tril), upper=False)
+        inverse, jitter = inverse_factor(double @ double.mT + torch.diag_embed(square))
         remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
         return (inverse @ double).to(factor.dtype), remainder.to(factor.dtype), jitter
 
@@ -156,19 +186,25 @@ class OrthonormalRows(torch.autograd.Function):
         ctx.save_for_backward(basis, remainder, diagonal, jitter)
         ctx.save_for_forward(basis, remainder, diagonal, jitter)
         ctx.mark_non_differentiable(jitter)
+        ctx.set_materialize_grads(False)  # of columns the remainder is rarely used
 
     @staticmethod
     def backward(
-        ctx: Any, of_basis: Tensor, of_remainder: Tensor, _: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, of_basis: Tensor | None, of_remainder: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients with respect to ``Z`` and ``D``."""
         basis, remainder, diagonal, jitter = ctx.saved_tensors
+        given = ((of_basis, basis), (of_remainder, remainder))
+        products = [gradient @ rows.mT for gradient, rows in given if gradient is not None]
+        if not products:
+            return None, None
         inverse, share = _inverse_and_share(remainder, diagonal, jitter)
-        product = of_basis @ basis.mT + of_remainder @ remainder.mT
+        product = sum(products[1:], products[0])
         symmetric = product.tril() + product.tril(-1).mT
-        of_factor = inverse.mT @ (of_basis - symmetric @ basis)
-        of_diagonal = (inverse * (of_remainder - symmetric @ remainder)).sum(-2)
-        return of_factor, of_diagonal * share
+        left, right = (
+            (0 if gradient is None else gradient) - symmetric @ rows for gradient, rows in given
+        )
+        return inverse.mT @ left, (inverse * right).sum(-2) * share
 
     @staticmethod
     def jvp(

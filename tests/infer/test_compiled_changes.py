@@ -73,6 +73,23 @@ def test_changes_of_model_and_guide_are_seen(change):
     assert own[4] != unchanged[4]
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_prior_that_is_changed_in_place_is_seen(joined):
+    """A step with inducing weights leaves out a divergence that is zero for the prior at the start."""
+
+    def make():
+        model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1), prior=1.0), 12, 0.3)
+        return model, ps.InducingWeightGuide(model, (2, 2), join_bias=joined)
+
+    def widen_and_back(svi, number):
+        if number in (4, 6):
+            svi.model.net.weight_prior_scale.data.mul_(2.0 if number == 4 else 0.5)
+
+    losses = assert_same(make, regression_data(), steps=9, change=widen_and_back)
+    unchanged, *_ = train(make, regression_data(), compiled=True, steps=9)
+    assert losses[4] != pytest.approx(unchanged[4], rel=1e-3)
+
+
 def test_another_number_of_particles_is_compiled_apart():
     _, _, svi = train(make_k_tied, regression_data(), compiled=True)
     for expected in (1, 2):

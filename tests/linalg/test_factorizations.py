@@ -8,6 +8,7 @@ from pyro_structvi.linalg.factorizations import (
     JITTERS,
     OrthonormalRows,
     add_to_diagonal,
+    inverse_factor,
     log_det,
     smallest_jitter,
     stable_cholesky,
@@ -15,6 +16,7 @@ from pyro_structvi.linalg.factorizations import (
 from pyro_structvi.linalg.kronecker import KroneckerLogDet, KroneckerQuadratic
 
 ROWS, COLUMNS = 3, 4
+operations = torch.ops.pyro_structvi
 
 
 def close(actual, expected):
@@ -134,9 +136,20 @@ def test_a_record_chooses_the_jitter_at_each_run():
 def test_the_operation_of_a_record_is_what_compilers_are_told(eigenvalue, batch):
     """Its layout too: a compiled step would read the factor of another layout as its transpose."""
     matrix = with_smallest_eigenvalue(eigenvalue).expand(*batch, 4, 4).contiguous()
-    operation = torch.ops.pyro_structvi.stable_cholesky.default
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(operation, (matrix,), test_utils=tests)
+    for operation in (operations.stable_cholesky, operations.inverse_factor):
+        torch.library.opcheck(operation.default, (matrix,), test_utils=tests)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_the_inverse_of_a_factor_with_the_same_jitter(is_recorded):
+    matrices = torch.stack([with_smallest_eigenvalue(value) for value in (1.0, -3e-10, -1.0)])
+    run = make_fx(inverse_factor)(positive_definite(3, size=4)) if is_recorded else inverse_factor
+    inverse, jitter = run(matrices)
+    tril, expected = stable_cholesky(matrices)
+    close(jitter, expected)
+    close((inverse @ tril)[:2], torch.eye(4).expand(2, 4, 4))
+    assert inverse[2].isnan().any()
 
 
 # ---- Log determinants ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pyro_structvi.distributions.kl_to_normals import (
 from pyro_structvi.distributions.matrix_normal import MatrixNormal
 from pyro_structvi.distributions.point_mixture import PointMixture
 from pyro_structvi.distributions.weight_distribution import WeightDistribution
+from pyro_structvi.linalg.known_numbers import known_number
 from pyro_structvi.linalg.shapes import event_sum, shrink
 
 register_kl(AugmentedNormal, IndependentWeight)(kl_to_independent)
@@ -36,9 +37,12 @@ for pair in (
 def _kl_to_normals(q: InducingNormal, p: Any) -> Tensor:
     """KL over the weight and its inducing weights, in nats, ``(*batch_shape,)``."""
     loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
-    own, columns = q.joint.column_scale, q.joint.columns
+    own = q.joint.column_scale
     (out, size), matrix = q.joint.matrix_shape, (*q.batch_shape, *q.joint.matrix_shape)
     if loc.shape[-2:] == scale.shape[-2:] == own.shape[-2:] == (1, 1):  # one prior for all
+        if _is_own(loc, scale, q.joint.scale):
+            return _kl(q)
+        columns = q.joint.columns
         group = columns.basis.sum(-1), columns.gram, size
         return _kl(q, _gap_of_columns(q, group, loc[..., 0, 0], scale[..., 0, 0], q.joint.scale))
     if scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
@@ -77,11 +81,14 @@ def _kl_to_joined_priors(q: InducingNormal, p: JoinedPrior) -> Tensor:
     if scalars is None or q.batch_shape:
         divergence = kl_weight_joined(q, p)
         return divergence
-    columns, joint = q.joint.columns, q.joint
+    joint = q.joint
+    own = joint.scale if joint.bias_scale is None else joint.bias_scale
+    if _is_own(*scalars[0], joint.scale) and _is_own(*scalars[1], own):
+        return _kl(q)
+    columns = joint.columns
     last = columns.basis[:, -1]
     outer = torch.outer(last, last)
     weight = columns.basis.sum(-1) - last, columns.gram - outer, joint.matrix_shape[1] - 1
-    own = joint.scale if joint.bias_scale is None else joint.bias_scale
     return _kl(
         q,
         _gap_of_columns(q, weight, *scalars[0], joint.scale)
@@ -89,7 +96,13 @@ def _kl_to_joined_priors(q: InducingNormal, p: JoinedPrior) -> Tensor:
     )
 
 
-def _kl(q: InducingNormal, gap: Tensor) -> Tensor:
+def _is_own(loc: Tensor, scale: Tensor, own: Tensor) -> bool:
+    """Whether a normal prior is known to be the joint's own, so that there is no gap between them."""
+    number = known_number(scale)
+    return number is not None and known_number(loc) == 0.0 and known_number(own) == number
+
+
+def _kl(q: InducingNormal, gap: Tensor | float = 0.0) -> Tensor:
     """Return the KL given the mean under q of ``log p_joint(W) - log p(W)``."""
     scale = q.conditional_scale
     conditional = q.event_shape.numel() * (scale.square() / 2 - scale.log() - 0.5)

@@ -85,6 +85,11 @@ class ReplayedStep:
         return self._graph is not None if self._captures else self._is_prepared
 
     @property
+    def holds(self) -> bool:
+        """Whether numbers that the record is built on, such as priors' scales, are still the same."""
+        return self._traced is None or self._traced.taken.are_as_taken()
+
+    @property
     def traces_update(self) -> bool:
         """Whether each call updates the parameters, too, by operations that were traced."""
         return self._updates and not self._captures

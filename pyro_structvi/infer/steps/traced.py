@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pyro_structvi import _torch, _torch_steps
 from pyro_structvi.infer.steps.elementary import is_elementary, make_elementary
 from pyro_structvi.infer.steps.simplified import simplify
+from pyro_structvi.linalg.known_numbers import TakenNumbers, taking
 from pyro_structvi.linalg.precision import autocast_off
 
 Outputs = tuple[Tensor | None, ...]
@@ -37,14 +38,18 @@ class Traced:
         outputs: What that call returned; to be let go of, once used.
         graph: The operations, a function of the inputs and then of ``found``.
         found: The tensors that the function found elsewhere.
+        taken: Numbers in some of these that the record is built on; with others it does not hold.
 
     Raises:
         RuntimeError: If Python reads a tensor's value, or a size that depends on values.
     """
 
     def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
+        self.taken = TakenNumbers()
+
         def record(*tensors: Tensor) -> Outputs:
             with (
+                taking(self.taken),
                 _RefusesPython(),
                 _torch_steps.as_if_compiling(),
                 _torch_steps.Watch(_refuse_sizes),
