@@ -1,30 +1,21 @@
 """Turn any torch net into a PyroModule whose weights are sample sites."""
 
-import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pyro_structvi._checks import check_elements, checked, warn_user
 from pyro_structvi._patterns import matches
-from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
-from pyro_structvi._torch import compiled_module, unlisted_weights
-from pyro_structvi.nn.every_site import sample_every_site
-from pyro_structvi.nn.frozen import freeze
-from pyro_structvi.nn.layers.rank_one import RankOne, RankOneLayer
-from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
+from pyro_structvi.nn.layers.rank_one import RankOne
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
 from pyro_structvi.nn.layout import find_layouts
 from pyro_structvi.nn.normalization import normalization_parameters
-from pyro_structvi.nn.prior_sites import sample_from
 from pyro_structvi.nn.priors import Prior, leaves_out, resolve_prior
-from pyro_structvi.nn.reparametrized import check_reparametrized, computed_weights
-
-_FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
+from pyro_structvi.nn.reparametrized import check_reparametrized
+from pyro_structvi.nn.sampled_copy import FACTOR_LAYERS, copy_with_sites, without_compiler
 
 
 class PointEstimateWarning(UserWarning):
@@ -82,78 +73,54 @@ def bayesianize(
         >>> torch.equal(bayes_net(torch.ones(5, 4)), bayes_net(torch.ones(5, 4)))
         False
     """
-    net = _without_compiler(net)
+    net = without_compiler(net)
     _check_initialized(net)
     check_elements("net", net.named_parameters())
-    names = {id(parameter): _plain_name(name) for name, parameter in net.named_parameters()}
     converted = _convert_layers(net, {} if layers is None else layers, prior)
-    own = _parameters_of_layers(net, converted)
-    frozen = {id(parameter) for parameter in net.parameters() if not parameter.requires_grad}
+    replaced = _parameters_of_layers(net, converted)
+    priors, points = _find_priors(net, prior, normalization, replaced)
+    if not priors and not replaced:
+        names = [_plain_name(name) for name, _ in net.named_parameters()]
+        raise ValueError(
+            f"`net` has no weights to put a prior on; its parameters are {names}. Pass a net with "
+            "unfrozen weights, a `prior` that is not None for some of them, or `normalization=True`."
+        )
+    if points and normalization is None:
+        warn_user(
+            f"These parameters stay point estimates: {points}. Pass `normalization=True` to put a prior "
+            "on those of normalization layers too, and on scales of layers, or `normalization=False` to "
+            "keep them so without this message.",
+            PointEstimateWarning,
+        )
+    check_reparametrized(net, priors)
+    return copy_with_sites(net, priors, converted)
+
+
+def _find_priors(
+    net: nn.Module, prior: Prior, normalization: bool | None, replaced: Container[int]
+) -> tuple[dict[int, Any], list[str]]:
+    """Return priors of the parameters that are to be sites, by identity, and names of normalizations'.
+
+    These stay point estimates.
+    """
     normalizing = {
         id(parameter)
         for module in (() if normalization else net.modules())
         for parameter in normalization_parameters(module)
     }
     layouts = find_layouts(net)
-    stays, sampled = [], {}
-    for parameter in net.parameters():
-        key, name = id(parameter), names[id(parameter)]
-        if key in own or key in frozen or leaves_out(prior, name):
+    priors, points = {}, []
+    for full_name, parameter in net.named_parameters():
+        key, name = id(parameter), _plain_name(full_name)
+        if key in replaced or not parameter.requires_grad or leaves_out(prior, name):
             continue
         if key in normalizing:
-            stays.append(name)
+            points.append(name)
             continue
         found = resolve_prior(prior, name, parameter, layouts[key].fan_in)
         if found is not None:
-            sampled[key] = found
-    if not sampled and not own:
-        raise ValueError(
-            f"`net` has no weights to put a prior on; its parameters are {list(names.values())}. "
-            "Pass a net with unfrozen weights, a `prior` that is not None for some of them, or "
-            "`normalization=True`."
-        )
-    if stays and normalization is None:
-        warn_user(
-            f"These parameters stay point estimates: {stays}. Pass "
-            "`normalization=True` to put a prior on those of normalization layers too, and on scales of "
-            "layers, or `normalization=False` to keep them so without this message.",
-            PointEstimateWarning,
-        )
-    check_reparametrized(net, sampled)
-    # What becomes a site, or is frozen, is shared with the net and not copied: nobody writes to it.
-    shared = {
-        id(parameter): parameter
-        for parameter in net.parameters()
-        if id(parameter) in sampled or id(parameter) in frozen
-    }
-    bayes_net = _copy(net, shared | converted | computed_weights(net))
-    with unlisted_weights(bayes_net):
-        make_pyro_module(bayes_net)
-        _leave_fast_path(bayes_net)
-        _sample_parameters(bayes_net, sampled)
-        for module in bayes_net.modules():
-            for attribute, parameter in _own_parameters(module):
-                if not parameter.requires_grad:
-                    freeze(module, attribute)
-            if declared_samples(module):
-                module.register_state_dict_post_hook(_keep_priors_only)
-    sample_every_site(bayes_net)
-    return bayes_net
-
-
-def _without_compiler(net: nn.Module) -> nn.Module:
-    """Return the module inside of one that ``torch.compile`` returned."""
-    inside = compiled_module(net)
-    return net if inside is None else inside
-
-
-def _copy(net: nn.Module, memo: dict[int, Any]) -> Any:
-    """Return a deep copy without compilers, in which what the memo knows has its place."""
-    for module in [*net.modules()]:
-        inside = _without_compiler(module)
-        if inside is not module and id(module) not in memo:
-            memo[id(module)] = copy.deepcopy(inside, memo)
-    return copy.deepcopy(net, memo)
+            priors[key] = found
+    return priors, points
 
 
 def _plain_name(name: str) -> str:
@@ -219,73 +186,6 @@ def _parameters_of_layers(net: nn.Module, converted: dict[int, Any]) -> set[int]
     return {
         id(parameter)
         for module in net.modules()
-        if id(module) in converted or isinstance(module, _FACTOR_LAYERS)
+        if id(module) in converted or isinstance(module, FACTOR_LAYERS)
         for parameter in module.parameters()
     }
-
-
-def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a module without those of its children, by attribute."""
-    return list(module.named_parameters(recurse=False, remove_duplicate=False))
-
-
-def _leave_fast_path(bayes_net: PyroModule) -> None:
-    """Let encoders call their layers: in evaluation torch would apply the layers' weights itself."""
-    for module in bayes_net.modules():
-        if not any(isinstance(part, _FACTOR_LAYERS) for part in module.modules()):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
-
-
-def _sample_parameters(bayes_net: PyroModule, sampled: dict[int, Any]) -> None:
-    owners: dict[int, tuple[PyroModule, str]] = {}
-    for module in bayes_net.modules():
-        for attribute, parameter in _own_parameters(module):
-            if id(parameter) not in sampled:
-                continue
-            if id(parameter) in owners:
-                _tie(module, attribute, *owners[id(parameter)])
-                continue
-            owners[id(parameter)] = (module, attribute)
-            sample_from(module, attribute, sampled[id(parameter)], parameter.shape)
-            initial = module.__dict__.setdefault("initial_values", {})
-            initial[attribute] = parameter.detach()
-
-
-def _keep_priors_only(
-    module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    """Hold priors in a state dict and no draws, where a module writes its weights into it by itself."""
-    buffers = dict(module.named_buffers(recurse=False))
-    for attribute in declared_samples(module):
-        state.pop(prefix + attribute, None)
-        for name in (name for name in buffers if name.startswith(f"{attribute}_prior_")):
-            state.setdefault(prefix + name, buffers[name].detach())
-
-
-def _tie(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:
-    """Let an attribute be the site of another module: its prior under its name."""
-    tie_site(module, attribute, owner, owners_attribute)
-    setattr(module, attribute, PyroSample(TiedPrior(owner, owners_attribute)))
-
-
-class TiedPrior:
-    """The prior of a site that another module owns.
-
-    Attributes:
-        owner: The module that owns the site.
-        attribute: The site's attribute there.
-    """
-
-    is_tied = True
-
-    def __init__(self, owner: PyroModule, attribute: str) -> None:
-        self.owner = owner
-        self.attribute = attribute
-
-    def __call__(self, module: PyroModule) -> Any:
-        """Return the owner's prior."""
-        return declared_samples(self.owner)[self.attribute](self.owner)

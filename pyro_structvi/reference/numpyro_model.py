@@ -12,8 +12,8 @@ from torch import nn
 
 from pyro_structvi._pyro import declared_name, declared_samples
 from pyro_structvi.guides.sites import find_declared_sites
-from pyro_structvi.nn.conversion import TiedPrior
 from pyro_structvi.nn.prior_sites import BufferedPrior
+from pyro_structvi.nn.sampled_copy import TiedPrior
 from pyro_structvi.reference.jax_likelihoods import JaxLikelihood, to_jax_likelihood
 from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
 
