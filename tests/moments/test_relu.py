@@ -17,7 +17,7 @@ def test_first_and_second_derivatives():
     assert torch.autograd.gradgradcheck(relu, inputs, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_derivatives_are_backward_ones():
     by_both = (0, 1)
     forward, backward = (

@@ -54,7 +54,7 @@ CHANGES = {
     "pruned bias": lambda layer: half(layer, "bias"),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 
 
 def changed(change):
@@ -156,7 +156,7 @@ REFUSED = {
 
 pytestmark = [
     pytestmark,
-    pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated"),
 ]
 
 
