@@ -71,9 +71,6 @@ def test_the_gradient_of_a_gram_matrix_is_that_of_finite_differences(batch, shap
     assert torch.autograd.gradgradcheck(RowGram.apply, (factors, len(batch)))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
-)
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.has_forward_mode], ids=lambda case: case.name
 )

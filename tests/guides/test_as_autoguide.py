@@ -32,7 +32,6 @@ from tests.models import make_regressor, regression_data
 pytestmark = [
     pytest.mark.filterwarnings("ignore:No closed-form KL"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning"),
 ]
 
 

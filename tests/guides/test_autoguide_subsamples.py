@@ -30,7 +30,6 @@ from tests.guides.autoguide_models import GUIDES, PROBS, every_guide, train
 pytestmark = [
     pytest.mark.filterwarnings("ignore:No closed-form KL"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning"),
 ]
 
 

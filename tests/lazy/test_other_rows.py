@@ -164,9 +164,6 @@ def test_the_number_of_examples_is_that_of_the_pass():
     assert guide._uses["weight"].gives_outputs
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated"
-)  # torch's first use of its own
 def test_a_net_differentiated_forwards_is_used_twice():
     def model(x, y=None):
         weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))

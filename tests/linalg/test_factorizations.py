@@ -275,7 +275,6 @@ def test_orthonormal_rows_are_those_of_the_factored_matrix(batch, size):
     assert jitter.eq(0).all()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
 @pytest.mark.parametrize("size", [2, 6])
 def test_gradients_of_orthonormal_rows(batch, size):
@@ -289,7 +288,6 @@ def test_gradients_of_orthonormal_rows(batch, size):
     assert torch.autograd.gradgradcheck(rows, (factor, diagonal))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("constant", ["factor", "diagonal"])
 def test_factor_or_diagonal_may_be_constant(constant):
     values = {"factor": torch.randn(3, 6), "diagonal": torch.rand(3) + 0.2}

@@ -110,9 +110,6 @@ def test_mixed_precision_gives_gradients_to_inputs_of_either_dtype(dtype):
         torch.testing.assert_close(gradient.double(), oracle, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
-)
 @pytest.mark.parametrize("event_dim", [0, 1, 3])
 def test_variances_and_their_sums_have_all_derivatives(event_dim):
     log_scale = torch.randn(SHAPE, requires_grad=True)
@@ -145,9 +142,6 @@ def test_variances_and_their_sums_may_be_used_one_at_a_time_and_under_vmap(outpu
     torch.testing.assert_close(own, torch.autograd.grad(plain.sum(), log_scale))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
-)
 def test_squares_have_all_derivatives_also_under_vmap():
     x = torch.randn(SHAPE, requires_grad=True)
     torch.testing.assert_close(square(x), x * x)
@@ -163,9 +157,6 @@ def test_narrow_variances_keep_their_deviations():
     torch.testing.assert_close(draws.double(), torch.full((3,), 1e-3), rtol=0.05, atol=0)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
-)
 @pytest.mark.parametrize("kind", ["plain", "vmap"])
 def test_normal_draws_have_first_and_second_derivatives(kind):
     mean, noise = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)

@@ -69,7 +69,6 @@ def test_outside_of_a_record_a_number_is_what_it_is():
     assert known_number(torch.empty((), device="meta")) is None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_inside_a_transform_and_a_compiler_nothing_is_known():
     found = []
 

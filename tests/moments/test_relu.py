@@ -1,6 +1,5 @@
 """Gradients by hand of a rectified normal's moments."""
 
-import pytest
 import torch
 
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
@@ -17,7 +16,6 @@ def test_first_and_second_derivatives():
     assert torch.autograd.gradgradcheck(relu, inputs, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_derivatives_are_backward_ones():
     by_both = (0, 1)
     forward, backward = (
