@@ -24,14 +24,22 @@ def still():
 
 
 def train(
-    make, data, compiled, steps=STEPS, loss=ps.StructuredELBO, optim=adam, change=None, **options
+    make,
+    data,
+    compiled,
+    steps=STEPS,
+    loss=ps.StructuredELBO,
+    optim=adam,
+    change=None,
+    backend=None,
+    **options,
 ):
     """Train with SVI or a compiled step from the same seeds; return losses, parameters, the object."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     model, guide = make()
     if compiled:
-        svi = ps.CompiledSVI(model, guide, optim(), loss(), backend=None, **options)
+        svi = ps.CompiledSVI(model, guide, optim(), loss(), backend=backend, **options)
     else:
         svi = SVI(model, guide, optim(), loss())
     losses = []

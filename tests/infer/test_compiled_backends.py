@@ -1,4 +1,4 @@
-"""Inductor, and steps captured as CUDA graphs."""
+"""Steps captured as CUDA graphs."""
 
 import gc
 import math
@@ -17,7 +17,6 @@ from pyro_structvi.infer.steps.traced import Traced
 from tests.guide_cases import GUIDES
 from tests.infer.compiled_steps import (
     GUIDE_CASES,
-    STEPS,
     adam,
     assert_same,
     image_model,
@@ -27,35 +26,12 @@ from tests.infer.compiled_steps import (
     train,
 )
 from tests.models import (
-    make_classifier,
     make_linear_regressor,
     make_regressor,
     regression_data,
 )
 
 RATE_RTOL = 1e-6  # a graph has learning rates in single precision
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning:torch._inductor")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "name", ["mean field", "k-tied", "low rank", "inducing weights", "ensemble"]
-)
-def test_inductor_gives_the_same(name):
-    def make():
-        model = make_classifier()
-        return model, GUIDE_CASES[name](model)
-
-    data = torch.randn(12, 3), torch.randint(4, (12,))
-    losses, state, _ = train(make, data, compiled=False)
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    model, guide = make()
-    svi = ps.CompiledSVI(model, guide, adam(), ps.StructuredELBO(), backend=None)
-    torch.testing.assert_close([svi.step(*data) for _ in range(STEPS)], losses, rtol=1e-10, atol=0)
-    own = {f"1.{name}": value for name, value in guide.state_dict().items()}
-    torch.testing.assert_close(own, {name: state[name] for name in own}, rtol=1e-6, atol=1e-7)
 
 
 class ReplayedOperations:

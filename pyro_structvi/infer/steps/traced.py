@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch, _torch_steps
 from pyro_structvi.infer.steps.elementary import is_elementary, make_elementary
+from pyro_structvi.infer.steps.recurrent import keep_workspaces
 from pyro_structvi.infer.steps.simplified import simplify
 from pyro_structvi.linalg.known_numbers import TakenNumbers, taking
 from pyro_structvi.linalg.precision import autocast_off
@@ -61,6 +62,7 @@ class Traced:
         apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
         with torch.autograd.set_multithreading_enabled(False), _torch_steps.shapes_of_one_record():
             graph = make_fx(record)(*apart)
+        keep_workspaces(graph.graph)
         self._random = [
             (str(node.target), _device_type(node))
             for node in graph.graph.nodes
