@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch, _torch_steps
 from pyro_structvi.infer.steps.elementary import is_elementary, make_elementary
-from pyro_structvi.infer.steps.recurrent import keep_workspaces
+from pyro_structvi.infer.steps.lstm_layers import keep_workspaces
 from pyro_structvi.infer.steps.simplified import simplify
 from pyro_structvi.linalg.known_numbers import TakenNumbers, taking
 from pyro_structvi.linalg.precision import autocast_off
