@@ -206,6 +206,11 @@ def is_mark_of_profiler(operation: Any) -> bool:
     return is_operation and operation.namespace == "profiler"
 
 
+def is_random(operation: Any) -> bool:
+    """Whether an operation of torch's dispatcher draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+
+
 def is_copy(operation: Any) -> bool:
     """Whether an operation of torch's dispatcher is what ``Tensor.to`` records.
 
@@ -307,19 +312,16 @@ def found_tensors(tensor: Tensor) -> list[Tensor] | None:
         node = nodes.pop()
         if node.op == "get_attr":
             found.append(getattr(tracer.root, str(node.target)))
-        elif node.op != "call_function" or not _repeats_itself(node.target):
+        elif (
+            node.op != "call_function"
+            or is_random(node.target)
+            or written_arguments(node.target, node.args, node.kwargs)
+        ):
             return None
         new = set(node.all_input_nodes) - seen
         seen |= new
         nodes += new
     return found
-
-
-def _repeats_itself(operation: Any) -> bool:
-    """Whether an operation only computes, and the same of the same."""
-    is_random = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
-    schema = getattr(operation, "_schema", None)
-    return not is_random and not (schema and schema.is_mutable)
 
 
 @contextmanager

@@ -48,15 +48,12 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return what :func:`stable_cholesky` does, by one factorization in the usual case."""
-    tril, info = torch.linalg.cholesky_ex(matrix)
-    least, most = torch.aminmax(tril.detach().diagonal(dim1=-2, dim2=-1), dim=-1)
-    if not bool(info.any()) and bool((least >= LEAST_PIVOT * most).all()):
+    tril, failed = _try_cholesky(matrix)
+    if not bool(failed.any()):
         return tril, matrix.new_zeros(matrix.shape[:-2])
     tril, jitter = _best_of_all(matrix)
-    return (
-        tril.mT.contiguous().mT,
-        jitter,
-    )  # in the layout of a factorization, as a compiler expects
+    as_factored = tril.mT.contiguous().mT  # the layout of which compilers are told
+    return as_factored, jitter
 
 
 def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,8 +119,8 @@ def smallest_jitter(matrix: Tensor) -> Tensor:
 def _try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower factor, and where it does not exist or is lost in rounding, ``(*batch,)``."""
     tril, info = torch.linalg.cholesky_ex(matrix)
-    pivots = tril.detach().diagonal(dim1=-2, dim2=-1)
-    return tril, (info > 0) | (pivots.amin(-1) < LEAST_PIVOT * pivots.amax(-1))
+    least, most = torch.aminmax(tril.detach().diagonal(dim1=-2, dim2=-1), dim=-1)
+    return tril, (info > 0) | (least < LEAST_PIVOT * most)
 
 
 def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:

@@ -56,6 +56,14 @@ def test_a_record_runs_with_and_without_gradients_around_it(trains):
             torch.testing.assert_close(run(), expected, rtol=0, atol=0)
 
 
+def test_inductor_is_refused():
+    """It gets the gradient of a first layer's input weights wrong."""
+    lstm, x = nn.LSTM(3, 4).float(), torch.randn(5, 2, 3, dtype=torch.float32)
+    traced = Traced(lambda x: (lstm(x)[0].detach(),), [x])
+    with pytest.raises(RuntimeError, match=r'inductor.*LSTMs in single precision.*"traced"'):
+        traced.compile("inductor", [x])
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_the_operation_is_what_compilers_are_told(trains):
     x = torch.randn(5, 2, 3, dtype=torch.float32)

@@ -6,7 +6,7 @@ import torch
 from pyro_structvi.infer.steps.traced import Traced
 
 
-def same_as_function(make, inputs, calls=3):
+def assert_same_as_function(make, inputs, calls=3):
     """Compare replays with calls of the function; return the operations of the graph."""
     function, found = make()
     expected = [function(*inputs) for _ in range(calls)]
@@ -28,7 +28,7 @@ def test_the_same_of_the_same_is_computed_once():
 
         return function, [w]
 
-    names = same_as_function(make, [torch.ones(4, 2, dtype=torch.float64)])
+    names = assert_same_as_function(make, [torch.ones(4, 2, dtype=torch.float64)])
     assert [names.count(f"aten.{name}.default") for name in ("mm", "exp", "sum")] == [1, 1, 1]
 
 
@@ -39,7 +39,7 @@ def test_numbers_of_other_types_are_other_operations():
 
         return function, []
 
-    same_as_function(make, [torch.arange(3)])
+    assert_same_as_function(make, [torch.arange(3)])
 
 
 def test_what_is_written_between_is_read_again():
@@ -56,7 +56,7 @@ def test_what_is_written_between_is_read_again():
 
         return function, [w, whole]
 
-    names = same_as_function(make, [torch.arange(3.0, dtype=torch.float64)])
+    names = assert_same_as_function(make, [torch.arange(3.0, dtype=torch.float64)])
     assert names.count("aten.mul.Tensor") == 4
 
 
@@ -76,7 +76,7 @@ def test_what_an_operation_is_told_to_write_is_read_again():
 
         return function, [whole]
 
-    same_as_function(make, [torch.arange(3.0, dtype=torch.float64)])
+    assert_same_as_function(make, [torch.arange(3.0, dtype=torch.float64)])
 
 
 def test_results_that_are_written_into_are_not_shared():
@@ -89,7 +89,7 @@ def test_results_that_are_written_into_are_not_shared():
 
         return function, []
 
-    same_as_function(make, [torch.arange(3.0, dtype=torch.float64)])
+    assert_same_as_function(make, [torch.arange(3.0, dtype=torch.float64)])
 
 
 def test_views_of_other_places_are_told_apart():
@@ -105,7 +105,7 @@ def test_views_of_other_places_are_told_apart():
 
         return function, [w]
 
-    same_as_function(make, [torch.full((3,), 2.0, dtype=torch.float64)])
+    assert_same_as_function(make, [torch.full((3,), 2.0, dtype=torch.float64)])
 
 
 def test_parts_of_a_result_of_several_are_told_apart():
@@ -116,7 +116,7 @@ def test_parts_of_a_result_of_several_are_told_apart():
 
         return function, []
 
-    same_as_function(make, [torch.tensor([2.0, -1.0, 5.0], dtype=torch.float64)])
+    assert_same_as_function(make, [torch.tensor([2.0, -1.0, 5.0], dtype=torch.float64)])
 
 
 def test_what_is_returned_twice_can_be_written_into():
@@ -149,7 +149,7 @@ def test_statistics_of_a_layer_used_twice_are_updated_twice(training):
 
         return function, dict(layer.state_dict())
 
-    same_as_function(make, [torch.randn(5, 2, dtype=torch.float64)])
+    assert_same_as_function(make, [torch.randn(5, 2, dtype=torch.float64)])
 
 
 def test_a_constant_that_is_written_into_is_made_anew():

@@ -21,6 +21,11 @@ def keep_workspaces(graph: fx.Graph) -> None:
             node.target = torch.ops.pyro_structvi.lstm_layer.default
 
 
+def has_lstm_layers(graph: fx.Graph) -> bool:
+    """Whether a record has layers of LSTMs in it, some of whose gradients inductor gets wrong."""
+    return any(node.target is torch.ops.pyro_structvi.lstm_layer.default for node in graph.nodes)
+
+
 def _with_workspace(*args: Any) -> Any:
     with torch.enable_grad():
         return LSTM(*(value.detach() if isinstance(value, Tensor) else value for value in args))

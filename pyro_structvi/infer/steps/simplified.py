@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pyro_structvi._torch_steps import is_mark_of_profiler, shared_argument, written_arguments
+from pyro_structvi._torch_steps import (
+    is_mark_of_profiler,
+    is_random,
+    shared_argument,
+    written_arguments,
+)
 
 LARGEST = 2**16  # elements of a constant that is kept
 
@@ -69,9 +74,8 @@ def _layout(node: fx.Node) -> Any:
 
 def _must_stay(node: fx.Node) -> bool:
     """Whether a node is no operation, or draws, or writes."""
-    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     is_operation = node.op == "call_function"
-    return is_random or not is_operation or bool(_written_or_returned(node))
+    return is_random(node.target) or not is_operation or bool(_written_or_returned(node))
 
 
 def _memory(graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[fx.Node, fx.Node]:

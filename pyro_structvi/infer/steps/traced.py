@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch, _torch_steps
 from pyro_structvi.infer.steps.elementary import is_elementary, make_elementary
-from pyro_structvi.infer.steps.lstm_layers import keep_workspaces
+from pyro_structvi.infer.steps.lstm_layers import has_lstm_layers, keep_workspaces
 from pyro_structvi.infer.steps.simplified import simplify
 from pyro_structvi.linalg.known_numbers import TakenNumbers, taking
 from pyro_structvi.linalg.precision import autocast_off
@@ -66,7 +66,7 @@ class Traced:
         self._random = [
             (str(node.target), _device_type(node))
             for node in graph.graph.nodes
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if _torch_steps.is_random(node.target)
         ]
         values = _found(graph)
         if any(value.device.type != "cpu" for value in inputs):
@@ -87,7 +87,15 @@ class Traced:
         Args:
             backend: A backend of ``torch.compile``.
             inputs: Those of the next call.
+
+        Raises:
+            RuntimeError: For an LSTM in single precision by inductor.
         """
+        if backend == "inductor" and has_lstm_layers(self.graph.graph):
+            raise RuntimeError(
+                "inductor gets a gradient of LSTMs in single precision wrong; trace only, by "
+                '`compiled="traced"` or `backend=None`'
+            )
         if backend == "inductor":
             graph = copy.deepcopy(self.graph)
             make_elementary(graph.graph)
