@@ -1,41 +1,50 @@
-"""LSTMs in single precision on a CPU, in a record that is run without autograd."""
+"""LSTMs in single precision on a CPU, in a record that is run without autograd, or compiled."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
-def keep_workspaces(graph: fx.Graph) -> None:
-    """Let layers of LSTMs return what their gradients need, also where torch records no gradients.
+def make_explicit(graph: fx.Graph) -> None:
+    """Let layers of LSTMs do in any record what they do in torch's own steps, of which nothing tells.
 
-    That is the operation's fourth result, which it leaves out there, without a word in its signature.
+    A layer leaves out what its gradients need where torch records no gradients, and takes the numbers of
+    its inputs as they lie, so all is wrong for one that is not contiguous. A compiler may choose such.
 
     Args:
         graph: Operations of torch's dispatcher, changed in place.
     """
+    own: Any = torch.ops.pyro_structvi
+    explicit = {LSTM: own.lstm_layer.default, LSTM_BACKWARD: own.lstm_layer_backward.default}
     for node in graph.nodes:
-        if node.target is LSTM:
-            node.target = torch.ops.pyro_structvi.lstm_layer.default
-
-
-def has_lstm_layers(graph: fx.Graph) -> bool:
-    """Whether a record has layers of LSTMs in it, some of whose gradients inductor gets wrong."""
-    return any(node.target is torch.ops.pyro_structvi.lstm_layer.default for node in graph.nodes)
+        node.target = explicit.get(node.target, node.target)
 
 
 def _with_workspace(*args: Any) -> Any:
     with torch.enable_grad():
-        return LSTM(*(value.detach() if isinstance(value, Tensor) else value for value in args))
+        return LSTM(*_contiguous(*args))
 
 
-torch.library.define(
-    "pyro_structvi::lstm_layer",
-    "(Tensor x, Tensor w0, Tensor w1, Tensor w2, Tensor w3, Tensor h, Tensor c, bool reverse, "
-    "int[] batch_sizes, int mode, int hidden_size, int num_layers, bool has_biases, "
-    "bool bidirectional, bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-torch.library.impl("pyro_structvi::lstm_layer", "CPU", _with_workspace)
-torch.library.register_fake("pyro_structvi::lstm_layer", _with_workspace)
+def _backward(*args: Any) -> Any:
+    return LSTM_BACKWARD(*_contiguous(*args))
+
+
+def _contiguous(*args: Any) -> Iterator[Any]:
+    for value in args:
+        yield value.detach().contiguous() if isinstance(value, Tensor) else value
+
+
+for name, run, signature in (
+    ("pyro_structvi::lstm_layer", _with_workspace, LSTM._schema),
+    ("pyro_structvi::lstm_layer_backward", _backward, LSTM_BACKWARD._schema),
+):
+    torch.library.define(
+        name, str(signature).partition("mkldnn_rnn_layer")[2].removeprefix("_backward")
+    )
+    torch.library.impl(name, "CPU", run)
+    torch.library.register_fake(name, run)

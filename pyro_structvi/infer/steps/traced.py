@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch, _torch_steps
 from pyro_structvi.infer.steps.elementary import is_elementary, make_elementary
-from pyro_structvi.infer.steps.lstm_layers import has_lstm_layers, keep_workspaces
+from pyro_structvi.infer.steps.lstm_layers import make_explicit
 from pyro_structvi.infer.steps.simplified import simplify
 from pyro_structvi.linalg.known_numbers import TakenNumbers, taking
 from pyro_structvi.linalg.precision import autocast_off
@@ -62,7 +62,7 @@ class Traced:
         apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
         with torch.autograd.set_multithreading_enabled(False), _torch_steps.shapes_of_one_record():
             graph = make_fx(record)(*apart)
-        keep_workspaces(graph.graph)
+        make_explicit(graph.graph)
         self._random = [
             (str(node.target), _device_type(node))
             for node in graph.graph.nodes
@@ -87,15 +87,7 @@ class Traced:
         Args:
             backend: A backend of ``torch.compile``.
             inputs: Those of the next call.
-
-        Raises:
-            RuntimeError: For an LSTM in single precision by inductor.
         """
-        if backend == "inductor" and has_lstm_layers(self.graph.graph):
-            raise RuntimeError(
-                "inductor gets a gradient of LSTMs in single precision wrong; trace only, by "
-                '`compiled="traced"` or `backend=None`'
-            )
         if backend == "inductor":
             graph = copy.deepcopy(self.graph)
             make_elementary(graph.graph)
