@@ -267,9 +267,9 @@ TRACED_METHODS = {
     ).items()
 }
 ONLY |= {f"{title}, traced": ONLY[title] for title in TRACED}
-# Compiling takes 5 s to 30 s a method and net, inducing the most; on LeNet it takes over a minute, on
-# ResNet-18 over three, and on the LSTM longer still. Beside the methods of huge there is no memory.
+# Compiling takes 15 to 30 s a method and net, and one to two minutes on ResNet-18 and the ConvNeXt.
+# Beside the methods of huge there is no memory.
 OTHERS = {"bert", "llama", "convnext", "gcn"}
 ONLY |= {title: {"small", "mnist", "wide"} | OTHERS for title in COMPILED_METHODS}
 for title in ("mean field", "k-tied, k = 1", "k-tied, k = 2", "low rank, K = 2"):
-    ONLY[f"{title}, compiled"] |= {"resnet18"}
+    ONLY[f"{title}, compiled"] |= {"lenet", "lstm", "resnet18"}

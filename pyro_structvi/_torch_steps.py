@@ -116,20 +116,21 @@ _MEMORY_FORMATS = [  # as torch numbers them
 ]
 
 
-def by_inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+def by_inductor(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], channels_last: bool
+) -> Callable[..., Any]:
     """Compile a graph of operations, which changes, for tensors of the very sizes of these.
 
-    Draws stay torch's own. ``torch.compile`` would read the graph as it reads a user's code, and look
-    at each of its inputs in each call, and inductor at the sizes of what it computes. Without it these
-    looks would be much of a compiled step of a small net. On the CPU what calls the compiled kernels is
-    compiled, too; torch's log would say which operations are called through Python nevertheless. There
-    images stay as they lie: channels-last, which inductor would choose, is slower where layers are deep.
+    Draws stay torch's own. ``torch.compile`` would read the graph as a user's code, and look at inputs
+    in each call, and inductor at sizes: that would be much of a small net's step. On the CPU what calls
+    kernels is compiled, too, and images are laid channels-last only where that is asked for.
     """
     options = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
     for node in graph.graph.nodes:
         node.meta = {}  # a graph of two records has shapes of both, which inductor refuses
     if all(value.device.type == "cpu" for value in inputs):
-        options |= {"cpp_wrapper": True, "layout_optimization": False}
+        options |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
+        options["layout_optimization"] = channels_last
     with torch.no_grad(), warnings.catch_warnings(), _errors_only("torch._inductor.ir"):
         for kind in (FutureWarning, DeprecationWarning):  # of torch about torch
             warnings.simplefilter("ignore", kind)

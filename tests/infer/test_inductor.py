@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from pyro_structvi import _torch_steps
+from pyro_structvi.infer.steps import replayed
+from pyro_structvi.infer.steps.traced import Traced
 from tests.infer.compiled_steps import GUIDE_CASES, image_model, make_k_tied, train
 from tests.models import make_classifier
 
@@ -13,9 +16,9 @@ def compiled_graphs(monkeypatch):
     """Return the graphs that inductor is given in a test."""
     graphs, original = [], _torch_steps.by_inductor
 
-    def compile_graph(graph, inputs):
+    def compile_graph(graph, *args):
         graphs.append(graph)
-        return original(graph, inputs)
+        return original(graph, *args)
 
     monkeypatch.setattr(_torch_steps, "by_inductor", compile_graph)
     return graphs
@@ -57,3 +60,33 @@ def test_inductor_gives_the_same(name, compiled_graphs):
     assert len(compiled_graphs) == 1
     (step,) = svi._step.kinds.values()
     assert step._joined is not None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch._inductor")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_deep_net_is_compiled_without_the_update(compiled_graphs, monkeypatch):
+    """Which runs by the interpreter, and is the same."""
+    make, data = make_guided("mean field")
+    losses, state, svi = train(make, data, compiled=True, backend=None)
+    (step,) = svi._step.kinds.values()
+    operations = step._traced.num_operations
+    monkeypatch.setattr(replayed, "MOST_COMPILED_WITH_UPDATE", operations - 1)
+    own_losses, own_state, svi = train(make, data, compiled=True, backend="inductor")
+    torch.testing.assert_close(own_losses, losses, rtol=1e-10, atol=0)
+    torch.testing.assert_close(own_state, state, rtol=1e-6, atol=1e-7)
+    (graph,) = compiled_graphs
+    assert not any("copy_" in str(node.target) for node in graph.graph.nodes)  # of an update
+    (step,) = svi._step.kinds.values()
+    assert step._joined is None
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_images_are_compiled_as_they_lie(channels_last, monkeypatch):
+    asked = []
+    monkeypatch.setattr(_torch_steps, "by_inductor", lambda graph, inputs, last: asked.append(last))
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    x = torch.randn(2, 2, 8, 8)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    Traced(lambda x: (net(x).detach(),), [x]).compile("inductor", [x])
+    assert asked == [channels_last]

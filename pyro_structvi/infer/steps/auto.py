@@ -26,10 +26,10 @@ STEPS_FOR_TRACING = (
 )
 MOST_KINDS = MANY_KINDS - 1  # that are kept, of which nothing is said yet
 
-# Inductor takes some 25 times as long as tracing did. Where tracing has saved much of an eager step, its
-# operations are small, and fusing them saves much of a traced one; docs/speed.md has the times.
-COMPILING_PER_TRACING = 25.0
-SAVED_AT_LEAST, SAVED_PER_TRACING = 0.05, 0.6  # shares of a traced step
+# What inductor takes, in seconds and per second that tracing took. Where tracing has saved much of an
+# eager step, its operations are small, and fusing them saves much of a traced one (docs/speed.md).
+COMPILING_AT_LEAST, COMPILING_PER_TRACING = 5.0, 15.0
+SAVED_PER_TRACING = 0.5  # share of a traced step, per share of an eager one
 
 
 @dataclass
@@ -175,10 +175,9 @@ class AutoStep(Step):
 
     def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:
         traced, by_tracing = kind.usual("traced"), 1 - kind.usual("traced") / kind.usual("eager")
-        saved = (
-            (SAVED_AT_LEAST + SAVED_PER_TRACING * by_tracing) * traced * self._steps_to_come(kind)
-        )
-        if self._may_compile and saved > COMPILING_PER_TRACING * kind.preparing["traced"]:
+        saved = SAVED_PER_TRACING * by_tracing * traced * self._steps_to_come(kind)
+        costs = COMPILING_AT_LEAST + COMPILING_PER_TRACING * kind.preparing["traced"]
+        if self._may_compile and saved > costs:
             step.compile("inductor")
             kind.way = "compiled"
         else:

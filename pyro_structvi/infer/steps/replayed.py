@@ -20,6 +20,10 @@ from pyro_structvi.linalg.blocks import rows_in_one
 GRAPH_DEVICE = "cuda"
 WARM_UP = 3  # steps before a GPU's are captured, as torch advises
 
+# Operations of loss and gradients. Compiling a deep net's update with these takes more than twice as
+# long, and its steps no less time (docs/design.md).
+MOST_COMPILED_WITH_UPDATE = 2000
+
 
 class ReplayedStep:
     """Terms of the loss and gradients of the parameters, without the Python that makes them.
@@ -219,11 +223,7 @@ class ReplayedStep:
         self._backend, self._is_prepared = None, False
 
     def _prepare(self, traced: Traced, inputs: list[Tensor]) -> Outputs:
-        self._joined = None
-        if self._may_join and self._traced_update is not None:
-            joined = traced.followed_by(self._traced_update, inputs)
-            if self._backend is None or (self._backend == "inductor" and joined.can_be_compiled):
-                self._joined = joined
+        self._joined = self._join(traced, inputs)
         whole = self._joined or traced
         if self._backend is None:
             whole.interpret()
@@ -232,6 +232,16 @@ class ReplayedStep:
         outputs = whole(inputs)
         self._is_prepared = True
         return outputs
+
+    def _join(self, traced: Traced, inputs: list[Tensor]) -> Traced | None:
+        """Return loss, gradients and update as one, if the next calls are to run that."""
+        compiles = self._backend is not None
+        takes_long = compiles and traced.num_operations > MOST_COMPILED_WITH_UPDATE
+        if not self._may_join or self._traced_update is None or takes_long:
+            return None
+        joined = traced.followed_by(self._traced_update, inputs)
+        is_taken = not compiles or (self._backend == "inductor" and joined.can_be_compiled)
+        return joined if is_taken else None
 
     def _differentiate(self, call: Call, tensors: Sequence[Tensor]) -> Outputs:
         """Return the numbers, the term of each site, and the gradient of each parameter."""

@@ -91,7 +91,8 @@ class Traced:
         if backend == "inductor":
             graph = copy.deepcopy(self.graph)
             make_elementary(graph.graph)
-            self._run = _torch_steps.by_inductor(graph, [*inputs, *self.found])
+            last = _has_channels_last(graph.graph)
+            self._run = _torch_steps.by_inductor(graph, [*inputs, *self.found], last)
         else:
             self._run = torch.compile(self.graph, backend=backend, dynamic=False)
 
@@ -128,6 +129,11 @@ class Traced:
         joined.found = [value for _, value in found.values()]
         joined.found += _lift(joined.graph, simplify(graph, [*inputs, *joined.found]))
         return joined
+
+    @property
+    def num_operations(self) -> int:
+        """How many operations there are."""
+        return sum(node.op == "call_function" for node in self.graph.graph.nodes)
 
     @property
     def can_be_compiled(self) -> bool:
@@ -218,6 +224,19 @@ def _lift(graph: fx.GraphModule, values: dict[fx.Node, Tensor]) -> list[Tensor]:
             env[node] = new.node_copy(node, env.__getitem__)
     graph.graph = new
     return [value for _, value in lifted.values()]
+
+
+def _has_channels_last(graph: fx.Graph) -> bool:
+    """Whether most images that are convolved lie channels-last, which is slower where they do not."""
+    convolution: Any = torch.ops.aten.convolution.default
+    nodes = graph.find_nodes(op="call_function", target=convolution)
+    images: list[Tensor] = [node.args[0].meta["val"] for node in nodes]
+    last = [
+        value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
+        for value in images
+        if not value.is_contiguous()
+    ]
+    return 2 * sum(last) > len(images)
 
 
 def _with_strides_of(graph: fx.Graph, like: fx.Node, value: fx.Node) -> fx.Node:
