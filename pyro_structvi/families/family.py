@@ -25,12 +25,15 @@ class Family:
             without gradients for as long as the parameters stay equal.
         delayed: The names of parameters that an optimizer had better move slowly at first, since they
             fit the others as these are: ``warm_up`` of :class:`~pyro_structvi.infer.StructuredAdam`.
+        moves_in_own_coordinates: Whether means gain by a move along the correlations, where there are
+            any: ``posterior_lr`` of :class:`~pyro_structvi.infer.StructuredAdam`.
     """
 
     needs: ClassVar[str]
     constants: ClassVar[tuple[str, ...]] = ()
     keeps_factors: ClassVar[bool] = False
     delayed: ClassVar[tuple[str, ...]] = ()
+    moves_in_own_coordinates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the options against their annotations."""

@@ -58,6 +58,11 @@ class LowRank(MatrixFamily):
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
     @property
+    def moves_in_own_coordinates(self) -> bool:  # type: ignore[override]
+        """Not with a constant diagonal, which leaves ``rank`` directions; docs/design.md has figures."""
+        return self.diagonal != "constant"
+
+    @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
         """The name of the constant diagonal's scale, where it follows from the site."""
         follows = self.diagonal == "constant" and self.diagonal_variance is None

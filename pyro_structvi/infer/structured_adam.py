@@ -35,7 +35,8 @@ class StructuredAdam(torch.optim.Optimizer):
     Without Adam's division this is the natural gradient step :math:`\Sigma g`, for which a
     Gaussian posterior has curvature 1 in every direction. Where many elements are as wide as a wide
     prior, most of their gradients are noise, and so would their moves be: the root mean square of
-    this move over a weight is at most that of Adam's own, the rate in the mean's unit.
+    this move over a weight is at most that of Adam's own, the rate in the mean's unit. A low rank with
+    a constant diagonal, which gains little by it, moves once (``Family.moves_in_own_coordinates``).
 
     A rare example or draw can have a gradient far larger than is usual. Adam would move
     everything in its direction for some ten steps, and hardly anything for hundreds after. So where the
@@ -121,7 +122,7 @@ class StructuredAdam(torch.optim.Optimizer):
         self._correlated = {
             mean: normal
             for each in posteriors
-            if posterior_lr
+            if posterior_lr and each.family.moves_in_own_coordinates
             for mean, normal in _normals_of(each)
             if _is_correlated(normal)
         }

@@ -8,7 +8,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import GaussianWeight
-from pyro_structvi.families import SitePosterior
+from pyro_structvi.families import LowRank, SitePosterior
 from pyro_structvi.infer import training
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.structured_steps import gradients, make, posteriors, rates_of, snapshot
@@ -40,9 +40,7 @@ def test_a_step_is_adam_in_units_and_in_the_posteriors_own_coordinates(name):
         for key, value in trained.items():
             plain[key].grad = value.grad
         moves = {}
-        for path, loc, q in means_of(guide):
-            if not isinstance(q, GaussianWeight) or q.has_independent_elements:
-                continue
+        for path, loc, q in correlated_means_of(guide):
             a = columns(q)
             g = a.mT @ loc.grad.flatten()
             first, second = averages.get(path, (0.0, 0.0))
@@ -56,18 +54,27 @@ def test_a_step_is_adam_in_units_and_in_the_posteriors_own_coordinates(name):
         optimizer.step()
         for key, value in trained.items():
             torch.testing.assert_close(value, plain[key], rtol=1e-9, atol=1e-12)
-    correlated = ("matrix", "rowwise", "low rank", "full cov", "inducing weights, full")
+    correlated = ("matrix", "rowwise", "low rank and full", "full cov", "inducing weights, full")
     assert bool(averages) == name.startswith(correlated)
 
 
-def means_of(guide):
-    """Yield the name of each mean, the mean, and the distribution that has it."""
+def correlated_means_of(guide):
+    """Yield the name of each mean whose elements vary together, the mean, and its distribution."""
     for path, posterior in guide.named_modules():
         if isinstance(posterior, SitePosterior):
-            if hasattr(posterior, "loc"):
-                yield f"{path}.loc", posterior.loc, posterior()
-            if hasattr(posterior, "inducing_loc"):
-                yield f"{path}.inducing_loc", posterior.inducing_loc, posterior().inducing
+            found = (("loc", posterior), ("inducing_loc", lambda each=posterior: each().inducing))
+            for name, normal in found:
+                if not hasattr(posterior, name) or is_low_rank_with_few_directions(
+                    posterior.family
+                ):
+                    continue
+                q = normal()
+                if isinstance(q, GaussianWeight) and not q.has_independent_elements:
+                    yield f"{path}.{name}", getattr(posterior, name), q
+
+
+def is_low_rank_with_few_directions(family):
+    return isinstance(family, LowRank) and family.diagonal == "constant"
 
 
 def columns(q):
