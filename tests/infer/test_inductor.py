@@ -68,15 +68,12 @@ def test_inductor_gives_the_same(name, compiled_graphs):
 def test_a_deep_net_is_compiled_without_the_update(compiled_graphs, monkeypatch):
     """Which runs by the interpreter, and is the same."""
     make, data = make_guided("mean field")
-    losses, state, svi = train(make, data, compiled=True, backend=None)
-    (step,) = svi._step.kinds.values()
-    operations = step._traced.num_operations
-    monkeypatch.setattr(replayed, "MOST_COMPILED_WITH_UPDATE", operations - 1)
+    losses, state, _ = train(make, data, compiled=False)
+    monkeypatch.setattr(replayed, "MOST_COMPILED_WITH_UPDATE", 1)
     own_losses, own_state, svi = train(make, data, compiled=True, backend="inductor")
     torch.testing.assert_close(own_losses, losses, rtol=1e-10, atol=0)
     torch.testing.assert_close(own_state, state, rtol=1e-6, atol=1e-7)
-    (graph,) = compiled_graphs
-    assert not any("copy_" in str(node.target) for node in graph.graph.nodes)  # of an update
+    assert len(compiled_graphs) == 1
     (step,) = svi._step.kinds.values()
     assert step._joined is None
 
