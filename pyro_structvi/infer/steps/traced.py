@@ -230,11 +230,11 @@ def _has_channels_last(graph: fx.Graph) -> bool:
     """Whether most images that are convolved lie channels-last, which is slower where they do not."""
     convolution: Any = torch.ops.aten.convolution.default
     nodes = graph.find_nodes(op="call_function", target=convolution)
-    images: list[Tensor] = [node.args[0].meta["val"] for node in nodes]
+    images: list[Tensor | None] = [node.args[0].meta.get("val") for node in nodes]
     last = [
         value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
         for value in images
-        if not value.is_contiguous()
+        if value is not None and not value.is_contiguous()  # of some torch keeps none
     ]
     return 2 * sum(last) > len(images)
 
