@@ -19,6 +19,14 @@ from torch.utils._pytree import tree_map as tree_map  # as in torch.func, for ne
 T = TypeVar("T", bound=Tensor)
 
 
+def signature_of(operation: Any) -> str:
+    """Return what an operation of torch's dispatcher takes and returns, as ``torch.library`` writes it.
+
+    Without it an operation that takes another's place would repeat its signature.
+    """
+    return "(" + str(operation._schema).partition("(")[2]
+
+
 def inside_transform() -> bool:
     """Whether this code runs inside a transform of ``torch.func``, such as vmap.
 

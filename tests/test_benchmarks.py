@@ -22,6 +22,7 @@ from benchmarks import (
 )
 from pyro_structvi import _torch_steps
 from pyro_structvi.infer.steps.replayed import ReplayedStep
+from tests.infer.compiled_steps import compiles
 
 
 def test_the_exponent_of_a_power_law_is_exact():
@@ -136,9 +137,7 @@ def test_a_method_without_predictions_is_warmed_up_and_leaves_their_columns_empt
     assert tables.net_table(net).splitlines()[3].endswith(" |  |  |  |")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning:torch._inductor")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@compiles
 @pytest.mark.parametrize("title", ["deterministic", "k-tied, k = 1"])
 def test_all_is_compiled_after_the_warm_up(title, monkeypatch):
     net = nets.NETS["small"]

@@ -24,7 +24,7 @@ PRIVATE_FILES = {"_pyro.py", "_torch.py", "_torch_steps.py"}
 PRIVATE = re.compile(
     r"_PYRO_STACK|_PYRO_PARAM_STORE|\b_pyro_\w+|_functorch|\btorch\._\w+|_make_wrapper_subclass"
     r"|(?<!self)\._(parameters|buffers|modules|forward_hooks|forward_pre_hooks|flat_weights\w*)\b"
-    r"|from (pyro|torch)\b.* import _\w+|\.(_pytree|_python_dispatch)\b|aten\._\w+"
+    r"|from (pyro|torch)\b.* import _\w+|\.(_pytree|_python_dispatch)\b|aten\._\w+|\._schema\b"
 )
 # Names by which Pyro's handlers call a messenger are no reach into Pyro.
 HANDLER = re.compile(r"def _pyro_(post_)?(sample|param)\b|super\(\)\._pyro_\w+")

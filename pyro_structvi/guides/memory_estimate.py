@@ -19,8 +19,8 @@ class MemoryEstimate:
         parameter_bytes: The bytes of all parameters and constants.
         training_bytes: The bytes of parameters and constants, gradients and Adam's two moments. What a
             step forms on the way, activations above all, comes on top; so do the two further moments of
-            ``StructuredAdam`` for each number of the noise of a posterior with correlations, but for
-            a low rank with a constant diagonal.
+            ``StructuredAdam`` for each number of the noise of a posterior with correlations whose family
+            has ``moves_in_own_coordinates``.
     """
 
     parameters: dict[str, int]

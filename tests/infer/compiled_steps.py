@@ -15,6 +15,12 @@ STEPS = 7
 GUIDE_CASES = GUIDES | POINTS
 
 
+def compiles(test):
+    """Mark a test in which inductor compiles, which is slow, and where torch warns of itself."""
+    ignored = "ignore::FutureWarning:torch._inductor", "ignore::DeprecationWarning"
+    return pytest.mark.slow(pytest.mark.filterwarnings(*ignored)(test))
+
+
 def adam(**options):
     return pyro.optim.Adam({"lr": 0.01, **options})
 

@@ -7,7 +7,7 @@ from torch import nn
 from pyro_structvi import _torch_steps
 from pyro_structvi.infer.steps import replayed
 from pyro_structvi.infer.steps.traced import Traced
-from tests.infer.compiled_steps import GUIDE_CASES, image_model, make_k_tied, train
+from tests.infer.compiled_steps import GUIDE_CASES, compiles, image_model, make_k_tied, train
 from tests.models import make_classifier
 
 
@@ -46,9 +46,7 @@ BY_INDUCTOR = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning:torch._inductor")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@compiles
 @pytest.mark.parametrize("name", BY_INDUCTOR)
 def test_inductor_gives_the_same(name, compiled_graphs):
     """Up to roundings, loss and update in one function."""
@@ -62,9 +60,7 @@ def test_inductor_gives_the_same(name, compiled_graphs):
     assert step._joined is not None
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning:torch._inductor")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@compiles
 def test_a_deep_net_is_compiled_without_the_update(compiled_graphs, monkeypatch):
     """Which runs by the interpreter, and is the same."""
     make, data = make_guided("mean field")

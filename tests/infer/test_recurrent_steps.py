@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyro_structvi as ps
 from pyro_structvi.infer.steps.traced import Traced
-from tests.infer.compiled_steps import assert_same, train
+from tests.infer.compiled_steps import assert_same, compiles, train
 from tests.real_nets.sequence_nets import Recurrent
 
 NETS = {"one layer": lambda: Last(), "two layers, both ways": lambda: Recurrent(nn.LSTM)}
@@ -48,9 +48,7 @@ def test_steps_are_the_eager_ones(make_net, dtype):
     assert_same(*make_case(make_net, dtype), rtol=rtol, steps=4)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning:torch._inductor")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@compiles
 @EVERY_NET
 def test_inductor_gives_the_same(make_net):
     """In single precision, so by plain gradients, of which each move shows the error.
@@ -61,7 +59,7 @@ def test_inductor_gives_the_same(make_net):
     start, once = (train(make, data, False, steps, optim=by_gradients)[1] for steps in (1, 2))
     losses, state, _ = train(make, data, False, 4, optim=by_gradients)
     own_losses, own_state, _ = train(make, data, True, 4, optim=by_gradients, backend="inductor")
-    torch.testing.assert_close(own_losses, losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(own_losses, losses, rtol=1e-6, atol=0)
     torch.testing.assert_close(own_state, state, rtol=1e-6, atol=2e-6)
     assert max((once[name] - start[name]).abs().max() for name in start) > 5e-4
 
@@ -84,14 +82,14 @@ def test_a_record_runs_with_and_without_gradients_around_it(trains):
             torch.testing.assert_close(run(), expected, rtol=0, atol=0)
 
 
-@pytest.fixture
-def layer_and_gradient():
+@pytest.fixture(params=[False, True], ids=["evaluates", "trains"])
+def layer_and_gradient(request):
     """Return a layer's operation with its arguments, and likewise the operation of its gradient."""
     x = torch.randn(5, 2, 3, dtype=torch.float32)
     state = [torch.zeros(2, 4, dtype=torch.float32)] * 2
     weights = [value.detach().float() for value in nn.LSTM(3, 4).parameters()]
     layer = torch.ops.pyro_structvi.lstm_layer.default
-    args = x, *weights, *state, False, [], 2, 4, 1, True, False, False, True
+    args = x, *weights, *state, False, [], 2, 4, 1, True, False, False, request.param
     *outputs, workspace = layer(*args)
     own = False, 2, 4, 1, True, True, False, [], False, workspace
     gradients = torch.randn_like(outputs[0]), None, None

@@ -61,19 +61,16 @@ def test_a_step_is_adam_in_units_and_in_the_posteriors_own_coordinates(name):
 def correlated_means_of(guide):
     """Yield the name of each mean whose elements vary together, the mean, and its distribution."""
     for path, posterior in guide.named_modules():
-        if isinstance(posterior, SitePosterior):
-            found = (("loc", posterior), ("inducing_loc", lambda each=posterior: each().inducing))
-            for name, normal in found:
-                if not hasattr(posterior, name) or is_low_rank_with_few_directions(
-                    posterior.family
-                ):
-                    continue
-                q = normal()
-                if isinstance(q, GaussianWeight) and not q.has_independent_elements:
-                    yield f"{path}.{name}", getattr(posterior, name), q
+        if not isinstance(posterior, SitePosterior) or has_few_directions(posterior.family):
+            continue
+        normals = {"loc": posterior, "inducing_loc": lambda each=posterior: each().inducing}
+        for name in [name for name in normals if hasattr(posterior, name)]:
+            q = normals[name]()
+            if isinstance(q, GaussianWeight) and not q.has_independent_elements:
+                yield f"{path}.{name}", getattr(posterior, name), q
 
 
-def is_low_rank_with_few_directions(family):
+def has_few_directions(family):
     return isinstance(family, LowRank) and family.diagonal == "constant"
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pyro_structvi._torch import signature_of
+
 LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
@@ -39,12 +41,10 @@ def _contiguous(*args: Any) -> Iterator[Any]:
         yield value.detach().contiguous() if isinstance(value, Tensor) else value
 
 
-for name, run, signature in (
-    ("pyro_structvi::lstm_layer", _with_workspace, LSTM._schema),
-    ("pyro_structvi::lstm_layer_backward", _backward, LSTM_BACKWARD._schema),
+for name, run, original in (
+    ("pyro_structvi::lstm_layer", _with_workspace, LSTM),
+    ("pyro_structvi::lstm_layer_backward", _backward, LSTM_BACKWARD),
 ):
-    torch.library.define(
-        name, str(signature).partition("mkldnn_rnn_layer")[2].removeprefix("_backward")
-    )
+    torch.library.define(name, signature_of(original))
     torch.library.impl(name, "CPU", run)
     torch.library.register_fake(name, run)
