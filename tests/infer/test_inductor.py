@@ -46,7 +46,13 @@ BY_INDUCTOR = {
 }
 
 
+keeps_draws_in_order = pytest.mark.skipif(
+    torch.__version__ < (2, 15), reason="inductor of torch 2.11 takes draws in another order"
+)
+
+
 @compiles
+@keeps_draws_in_order
 @pytest.mark.parametrize("name", BY_INDUCTOR)
 def test_inductor_gives_the_same(name, compiled_graphs):
     """Up to roundings, loss and update in one function."""
@@ -61,6 +67,7 @@ def test_inductor_gives_the_same(name, compiled_graphs):
 
 
 @compiles
+@keeps_draws_in_order
 def test_a_deep_net_is_compiled_without_the_update(compiled_graphs, monkeypatch):
     """Which runs by the interpreter, and is the same."""
     make, data = make_guided("mean field")

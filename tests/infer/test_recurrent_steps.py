@@ -53,7 +53,7 @@ def test_steps_are_the_eager_ones(make_net, dtype):
 def test_inductor_gives_the_same(make_net):
     """In single precision, so by plain gradients, of which each move shows the error.
 
-    And for points: with torch 2.11 inductor takes draws in another order here.
+    And for points, so with torch 2.11 too, whose inductor takes draws in another order.
     """
     make, data = make_case(make_net, torch.float32, ps.MAPGuide)
     start, once = (train(make, data, False, steps, optim=by_gradients)[1] for steps in (1, 2))
