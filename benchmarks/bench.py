@@ -3,6 +3,7 @@
     make bench                                      # every net and method
     make bench BENCH="--net wide --rounds 30"
     make bench BENCH="--against pyro --compiled --output benchmarks/results/bench.json"
+    make bench BENCH="--chosen --output benchmarks/results/costs.json"  # of the front page
 
 A round times a step and then a prediction of every method in turn, so that a busy machine slows all
 alike. A ratio is that of two times of one round; the table gives its median over rounds, and its
@@ -12,6 +13,7 @@ evaluation mode and without gradients, and the mean of their class probabilities
 live tensors, parameters included, in a step, or in a prediction before any training, over that of the
 net. ``--compiled`` adds steps that are traced and steps that are compiled, as those of ``fit`` with its
 optimizer, and the net's own step compiled; they predict as their guides do. Compiling is not timed.
+``--chosen`` measures traced steps of the guides that the front page names, with their options.
 
 ``make`` also tells glibc to keep freed memory: getting large tensors from the system page by page
 would be a good part of some steps, and is no part of the work.
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from benchmarks.measure import Times, describe_machine, peak_bytes, quartiles, time_rounds
 from benchmarks.methods import (
+    CHOSEN_METHODS,
     COMPILED_METHODS,
     DETERMINISTIC,
     METHODS,
@@ -48,6 +51,7 @@ def main() -> None:
     parser.add_argument("--guide", choices=METHODS, action="append", help="default: every guide")
     parser.add_argument("--against", choices=["pyro"], help="Pyro's autoguides too, under its SVI")
     parser.add_argument("--compiled", action="store_true", help="traced and compiled steps too")
+    parser.add_argument("--chosen", action="store_true", help="guides of the front page only")
     parser.add_argument("--rounds", type=int, help="default: by the net")
     parser.add_argument("--samples", type=int, default=10, help="draws of a prediction")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
@@ -62,13 +66,15 @@ def main() -> None:
         faster = TRACED_METHODS | COMPILED_METHODS
         methods |= {title: make for title, make in faster.items() if title in chosen}
     methods |= PYRO_METHODS if options.against else {}
+    if options.chosen:
+        methods = {DETERMINISTIC: METHODS[DETERMINISTIC], **CHOSEN_METHODS}
     results: dict[str, Any] = {
         "machine": describe_machine(),
         "samples": options.samples,
         "nets": {},
     }
     print(machine_line(results))
-    for name in options.net or OWN_NETS:
+    for name in options.net or (["small", "wide"] if options.chosen else OWN_NETS):
         own = {title: make for title, make in methods.items() if name in ONLY.get(title, NETS)}
         rounds = options.rounds or NETS[name].rounds
         results["nets"][name] = measure_net(NETS[name], own, rounds, options.samples)

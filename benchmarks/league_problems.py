@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
-from benchmarks.problems import cosine, linear, regressor, standardized
+from benchmarks.problems import cosine, linear, standardized
 
 
 class LeagueProblem(NamedTuple):
@@ -97,11 +97,9 @@ def two_moons() -> LeagueProblem:
 
 
 def two_spirals() -> LeagueProblem:
-    """Two classes on spirals that wind around each other; a bound of mean field has a poor optimum."""
-    turn = torch.rand(200).sqrt() * 1.25 * 2 * math.pi
-    y = torch.arange(200) % 2
-    radius = turn / (1.25 * 2 * math.pi) * 2
-    angle = turn + math.pi * y
+    """Two classes on spirals that wind around each other, by a net of two hidden layers."""
+    y, along = torch.arange(200) % 2, torch.rand(200).sqrt()
+    angle, radius = 2.5 * math.pi * along + math.pi * y, 2 * along
     x = radius.unsqueeze(-1) * torch.stack([angle.cos(), angle.sin()], -1)
     x = x + 0.05 * torch.randn(200, 2)
     net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2))
@@ -119,7 +117,7 @@ def clusters() -> LeagueProblem:
     x = centers.repeat_interleave(50, 0) + 0.25 * torch.randn(150, 2)
     y = torch.sin(2 * x[:, :1]) * torch.cos(1.5 * x[:, 1:]) + 0.1 * torch.randn(150, 1)
     net = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
-    model = regressor(net, ps.FanIn(2.0, 1.0), 0.1)
+    model = ps.Regressor(ps.bayesianize(net, ps.FanIn(2.0, 1.0)), len(x), 0.1)
     grid = torch.cartesian_prod(torch.linspace(-2, 2, 17), torch.linspace(-2, 2, 17))
     near = torch.cdist(grid, centers).amin(1)
     regions = {"on data": grid[near < 0.5], "between and outside": grid[near > 0.75]}

@@ -103,6 +103,11 @@ def shows(quantity: str) -> bool:
     return not quantity.endswith(hidden)
 
 
+def label(method: str) -> str:
+    """Return a method's name without its options, for figures."""
+    return "MC dropout" if "Dropout(" in method else method.partition("(")[0]
+
+
 def digits(value: float) -> str:
     return (
         f"{value:.1f}"
@@ -130,7 +135,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
         for axis, (problem, cells) in zip(axes.flat, found.items(), strict=False):
             main = headline(cells)
             points = {
-                method: (fmean(cells[method]["seconds"]), fmean(cells[method][main]))
+                label(method): (fmean(cells[method]["seconds"]), fmean(cells[method][main]))
                 for method in ordered(cells)
                 if method not in (CEILING, PRIOR)
             }

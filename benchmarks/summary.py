@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 from typing import NamedTuple
 
-from benchmarks.choices import CHOICES, MEAN_FIELD, Choice
+from benchmarks.choices import CHOICES, MEAN_FIELD
 from benchmarks.league_tables import (
     CEILING,
     HEADER,
