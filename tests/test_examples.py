@@ -104,6 +104,7 @@ SCRIPTS = {
         "--rounds",
         "1",
     ],
+    "docs/scripts/walks.py": [],
     "docs/scripts/traced_steps.py": ["--rounds", "2", "--guide", "k-tied, k = 2"],
     "docs/scripts/step_profile.py": [
         *("--net", "small", "--steps", "1", "--top", "2"),
