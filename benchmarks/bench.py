@@ -20,6 +20,7 @@ would be a good part of some steps, and is no part of the work.
 """
 
 import argparse
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--chosen", action="store_true", help="guides of the front page only")
     parser.add_argument("--rounds", type=int, help="default: by the net")
     parser.add_argument("--samples", type=int, default=10, help="draws of a prediction")
-    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    parser.add_argument("--output", type=Path, help="a JSON file, where other nets stay")
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 2:
         parser.error(f"`--rounds` must be at least 2, for quartiles, but got {options.rounds}.")
@@ -73,6 +74,8 @@ def main() -> None:
         "samples": options.samples,
         "nets": {},
     }
+    if options.output and options.output.exists():
+        results["nets"] = json.loads(options.output.read_text())["nets"]
     print(machine_line(results))
     for name in options.net or (["small", "wide"] if options.chosen else OWN_NETS):
         own = {title: make for title, make in methods.items() if name in ONLY.get(title, NETS)}

@@ -12,12 +12,12 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 from typing import NamedTuple
 
-from benchmarks.choices import CHOICES, MEAN_FIELD
+from benchmarks.choices import CHOICES, FAMILIES, MEAN_FIELD, Choice
 from benchmarks.league_tables import (
     CEILING,
     HEADER,
@@ -35,10 +35,20 @@ from benchmarks.rows import Row, read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "choosing_a_guide.md"]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "docs" / "choosing_a_guide.md", ROOT / "docs" / "league.md"),
+    *sorted({ROOT / "docs" / choice.page for choice in CHOICES}),
+]
 GENERATED = re.compile(
-    r"(?P<begin><!-- summary of the league -->\n).*?(?P<end><!-- end of summary -->)", re.DOTALL
+    r"(?P<begin><!-- summary: (?P<part>\w+) -->\n).*?(?P<end><!-- end of summary -->)", re.DOTALL
 )
+NETS = {
+    "cosine": "1-D regression",
+    "clusters": "three clusters",
+    "moons": "two moons",
+    "spirals": "two spirals",
+    "digits": "digits",
+}
 MEASURE = MEAN_FIELD.code
 
 
@@ -78,10 +88,18 @@ def main() -> None:
 
 
 def render(text: str, page: Path) -> str:
-    """Put the table in the place that a page has for it."""
-    folder = "docs/" if page.parent == ROOT else ""
-    made = table(read_rows(RESULTS / "league.csv", HEADER), folder)
-    return GENERATED.sub(lambda found: f"{found['begin']}\n{made}\n\n{found['end']}", text)
+    """Put tables and captions in the places that a page has for them."""
+    rows = read_rows(RESULTS / "league.csv", HEADER)
+    parts: dict[str, Callable[[], str]] = {
+        "guides": lambda: table(rows, "docs/" if page.parent == ROOT else ""),
+        "closest": lambda: closest(rows),
+        "bands": lambda: deviations(rows),
+        "nets": lambda: by_net(rows, CHOICES),
+        "page": lambda: by_net(rows, [own for own in CHOICES if page.match(own.page)]),
+    }
+    return GENERATED.sub(
+        lambda found: f"{found['begin']}\n{parts[found['part']]()}\n\n{found['end']}", text
+    )
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -185,6 +203,51 @@ def distance_cells(own: Summary) -> list[str]:
         with_error(own.factor, own.factor_error),
         f"{own.exact:.2f}",
     ]
+
+
+def by_net(rows: Iterable[Row], choices: Iterable[Choice]) -> str:
+    """Return the table of guides and nets, the distance of mean field being 1."""
+    found = summarize(rows)
+    head = ["distance to NUTS", *NETS.values(), "mean", "deviations"]
+    body = [
+        [
+            f"`{choice.code}`",
+            *(f"{found[choice.code].by_problem[net]:.2f}" for net in NETS),
+            with_error(found[choice.code].distance, found[choice.code].error),
+            with_error(found[choice.code].factor, found[choice.code].factor_error),
+        ]
+        for choice in choices
+    ]
+    return markdown(head, body)
+
+
+def closest(rows: Iterable[Row]) -> str:
+    """Return a sentence that names the closest guide on each net."""
+    found = summarize(rows)
+    best = {
+        net: min(CHOICES, key=lambda choice: found[choice.code].by_problem[net]).guide
+        for net in NETS
+    }
+    winners = list(dict.fromkeys(best.values()))
+    parts = [
+        f"`{guide}` on {listed([NETS[net] for net in NETS if best[net] == guide])}"
+        for guide in winners
+    ]
+    return f"The closest guide on each net: {'; '.join(parts)}."
+
+
+def deviations(rows: Iterable[Row]) -> str:
+    """Return the ratios of standard deviations to NUTS between the clusters of the regression."""
+    cells = by_problem(rows)["cosine"]
+    quantity = f"{last_region(cells)}: ratio of standard deviations"
+    head = [f"`{choice.guide.removesuffix('Guide')}`" for choice in FAMILIES]
+    ratios = [f"{fmean(cells[choice.code][quantity]):.2f}" for choice in FAMILIES]
+    return markdown(head, [ratios])
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Return a list in words."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def with_error(value: float, error: float) -> str:
