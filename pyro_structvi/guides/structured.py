@@ -145,7 +145,7 @@ class StructuredGuide(OwningAutoGuide):
                 "This guide was unpickled without its model. Make a new guide from the model and call "
                 "`new.load_state_dict(old.state_dict())`."
             )
-        with separate_randomness():
+        with separate_randomness(), self.warning_of_new_parameters():
             found = find_sites_by_running(self.model, args, kwargs)
             check_patterns(found, self.families)
             self._adopt(found)

@@ -310,6 +310,7 @@ def _initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Let a guide make the parameters that it makes at its first call."""
     if isinstance(guide, StructuredGuide):
         if not guide.is_initialized:
+            guide.handed_out.clear()  # the optimizer is made afterwards
             guide.initialize(*args, **kwargs)
     elif not list(guide.parameters()):
         with torch.no_grad():

@@ -76,7 +76,9 @@ def test_optimizers_that_cannot_be_one_are_refused():
 def test_a_wrong_rate_is_refused_before_the_first_step(rate):
     model, guide = make_k_tied()
     before = [value.clone() for value in guide.parameters()]
-    svi = ps.CompiledSVI(model, guide, pyro.optim.SGD({"lr": rate}), ps.StructuredELBO(), backend=None)
+    svi = ps.CompiledSVI(
+        model, guide, pyro.optim.SGD({"lr": rate}), ps.StructuredELBO(), backend=None
+    )
     for _ in range(2):
         with pytest.raises(ValueError, match=f"`lr` must be a finite number of .* got {rate}"):
             svi.step(*regression_data())
