@@ -63,7 +63,8 @@ class OwningAutoGuide(AutoGuide):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the parameters that exist, and remember that an optimizer may have been made of them."""
         self.handed_out.update(name for name, _ in self.named_parameters(recurse=recurse))
-        return super().parameters(recurse)
+        existing: Iterator[nn.Parameter] = super().parameters(recurse)
+        return existing
 
     @contextmanager
     def warning_of_new_parameters(self) -> Iterator[None]:

@@ -99,7 +99,7 @@ class OneOptimizer:
         """Train further parameters, where a Pyro optimizer says how.
 
         Raises:
-            ValueError: If there is no parameter to train, or if a learning rate is negative or not finite.
+            ValueError: If there is no parameter to train, or a learning rate is negative or not finite.
         """
         known = set(self.parameters)
         new = [parameter for parameter in parameters if parameter not in known]
