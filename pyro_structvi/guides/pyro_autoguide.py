@@ -61,7 +61,7 @@ class OwningAutoGuide(AutoGuide):
         return model
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters that exist, and remember that an optimizer may have been made of them."""
+        """Return the parameters that exist, and remember that an optimizer may have them."""
         self.handed_out.update(name for name, _ in self.named_parameters(recurse=recurse))
         existing: Iterator[nn.Parameter] = super().parameters(recurse)
         return existing

@@ -8,12 +8,13 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._torch import all_modules, own_tensors
+from pyro_structvi._torch import all_modules, own_tensors, take_apart
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.nn.frozen import buffers_that_change
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
+_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers and the like
 
 
 class Modules:
@@ -58,6 +59,44 @@ class Modules:
         yield changed
         after = self._plain_values()
         changed += [name for name, value in after.items() if before.get(name) != value]
+
+    @contextmanager
+    def same_buffers(self) -> Iterator[None]:
+        """Raise a ``RuntimeError`` where a block replaces a buffer."""
+        buffers = [(place, _at(place)) for place in self._buffers()]
+        yield
+        for place, buffer in buffers:
+            if _at(place) is not buffer:
+                raise RuntimeError(
+                    f"the model replaces its buffer `{place[1]}`; change it in place"
+                )
+
+    @contextmanager
+    def kept_tensors(self, changed: list[str], is_read: Callable[[Tensor], bool]) -> Iterator[None]:
+        """Put back the attributes with tensors, neither parameters nor buffers, that a block changes.
+
+        Args:
+            changed: Grows by the names of those that held tensors which the block has read.
+            is_read: Whether it has read a tensor.
+        """
+        before = [(*place, _tensors_in(place[-1])) for place in self._attributes()]
+        try:
+            yield
+        finally:
+            for module, name, value, tensors in before:
+                now = _tensors_in(vars(module).get(name))
+                if [*map(id, now)] != [*map(id, tensors)]:
+                    if any(map(is_read, tensors)):
+                        changed.append(f"`{name}` of a {type(module).__name__}")
+                    if type(value) is list:
+                        value[:] = tensors
+                    vars(module)[name] = value
+
+    def _attributes(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        for module in self._all():
+            for name, value in vars(module).items():
+                if name not in _OF_TORCH and type(value) not in PLAIN and _tensors_in(value):
+                    yield module, name, value
 
     def _plain_values(self) -> dict[str, Hashable]:
         """Return the numbers, strings and switches that they may read, by name."""
@@ -109,24 +148,15 @@ class Modules:
 
     @contextmanager
     def unchanged_on_error(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Put buffers, and random generators of the parameters' devices, back where a block raises.
-
-        Raises:
-            RuntimeError: After the block, if it has replaced a buffer.
-        """
+        """Put buffers, and random generators of the parameters' devices, back where a block raises."""
         buffers = [
             (module, name, buffer, buffer.clone())
             for module, name in self._buffers()
             if (buffer := _at((module, name))) is not None
         ]
-        states = [(each, each.get_state()) for each in _generators(parameters)]
+        states = [(each, each.get_state()) for each in generators_of(parameters)]
         try:
             yield
-            for module, name, buffer, _ in buffers:
-                if getattr(module, name) is not buffer:
-                    raise RuntimeError(
-                        f"the model replaces its buffer `{name}`; change it in place"
-                    )
         except Exception:
             for module, name, buffer, value in buffers:
                 setattr(module, name, buffer.copy_(value))
@@ -163,6 +193,15 @@ def _at(place: tuple[nn.Module, str]) -> Tensor | None:
     return buffer
 
 
-def _generators(parameters: Iterable[Tensor]) -> list[torch.Generator]:
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors that an attribute holds, in nested lists and the like or in an object."""
+    leaves, _ = take_apart(value)
+    objects = [leaf for leaf in leaves if hasattr(leaf, "__dict__") and not callable(leaf)]
+    inside = [take_apart(vars(leaf))[0] for leaf in objects]
+    return [leaf for part in (leaves, *inside) for leaf in part if isinstance(leaf, Tensor)]
+
+
+def generators_of(parameters: Iterable[Tensor]) -> list[torch.Generator]:
+    """Return the random generators that a step may use with these parameters."""
     indices = {value.device.index for value in parameters if value.device.type == "cuda"}
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in indices)]
