@@ -224,10 +224,13 @@ class CompiledStep(Step):
                 "a step draws random numbers by Python's `random` or by NumPy, and would repeat "
                 "what it has drawn once; draw them by torch"
             )
-        modules = self._modules
-        with modules.same_buffers(), modules.plain_changes() as changed:
-            with modules.kept_tensors(changed, step.has_found):
-                outputs = step(call)
+        own = self._modules
+        with (
+            own.same_buffers(),
+            own.plain_changes() as changed,
+            own.kept_tensors(changed, step.has_found),
+        ):
+            outputs = step(call)
         if changed:
             raise RuntimeError(not_repeated(changed))
         return outputs
