@@ -171,10 +171,8 @@ class AutoStep(Step):
             elif kind.usual("traced") > kind.usual("eager"):
                 self._settle(kind, f"traced steps take longer: {_compared(kind, 'eager')}")
             else:
-                rounding = (
-                    f"; rounded otherwise by {step.difference:.1g}" if step.difference else ""
-                )
-                self._note(f"traced {_compared(kind, 'eager')}{rounding}")
+                how = f"; rounded otherwise by {step.difference:.1g}" if step.difference else ""
+                self._note(f"traced {_compared(kind, 'eager')}{how}")
                 self._consider_compiling(kind, step)
 
     def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:

@@ -14,7 +14,7 @@ from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.nn.frozen import buffers_that_change
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
-_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers and the like
+_OF_TORCH = {*vars(nn.Module())} - {"training"} | {"_flat_weights"}  # lists of named tensors
 
 
 class Modules:
@@ -54,57 +54,22 @@ class Modules:
 
     @contextmanager
     def plain_changes(self) -> Iterator[list[str]]:
-        """Yield a list which names, after the block, the plain values that it has changed."""
+        """Yield a list which names, after the block, the values that it has changed or replaced."""
         before, changed = self._plain_values(), list[str]()
         yield changed
         after = self._plain_values()
         changed += [name for name, value in after.items() if before.get(name) != value]
 
-    @contextmanager
-    def same_buffers(self) -> Iterator[None]:
-        """Raise a ``RuntimeError`` where a block replaces a buffer."""
-        buffers = [(place, _at(place)) for place in self._buffers()]
-        yield
-        for place, buffer in buffers:
-            if _at(place) is not buffer:
-                raise RuntimeError(
-                    f"the model replaces its buffer `{place[1]}`; change it in place"
-                )
-
-    @contextmanager
-    def kept_tensors(self, changed: list[str], is_read: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Put back the attributes with tensors, neither parameters nor buffers, that a block changes.
-
-        Args:
-            changed: Grows by the names of those that held tensors which the block has read.
-            is_read: Whether it has read a tensor.
-        """
-        before = [(*place, _tensors_in(place[-1])) for place in self._attributes()]
-        try:
-            yield
-        finally:
-            for module, name, value, tensors in before:
-                now = _tensors_in(vars(module).get(name))
-                if [*map(id, now)] != [*map(id, tensors)]:
-                    if any(map(is_read, tensors)):
-                        changed.append(f"`{name}` of a {type(module).__name__}")
-                    if type(value) is list:
-                        value[:] = tensors
-                    vars(module)[name] = value
-
-    def _attributes(self) -> Iterator[tuple[nn.Module, str, Any]]:
-        for module in self._all():
-            for name, value in vars(module).items():
-                if name not in _OF_TORCH and type(value) not in PLAIN and _tensors_in(value):
-                    yield module, name, value
-
     def _plain_values(self) -> dict[str, Hashable]:
-        """Return the numbers, strings and switches that they may read, by name."""
+        """Return numbers, strings, switches and sets of tensors that they may read, by name."""
         values = dict(self._known_to_functions())
         for number, module in enumerate(self._all()):
-            for name, value in vars(module).items():
-                if type(value) in PLAIN:
-                    values[f"`{name}` of module {number}, a {type(module).__name__}"] = value
+            own = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+            for name, value in (*own, *module.named_buffers(recurse=False)):
+                tensors = frozenset(x for x in take_apart(value)[0] if isinstance(x, Tensor))
+                if type(value) in PLAIN or tensors:
+                    place = f"`{name}` of module {number}, a {type(module).__name__}"
+                    values[place] = tensors or value
         return values
 
     def _known_to_functions(self) -> Iterator[tuple[str, Hashable]]:
@@ -193,15 +158,7 @@ def _at(place: tuple[nn.Module, str]) -> Tensor | None:
     return buffer
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors that an attribute holds, in nested lists and the like or in an object."""
-    leaves, _ = take_apart(value)
-    objects = [leaf for leaf in leaves if hasattr(leaf, "__dict__") and not callable(leaf)]
-    inside = [take_apart(vars(leaf))[0] for leaf in objects]
-    return [leaf for part in (leaves, *inside) for leaf in part if isinstance(leaf, Tensor)]
-
-
 def generators_of(parameters: Iterable[Tensor]) -> list[torch.Generator]:
-    """Return the random generators that a step may use with these parameters."""
+    """Return the random generators that a step with these parameters uses."""
     indices = {value.device.index for value in parameters if value.device.type == "cuda"}
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in indices)]

@@ -43,8 +43,8 @@ class ReplayedStep:
 
     Attributes:
         keeps: What must stay alive with this step.
-        difference: How far the loss that was traced was from Python's, as a share; None before that.
-        refusal: Why it is not to be repeated, if so.
+        difference: By how much the loss that was traced differs from Python's; None before that.
+        refusal: Why the trace is not to be replayed, if so.
 
     Raises:
         RuntimeError: In a call, if it cannot be compiled.
@@ -96,11 +96,6 @@ class ReplayedStep:
     def holds(self) -> bool:
         """Whether numbers that the record is built on, such as priors' scales, are still the same."""
         return self._traced is None or self._traced.taken.are_as_taken()
-
-    def has_found(self, tensor: Tensor) -> bool:
-        """Whether it reads a tensor that was there before it was traced."""
-        found = () if self._traced is None else self._traced.found
-        return any(tensor is each for each in found)
 
     @property
     def traces_update(self) -> bool:
