@@ -1,7 +1,8 @@
 """What reaches the observations of a model: gradients of its weights, and examples of each other."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import pyro.poutine as poutine
@@ -28,10 +29,10 @@ def note_what_reaches(
 ) -> None:
     """Note which weights must be drawn for their gradients, and whether the examples meet.
 
-    A run with stand-ins for the weights shows from which of them gradients lead to the observations, and
-    one with ordinary weights which others lose theirs by the stand-in only. A run on the same draws with
-    another first row of each layer's outputs shows whether that reaches the observations of other
-    examples. Normalizations over a batch do not count: they take their running statistics here.
+    A run with stand-ins for the weights shows which of them get gradients of the observations, and where
+    some do not, one with ordinary weights which lose theirs by the stand-in only. A run on the same draws
+    with another first row of each layer's outputs shows whether that reaches other examples.
+    Normalizations over a batch do not count: they take their running statistics here.
 
     Args:
         model: The model.
@@ -55,7 +56,8 @@ def note_what_reaches(
     if torch.is_inference_mode_enabled() or not uses:
         return
     setting = next(iter(uses.values())).local_reparam
-    plain = run(_ProbedWeight.plain if setting else _ordinary)
+    stands_in = partial(_ProbedWeight, changed=())
+    plain = run(stands_in if setting else _ordinary)
     used = {name for name, use in uses.items() if use.count and not use.drawn_first}
     if used - plain.reached:
         drawn = run(_ordinary)
@@ -63,13 +65,12 @@ def note_what_reaches(
         for name in (used & drawn.reached) - plain.reached:
             uses[name].drawn_first = "an operation below autograd"
     is_promised = setting in ("exact", "flipout")
-    changed = {name for name, use in uses.items() if is_promised or not use.has_unknown_rows}
-    if not any(uses[name].gives_outputs for name in changed):
-        return
-    other = run(lambda name, leaf: _ProbedWeight(leaf, changes=name in changed))
-    if plain.differs(other, 1) and (is_promised or not plain.differs(run(_ProbedWeight.plain), 1)):
-        for use in uses.values():
-            use.examples_meet = True
+    changed = [name for name, use in uses.items() if is_promised or not use.has_unknown_rows]
+    if any(uses[name].gives_outputs for name in changed):
+        meet = plain.differs(run(partial(_ProbedWeight, changed=changed)), 1)
+        if meet and (is_promised or not plain.differs(run(stands_in), 1)):  # by Python's randomness
+            for use in uses.values():
+                use.examples_meet = True
 
 
 def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) -> None:
@@ -111,7 +112,8 @@ class _Probe(ValuesWithoutDraws):
         name = msg["name"]
         value = self.values.setdefault(name, msg["value"].detach())
         if SiteRole.of(msg).is_observation:
-            self.log_probs[name] = msg["fn"].log_prob(value)
+            log_prob = msg["fn"].log_prob(value).nan_to_num()
+            self.log_probs[name] = log_prob.reshape(log_prob.shape[:1].numel(), -1)
         elif not msg["is_observed"] and not site_is_subsample(msg):
             leaf = value.detach().requires_grad_()
             self._leaves[id(leaf)] = name
@@ -128,41 +130,31 @@ class _Probe(ValuesWithoutDraws):
                 waiting += [each for each, _ in node.next_functions]
         ends = {id(getattr(node, "variable", None)) for node in nodes}
         self.reached = {name for leaf, name in self._leaves.items() if leaf in ends}
-        self.log_probs = {
-            name: value.detach().nan_to_num() for name, value in self.log_probs.items()
-        }
+        self.log_probs = {name: value.detach() for name, value in self.log_probs.items()}
 
     def differs(self, other: Self, first: int) -> bool:
         """Whether log densities of another run differ, from the first example that counts on."""
-        pairs = [(value, other.log_probs[name]) for name, value in self.log_probs.items()]
-        return any(
-            bool((own != others).flatten(1).any(1)[first:].any())
-            for own, others in ((a[..., None], b[..., None]) for a, b in pairs)
-            if first == 0 or own.dim() > 1
-        )
+        pairs = ((value, other.log_probs[name]) for name, value in self.log_probs.items())
+        return any(bool((own != others)[first:].any()) for own, others in pairs)
 
 
 class _ProbedWeight(WeightStandIn):
     """A weight in the place of a lazy one, whose outputs may be changed in the first row.
 
     Args:
+        name: Its site.
         value: The weight.
-        changes: Whether they are.
+        changed: The sites where they are.
     """
 
     _value: Tensor
     _changes: bool
 
-    def __new__(cls, value: Tensor, changes: bool) -> Self:
+    def __new__(cls, name: str, value: Tensor, changed: Collection[str]) -> Self:
         """Make the tensor that stands for the weight."""
-        weight = cls._make(value, value.shape, SiteUse(""))
-        weight._value, weight._changes = value, changes
+        weight = cls._make(value, value.shape, SiteUse(name))
+        weight._value, weight._changes = value, name in changed
         return weight
-
-    @classmethod
-    def plain(cls, name: str, leaf: Tensor) -> Self:
-        """Return one that changes nothing."""
-        return cls(leaf, changes=False)
 
     def draw(self) -> Tensor:
         """Return the weight."""
