@@ -122,9 +122,9 @@ class GlobalInducingGuide(StructuredGuide):
         super().initialize(*args, **kwargs)
         if self.inducing_inputs is None:
             inputs = self._given_inputs
-            self._place(
-                inputs if isinstance(inputs, Tensor) else self._first_of_batch(inputs, args)
-            )
+            points = inputs if isinstance(inputs, Tensor) else self._first_of_batch(inputs, args)
+            with self.warning_of_new_parameters():
+                self._place(points)
 
     @staticmethod
     def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:

@@ -55,8 +55,8 @@ def sample_joined(
     counts = {uses[name].count for name in site.names}
     once = all(uses[name].gives_outputs for name in site.names)
     count = 1 if once else 0 if counts == {0} else None
-    is_recomputed = any(uses[name].is_recomputed for name in site.names)
-    use = SiteUse(site.name, uses[site.name].local_reparam, count, is_recomputed)
+    drawn_first = uses[site.names[0]].drawn_first or uses[site.names[1]].drawn_first
+    use = SiteUse(site.name, uses[site.name].local_reparam, count, drawn_first)
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
     is_lazy = isinstance(joint, LazyWeight)

@@ -1,19 +1,24 @@
 """What Pyro asks of its automatic guides, for guides that own their parameters."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import pyro
 from pyro.infer.autoguide import AutoGuide
 from torch import nn
 
-from pyro_structvi._checks import checked, naming
+from pyro_structvi._checks import checked, naming, warn_user
 from pyro_structvi.families import Plate
 from pyro_structvi.families.saved_options import KEY, check_options
 from pyro_structvi.guides.options import CreatePlates, InitLocFn
 
 NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
+
+
+class NewParametersWarning(UserWarning):
+    """A guide makes parameters after others were handed out, as to an optimizer."""
 
 
 class OwningAutoGuide(AutoGuide):
@@ -29,6 +34,9 @@ class OwningAutoGuide(AutoGuide):
         init_loc_fn: As for :class:`~pyro_structvi.guides.StructuredGuide`.
         create_plates: A function of the model's arguments that returns a plate or several, for data
             that are subsampled; other plates are made as the model has them.
+
+    Attributes:
+        handed_out: The names of the parameters that :meth:`parameters` has returned.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class OwningAutoGuide(AutoGuide):
     ) -> None:
         super().__init__(model, create_plates=create_plates)
         self.init_loc_fn = init_loc_fn
+        self.handed_out: set[str] = set()
         self.register_load_state_dict_pre_hook(check_options)
 
     __getattr__ = nn.Module.__getattr__
@@ -50,6 +59,26 @@ class OwningAutoGuide(AutoGuide):
         """The model, or None after unpickling."""
         model: Callable[..., Any] | None = self._model[0]
         return model
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters that exist, and remember that an optimizer may have them."""
+        self.handed_out.update(name for name, _ in self.named_parameters(recurse=recurse))
+        existing: Iterator[nn.Parameter] = super().parameters(recurse)
+        return existing
+
+    @contextmanager
+    def warning_of_new_parameters(self) -> Iterator[None]:
+        """Name the parameters that a block makes, where others were handed out before."""
+        yield
+        new = [name for name, _ in self.named_parameters() if name not in self.handed_out]
+        if self.handed_out and new:
+            warn_user(
+                f"The first call of the guide makes the parameters {new}. An optimizer of the "
+                "`guide.parameters()` of before does not train them. Call `guide.initialize(...)` with "
+                "the model's arguments first, and make the optimizer then.",
+                NewParametersWarning,
+            )
+            self.handed_out.update(new)
 
     @checked
     def load_state_dict(
@@ -122,7 +151,7 @@ class OwningAutoGuide(AutoGuide):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the model, and without what may not pickle."""
-        for parameter in self.parameters():
+        for _, parameter in self.named_parameters():
             parameter.__dict__.pop("unconstrained", None)
         return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), "_model": (None,)}
 

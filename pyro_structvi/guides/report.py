@@ -154,12 +154,14 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
         return value.way
     if use.local_reparam is False:
         return "weight", "local_reparam=False"
-    if use.is_recomputed:
-        return "weight", "an activation checkpoint"
+    if use.drawn_first:
+        return "weight", use.drawn_first
     if use.count is not None and use.count > 1:
         return "weight", f"{use.count} uses"
     if not isinstance(q, WeightDistribution):
         return "weight", "a site that is not a weight"
+    if use.examples_meet:
+        return "weight", "examples that meet"
     return "weight", "rows that are not examples" if use.has_other_rows else "a site in a plate"
 
 

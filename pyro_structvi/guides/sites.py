@@ -21,7 +21,7 @@ from pyro_structvi.distributions.medians import feasible_point, unwrapped
 from pyro_structvi.families import LatentSite, Plate, bijection_at
 from pyro_structvi.lazy.counting import CountedWeight
 from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.lazy.site_use import CHECKPOINT, SiteUse
 from pyro_structvi.linalg.shapes import shrink
 from pyro_structvi.nn.frozen import buffers_that_change
 from pyro_structvi.nn.layout import layout_of, parametrized
@@ -121,7 +121,7 @@ def find_sites_by_running(
     with trial_run(model), recorder:
         model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
-    takes_checkpoints = any(found.use.is_recomputed for found in recorder.found.values())
+    takes_checkpoints = any(found.use.drawn_first for found in recorder.found.values())
     for name, found in recorder.found.items():
         counted = recorder.counted[name]
         found.use.has_unknown_rows = bool(
@@ -129,7 +129,8 @@ def find_sites_by_running(
         )
         found.use.has_other_rows = found.use.has_unknown_rows or counted.has_members
         # What this pass has not used, another may use in a checkpoint as well.
-        found.use.is_recomputed |= takes_checkpoints and found.use.count == 0
+        if takes_checkpoints and found.use.count == 0:
+            found.use.drawn_first = CHECKPOINT
         found.is_declared = name in declared
         is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
         found.site = replace(found.site, is_local=is_local)
@@ -176,7 +177,19 @@ def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
         )
 
 
-class _SiteRecorder(Messenger):
+class ValuesWithoutDraws(Messenger):
+    """Gives a value to what has no draws, such as a site with an improper prior."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is None and not site_is_subsample(msg):
+            try:
+                msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
+            except NotImplementedError:
+                bijection_at(msg["name"], msg["fn"].support)
+                msg["value"] = feasible_point(msg["fn"])
+
+
+class _SiteRecorder(ValuesWithoutDraws):
     """Records each latent site, and hands the model a value that counts its uses."""
 
     def __init__(self) -> None:
@@ -185,15 +198,6 @@ class _SiteRecorder(Messenger):
         self.observed_plates: set[str] = set()
         self.num_examples: set[int] = set()
         self.counted: dict[str, CountedWeight] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        """Give a value to what has no draws, such as a site with an improper prior."""
-        if msg["value"] is None and not site_is_subsample(msg):
-            try:
-                msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
-            except NotImplementedError:
-                bijection_at(msg["name"], msg["fn"].support)
-                msg["value"] = feasible_point(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
         name = msg["name"]

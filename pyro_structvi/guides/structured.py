@@ -18,8 +18,8 @@ from pyro_structvi.guides.local_latents import of_other_examples
 from pyro_structvi.guides.options import CreatePlates, InitLocFn
 from pyro_structvi.guides.parameters import declare_parameters, module_key
 from pyro_structvi.guides.pyro_autoguide import OwningAutoGuide
+from pyro_structvi.guides.reaching import note_what_reaches
 from pyro_structvi.guides.report import report
-from pyro_structvi.guides.row_mixing import mixes_examples
 from pyro_structvi.guides.sites import (
     FoundSite,
     find_declared_sites,
@@ -145,18 +145,15 @@ class StructuredGuide(OwningAutoGuide):
                 "This guide was unpickled without its model. Make a new guide from the model and call "
                 "`new.load_state_dict(old.state_dict())`."
             )
-        with separate_randomness():
+        with separate_randomness(), self.warning_of_new_parameters():
             found = find_sites_by_running(self.model, args, kwargs)
             check_patterns(found, self.families)
             self._adopt(found)
         # In the order of execution, as Pyro's mean-field ELBO expects.
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
-        self._initialized = True
-        promises = self.local_reparam in ("exact", "flipout")
         with separate_randomness():
-            if promises and mixes_examples(self.model, args, kwargs):
-                for use in self._uses.values():
-                    use.has_other_rows = True
+            note_what_reaches(self.model, args, kwargs, self._uses)
+        self._initialized = True
         warn_of_unused(found, self._uses)
         warn_of_other_rows(self._uses)
 

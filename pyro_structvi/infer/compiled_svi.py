@@ -18,8 +18,9 @@ from pyro_structvi.infer.steps.optimizer import OneOptimizer
 class CompiledSVI:
     r"""``SVI`` of which a step runs without Pyro's handlers, and with few kernels.
 
-    The first step with inputs of new shapes is an ordinary one. The second is traced: model, guide,
-    ELBO and gradients become a graph of tensor operations. From then on this graph runs: on the CPU
+    The first two steps with inputs of new shapes are ordinary ones. The second is traced besides: model,
+    guide, ELBO and gradients become a graph of tensor operations, which must have the ordinary step's
+    loss, to rounding, and draw as many random numbers. From then on this graph runs: on the CPU
     compiled by inductor, which takes some seconds; on a GPU, after three steps that warm it
     up, as a CUDA graph, which holds the optimizer's update too without ``check_finite``. All of these
     are real steps, and draw the noise that ``SVI`` would draw from the same seed, so the losses are

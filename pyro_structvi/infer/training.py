@@ -119,9 +119,10 @@ def fit(
         compiled: Whether steps run without Python, as those of :class:`CompiledSVI`. "auto" traces them
             after a few ordinary ones and lets inductor compile the trace, each if the measured times say
             that it pays for the steps to come; what cannot be traced runs as Python, and the history
-            says why. "traced" only traces, which changes no bit of what comes out and needs no
-            compiler; so does "auto" with ``checkpoint``. True traces and compiles at once, and raises
-            where it cannot. False runs Python in each step.
+            says why. "traced" only traces, needs no compiler, and keeps a trace whose first step has
+            Python's loss, terms and norm of gradients to the last bit; so does "auto" with
+            ``checkpoint``. True traces and compiles at once, and raises where it cannot. False runs
+            Python in each step.
         progress: Whether to show a progress bar with the ELBO, on rank 0.
         checkpoint: The path of a file that has what it takes to go on as if nothing had happened. It is
             written before the first step, every so many steps, at the end, and at an interrupt from the
@@ -321,6 +322,7 @@ def _initialize(guide: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Let a guide make the parameters that it makes at its first call."""
     if isinstance(guide, StructuredGuide):
         if not guide.is_initialized:
+            guide.handed_out.clear()  # the optimizer is made afterwards
             guide.initialize(*args, **kwargs)
     elif not list(guide.parameters()):
         with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._torch import inside_checkpoint, inside_forward_derivative, inside_transform
-from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.lazy.site_use import CHECKPOINT, SiteUse
 from pyro_structvi.lazy.stand_in import WeightStandIn
 from pyro_structvi.maps.readings import Application, FactorApplication, Lookup
 
@@ -50,7 +50,8 @@ class CountedWeight(WeightStandIn):
 
     def add_use(self, member: int | None) -> None:
         """Count a use of the whole value, or of one weight of it; of the latter the most used counts."""
-        self.use.is_recomputed |= inside_checkpoint()
+        if inside_checkpoint():
+            self.use.drawn_first = CHECKPOINT
         self.has_members |= member is not None
         self._counts[member] += 2 if _may_be_repeated() else 1
         most = max((count for index, count in self._counts.items() if index is not None), default=0)

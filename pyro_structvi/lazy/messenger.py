@@ -45,7 +45,7 @@ class DelayDraws(Messenger):
     def _waits(self, distribution: Any, use: SiteUse) -> bool:
         """Whether a weight may be drawn when it is used, or not at all."""
         can_wait = use.may_wait or getattr(distribution, "applies_in_factors", False)
-        return can_wait and not use.is_recomputed
+        return can_wait and not use.drawn_first
 
 
 class LeaveUndrawn(DelayDraws):

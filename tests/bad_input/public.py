@@ -50,6 +50,8 @@ METHODS_BETWEEN_PARTS = {
     *("begin_pass", "in_pass", "joint_posterior", "make_plates"),
     # of guides, with the model's arguments as `initialize` has them
     *("median", "call"),
+    # of torch's modules, whose argument is torch's
+    "parameters",
     # of layers' descriptions, for `bayesianize`
     "convert",
 }

@@ -72,6 +72,19 @@ def test_optimizers_that_cannot_be_one_are_refused():
         ps.CompiledSVI(model, guide, used, ps.StructuredELBO())
 
 
+@pytest.mark.parametrize("rate", [-1.0, float("nan")])
+def test_a_wrong_rate_is_refused_before_the_first_step(rate):
+    model, guide = make_k_tied()
+    before = [value.clone() for value in guide.parameters()]
+    svi = ps.CompiledSVI(
+        model, guide, pyro.optim.SGD({"lr": rate}), ps.StructuredELBO(), backend=None
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"`lr` must be a finite number of .* got {rate}"):
+            svi.step(*regression_data())
+    torch.testing.assert_close([*guide.parameters()], before, rtol=0, atol=0)
+
+
 def fused_adam(guide):
     return torch.optim.Adam(guide.parameters(), lr=0.01, fused=True)
 

@@ -93,8 +93,9 @@ class AutoStep(Step):
         watches: bool = True,
     ) -> None:
         super().__init__(loss, optimizer, check, is_shared=is_shared)
+        own: dict[str, Any] = {"is_shared": is_shared, "watches": watches}
         self._engine = CompiledStep(
-            loss, optimizer, check, is_shared=is_shared, backend=None, watches=watches
+            loss, optimizer, check, backend=None, is_exact=not may_compile, **own
         )
         on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
         self._may_compile = may_compile and on_cpu
@@ -170,7 +171,8 @@ class AutoStep(Step):
             elif kind.usual("traced") > kind.usual("eager"):
                 self._settle(kind, f"traced steps take longer: {_compared(kind, 'eager')}")
             else:
-                self._note(f"traced {_compared(kind, 'eager')}")
+                how = f"; rounded otherwise by {step.difference:.1g}" if step.difference else ""
+                self._note(f"traced {_compared(kind, 'eager')}{how}")
                 self._consider_compiling(kind, step)
 
     def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:

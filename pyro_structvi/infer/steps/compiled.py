@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from pyro_structvi.infer.data.batches import Arguments
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.modules import generators_of
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from pyro_structvi.infer.steps.step import Check, Step
@@ -35,8 +36,14 @@ class NotCompiledError(Exception):
     """A step could not be compiled; the message says why."""
 
 
+class _UndoneError(Exception):
+    """A step is to be undone."""
+
+
 class CompiledStep(Step):
-    """Takes the first step of each kind of call eagerly, and replays what it traces in the second.
+    """Takes the first two steps of each kind of call eagerly, and traces the second besides.
+
+    From the third on it replays the trace, unless that gave another loss or drew other random numbers.
 
     Args:
         loss: The loss.
@@ -46,6 +53,7 @@ class CompiledStep(Step):
         backend: A backend of ``torch.compile``, None, or "auto".
         fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
         watches: Whether other code may change model and guide between steps, so that each step looks.
+        is_exact: Whether a trace must give Python's numbers to the last bit, and not to rounding.
 
     Attributes:
         eager: The engine of first steps.
@@ -62,9 +70,11 @@ class CompiledStep(Step):
         backend: str | None = "auto",
         fallback: bool = False,
         watches: bool = True,
+        is_exact: bool = False,
     ) -> None:
         super().__init__(loss, optimizer, check, is_shared=is_shared)
-        self._watches = watches
+        self._watches, self._is_exact = watches, is_exact
+        self._numbers = torch.zeros(4)  # of the last eager step, on this rank
         self._last_state: Hashable = None
         self._has_replayed = False  # whether the last step ran no Python but this package's
         self.eager = EagerStep(loss, optimizer, self._check_first, is_shared=is_shared)
@@ -139,6 +149,7 @@ class CompiledStep(Step):
         self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
     ) -> list[float]:
         """Refuse an optimizer of parameters that this step does not have, then check numbers."""
+        self._numbers = numbers
         own = self._modules.tensors()
         foreign = [
             parameter
@@ -160,6 +171,10 @@ class CompiledStep(Step):
         Raises:
             NotCompiledError: If it cannot be prepared; nothing has changed.
         """
+        if step.difference is None:
+            return self._take_compared(step, call)
+        if step.refusal:
+            raise NotCompiledError(f"This step cannot be compiled: {step.refusal}.")
         if step.is_ready:
             outputs = step(call)
             self._has_replayed = step.has_updated
@@ -176,6 +191,27 @@ class CompiledStep(Step):
             return read
         read = self._read(batch, *step.unpack(outputs))
         self.optimizer.forget_gradients()  # which a check may name
+        return read
+
+    def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
+        """Trace a step, undo it, take it by Python, and compare the two."""
+        generators, traced = generators_of(self.optimizer.parameters), list[Any]()
+        with suppress(_UndoneError), self._explained(step):
+            traced = [self._prepare(step, call)[0], *(each.get_state() for each in generators)]
+            raise _UndoneError
+        read = self.eager.take(call.args, call.kwargs)
+        self.loss.zero_grad()  # also of what the optimizer does not train
+        own = self._numbers
+        eps = torch.finfo(own.dtype).eps
+        change = (own - traced[0])[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
+        step.difference = float(change)
+        is_same = torch.equal(own, traced[0]) if self._is_exact else change <= math.sqrt(eps)
+        if not all(map(torch.equal, traced[1:], (each.get_state() for each in generators))):
+            step.refusal = "traced, it draws other random numbers than by Python"
+        elif not is_same:
+            step.refusal = (
+                f"traced, its numbers differ from Python's, the loss by {change:.1g} of it"
+            )
         return read
 
     def _prepare(self, step: ReplayedStep, call: Call) -> Outputs:
@@ -198,6 +234,8 @@ class CompiledStep(Step):
         try:
             with trained, self._modules.unchanged_on_error(self.optimizer.parameters):
                 yield
+        except _UndoneError:
+            raise
         except Exception as error:
             raise NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
 

@@ -21,8 +21,9 @@ def engine_of_fit(
 ) -> Engine:
     """Return what makes the engine of a fit.
 
-    Traced steps are those of Python to the last bit. Compiled ones round otherwise, and a run that goes
-    on from a checkpoint would compile at another step.
+    A trace is replayed where it gave the numbers of Python's step: to the last bit where nothing may be
+    compiled, to rounding otherwise. Compiled steps round otherwise, and a run that goes on from a
+    checkpoint would compile at another step.
 
     Args:
         compiled: What the caller of ``fit`` asked for.

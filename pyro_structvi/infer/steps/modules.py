@@ -8,12 +8,13 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._torch import all_modules, own_tensors
+from pyro_structvi._torch import all_modules, own_tensors, take_apart
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.nn.frozen import buffers_that_change
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
+_OF_TORCH = {*vars(nn.Module())} - {"training"} | {"_flat_weights"}  # lists of named tensors
 
 
 class Modules:
@@ -53,19 +54,22 @@ class Modules:
 
     @contextmanager
     def plain_changes(self) -> Iterator[list[str]]:
-        """Yield a list which names, after the block, the plain values that it has changed."""
+        """Yield a list which names, after the block, the values that it has changed or replaced."""
         before, changed = self._plain_values(), list[str]()
         yield changed
         after = self._plain_values()
         changed += [name for name, value in after.items() if before.get(name) != value]
 
     def _plain_values(self) -> dict[str, Hashable]:
-        """Return the numbers, strings and switches that they may read, by name."""
+        """Return numbers, strings, switches and sets of tensors that they may read, by name."""
         values = dict(self._known_to_functions())
         for number, module in enumerate(self._all()):
-            for name, value in vars(module).items():
-                if type(value) in PLAIN:
-                    values[f"`{name}` of module {number}, a {type(module).__name__}"] = value
+            own = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+            for name, value in (*own, *module.named_buffers(recurse=False)):
+                tensors = frozenset(x for x in take_apart(value)[0] if isinstance(x, Tensor))
+                if type(value) in PLAIN or tensors:
+                    place = f"`{name}` of module {number}, a {type(module).__name__}"
+                    values[place] = tensors or value
         return values
 
     def _known_to_functions(self) -> Iterator[tuple[str, Hashable]]:
@@ -109,24 +113,15 @@ class Modules:
 
     @contextmanager
     def unchanged_on_error(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Put buffers, and random generators of the parameters' devices, back where a block raises.
-
-        Raises:
-            RuntimeError: After the block, if it has replaced a buffer.
-        """
+        """Put buffers, and random generators of the parameters' devices, back where a block raises."""
         buffers = [
             (module, name, buffer, buffer.clone())
             for module, name in self._buffers()
             if (buffer := _at((module, name))) is not None
         ]
-        states = [(each, each.get_state()) for each in _generators(parameters)]
+        states = [(each, each.get_state()) for each in generators_of(parameters)]
         try:
             yield
-            for module, name, buffer, _ in buffers:
-                if getattr(module, name) is not buffer:
-                    raise RuntimeError(
-                        f"the model replaces its buffer `{name}`; change it in place"
-                    )
         except Exception:
             for module, name, buffer, value in buffers:
                 setattr(module, name, buffer.copy_(value))
@@ -163,6 +158,7 @@ def _at(place: tuple[nn.Module, str]) -> Tensor | None:
     return buffer
 
 
-def _generators(parameters: Iterable[Tensor]) -> list[torch.Generator]:
+def generators_of(parameters: Iterable[Tensor]) -> list[torch.Generator]:
+    """Return the random generators that a step with these parameters uses."""
     indices = {value.device.index for value in parameters if value.device.type == "cuda"}
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in indices)]

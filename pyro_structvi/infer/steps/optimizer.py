@@ -99,12 +99,13 @@ class OneOptimizer:
         """Train further parameters, where a Pyro optimizer says how.
 
         Raises:
-            ValueError: If there is no parameter to train.
+            ValueError: If there is no parameter to train, or a learning rate is negative or not finite.
         """
         known = set(self.parameters)
         new = [parameter for parameter in parameters if parameter not in known]
         if self._pyro is not None and new:
             self._add(self._pyro, new)
+            self.check_rates()
         if not any(parameter.requires_grad for parameter in self.parameters):
             raise ValueError("Model and guide must have a parameter to train, but got none.")
 

@@ -43,12 +43,16 @@ class ReplayedStep:
 
     Attributes:
         keeps: What must stay alive with this step.
+        difference: By how much the loss that was traced differs from Python's; None before that.
+        refusal: Why the trace is not to be replayed, if so.
 
     Raises:
         RuntimeError: In a call, if it cannot be compiled.
     """
 
     keeps: Sequence[object] = ()
+    difference: float | None = None
+    refusal: str = ""
 
     def __init__(
         self,
