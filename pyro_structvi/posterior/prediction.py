@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
-from pyro_structvi._checks import Count, checked
+from pyro_structvi._checks import Count, checked, shape_text
 from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.posterior.mixture import mixture_quantile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """What a posterior predicts at N inputs.
 
@@ -47,6 +47,12 @@ class Prediction:
     functions: Any
     likelihood: Any
     num_samples: int
+
+    def __repr__(self) -> str:
+        """Return the shapes of the tensors."""
+        given = [(name, each) for name, each in vars(self).items() if isinstance(each, Tensor)]
+        shapes = ", ".join(f"{name}: {shape_text(each.shape)}" for name, each in given)
+        return f"Prediction({shapes}; {self.num_samples} draws)"
 
     @checked
     def sample_observations(self, num_samples: Count = 1) -> Tensor:

@@ -14,11 +14,14 @@ from pyro_structvi._checks import (
     Count,
     check_same_kind,
     check_shape,
+    check_support,
     checked,
     naming,
     shape_text,
+    validates,
 )
 from pyro_structvi._pyro import make_pyro_module, was_called
+from pyro_structvi._torch import inside_transform, is_tracing
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.calling import call_net, read_output
 from pyro_structvi.nn.plates import run_in_plates
@@ -151,6 +154,8 @@ class Likelihood(PyroModule):
     def _observe(self, likelihood: Any, y: Tensor | None) -> None:
         """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
         size = likelihood.batch_shape[-1]
+        if y is not None and validates(None) and not (inside_transform() or is_tracing()):
+            check_support("y", y, likelihood.support)
         if y is not None and self.num_data is None:
             raise ValueError(
                 "`num_data`, the number of training examples, must be known before observations are "
