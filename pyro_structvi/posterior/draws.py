@@ -36,6 +36,8 @@ def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
     elif poutine.unwrap(posterior) is poutine.unwrap(model):
         got = "the model. Pass the guide that was fitted to it"
     else:
+        if isinstance(posterior, StructuredGuide):
+            posterior.warn_of_other_model()
         return
     raise TypeError(f"`posterior` must be a guide or a dict of draws by site, but got {got}.")
 
