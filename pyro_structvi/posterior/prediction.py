@@ -33,8 +33,8 @@ class Prediction:
             returns several tensors, a tuple or dict of them as it returns them; for one that returns
             nothing, the conditional mean. None if streamed.
         likelihood: The distribution of the observations at each draw, of batch shape
-            ``(num_samples, N)``; None if streamed, or where it does not consist of tensors with an
-            entry for each example.
+            ``(num_samples, N)``, of at most 100 if streamed; None for streamed classes, or where it does
+            not consist of tensors with an entry for each example.
         num_samples: How many draws were averaged.
     """
 
@@ -65,7 +65,7 @@ class Prediction:
             Draws ``(num_samples * S, N, *event)`` for S draws of the weights.
 
         Raises:
-            ValueError: If the prediction was streamed.
+            ValueError: If classes were streamed.
 
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -92,8 +92,7 @@ class Prediction:
             The quantiles ``(N, *event)``, or ``(Q, N, *event)``.
 
         Raises:
-            ValueError: If a level is not between 0 and 1, the prediction was streamed, or the
-                observations are classes.
+            ValueError: If a level is not between 0 and 1, or the observations are classes.
 
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -131,8 +130,7 @@ class Prediction:
             ``(1 + level) / 2``.
 
         Raises:
-            ValueError: If the level is not between 0 and 1, the prediction was streamed, or the
-                observations are classes.
+            ValueError: If the level is not between 0 and 1, or the observations are classes.
 
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
