@@ -8,7 +8,6 @@ from functools import partial
 from inspect import signature
 from typing import Annotated, Any, Literal
 
-import pyro.poutine as poutine
 import torch
 from pyro.optim import PyroOptim
 from torch import nn
@@ -18,8 +17,9 @@ from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, b
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.callbacks import Callbacks
 from pyro_structvi.infer.data.batches import TensorBatches, as_batches, num_examples
-from pyro_structvi.infer.data.data_size import check_scale, set_num_data
+from pyro_structvi.infer.data.data_size import set_num_data
 from pyro_structvi.infer.data.feed import Feed
+from pyro_structvi.infer.data.first_batch import warn_of_first_batch
 from pyro_structvi.infer.elbo import Estimator, StructuredELBO
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.ignored_data import warn_of_ignored_data
@@ -201,7 +201,7 @@ def fit(
         run.check(total, loader, settings)
     default = partial(StructuredAdam, guide, warm_up=WARM_UP * total)
     make_optimizer = partial(optimizer or default, **own_lr)
-    set_num_data(poutine.unwrap(model), size)
+    set_num_data(model, guide, size)
     with training_mode(model, guide), noise_of_rank(device):
         feed = run.feed(loader)
         is_silent = not progress or world()[0] > 0
@@ -234,7 +234,7 @@ def _steps(
     with run.unchanged_on_error(), run.first_arguments() as (args, kwargs):
         _initialize(guide, args, kwargs)
         _check_local_sites(guide, num_batches)
-        check_scale(loss.parts[0], args, kwargs, num_batches, size)
+        warn_of_first_batch(loss.parts, args, kwargs, num_batches, size)
         made = make_optimizer([*loss.trained.values()])
         check("optimizer(parameters, lr=lr)", made, torch.optim.Optimizer)
         optimizer = OneOptimizer(made)

@@ -13,7 +13,7 @@ from pyro_structvi.nn.layers.rank_one import RankOne
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
 from pyro_structvi.nn.layout import find_layouts
 from pyro_structvi.nn.normalization import normalization_parameters
-from pyro_structvi.nn.priors import Prior, leaves_out, resolve_prior
+from pyro_structvi.nn.priors import Prior, check_patterns, leaves_out, resolve_prior
 from pyro_structvi.nn.reparametrized import check_reparametrized
 from pyro_structvi.nn.sampled_copy import FACTOR_LAYERS, copy_with_sites, without_compiler
 
@@ -59,7 +59,7 @@ def bayesianize(
     Raises:
         TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
         ValueError: If the net has no weights, or lazy ones without a shape, a prior does not fit or
-            needs a fan-in that cannot be known, a pattern of ``layers`` matches no module that fits, a
+            needs a fan-in that cannot be known, a pattern matches no parameter or no module that fits, a
             layer to be replaced shares its weight with another, or a weight is under spectral
             normalization or made orthogonal by Householder reflections.
 
@@ -76,6 +76,7 @@ def bayesianize(
     net = without_compiler(net)
     _check_initialized(net)
     check_elements("net", net.named_parameters())
+    check_patterns(prior, [_plain_name(name) for name, _ in net.named_parameters()])
     converted = _convert_layers(net, {} if layers is None else layers, prior)
     replaced = _parameters_of_layers(net, converted)
     priors, points = _find_priors(net, prior, normalization, replaced)

@@ -188,6 +188,20 @@ def test_a_net_without_weights(net):
         ps.bayesianize(net)
 
 
+@pytest.mark.parametrize(
+    ("prior", "pattern"),
+    [
+        ({"fcc.*": 1.0, "0.bias": 1.0, "*": None}, "fcc.*"),
+        ({"0.*": {"0.weight": 1.0, "1.bias": 2.0, "*": 3.0}, "*": 1.0}, "1.bias"),
+    ],
+)
+def test_a_pattern_of_a_prior_that_matches_nothing(prior, pattern):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    message = f"The pattern '{pattern}' of `prior` matches none of the parameters \\['0.weight'"
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        ps.bayesianize(net, prior)
+
+
 def test_a_net_that_is_none():
     with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got a function"):
         ps.bayesianize(lambda x: x)

@@ -188,6 +188,39 @@ def test_noise_must_be_given():
         ps.Regressor(nn.Linear(3, 2), 6)
 
 
+def test_class_weights_are_those_of_torch():
+    weights, x, y = (
+        torch.tensor([0.5, 1.0, 4.0]),
+        torch.randn(6, 3),
+        torch.tensor([0, 1, 2, 2, 0, 1]),
+    )
+    net = ps.bayesianize(nn.Linear(3, 3))
+    model = ps.Classifier(net, 60, class_weights=weights)
+    trace = poutine.trace(model).get_trace(x, y)
+    trace.compute_log_prob()
+    loss = nn.functional.cross_entropy(trace.nodes["_RETURN"]["value"], y, weights, reduction="sum")
+    torch.testing.assert_close(trace.nodes["obs"]["log_prob_sum"], -10 * loss)
+    guide = ps.MeanFieldGuide(model, init_scale=1e-9)
+    for estimator in ("draws", "moments"):
+        terms = ps.StructuredELBO(estimator=estimator).terms(model, guide, x, y)
+        logits = nn.functional.linear(x, *guide.median().values())
+        loss = nn.functional.cross_entropy(logits, y, weights, reduction="sum")
+        torch.testing.assert_close(terms.log_likelihood["obs"], -10 * loss, rtol=1e-6, atol=0)
+    density = ps.predict(model, guide, x, 2, y=y).log_density
+    torch.testing.assert_close(
+        density, -nn.functional.cross_entropy(logits, y, reduction="none"), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_class_weights_must_fit():
+    net = ps.bayesianize(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="`class_weights` must be positive"):
+        ps.Classifier(net, class_weights=torch.tensor([1.0, 0.0, 1.0]))
+    model = ps.Classifier(net, 4, class_weights=torch.ones(2))
+    with pytest.raises(ValueError, match=r"`class_weights` must have shape \(classes,\) = \(3,\)"):
+        model(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+
+
 @pytest.mark.parametrize("noise_scale", [0.0, -1.0, float("nan"), torch.tensor([1.0, 0.0])])
 def test_noise_must_be_positive(noise_scale):
     with pytest.raises(ValueError, match="`noise_scale` must be positive and finite everywhere"):
