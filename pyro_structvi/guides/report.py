@@ -155,7 +155,7 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
     if use.local_reparam is False:
         return "weight", "local_reparam=False"
     if use.is_recomputed:
-        return "weight", "an activation checkpoint"
+        return "weight", "a use that the backward pass may repeat"
     if use.count is not None and use.count > 1:
         return "weight", f"{use.count} uses"
     if not isinstance(q, WeightDistribution):

@@ -19,7 +19,8 @@ class SiteUse:
             "flipout" for "exact" with flipout elsewhere, False for weights that are always drawn.
         count: How often one pass of the model uses the site, or None before that is known. A weight
             used more than once must be the same weight each time, so it is drawn.
-        is_recomputed: Whether activation checkpointing computes a use again in the backward pass.
+        is_recomputed: Whether the backward pass may compute a use again: that of an activation
+            checkpoint, or of code that took the weight from ``parameters()``.
         has_other_rows: Whether the inputs' first dimension is not that of the examples, as for nodes of
             graphs, time steps in a row, or the share of an expert: outputs drawn row by row are
             then approximate.
