@@ -195,12 +195,13 @@ def is_running(module: nn.Module) -> bool:
     return isinstance(module, PyroModule) and module._pyro_context.active > 0
 
 
-def innermost_handler() -> Any:
-    """Return the handler that entered last, or None.
+def one_draw_around() -> Any:
+    """Return the handler that entered last, if it gives a whole block one draw, or None.
 
-    Pyro keeps the stack private. Without it a pass inside of a block with one draw would look like any.
+    Pyro keeps the stack private. Without it a pass inside of such a block would look like any.
     """
-    return _PYRO_STACK[-1] if _PYRO_STACK else None
+    handler = _PYRO_STACK[-1] if _PYRO_STACK else None
+    return handler if getattr(handler, "is_one_draw", False) else None
 
 
 def was_called(net: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyro.poutine as poutine
 from pyro.poutine.messenger import Messenger
@@ -14,12 +14,9 @@ from pyro_structvi.nn.likelihoods.likelihood import Likelihood
 from pyro_structvi.nn.plain_net import plain_net
 from pyro_structvi.nn.random_module import RandomModule
 
-if TYPE_CHECKING:
-    from pyro_structvi.guides.structured import StructuredGuide
-
 
 @checked
-def to_net(self: "StructuredGuide", draw: Mapping[str, Tensor] | None = None) -> nn.Module:
+def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return a plain net of the class that was made Bayesian, with weights of the posterior.
 
     It is a copy: it generates, merges adapters, and is trained, saved and exported as any net, and the
@@ -46,8 +43,9 @@ def to_net(self: "StructuredGuide", draw: Mapping[str, Tensor] | None = None) ->
 
 
 @contextmanager
+@checked
 def sampled(
-    self: "StructuredGuide", draw: Mapping[str, Tensor] | None = None
+    self: Any, draw: Mapping[str, Tensor] | None = None
 ) -> Iterator[Mapping[str, Tensor]]:
     """Let the model use one draw of the posterior in this block, in all its calls.
 

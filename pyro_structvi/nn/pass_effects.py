@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from pyro_structvi._nested import nested_tensors
-from pyro_structvi._pyro import innermost_handler, plain_class
+from pyro_structvi._pyro import one_draw_around, plain_class
 
 _MISSING = object()
 
@@ -32,8 +32,7 @@ class PassEffects:
         """Take back what the pass before has left, and look at what there is."""
         if self._root is not None:
             return
-        handler = innermost_handler()
-        block = handler if getattr(handler, "is_one_draw", False) else None
+        block = one_draw_around()
         if block is None or block is not self._block:
             self.undo()
         self._root, self._block = root, block

@@ -29,10 +29,11 @@ def plain_net(net: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     Raises:
         ValueError: If a site has no value, or one of another shape.
     """
-    memo: dict[int, Any] = {}  # what is not copied
+    memo: dict[int, Any] = {}  # what the copy does not keep
     for module in net.modules():
-        memo |= {id(value): value for value in vars(module).get("initial_values", {}).values()}
-        memo |= {id(module.get_buffer(name)): None for name in _prior_buffers(module)}
+        starts = vars(module).get("initial_values", {}).values()
+        buffers = map(module.get_buffer, _prior_buffers(module))
+        memo |= {id(value): value for value in (*starts, *buffers)}
     copied: nn.Module = copy.deepcopy(net, memo)
     made: dict[Any, nn.Parameter] = {
         (id(module), attribute): _parameter_of(module, attribute, values)

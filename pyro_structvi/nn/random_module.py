@@ -11,6 +11,7 @@ from pyro_structvi._pyro import (
     declared_name,
     declared_samples,
     is_running,
+    one_draw_around,
     site_name,
     values_of_pass,
 )
@@ -52,9 +53,9 @@ class RandomModule(PyroModule):
     ) -> Iterator[tuple[str, Any]]:
         """Yield parameters by name; in a pass random and frozen ones too, in the net's own order.
 
-        Who asks for a second one reads values, and not only a dtype or a device. Then all are drawn.
+        Code that asks for a second one reads values, and not only a device. All are drawn then.
         """
-        if not is_running(self):
+        if not is_running(self) and one_draw_around() is None:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         modules = self.named_modules(None, prefix, remove_duplicate) if recurse else [(prefix, self)]
@@ -85,21 +86,25 @@ def check_in_pass(module: PyroModule, name: str) -> None:
 
 
 def _unsampled(module: PyroModule, name: str) -> UnsampledParameter:
+    """Return what stands for a random parameter, with the dtype and the device of its prior's buffers."""
     site, prior = declared_name(module, name), declared_samples(module)[name]
-    owner, attribute = (prior.owner, prior.attribute) if hasattr(prior, "is_tied") else (module, name)
-    initial = vars(owner).get("initial_values", {}).get(attribute)
-    if initial is None:
+    if hasattr(prior, "is_tied"):
+        return _unsampled(prior.owner, prior.attribute)
+    buffers = module.named_buffers(recurse=False)
+    like = next((value for key, value in buffers if key.startswith(f"{name}_")), None)
+    initial = vars(module).get("initial_values", {}).get(name)
+    shape = getattr(prior, "shape", None) if initial is None else initial.shape
+    if like is None or shape is None:
         refuse_outside_of_passes(site)
-    buffers = owner.named_buffers(recurse=False)  # which have moved along, as the start has not
-    like = next((value for key, value in buffers if key.startswith(f"{attribute}_")), initial)
-    return UnsampledParameter(site, initial.shape, like)
+    return UnsampledParameter(site, shape, like)
 
 
 def parameter_names(module: nn.Module) -> list[str]:
     """Return the attributes of a module that are parameters, random ones too, in the net's order."""
     known = vars(module).get("parameter_names")
-    own = [name for name, value in module.named_parameters(recurse=False) if value is not None] 
-    return list(dict.fromkeys([*(declared_samples(module) if known is None else known), *own]))
+    known = declared_samples(module) if known is None else known
+    own = nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
+    return list(dict.fromkeys([*known, *(name for name, _ in own)]))
 
 
 def _named_values(
