@@ -44,9 +44,7 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
 
 @contextmanager
 @checked
-def sampled(
-    self: Any, draw: Mapping[str, Tensor] | None = None
-) -> Iterator[Mapping[str, Tensor]]:
+def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> Iterator[Mapping[str, Tensor]]:
     """Let the model use one draw of the posterior in this block, in all its calls.
 
     The draw is differentiable in the guide's parameters where gradients are on. Guides and

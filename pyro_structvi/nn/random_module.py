@@ -18,6 +18,7 @@ from pyro_structvi._pyro import (
 from pyro_structvi.nn.pass_values import PassValues
 from pyro_structvi.nn.unsampled import UnsampledParameter, refuse_outside_of_passes
 
+
 class RandomModule(PyroModule):
     """A PyroModule whose random parameters are read in passes of the model only.
 
@@ -58,7 +59,9 @@ class RandomModule(PyroModule):
         if not is_running(self) and one_draw_around() is None:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
-        modules = self.named_modules(None, prefix, remove_duplicate) if recurse else [(prefix, self)]
+        modules = (
+            self.named_modules(None, prefix, remove_duplicate) if recurse else [(prefix, self)]
+        )
         named = _named_values(modules, remove_duplicate)
         for name, value in named:
             yield name, value
@@ -107,9 +110,7 @@ def parameter_names(module: nn.Module) -> list[str]:
     return list(dict.fromkeys([*known, *(name for name, _ in own)]))
 
 
-def _named_values(
-    modules: Any, remove_duplicate: bool
-) -> Iterator[tuple[str, Any]]:
+def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
     seen: dict[int, Any] = {}
     for path, module in modules:
         for attribute in parameter_names(module):

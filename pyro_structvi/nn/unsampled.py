@@ -45,6 +45,7 @@ class UnsampledParameter(Tensor):
         if func in _DETACHING:
             return args[0]
         _refuse(args, kwargs)
+        return None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

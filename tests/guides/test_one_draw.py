@@ -130,14 +130,17 @@ def test_a_plain_net_is_one_of_the_users_class(normalization):
     net = Tied()
     model, guide = make(net, normalization)
     plain, x = guide.to_net(), torch.randn(6, 4)
-    assert type(plain) is Tied and type(plain.encoder) is nn.Linear
+    assert type(plain) is Tied
+    assert type(plain.encoder) is nn.Linear
     named, own = dict(plain.named_parameters()), dict(net.named_parameters())
-    assert [*named] == [*own] and [*plain.state_dict()] == [*net.state_dict()]
+    assert [*named] == [*own]
+    assert [*plain.state_dict()] == [*net.state_dict()]
     assert [p.requires_grad for p in named.values()] == [p.requires_grad for p in own.values()]
     assert plain.encoder_of_outputs.weight is plain.decoder.weight
     torch.testing.assert_close(plain(x), net(x), rtol=0, atol=0)  # where the guide starts
     assert not {p.data_ptr() for p in named.values()} & {p.data_ptr() for p in own.values()}
-    assert not {*vars(plain)} - {*vars(net)} and not plain._forward_pre_hooks
+    assert not {*vars(plain)} - {*vars(net)}
+    assert not plain._forward_pre_hooks
     model.net.norm.weight  # the Bayesian net has its own still
     plain(x).sum().backward()
 
@@ -177,7 +180,8 @@ def test_layers_of_this_package_and_scales_of_priors(layer, prior):
     with guide.sampled() as draw:
         expected = model.net(x)
     plain = guide.to_net(draw)
-    assert torch.equal(plain(x), expected) and torch.equal(plain(x), expected)
+    assert torch.equal(plain(x), expected)
+    assert torch.equal(plain(x), expected)
     assert [name for name, _ in plain[2].named_parameters()] == ["weight", "bias"]
 
 
@@ -218,14 +222,20 @@ def test_objectives_and_predictions_draw_inside_of_a_block_as_outside():
 def test_draws_that_do_not_fit():
     model, guide = make()
     draw = guide.draw()
-    with pytest.raises(ValueError, match=r"`draw` must have a value for the site 'net\.encoder\.bias'"):
+    with pytest.raises(
+        ValueError, match=r"`draw` must have a value for the site 'net\.encoder\.bias'"
+    ):
         guide.to_net({name: value for name, value in draw.items() if name != "net.encoder.bias"})
     stacked = {name: value.unsqueeze(0) for name, value in draw.items()}
-    with pytest.raises(ValueError, match=r"value of shape \(3, 4\) for the site .*, but got \(1, 3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"value of shape \(3, 4\) for the site .*, but got \(1, 3, 4\)"
+    ):
         guide.to_net(stacked)
     with (
         guide.sampled(stacked),
-        pytest.raises(ValueError, match=r"value of shape \(3, 4\) for the site .*, but got \(1, 3, 4\)"),
+        pytest.raises(
+            ValueError, match=r"value of shape \(3, 4\) for the site .*, but got \(1, 3, 4\)"
+        ),
     ):
         model(torch.randn(6, 4))
 

@@ -64,10 +64,17 @@ class HandsItsParametersOn(nn.Module):
 
     def __init__(self, adjoint):
         super().__init__()
-        self.field, self.adjoint = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), adjoint
+        self.field, self.adjoint = (
+            nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)),
+            adjoint,
+        )
 
     def forward(self, x):
-        return Adjoint.apply(self.field, x, *self.field.parameters()) if self.adjoint else self.field(x)
+        return (
+            Adjoint.apply(self.field, x, *self.field.parameters())
+            if self.adjoint
+            else self.field(x)
+        )
 
 
 class InnerStep(nn.Module):
@@ -104,12 +111,14 @@ def test_a_net_that_reads_its_parameters_is_the_net_at_the_draw(make):
         torch.testing.assert_close(model(x), guide.to_net(draw)(x), rtol=1e-12, atol=1e-12)
     draws = {name: torch.stack([value, value]) for name, value in guide.draw().items()}
     expected = guide.to_net({name: value[0] for name, value in draws.items()})(x)
-    torch.testing.assert_close(ps.predict(model, draws, x).mean, expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        ps.predict(model, draws, x).mean, expected.detach(), rtol=1e-12, atol=0
+    )
     assert before == torch.float64
 
 
 def test_a_net_that_asks_for_a_device_still_draws_outputs():
-    model, guide = model_of(AsksForADevice())
+    _model, guide = model_of(AsksForADevice())
     guide.initialize(*regression_data())
     assert all(use.gives_outputs for use in guide.uses.values())
 
@@ -179,7 +188,8 @@ def test_caches_in_evaluation_mode_belong_to_one_draw():
         model(x)
         assert model.net.cache["cpu"] is kept
     assert kept == draw["net.layer.weight"].sum()
-    assert copy.deepcopy(model).net.cache == {} and model.net.cache == {}
+    assert copy.deepcopy(model).net.cache == {}
+    assert model.net.cache == {}
     guide.initialize(x, y)
 
 
@@ -201,7 +211,8 @@ class WithMeta(nn.Linear, abc.ABC):
 def test_a_bayesian_net_is_looked_up_as_its_class(kind):
     net = ps.bayesianize(kind() if kind is ReadsItself else kind(3, 1))
     assert str(type(net)) == str(kind)
-    assert isinstance(net, kind) and type(net) is type(copy.deepcopy(net))
+    assert isinstance(net, kind)
+    assert type(net) is type(copy.deepcopy(net))
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n))])
