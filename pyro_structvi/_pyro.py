@@ -117,39 +117,25 @@ def make_plain_module(module: nn.Module) -> None:
 
 
 @cache
-def _with_base(kind: type[nn.Module], base: type[PyroModule]) -> Any:
-    """Return the mixed class of a module's class and a base; libraries look it up by the class's names."""
-    mixed = _mix(kind)
+def _with_base(kind: Any, base: Any) -> Any:
+    """Return a module's class mixed with a base, under the names by which libraries look it up."""
+    modules = (each for each in kind.__mro__ if issubclass(each, nn.Module))
+    plain = next(each for each in modules if issubclass(_PyroModuleMeta, type(each)))
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_plain_class": kind}
     own |= {name: base._refuse for name in base._refused if hasattr(kind, name)}
-    return type(mixed)(f"Pyro{kind.__name__}", (mixed, base), own | {"__reduce__": _reduce})
-
-
-def _mix(kind: type[nn.Module]) -> Any:
-    """Return the mixed class of a module's class, under a metaclass that is of both kinds."""
-    own: Any = type(kind)
-    if issubclass(kind, PyroModule) or issubclass(_PyroModuleMeta, own):
-        return PyroModule[kind]
-    mixed = _PyroModuleMeta._pyro_mixin_cache
-    if kind not in mixed:
-        bases = tuple(_mix(base) for base in kind.__bases__ if issubclass(base, nn.Module))
-        if own not in _JOINT_METACLASSES:
-            _JOINT_METACLASSES[own] = type(f"Pyro{own.__name__}", (_PyroModuleMeta, own), {})
-        joint = _JOINT_METACLASSES[own]
-        mixed[kind] = joint(f"Pyro{kind.__name__}", (kind, *bases), {})
-    return mixed[kind]
-
-
-_JOINT_METACLASSES: dict[type, Any] = {}
+    own["__reduce__"] = _reduce
+    if plain is kind:
+        return _PyroModuleMeta(f"Pyro{kind.__name__}", (PyroModule[kind], base), own)
+    joint: Any = type(f"Pyro{type(kind).__name__}", (_PyroModuleMeta, type(kind)), {})
+    return joint(f"Pyro{kind.__name__}", (kind, PyroModule[plain], base), own)
 
 
 def _reduce(self: PyroModule) -> tuple[Any, ...]:
     """Return how a module of a mixed class is copied and pickled."""
-    base = type(self).__bases__[1]
-    return _new_module, (plain_class(self), base), self.__getstate__()
+    return _new_module, (plain_class(self), type(self).__bases__[-1]), self.__getstate__()
 
 
-def _new_module(kind: type[nn.Module], base: type[PyroModule]) -> Any:
+def _new_module(kind: Any, base: Any) -> Any:
     return object.__new__(_with_base(kind, base))
 
 
@@ -187,14 +173,6 @@ def can_sample(module: PyroModule, name: str) -> bool:
     return bool(_PYRO_STACK) or context.cache.get(site_name(module, name)) is not None
 
 
-def is_running(module: nn.Module) -> bool:
-    """Whether a pass of the model that a module belongs to is running, in which its sites have values.
-
-    Only Pyro's own context knows. Without it ``parameters()`` could not be those of a pass.
-    """
-    return isinstance(module, PyroModule) and module._pyro_context.active > 0
-
-
 def one_draw_around() -> Any:
     """Return the handler that entered last, if it gives a whole block one draw, or None.
 
@@ -202,6 +180,14 @@ def one_draw_around() -> Any:
     """
     handler = _PYRO_STACK[-1] if _PYRO_STACK else None
     return handler if getattr(handler, "is_one_draw", False) else None
+
+
+def lists_values(module: PyroModule) -> bool:
+    """Whether a pass of the model that a module belongs to is running, or there is one draw for a block.
+
+    Only Pyro's own context knows. Without it ``parameters()`` could not be those of a pass.
+    """
+    return module._pyro_context.active > 0 or one_draw_around() is not None
 
 
 def was_called(net: nn.Module) -> bool:

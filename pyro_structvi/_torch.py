@@ -164,19 +164,11 @@ def unlisted_weights(net: nn.Module) -> Iterator[None]:
         layer._flat_weights_names = own
 
 
-def list_weights(layer: nn.RNNBase) -> None:
-    """Let a recurrent layer list its weights anew, which it does by itself only where it sets them.
-
-    Without it an LSTM would go on with the parameters that it had.
-    """
-    layer._init_flat_weights()
-
-
 def remove_hooks(module: nn.Module, hooks: Collection[Any]) -> None:
-    """Remove forward hooks and hooks of state dicts from a module.
+    """Remove hooks from a module.
 
-    Torch removes a hook by what its registration returned, which a copy does not have. Without it a plain
-    copy of a Bayesian net would go on to sample.
+    Torch removes a hook by what its registration returned, which a copy does not have. Without it a
+    plain copy of a Bayesian net would go on to sample.
     """
     for name in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks"):
         own = getattr(module, name)

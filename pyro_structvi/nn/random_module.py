@@ -10,13 +10,13 @@ from pyro_structvi._pyro import (
     can_sample,
     declared_name,
     declared_samples,
-    is_running,
-    one_draw_around,
+    lists_values,
     site_name,
     values_of_pass,
 )
+from pyro_structvi.distributions.medians import example_of
 from pyro_structvi.nn.pass_values import PassValues
-from pyro_structvi.nn.unsampled import UnsampledParameter, refuse_outside_of_passes
+from pyro_structvi.nn.unsampled import UnsampledParameter, refuse
 
 
 class RandomModule(PyroModule):
@@ -36,9 +36,12 @@ class RandomModule(PyroModule):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute; of a random parameter outside of passes a tensor without values."""
-        if name in declared_samples(self) and not can_sample(self, name):
-            return _unsampled(self, name)
-        return super().__getattr__(name)
+        if name not in declared_samples(self) or can_sample(self, name):
+            return super().__getattr__(name)
+        prior = declared_samples(self)[name]
+        if not hasattr(prior, "sample"):
+            prior = getattr(prior, "at_median", prior)(self)
+        return UnsampledParameter(declared_name(self, name), prior.shape(), example_of(prior))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a tensor in place of a random parameter stays there for one pass."""
@@ -56,72 +59,50 @@ class RandomModule(PyroModule):
 
         Code that asks for a second one reads values, and not only a device. All are drawn then.
         """
-        if not is_running(self) and one_draw_around() is None:
+        if not lists_values(self):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
-        modules = (
-            self.named_modules(None, prefix, remove_duplicate) if recurse else [(prefix, self)]
-        )
+        own = [(prefix, self)]
+        modules = self.named_modules(None, prefix, remove_duplicate) if recurse else own
         named = _named_values(modules, remove_duplicate)
         for name, value in named:
             yield name, value
-            _take_out(value)
+            _taken_out(value)
             break
         for name, value in named:
-            yield name, _take_out(value)
+            yield name, _taken_out(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: no values of passes, and what hooks computed as plain tensors."""
-        own = values_of_pass(self)
-        if isinstance(own, PassValues):
-            own.effects.undo()
+        """Return what a copy is made of, without what passes have left."""
+        values = values_of_pass(self)
+        if isinstance(values, PassValues):
+            values.effects.undo()
         super().__getstate__()
-        return {
-            name: value.detach() if isinstance(value, Tensor) and not value.is_leaf else value
-            for name, value in vars(self).items()
-        }
+        own = vars(self).items()
+        computed = {k: v.detach() for k, v in own if isinstance(v, Tensor) and not v.is_leaf}
+        return vars(self) | computed
 
 
 def check_in_pass(module: PyroModule, name: str) -> None:
     """Raise a ``RuntimeError`` unless a pass says which draw of a random parameter is meant."""
     if not can_sample(module, name):
-        refuse_outside_of_passes(declared_name(module, name))
-
-
-def _unsampled(module: PyroModule, name: str) -> UnsampledParameter:
-    """Return what stands for a random parameter, with the dtype and the device of its prior's buffers."""
-    site, prior = declared_name(module, name), declared_samples(module)[name]
-    if hasattr(prior, "is_tied"):
-        return _unsampled(prior.owner, prior.attribute)
-    buffers = module.named_buffers(recurse=False)
-    like = next((value for key, value in buffers if key.startswith(f"{name}_")), None)
-    initial = vars(module).get("initial_values", {}).get(name)
-    shape = getattr(prior, "shape", None) if initial is None else initial.shape
-    if like is None or shape is None:
-        refuse_outside_of_passes(site)
-    return UnsampledParameter(site, shape, like)
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """Return the attributes of a module that are parameters, random ones too, in the net's order."""
-    known = vars(module).get("parameter_names")
-    known = declared_samples(module) if known is None else known
-    own = nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
-    return list(dict.fromkeys([*known, *(name for name, _ in own)]))
+        refuse(declared_name(module, name))
 
 
 def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what modules have in place of the parameters of the net, or of their own."""
     seen: dict[int, Any] = {}
     for path, module in modules:
-        for attribute in parameter_names(module):
+        known = vars(module).get("parameter_names")
+        known = declared_samples(module) if known is None else known
+        own = dict(nn.Module.named_parameters(module, "", False, False))
+        for attribute in dict.fromkeys([*known, *own]):
             value = getattr(module, attribute)
-            if remove_duplicate and id(value) in seen:
-                continue
-            seen[id(value)] = value
-            yield (f"{path}.{attribute}" if path else attribute), value
+            if not remove_duplicate or id(value) not in seen:
+                seen[id(value)] = value
+                yield (f"{path}.{attribute}" if path else attribute), value
 
 
-def _take_out(value: Any) -> Any:
-    """Return a tensor in place of one that stands for a weight, for code that torch does not tell it."""
-    take_out = getattr(value, "take_out", None)
-    return value if take_out is None else take_out()
+def _taken_out(value: Any) -> Any:
+    """Return the tensor itself where a value stands for one."""
+    return getattr(value, "take_out", lambda: value)()

@@ -52,7 +52,7 @@ def copy_with_sites(
                 if not parameter.requires_grad:
                     freeze(module, attribute)
             if declared_samples(module):
-                module.register_state_dict_post_hook(_keep_priors_only)
+                module.register_state_dict_post_hook(keep_priors_only)
     refuse_outside(bayes_net)
     sample_every_site(bayes_net)
     return bayes_net
@@ -104,18 +104,13 @@ def _sample_parameters(bayes_net: PyroModule, priors: dict[int, Any]) -> None:
             initial[attribute] = parameter.detach()
 
 
-def _keep_priors_only(
-    module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
+def keep_priors_only(module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Hold priors in a state dict and no draws, where a module writes its weights into it by itself."""
     buffers = dict(module.named_buffers(recurse=False))
     for attribute in declared_samples(module):
         state.pop(prefix + attribute, None)
         for name in (name for name in buffers if name.startswith(f"{attribute}_prior_")):
             state.setdefault(prefix + name, buffers[name].detach())
-
-
-STATE_HOOKS = (_keep_priors_only,)
 
 
 def _tie(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:

@@ -11,18 +11,12 @@ from pyro_structvi._torch import METADATA, without_storage
 
 
 class UnsampledParameter(Tensor):
-    """A tensor that has shape, dtype and device, and that raises where its values are asked for.
-
-    Args:
-        site: The name of its site.
-        shape: Its shape.
-        like: A tensor of its dtype and device.
-    """
+    """A tensor that has shape, dtype and device, and that raises where its values are asked for."""
 
     site: str
 
     def __new__(cls, site: str, shape: torch.Size, like: Tensor) -> Self:
-        """Make the tensor."""
+        """Make the tensor for a site, with the dtype and the device of ``like``."""
         unsampled = without_storage(cls, shape, like)
         unsampled.site = site
         return unsampled
@@ -33,43 +27,26 @@ class UnsampledParameter(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answer what is known without values; for a state dict it is detached, and left out later."""
+        """Answer what is known without values; a detached one is one still."""
         if func in METADATA or func is Tensor.data_ptr:
             return super().__torch_function__(func, types, args, kwargs or {})
-        if func in _DETACHING:
-            return args[0]
-        _refuse(args, kwargs)
-        return None
+        return args[0] if func in _DETACHING else cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Never:
-        """Reached where ``__torch_function__`` is switched off."""
-        _refuse(args, kwargs)
+        """Say what to do in place of asking for values."""
+        refuse(next(each.site for each in nested_tensors([args, kwargs]) if isinstance(each, cls)))
 
 
 _DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
-def _refuse(args: Any, kwargs: Any) -> Never:
-    tensors = nested_tensors([args, kwargs])
-    sites = [each.site for each in tensors if isinstance(each, UnsampledParameter)]
-    refuse_outside_of_passes(sites[0] if sites else "")
-
-
-def refuse_outside_of_passes(site: str) -> Never:
-    """Raise the error about a random parameter whose values are asked for where it has none.
-
-    Args:
-        site: The name of its site.
-    """
+def refuse(site: str) -> Never:
+    """Raise the error about values that are asked for outside of passes."""
     raise RuntimeError(
         f"The parameter '{site}' is random, and no pass says which draw of it is meant. Predict by "
         "`predict(model, guide, x)`; take a plain net, which generates, merges and saves, by "

@@ -223,7 +223,7 @@ def test_draws_that_do_not_fit():
     model, guide = make()
     draw = guide.draw()
     with pytest.raises(
-        ValueError, match=r"`draw` must have a value for the site 'net\.encoder\.bias'"
+        ValueError, match=r"value of shape \(3,\) for the site 'net\.encoder\.bias', but got none"
     ):
         guide.to_net({name: value for name, value in draw.items() if name != "net.encoder.bias"})
     stacked = {name: value.unsqueeze(0) for name, value in draw.items()}
