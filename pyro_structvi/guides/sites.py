@@ -231,6 +231,8 @@ class _SiteRecorder(ValuesWithoutDraws):
             return
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
         value: Tensor = msg["value"]
+        if value.is_leaf and value.is_floating_point():
+            value.requires_grad_()  # as a parameter does, of which a model may take derivatives
         event_dim, shape = msg["fn"].event_dim, list(value.shape)
         plates = tuple(_plate_of(frame) for frame in frames)
         for plate in plates:

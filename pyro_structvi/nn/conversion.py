@@ -54,7 +54,8 @@ def bayesianize(
             that fits the module. Of a bare layer the name is "".
 
     Returns:
-        A ``PyroModule`` that is called as the net is.
+        A ``PyroModule`` that is called as the net is, inside of a model under Pyro's handlers. Elsewhere
+        its random parameters have no values, and what asks for them raises an error.
 
     Raises:
         TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
@@ -66,12 +67,14 @@ def bayesianize(
     Example:
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        >>> from pyro_structvi import FanIn
+        >>> from pyro_structvi import FanIn, MeanFieldGuide
         >>> bayes_net = bayesianize(net, prior={"*.bias": 1.0, "*": FanIn()})
-        >>> bayes_net(torch.zeros(5, 4)).shape
+        >>> guide = MeanFieldGuide(bayes_net)
+        >>> with guide.sampled():
+        ...     bayes_net(torch.zeros(5, 4)).shape
         torch.Size([5, 1])
-        >>> torch.equal(bayes_net(torch.ones(5, 4)), bayes_net(torch.ones(5, 4)))
-        False
+        >>> type(guide.to_net()).__name__
+        'Sequential'
     """
     net = without_compiler(net)
     _check_initialized(net)

@@ -162,7 +162,7 @@ def test_fit_tells_the_model_how_many_examples_there_are(make):
     model = make(ps.bayesianize(nn.Linear(3, 2)))
     guide, x = ps.MeanFieldGuide(model), torch.zeros(6, 3)
     y = torch.zeros(6, dtype=torch.long) if isinstance(model, ps.Classifier) else torch.zeros(6, 2)
-    assert model(x).shape == (6, 2)
+    assert poutine.block(model)(x).shape == (6, 2)
     with pytest.raises(ValueError, match=r"`num_data`.*train by `fit`"):
         ps.StructuredELBO().terms(model, guide, x, y)
     for size in (6, 4):  # what `fit` has set, it sets anew
@@ -283,7 +283,7 @@ def test_an_empty_batch():
 def test_noise_must_broadcast_to_a_target(noise_scale):
     model = ps.Regressor(nn.Linear(3, 1), 6, noise_scale)
     with pytest.raises(ValueError, match=r"`noise_scale` must broadcast to the shape of a target"):
-        model(torch.zeros(6, 3))
+        poutine.block(model)(torch.zeros(6, 3))
 
 
 def test_noise_takes_its_dtype_from_a_floating_point_tensor():
@@ -295,6 +295,6 @@ def test_noise_takes_its_dtype_from_a_floating_point_tensor():
 
 def test_a_net_that_was_called_before_is_an_error():
     net = ps.bayesianize(nn.Linear(3, 1))
-    net(torch.zeros(1, 3))
+    poutine.block(net)(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="`net` was called before it became part of this model"):
         ps.Regressor(net, 6, 0.1)

@@ -25,12 +25,13 @@ from pyro_structvi._torch import inside_transform, is_tracing
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.calling import call_net, read_output
 from pyro_structvi.nn.plates import run_in_plates
+from pyro_structvi.nn.random_module import RandomModule
 
 Output = Annotated[Callable[[Any], Tensor], NO_CLASS]
 Terms = Literal["elements", "pairs", "last dimension"]
 
 
-class Likelihood(PyroModule):
+class Likelihood(RandomModule):
     """A net as a model of its observations.
 
     A plain net that has PyroModules among its parts becomes one itself, in place, so that the names of
@@ -176,7 +177,7 @@ def _check_net(net: nn.Module) -> nn.Module:
             "first call. Make a new one with `bayesianize` and wrap it before calling it."
         )
     if is_plain and parts:
-        make_pyro_module(net)
+        make_pyro_module(net, RandomModule)
     return net
 
 
