@@ -169,7 +169,7 @@ def step_costs(net: str) -> dict[str, float]:
 
 HEAD = [
     *("guide", "captures", "small net", "wide net"),
-    *("distance to NUTS", "over nets", "deviations", "linear"),
+    *("distance to NUTS", "least - largest", "deviations", "linear"),
 ]
 
 
@@ -230,7 +230,7 @@ def closest(rows: Iterable[Row]) -> str:
     }
     winners = list(dict.fromkeys(best.values()))
     parts = [
-        f"`{guide}` on {listed([NETS[net] for net in NETS if best[net] == guide])}"
+        f"`{guide}` on {listed([f'the {NETS[net]}' for net in NETS if best[net] == guide])}"
         for guide in winners
     ]
     return f"The closest guide on each net: {'; '.join(parts)}."

@@ -63,14 +63,14 @@ def test_deviations_are_compared_by_the_mean_of_logarithms():
 
 
 def test_the_closest_guides_are_named_with_their_nets(monkeypatch):
-    monkeypatch.setattr(summary, "NETS", {"p": "a net", "q": "another"})
+    monkeypatch.setattr(summary, "NETS", {"p": "one", "q": "other"})
     chosen = [own for own in summary.CHOICES if own.code in (MEAN_FIELD, GOOD)]
     monkeypatch.setattr(summary, "CHOICES", chosen)
     assert summary.closest(ROWS) == (
-        "The closest guide on each net: `KTiedGuide` on a net; `MeanFieldGuide` on another."
+        "The closest guide on each net: `KTiedGuide` on the one; `MeanFieldGuide` on the other."
     )
     head, _, *body = summary.by_net(ROWS, chosen).splitlines()
-    assert head == "| distance to NUTS | a net | another | mean | deviations |"
+    assert head == "| distance to NUTS | one | other | mean | deviations |"
     assert body[0].startswith("| `KTiedGuide(rank=2)` | 0.25 | 4.00 | 1.00")
 
 
