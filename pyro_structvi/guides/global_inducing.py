@@ -129,8 +129,8 @@ class GlobalInducingGuide(StructuredGuide):
     @staticmethod
     def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:
         """Return the first inputs of the model's arguments."""
-        if not (args and isinstance(args[0], Tensor)):
-            got = type(args[0]).__name__ if args else "no argument"
+        if not (args and isinstance(args[0], Tensor) and args[0].dim()):
+            got = brief(args[0]) if args else "no argument"
             raise ValueError(
                 "`inputs` can be a number where the model's first argument is a tensor of examples, but "
                 f"it is {got}. Pass the inducing points themselves."

@@ -189,6 +189,8 @@ def test_what_cannot_stand_beside_the_layers_is_refused():
         ps.GlobalInducingGuide(model, x, local_reparam=True)
     with pytest.raises(ValueError, match="Pass the inducing points themselves"):
         ps.GlobalInducingGuide(model, 3).initialize(x=x)
+    with pytest.raises(ValueError, match=r"but it is a torch.Tensor of shape \(\)"):
+        ps.GlobalInducingGuide(lambda scale: model(x), 3).initialize(torch.tensor(1.0))
     guide = ps.GlobalInducingGuide(model, x, first_layer=InducingWeights((2, 2)))
     assert guide.draw()["net.0.weight"].shape == (3, 2)
     with pytest.raises(NotImplementedError, match="depend on each other"):
