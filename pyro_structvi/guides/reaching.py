@@ -29,10 +29,10 @@ def note_what_reaches(
 ) -> None:
     """Note which weights must be drawn for their gradients, and whether the examples meet.
 
-    A run with stand-ins for the weights shows which of them get gradients of the observations, and where
-    some do not, one with ordinary weights which lose theirs by the stand-in only. A run on the same draws
-    with another first row of each layer's outputs shows whether that reaches other examples.
-    Normalizations over a batch do not count: they take their running statistics here.
+    A run with stand-ins for weights shows which of them get gradients of the observations; if some get
+    none, one with ordinary weights shows which lose them by the stand-in. A run on the same draws with
+    another first row of each layer's outputs shows whether that reaches other examples. Normalizations
+    over a batch do not count: they take their running statistics here.
 
     Args:
         model: The model.
