@@ -11,8 +11,9 @@ PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 SMOKE ?=
 ALL ?=
 ONLINE ?=
+FIGURES ?=
 
-.PHONY: help demo test test-all test-nets mutation lint docs bench bench-scaling convergence league clean
+.PHONY: help demo test test-all test-nets mutation lint docs bench bench-scaling convergence league figures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,6 +60,20 @@ convergence: $(INSTALLED) ## the ELBO against steps, by recipes of training; BEN
 
 league: $(INSTALLED) ## distances of posteriors to that of NUTS, and their cost; BENCH="--problem moons --data FILE.npz"
 	$(BIN)/python -m benchmarks.league $(BENCH)
+
+# Tables and pictures of results first, which take seconds; then those that train and sample.
+figures: $(INSTALLED) ## every picture and generated table of README and docs; FIGURES=results without training
+	$(BIN)/python -m benchmarks.tables > /dev/null
+	$(BIN)/python -m benchmarks.summary > /dev/null
+	$(BIN)/python -m benchmarks.league --problem none --output benchmarks/results/league.csv --figure docs/league.svg > /dev/null
+	$(BIN)/python -m benchmarks.scaling --drawn-from benchmarks/results/scaling.json --figure docs/scaling.svg
+	$(BIN)/python docs/scripts/gallery_figures.py --page digits --page lora
+ifneq ($(FIGURES),results)
+	$(BIN)/python docs/scripts/bands.py
+	$(BIN)/python docs/scripts/guide_pictures.py
+	$(BIN)/python docs/scripts/is_it_any_good.py
+	$(BIN)/python docs/scripts/gallery_figures.py
+endif
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist demo_output docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -3,6 +3,7 @@
     make bench                                      # every net and method
     make bench BENCH="--net wide --rounds 30"
     make bench BENCH="--against pyro --compiled --output benchmarks/results/bench.json"
+    make bench BENCH="--chosen --output benchmarks/results/costs.json"  # of the front page
 
 A round times a step and then a prediction of every method in turn, so that a busy machine slows all
 alike. A ratio is that of two times of one round; the table gives its median over rounds, and its
@@ -12,12 +13,14 @@ evaluation mode and without gradients, and the mean of their class probabilities
 live tensors, parameters included, in a step, or in a prediction before any training, over that of the
 net. ``--compiled`` adds steps that are traced and steps that are compiled, as those of ``fit`` with its
 optimizer, and the net's own step compiled; they predict as their guides do. Compiling is not timed.
+``--chosen`` measures traced steps of the guides that the front page names, with their options.
 
 ``make`` also tells glibc to keep freed memory: getting large tensors from the system page by page
 would be a good part of some steps, and is no part of the work.
 """
 
 import argparse
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +31,7 @@ from torch import Tensor
 
 from benchmarks.measure import Times, describe_machine, peak_bytes, quartiles, time_rounds
 from benchmarks.methods import (
+    CHOSEN_METHODS,
     COMPILED_METHODS,
     DETERMINISTIC,
     METHODS,
@@ -48,9 +52,10 @@ def main() -> None:
     parser.add_argument("--guide", choices=METHODS, action="append", help="default: every guide")
     parser.add_argument("--against", choices=["pyro"], help="Pyro's autoguides too, under its SVI")
     parser.add_argument("--compiled", action="store_true", help="traced and compiled steps too")
+    parser.add_argument("--chosen", action="store_true", help="guides of the front page only")
     parser.add_argument("--rounds", type=int, help="default: by the net")
     parser.add_argument("--samples", type=int, default=10, help="draws of a prediction")
-    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    parser.add_argument("--output", type=Path, help="a JSON file, where other nets stay")
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 2:
         parser.error(f"`--rounds` must be at least 2, for quartiles, but got {options.rounds}.")
@@ -62,13 +67,17 @@ def main() -> None:
         faster = TRACED_METHODS | COMPILED_METHODS
         methods |= {title: make for title, make in faster.items() if title in chosen}
     methods |= PYRO_METHODS if options.against else {}
+    if options.chosen:
+        methods = {DETERMINISTIC: METHODS[DETERMINISTIC], **CHOSEN_METHODS}
     results: dict[str, Any] = {
         "machine": describe_machine(),
         "samples": options.samples,
         "nets": {},
     }
+    if options.output and options.output.exists():
+        results["nets"] = json.loads(options.output.read_text())["nets"]
     print(machine_line(results))
-    for name in options.net or OWN_NETS:
+    for name in options.net or (["small", "wide"] if options.chosen else OWN_NETS):
         own = {title: make for title, make in methods.items() if name in ONLY.get(title, NETS)}
         rounds = options.rounds or NETS[name].rounds
         results["nets"][name] = measure_net(NETS[name], own, rounds, options.samples)

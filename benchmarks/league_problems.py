@@ -96,6 +96,35 @@ def two_moons() -> LeagueProblem:
     return LeagueProblem(title, model, x, y, regions, "classes")
 
 
+def two_spirals() -> LeagueProblem:
+    """Two classes on spirals that wind around each other, by a net of two hidden layers."""
+    y, along = torch.arange(200) % 2, torch.rand(200).sqrt()
+    angle, radius = 2.5 * math.pi * along + math.pi * y, 2 * along
+    x = radius.unsqueeze(-1) * torch.stack([angle.cos(), angle.sin()], -1)
+    x = x + 0.05 * torch.randn(200, 2)
+    net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2))
+    model = ps.Classifier(ps.bayesianize(net, ps.FanIn(3.0, 1.0)), num_data=len(x))
+    grid = torch.cartesian_prod(torch.linspace(-4, 4, 33), torch.linspace(-4, 4, 33))
+    inside = grid.norm(dim=-1) < 2
+    regions = {"among the spirals": grid[inside], "outside": grid[~inside]}
+    title = "two spirals, 2-20-20-2 tanh, 200 examples"
+    return LeagueProblem(title, model, x, y, regions, "classes")
+
+
+def clusters() -> LeagueProblem:
+    """A regression whose inputs lie in three clusters of the plane, by a net of two hidden layers."""
+    centers = torch.tensor([[-1.0, -0.8], [1.0, -0.6], [0.0, 1.1]])
+    x = centers.repeat_interleave(50, 0) + 0.25 * torch.randn(150, 2)
+    y = torch.sin(2 * x[:, :1]) * torch.cos(1.5 * x[:, 1:]) + 0.1 * torch.randn(150, 1)
+    net = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
+    model = ps.Regressor(ps.bayesianize(net, ps.FanIn(2.0, 1.0)), len(x), 0.1)
+    grid = torch.cartesian_prod(torch.linspace(-2, 2, 17), torch.linspace(-2, 2, 17))
+    near = torch.cdist(grid, centers).amin(1)
+    regions = {"on data": grid[near < 0.5], "between and outside": grid[near > 0.75]}
+    title = "2-D regression in three clusters, 2-24-24-1 tanh, 150 examples"
+    return LeagueProblem(title, model, x, y, regions, "functions")
+
+
 def small_digits() -> LeagueProblem:
     """Digits of 4 x 4 pixels, a net of 982 weights; digits that were turned are away from the data."""
     data = load_digits()
@@ -147,5 +176,7 @@ LEAGUE: dict[str, Callable[[], LeagueProblem]] = {
     "cosine": cosine_regression,
     "moons": two_moons,
     "digits": small_digits,
+    "spirals": two_spirals,
+    "clusters": clusters,
     "linear": linear_regression,
 }

@@ -13,10 +13,14 @@ TITLES = {
     "cosine": "1-D regression, 1-50-1 tanh, 100 examples",
     "moons": "Two moons, 2-20-20-2 tanh, 200 examples",
     "digits": "Digits of 4 x 4 pixels, 16-36-10 ReLU, 500 examples",
+    "spirals": "Two spirals, 2-20-20-2 tanh, 200 examples",
+    "clusters": "2-D regression in three clusters, 2-24-24-1 tanh, 150 examples",
     "linear": "Conjugate linear regression, 8-1, 60 examples, correlated inputs",
     "energy": "UCI energy with a gap, 8-50-2 ReLU, 512 examples",
 }
 CEILING, PRIOR = "reference, again", "prior"
+SPREAD, COVERAGE = "log ratio of deviations", "coverage"
+LARGEST_R_HAT = 1.05  # of functions; above it the draws of NUTS are no reference
 
 Cells = dict[str, dict[str, list[float]]]  # by method and quantity, a value for each run
 
@@ -24,16 +28,36 @@ Cells = dict[str, dict[str, list[float]]]  # by method and quantity, a value for
 def by_problem(rows: Iterable[Row]) -> dict[str, Cells]:
     """Return the values of each problem by method and quantity."""
     found: dict[str, Cells] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for problem, method, _, quantity, value in rows:
+    order = list(TITLES)
+    known = sorted(rows, key=lambda row: order.index(row[0]) if row[0] in order else len(order))
+    for problem, method, _, quantity, value in known:
         found[problem][method][quantity].append(float(value))
     return found
 
 
 def headline(cells: Cells) -> str:
     """Return the quantity that counts: the distance in the last region."""
-    quantities = [quantity for own in cells.values() for quantity in own if ": " in quantity]
-    region = quantities[-1].split(": ")[0]
-    return next(quantity for quantity in quantities if quantity.startswith(f"{region}: "))
+    region = last_region(cells)
+    return next(
+        quantity for own in cells.values() for quantity in own if quantity.startswith(f"{region}: ")
+    )
+
+
+def last_region(cells: Cells) -> str:
+    """Return the region where the posterior matters most."""
+    *_, last = (quantity for own in cells.values() for quantity in own if ": " in quantity)
+    return last.split(": ")[0]
+
+
+def mixes(cells: Cells) -> bool:
+    """Whether the problem's reference was sampled, and its chains agree on the functions."""
+    r_hats = cells.get(CEILING, {}).get("R-hat", [])
+    return bool(r_hats) and max(r_hats) <= LARGEST_R_HAT
+
+
+def is_exact(cells: Cells) -> bool:
+    """Whether the problem's posterior is known in closed form: there was nothing to sample."""
+    return "gap to the evidence" in {quantity for own in cells.values() for quantity in own}
 
 
 def ordered(cells: Cells) -> list[str]:
@@ -49,8 +73,9 @@ def league_tables(rows: Iterable[Row]) -> str:
     parts = []
     for problem, cells in by_problem(rows).items():
         quantities = list(dict.fromkeys(quantity for own in cells.values() for quantity in own))
-        main = headline(cells)
-        shown = [main, *(q for q in quantities if ": " in q and q != main and shows(q))]
+        region = last_region(cells)
+        measured = [q for q in quantities if ": " in q and shows(q)]
+        shown = sorted(measured, key=lambda q: not q.startswith(f"{region}: "))
         shown += [q for q in ("ELBO", "gap to the evidence", "seconds") if q in quantities]
         body = [
             [
@@ -64,7 +89,9 @@ def league_tables(rows: Iterable[Row]) -> str:
             for quantity in ("R-hat", "effective draws", "divergences")
             if quantity in cells.get(CEILING, {})
         )
-        line = f"\n\nThe second run of NUTS: {said}." if said else ""
+        line = f"\n\nThe worse of two runs of NUTS: {said}." if said else ""
+        if said and not mixes(cells):
+            line += " The chains do not mix, so the problem is in no mean."
         title = TITLES.get(problem, problem)
         parts.append(f"### {title}\n\n{markdown(['posterior', *shown], body)}{line}")
     return "\n\n".join(parts)
@@ -72,7 +99,13 @@ def league_tables(rows: Iterable[Row]) -> str:
 
 def shows(quantity: str) -> bool:
     """Whether a quantity has a column; the others are in the file."""
-    return not quantity.endswith(("difference of means", "of NUTS"))
+    hidden = ("difference of means", "of NUTS", "agreement", "ratio of standard deviations")
+    return not quantity.endswith(hidden)
+
+
+def label(method: str) -> str:
+    """Return a method's name without its options, for figures."""
+    return "MC dropout" if "Dropout(" in method else method.partition("(")[0]
 
 
 def digits(value: float) -> str:
@@ -102,7 +135,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
         for axis, (problem, cells) in zip(axes.flat, found.items(), strict=False):
             main = headline(cells)
             points = {
-                method: (fmean(cells[method]["seconds"]), fmean(cells[method][main]))
+                label(method): (fmean(cells[method]["seconds"]), fmean(cells[method][main]))
                 for method in ordered(cells)
                 if method not in (CEILING, PRIOR)
             }

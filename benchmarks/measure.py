@@ -25,20 +25,26 @@ def time_rounds(
     """Return the seconds of every round, by method and task.
 
     A round runs every method's tasks in turn, so that a busy machine slows all alike. One round
-    before the first warms up.
+    before the first warms up. With one thread on a CPU the seconds are those of the processor, so that
+    they do not count the time in which other programs ran.
     """
+    clock = time.process_time if is_one_thread() else time.perf_counter
     seconds: Times = {name: {task: [] for task in own} for name, own in tasks.items()}
     with tqdm(total=(rounds + 1) * len(tasks), desc=title) as progress:
         for number in range(rounds + 1):
             for name, own in tasks.items():
                 for task, run in own.items():
-                    start = time.perf_counter()
+                    start = clock()
                     run()
                     synchronize()
                     if number >= 1:
-                        seconds[name][task].append(time.perf_counter() - start)
+                        seconds[name][task].append(clock() - start)
                 progress.update()
     return seconds
+
+
+def is_one_thread() -> bool:
+    return torch.get_num_threads() == 1 and not torch.cuda.is_available()
 
 
 def synchronize() -> None:

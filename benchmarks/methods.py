@@ -20,6 +20,7 @@ from pyro.infer.autoguide import (
 from torch import Tensor, nn
 
 import pyro_structvi as ps
+from benchmarks.choices import CHOICES
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss
@@ -267,6 +268,19 @@ TRACED_METHODS = {
     ).items()
 }
 ONLY |= {f"{title}, traced": ONLY[title] for title in TRACED}
+# The guides of the front page with their options, as ``fit`` trains them unless a run is so long that
+# compiling pays.
+CHOSEN_METHODS = {
+    title: compiled(make)
+    for title, make in make_methods(
+        {choice.code: choice.make for choice in CHOICES}, step_traced
+    ).items()
+}
+TOO_LARGE_FOR_WIDE = ("RowwiseGuide", "FullCovarianceGuide")  # at least 32 GiB of parameters
+ONLY |= {
+    title: {"small"} if title.startswith(TOO_LARGE_FOR_WIDE) else {"small", "wide"}
+    for title in CHOSEN_METHODS
+}
 # Compiling takes 15 to 30 s a method and net, and one to two minutes on ResNet-18 and the ConvNeXt.
 # Beside the methods of huge there is no memory.
 OTHERS = {"bert", "llama", "convnext", "gcn"}

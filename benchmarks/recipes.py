@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
         structured: Options of the library's own optimizer; Adam with its defaults when None.
         widens: Train this guide by the defaults in the first half of the steps, and the full covariance
             that begins as its distribution in the second.
-        annealed: The share of the steps in which the weight of the KL rises from 0.
+        anneals: Whether the weight of the KL rises as in ``fit``; it is 1 in every step otherwise.
         particles: Draws averaged in a step.
         only: The one guide that it is for.
     """
@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
     natural: float | None = None
     structured: dict[str, Any] | None = None
     widens: str | None = None
-    annealed: float = 0.0
+    anneals: bool = False
     particles: int = 1
     only: str | None = None
 
@@ -69,8 +69,8 @@ class Recipe(NamedTuple):
         options: dict[str, Any] = {} if self.lr is None else {"lr": self.lr}
         if self.particles > 1:
             options |= {"num_particles": self.particles, "vectorize_particles": True}
-        if self.annealed:
-            options["kl_weight"] = ps.LinearAnnealing(math.ceil(self.annealed * num_steps))
+        if not self.anneals:
+            options["kl_weight"] = 1.0
         if not self.decays:
             options["lr_schedule"] = None
         if self.structured is None:
@@ -103,14 +103,14 @@ def adam_by_kind(
 
 
 RECIPES: dict[str, Recipe] = {
-    "default": Recipe(structured={}),
+    "default": Recipe(structured={}, anneals=True),
+    "whole KL": Recipe(structured={}),
     "widened from rowwise": Recipe(lr=0.01, structured={}, widens="rowwise", only="full"),
     "widened from rowwise, lr 0.1": Recipe(structured={}, widens="rowwise", only="full"),
-    "default, no limit": Recipe(structured={"clip": None}),
-    "default, no warm-up": Recipe(structured={"warm_up": 0}),
-    "default, units alone": Recipe(structured={"posterior_lr": 0.0}),
-    "default, squares by 0.999": Recipe(structured={"betas": (0.9, 0.999)}),
-    "default, KL annealed": Recipe(structured={}, annealed=0.25),
+    "whole KL, no limit": Recipe(structured={"clip": None}),
+    "whole KL, no warm-up": Recipe(structured={"warm_up": 0}),
+    "whole KL, units alone": Recipe(structured={"posterior_lr": 0.0}),
+    "whole KL, squares by 0.999": Recipe(structured={"betas": (0.9, 0.999)}),
     "0.01, lr 0.01": Recipe(constant(0.01), 0.01),
     "0.01, lr 0.02": Recipe(constant(0.01), 0.02),
     "0.01, lr 0.05": Recipe(constant(0.01), 0.05),

@@ -1,6 +1,7 @@
 """Files of results: rows of a CSV file, which a second run reads and goes on from."""
 
 import csv
+import fcntl
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +12,8 @@ Row = tuple[str, ...]
 
 class ResultsFile:
     """The rows that have been measured; each new one is kept at once.
+
+    Several processes may add rows to one file: a lock keeps the rows of a call together.
 
     Args:
         path: A CSV file, or None: then rows are kept in memory only.
@@ -34,9 +37,10 @@ class ResultsFile:
         for row in rows:
             print(*row, flush=True)
         if self.path is not None:
-            is_new = not self.path.exists()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", newline="") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+                is_new = file.seek(0, 2) == 0
                 csv.writer(file, lineterminator="\n").writerows([self.header] * is_new + [*rows])
 
 

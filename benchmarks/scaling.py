@@ -14,6 +14,7 @@ by arithmetic would have there, lower terms included.
 """
 
 import argparse
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -39,7 +40,11 @@ def main() -> None:
     parser.add_argument("--largest", type=float, default=math.inf, help="leave out larger sizes")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     parser.add_argument("--figure", type=Path, help="an image file for the figure")
+    parser.add_argument("--drawn-from", type=Path, help="draw these results, and measure nothing")
     options = parser.parse_args()
+    if options.drawn_from:
+        draw(json.loads(options.drawn_from.read_text()), options.figure)
+        return
     if options.rounds < 2:
         parser.error(f"`--rounds` must be at least 2, for quartiles, but got {options.rounds}.")
     sweeps = {

@@ -1,126 +1,77 @@
-"""The league in one number for each guide: the table of the front page, and the figure of the choice.
+"""The league in a line for each guide: the table of the front page, and the figure of the choice.
 
     python -m benchmarks.summary
 
-A guide's distance to NUTS is divided by that of mean field on the same problem, and so is the time of
-its steps; of the problems the geometric mean is taken. The cost of a step of larger nets is that of
-``benchmarks/results/bench.json``.
+A guide's distance to NUTS is divided by that of mean field on the same net, and the geometric mean over
+nets is taken; nets whose reference does not mix are left out, and the linear regression, whose posterior
+is known in closed form, has a column of its own. The cost of a step is from
+``benchmarks/results/costs.json``.
 """
 
 import argparse
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 from typing import NamedTuple
 
-from benchmarks.league_tables import HEADER, Cells, by_problem, headline
+from benchmarks.choices import CHOICES, FAMILIES, MEAN_FIELD, Choice
+from benchmarks.league_tables import (
+    CEILING,
+    HEADER,
+    PRIOR,
+    SPREAD,
+    Cells,
+    by_problem,
+    headline,
+    is_exact,
+    last_region,
+    mixes,
+)
 from benchmarks.markdown import markdown
 from benchmarks.rows import Row, read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "choosing_a_guide.md"]
-GENERATED = re.compile(
-    r"(?P<begin><!-- summary of the league -->\n).*?(?P<end><!-- end of summary -->)", re.DOTALL
-)
-MEASURE = "mean field"
-
-
-class Choice(NamedTuple):
-    """A guide that the tables name.
-
-    Attributes:
-        code: How to make it.
-        page: Its page, from ``docs/``.
-        captures: What of the posterior it can tell.
-        league: Its name in the league.
-        bench: Its name among the benchmarks.
-    """
-
-    code: str
-    page: str
-    captures: str
-    league: str
-    bench: str
-
-
-CHOICES = [
-    Choice(
-        "GlobalInducingGuide",
-        "guides/global_inducing.md",
-        "correlations of all layers",
-        "global inducing",
-        "global inducing",
-    ),
-    Choice(
-        "MatrixNormalGuide(join_bias=True)",
-        "guides/matrix_normal.md",
-        "correlations of rows, and of columns",
-        "matrix normal, joined",
-        "matrix normal",
-    ),
-    Choice(
-        "RowwiseGuide(join_bias=True)",
-        "guides/rowwise.md",
-        "all correlations within a unit",
-        "rowwise, joined",
-        "rowwise",
-    ),
-    Choice(
-        "InducingWeightGuide",
-        "guides/inducing_weights.md",
-        "correlations within a layer, in few numbers",
-        "FFG-U, 64 x 64",
-        "inducing 64",
-    ),
-    Choice(
-        "FullCovarianceGuide",
-        "guides/full_covariance.md",
-        "all correlations within a layer",
-        "full covariance",
-        "full covariance",
-    ),
-    Choice(
-        'AutoLowRankLRT(rank=5, diagonal="full", join_bias=True)',
-        "guides/low_rank.md",
-        "directions of correlation in a layer",
-        "low rank, full diagonal",
-        "low rank, K = 5",
-    ),
-    Choice(
-        "KTiedGuide(rank=2)",
-        "guides/k_tied.md",
-        "no correlation, with half of the numbers",
-        "k-tied, k = 2",
-        "k-tied, k = 2",
-    ),
-    Choice(
-        "MeanFieldGuide",
-        "guides/mean_field.md",
-        "no correlation",
-        "mean field",
-        "mean field",
-    ),
+PAGES = [
+    *(ROOT / "README.md", ROOT / "docs" / "choosing_a_guide.md", ROOT / "docs" / "league.md"),
+    *sorted({ROOT / "docs" / choice.page for choice in CHOICES}),
 ]
+GENERATED = re.compile(
+    r"(?P<begin><!-- summary: (?P<part>\w+) -->\n).*?(?P<end><!-- end of summary -->)", re.DOTALL
+)
+NETS = {
+    "cosine": "1-D regression",
+    "clusters": "three clusters",
+    "moons": "two moons",
+    "spirals": "two spirals",
+    "digits": "digits",
+}
+MEASURE = MEAN_FIELD.code
 
 
 class Summary(NamedTuple):
-    """A posterior's distance to NUTS and the time of a step, those of mean field being 1.
+    """How far a posterior is from NUTS; a distance is divided by that of mean field.
 
     Attributes:
-        distance: The geometric mean over problems.
+        distance: The geometric mean over nets.
         error: Its standard error, over runs of the training.
-        cost: The geometric mean of times.
-        by_problem: The distance on each problem.
+        cost: The geometric mean of times, that of mean field being 1.
+        by_problem: The distance on each net.
+        factor: By how much standard deviations of the function differ from those of NUTS.
+        factor_error: Its standard error, over runs of the training.
+        exact: The distance on the problem whose posterior is known in closed form.
     """
 
     distance: float
     error: float
     cost: float
     by_problem: Mapping[str, float]
+    factor: float
+    factor_error: float
+    exact: float
 
 
 def main() -> None:
@@ -137,39 +88,58 @@ def main() -> None:
 
 
 def render(text: str, page: Path) -> str:
-    """Put the table in the place that a page has for it."""
-    folder = "docs/" if page.parent == ROOT else ""
-    made = table(read_rows(RESULTS / "league.csv", HEADER), folder)
-    return GENERATED.sub(lambda found: f"{found['begin']}\n{made}\n\n{found['end']}", text)
+    """Put tables and captions in the places that a page has for them."""
+    rows = read_rows(RESULTS / "league.csv", HEADER)
+    parts: dict[str, Callable[[], str]] = {
+        "guides": lambda: table(rows, "docs/" if page.parent == ROOT else ""),
+        "closest": lambda: closest(rows),
+        "bands": lambda: deviations(rows),
+        "nets": lambda: by_net(rows, CHOICES),
+        "page": lambda: by_net(rows, [own for own in CHOICES if page.match(own.page)]),
+    }
+    return GENERATED.sub(
+        lambda found: f"{found['begin']}\n{parts[found['part']]()}\n\n{found['end']}", text
+    )
 
 
 # ---- numbers -------------------------------------------------------------------------------------
 
 
 def summarize(rows: Iterable[Row]) -> dict[str, Summary]:
-    """Return the summary of each method that was measured on every problem."""
+    """Return the summary of each method that was measured on every problem that counts."""
     problems = by_problem(rows)
+    nets = {title: cells for title, cells in problems.items() if mixes(cells)}
+    exact = next(cells for cells in problems.values() if is_exact(cells))
     names = [
         name
-        for name in next(iter(problems.values()))
-        if all(headline(cells) in cells.get(name, {}) for cells in problems.values())
+        for name in next(iter(nets.values()))
+        if all(headline(cells) in cells.get(name, {}) for cells in (*nets.values(), exact))
     ]
-    return {name: summary(name, problems) for name in names}
+    return {name: summary(name, nets, exact) for name in names}
 
 
-def summary(name: str, problems: Mapping[str, Cells]) -> Summary:
+def summary(name: str, nets: Mapping[str, Cells], exact: Cells) -> Summary:
     ratios = {
-        title: ratio_to_measure(cells, name, headline(cells)) for title, cells in problems.items()
+        title: ratio_to_measure(cells, name, headline(cells)) for title, cells in nets.items()
     }
     values = {title: value for title, (value, _) in ratios.items()}
     middle = geometric_mean(values.values())
-    error = middle * math.hypot(*(error for _, error in ratios.values())) / len(ratios)
     times = [
         ratio_to_measure(cells, name, "seconds")[0]
-        for cells in problems.values()
+        for cells in nets.values()
         if sum(cells[name].get("seconds", [])) > 0
     ]
-    return Summary(middle, error, geometric_mean(times) if times else math.nan, values)
+    logs = [cells[name][f"{last_region(cells)}: {SPREAD}"] for cells in nets.values()]
+    factor = math.exp(fmean(map(fmean, logs)))
+    return Summary(
+        distance=middle,
+        error=middle * math.hypot(*(error for _, error in ratios.values())) / len(ratios),
+        cost=geometric_mean(times) if times else math.nan,
+        by_problem=values,
+        factor=factor,
+        factor_error=factor * math.hypot(*map(standard_error, logs)) / len(logs),
+        exact=ratio_to_measure(exact, name, headline(exact))[0],
+    )
 
 
 def ratio_to_measure(cells: Cells, name: str, quantity: str) -> tuple[float, float]:
@@ -180,51 +150,110 @@ def ratio_to_measure(cells: Cells, name: str, quantity: str) -> tuple[float, flo
 
 
 def relative_error(values: list[float]) -> float:
-    """Return the standard error of a mean over the mean; zero of a single value."""
-    if len(values) < 2:
-        return 0.0
-    return stdev(values) / math.sqrt(len(values)) / fmean(values)
+    """Return the standard error of a mean over the mean."""
+    return standard_error(values) / fmean(values)
 
 
-def step_ratio(net: str, name: str) -> float | None:
-    """Return the cost of a step of a net in units of the net's own, where it was measured."""
-    methods = json.loads((RESULTS / "bench.json").read_text())["nets"][net]["methods"]
-    return float(methods[name]["step"]["ratio"][1]) if name in methods else None
+def standard_error(values: list[float]) -> float:
+    """Return the standard error of a mean; zero of a single value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def step_costs(net: str) -> dict[str, float]:
+    """Return the time of a step of ``fit`` in units of the net's own, by the guides' calls."""
+    methods = json.loads((RESULTS / "costs.json").read_text())["nets"][net]["methods"]
+    return {name: float(own["step"]["ratio"][1]) for name, own in methods.items()}
 
 
 # ---- table and figure ----------------------------------------------------------------------------
 
+HEAD = [
+    *("guide", "captures", "small net", "wide net"),
+    *("distance to NUTS", "least - largest", "deviations", "linear"),
+]
+
 
 def table(rows: Iterable[Row], folder: str) -> str:
-    """Return the table of guides, the closest to NUTS first."""
-    found = summarize(rows)
-    choices = sorted(CHOICES, key=lambda choice: found[choice.league].distance)
-    head = ["guide", "what it captures", "small net", "wide net", "distance to NUTS"]
+    """Return the table of guides, the closest to NUTS first, between NUTS itself and the prior."""
+    found = summarize(list(rows))
+    costs = [step_costs(net) for net in ("small", "wide")]
     body = [
         [
-            f"[`{short(choice)}`]({folder}{choice.page})",
+            f"[`{choice.code}`]({folder}{choice.page})",
             choice.captures,
-            *(show_ratio(step_ratio(net, choice.bench)) for net in ("small", "wide")),
-            show_distance(found[choice.league]),
+            *(f"{own[choice.code]:.1f}" if choice.code in own else TOO_LARGE for own in costs),
+            *distance_cells(found[choice.code]),
+        ]
+        for choice in sorted(CHOICES, key=lambda choice: found[choice.code].distance)
+    ]
+    ends = {"NUTS, a second run": CEILING, "the prior": PRIOR}
+    first, last = ([title, "", "", "", *distance_cells(found[ends[title]])] for title in ends)
+    return markdown(HEAD, [first, *body, last])
+
+
+TOO_LARGE = "too large"
+
+
+def distance_cells(own: Summary) -> list[str]:
+    """Return the distance with its error, the least and largest of a net, and the other measures."""
+    least, largest = min(own.by_problem.values()), max(own.by_problem.values())
+    return [
+        with_error(own.distance, own.error),
+        f"{least:.2f} - {largest:.2f}",
+        with_error(own.factor, own.factor_error),
+        f"{own.exact:.2f}",
+    ]
+
+
+def by_net(rows: Iterable[Row], choices: Iterable[Choice]) -> str:
+    """Return the table of guides and nets, the distance of mean field being 1."""
+    found = summarize(rows)
+    head = ["distance to NUTS", *NETS.values(), "mean", "deviations"]
+    body = [
+        [
+            f"`{choice.code}`",
+            *(f"{found[choice.code].by_problem[net]:.2f}" for net in NETS),
+            with_error(found[choice.code].distance, found[choice.code].error),
+            with_error(found[choice.code].factor, found[choice.code].factor_error),
         ]
         for choice in choices
     ]
     return markdown(head, body)
 
 
-def short(choice: Choice) -> str:
-    """Return the name without options."""
-    return choice.code.partition("(")[0]
+def closest(rows: Iterable[Row]) -> str:
+    """Return a sentence that names the closest guide on each net."""
+    found = summarize(rows)
+    best = {
+        net: min(CHOICES, key=lambda choice: found[choice.code].by_problem[net]).guide
+        for net in NETS
+    }
+    winners = list(dict.fromkeys(best.values()))
+    parts = [
+        f"`{guide}` on {listed([f'the {NETS[net]}' for net in NETS if best[net] == guide])}"
+        for guide in winners
+    ]
+    return f"The closest guide on each net: {'; '.join(parts)}."
 
 
-def show_ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def deviations(rows: Iterable[Row]) -> str:
+    """Return the ratios of standard deviations to NUTS between the clusters of the regression."""
+    cells = by_problem(rows)["cosine"]
+    quantity = f"{last_region(cells)}: ratio of standard deviations"
+    head = [f"`{choice.guide.removesuffix('Guide')}`" for choice in FAMILIES]
+    ratios = [f"{fmean(cells[choice.code][quantity]):.2f}" for choice in FAMILIES]
+    return markdown(head, [ratios])
 
 
-def show_distance(own: Summary) -> str:
+def listed(parts: Sequence[str]) -> str:
+    """Return a list in words."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def with_error(value: float, error: float) -> str:
     space = "\N{NO-BREAK SPACE}"
-    error = f"{space}±{space}{own.error:.2f}" if own.error else ""
-    return f"{own.distance:.2f}{error}"
+    said = f"{space}±{space}{error:.2f}" if error else ""
+    return f"{value:.2f}{said}"
 
 
 def draw_figure(rows: Iterable[Row], path: Path) -> None:
@@ -235,9 +264,9 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
 
     from pyro_structvi.plots.label_places import place_labels
 
-    shown = {choice.league: short(choice) for choice in CHOICES}
-    shown |= {"MAP": "MAPGuide", "Ensemble-W": "EnsembleGuide", "MC dropout": "MCDropoutGuide"}
-    found = [summarize(rows)[name] for name in shown]
+    shown = {choice.code: choice.guide for choice in CHOICES}
+    summaries = summarize(rows)
+    found = [summaries[name] for name in shown]
     columns = ((own.cost, own.distance, own.error) for own in found)
     cost, distance, error = (np.array(values) for values in zip(*columns, strict=True))
     with rc_context({"svg.hashsalt": "choosing", "font.size": 9}):

@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument(
         "--noise", action="append", help="heteroscedastic (default), learned, or a number"
     )
-    parser.add_argument("--annealed", default="0.5", help="a share of the steps")
+    parser.add_argument(
+        "--annealed", choices=["0.5", "0"], default="0.5", help="0 has the whole KL in every step"
+    )
     parser.add_argument("--splits", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--draws", type=int, default=500, help="of each posterior")
@@ -61,7 +63,8 @@ def values(name: str, split: Split, key: tuple[str, ...], options: argparse.Name
     own = noise if noise in (HETEROSCEDASTIC, LEARNED) else float(noise)
     model = make_model(split, own, units_of(name), {"*.weight": PRIORS[prior], "*": 1.0})
     guide = GUIDES[options.guide](model)
-    found = measure(split, model, guide, options.steps, options.draws, float(annealed))
+    kl_weight = "annealed" if float(annealed) else 1.0
+    found = measure(split, model, guide, options.steps, options.draws, kl_weight=kl_weight)
     return [digits(found[quantity]) for quantity in HEADER[6:]]
 
 

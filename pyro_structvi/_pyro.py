@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 from pyro.nn import PyroModule
@@ -84,8 +85,8 @@ def site_name(module: PyroModule, attribute: str) -> str:
     return str(module._pyro_get_fullname(attribute))
 
 
-def make_pyro_module(net: Any) -> None:
-    """Turn a module and all in it into PyroModules, in place.
+def make_pyro_module(net: Any, base: type[PyroModule]) -> None:
+    """Turn a module and all in it into PyroModules of a base class, in place.
 
     Pyro's own conversion mixes a class into that of a module, which Python refuses for classes with a
     metaclass of another kind, as that of ``abc.ABC``, and takes each child out for a moment, which
@@ -94,35 +95,48 @@ def make_pyro_module(net: Any) -> None:
     """
     plain = [module for module in net.modules() if not isinstance(module, PyroModule)]
     for module in plain:
-        module.__class__ = _mix(type(module))
+        module.__class__ = _with_base(type(module), base)
         context = {"_pyro_name": "", "_pyro_context": _Context()}
         vars(module).update(context, _pyro_params=OrderedDict(), _pyro_samples=OrderedDict())
     net._pyro_set_supermodule(net._pyro_name, net._pyro_context)
 
 
-def _mix(kind: type[nn.Module]) -> Any:
-    """Return the mixed class of a module's class, under a metaclass that is of both kinds."""
-    own: Any = type(kind)
-    if issubclass(kind, PyroModule) or issubclass(_PyroModuleMeta, own):
-        return PyroModule[kind]
-    cache = _PyroModuleMeta._pyro_mixin_cache
-    if kind not in cache:
-        bases = tuple(_mix(base) for base in kind.__bases__ if issubclass(base, nn.Module))
-        if own not in _JOINT_METACLASSES:
-            _JOINT_METACLASSES[own] = type(f"Pyro{own.__name__}", (_PyroModuleMeta, own), {})
-        joint = _JOINT_METACLASSES[own]
-        cache[kind] = joint(f"Pyro{kind.__name__}", (kind, *bases), {"__reduce__": _reduce})
-    return cache[kind]
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it became a PyroModule here, or the class it has."""
+    kind: type[nn.Module] = vars(type(module)).get("_plain_class", type(module))
+    return kind
 
 
-_JOINT_METACLASSES: dict[type, Any] = {}
+def make_plain_module(module: nn.Module) -> None:
+    """Give a module the class that it had, without what Pyro keeps in it."""
+    kind = plain_class(module)
+    if kind is not type(module):
+        module.__class__ = kind
+        for name in [name for name in vars(module) if name.startswith("_pyro_")]:
+            del vars(module)[name]
+
+
+@cache
+def _with_base(kind: Any, base: Any) -> Any:
+    """Return a module's class mixed with a base, under the names by which libraries look it up."""
+    modules = (each for each in kind.__mro__ if issubclass(each, nn.Module))
+    plain = next(each for each in modules if issubclass(_PyroModuleMeta, type(each)))
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_plain_class": kind}
+    own |= {name: base._refuse for name in base._refused if hasattr(kind, name)}
+    own["__reduce__"] = _reduce
+    if plain is kind:
+        return _PyroModuleMeta(f"Pyro{kind.__name__}", (PyroModule[kind], base), own)
+    joint: Any = type(f"Pyro{type(kind).__name__}", (_PyroModuleMeta, type(kind)), {})
+    return joint(f"Pyro{kind.__name__}", (kind, PyroModule[plain], base), own)
 
 
 def _reduce(self: PyroModule) -> tuple[Any, ...]:
-    """Return how a module of a mixed class is pickled, as Pyro does it."""
-    state = getattr(self, "__getstate__", vars(self).copy)()
-    plain = type(self).__mro__[1]
-    return _PyroModuleMeta._New, (plain,), state
+    """Return how a module of a mixed class is copied and pickled."""
+    return _new_module, (plain_class(self), type(self).__bases__[-1]), self.__getstate__()
+
+
+def _new_module(kind: Any, base: Any) -> Any:
+    return object.__new__(_with_base(kind, base))
 
 
 def tie_site(module: PyroModule, attribute: str, owner: PyroModule, owners_attribute: str) -> None:
@@ -146,6 +160,34 @@ class _TiedNames:
         if attribute in self.tied:
             return site_name(*self.tied[attribute])
         return str(PyroModule._pyro_get_fullname(self.module, attribute))
+
+
+def can_sample(module: PyroModule, name: str) -> bool:
+    """Whether a module's site has a value in a pass that is running, or a handler to get one from.
+
+    Pyro keeps both private. Without it a weight would be drawn from its prior wherever it is read.
+    """
+    context = module._pyro_context
+    if not context.active:
+        return False
+    return bool(_PYRO_STACK) or context.cache.get(site_name(module, name)) is not None
+
+
+def one_draw_around() -> Any:
+    """Return the handler that entered last, if it gives a whole block one draw, or None.
+
+    Pyro keeps the stack private. Without it a pass inside of such a block would look like any.
+    """
+    handler = _PYRO_STACK[-1] if _PYRO_STACK else None
+    return handler if getattr(handler, "is_one_draw", False) else None
+
+
+def lists_values(module: PyroModule) -> bool:
+    """Whether a pass of the model that a module belongs to is running, or there is one draw for a block.
+
+    Only Pyro's own context knows. Without it ``parameters()`` could not be those of a pass.
+    """
+    return module._pyro_context.active > 0 or one_draw_around() is not None
 
 
 def was_called(net: nn.Module) -> bool:

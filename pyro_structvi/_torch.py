@@ -1,7 +1,7 @@
 """Private parts of torch for nets and weights, each with its use and with what breaks without it."""
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -162,6 +162,18 @@ def unlisted_weights(net: nn.Module) -> Iterator[None]:
     yield
     for layer, own in zip(layers, names, strict=True):
         layer._flat_weights_names = own
+
+
+def remove_hooks(module: nn.Module, hooks: Collection[Any]) -> None:
+    """Remove hooks from a module.
+
+    Torch removes a hook by what its registration returned, which a copy does not have. Without it a
+    plain copy of a Bayesian net would go on to sample.
+    """
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks"):
+        own = getattr(module, name)
+        for key in [key for key, hook in own.items() if hook in hooks]:
+            del own[key]
 
 
 def take_apart(tree: Any) -> tuple[list[Any], Hashable]:

@@ -51,7 +51,8 @@ SCRIPTS = {
     ],
     "benchmarks/league.py": [
         *("--smoke", "--problem", "linear", "--problem", "cosine", "--references", "{folder}"),
-        *("--method", "reference, again", "--method", "k-tied, k = 1", "--method", "MC dropout"),
+        *("--method", "reference, again", "--method", "KTiedGuide(rank=1)"),
+        *("--method", "MAPGuide"),
         *("--output", "{folder}/league.csv", "--figure", "{folder}/league.svg"),
     ],
     "benchmarks/moments.py": ["--smoke", "--output", "{folder}/moments.csv"],
@@ -103,6 +104,7 @@ SCRIPTS = {
         "--rounds",
         "1",
     ],
+    "docs/scripts/walks.py": [],
     "docs/scripts/traced_steps.py": ["--rounds", "2", "--guide", "k-tied, k = 2"],
     "docs/scripts/step_profile.py": [
         *("--net", "small", "--steps", "1", "--top", "2"),

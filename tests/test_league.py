@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,10 @@ ROWS = [
     ("p", "good", "0", "seconds", "2"),
     ("p", "good", "0", "ELBO", "-3"),
     ("p", "good", "0", "near: Wasserstein", "0.3"),
+    ("p", "good", "0", "near: coverage", "0.8"),
     ("p", "good", "0", "far: Wasserstein", "0.1"),
     ("p", "good", "0", "far: difference of means", "7"),
+    ("p", "good", "0", "far: coverage", "0.9"),
     ("p", "good", "1", "far: Wasserstein", "0.3"),
     ("p", "bad", "0", "seconds", "1"),
     ("p", "bad", "0", "near: Wasserstein", "0.2"),
@@ -31,13 +34,24 @@ ROWS = [
 def test_the_table_is_ordered_by_the_distance_in_the_last_region():
     text = league_tables.league_tables(ROWS).splitlines()
     head, _, *body = (line for line in text if line.startswith("|"))
-    assert head == "| posterior | far: Wasserstein | near: Wasserstein | ELBO | seconds |"
+    columns = "far: Wasserstein | far: coverage | near: Wasserstein | near: coverage"
+    assert head == f"| posterior | {columns} | ELBO | seconds |"
     assert body == [
-        "| reference, again | 0.010 |  |  |  |",
-        "| good | 0.200 ± 0.100 | 0.300 | -3.00 | 2.00 |",
-        "| bad | 25.0 | 0.200 |  | 1.00 |",
+        "| reference, again | 0.010 |  |  |  |  |  |",
+        "| good | 0.200 ± 0.100 | 0.900 | 0.300 | 0.800 | -3.00 | 2.00 |",
+        "| bad | 25.0 |  | 0.200 |  |  | 1.00 |",
     ]
-    assert text[-1] == "The second run of NUTS: R-hat 1.25."
+    assert text[-1] == (
+        "The worse of two runs of NUTS: R-hat 1.25. The chains do not mix, so the problem is in no "
+        "mean."
+    )
+
+
+def test_tables_do_not_depend_on_the_order_in_which_problems_were_measured():
+    parts = [[(name, *row[1:]) for row in ROWS] for name in ("digits", "cosine", "own")]
+    one, other = (league_tables.league_tables(chain(*each)) for each in (parts, parts[::-1]))
+    assert one == other
+    assert one.index("1-D regression") < one.index("Digits") < one.index("own")
 
 
 def test_results_come_back_from_their_file(tmp_path):
@@ -48,6 +62,15 @@ def test_results_come_back_from_their_file(tmp_path):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="must have the columns"):
         read_rows(tmp_path / "other.csv", league_tables.HEADER)
+
+
+def test_processes_add_to_one_file(tmp_path):
+    """Both have found no file; the second one writes no second header."""
+    path = tmp_path / "league.csv"
+    first, second = (ResultsFile(path, league_tables.HEADER) for _ in range(2))
+    first.add(*ROWS[:3])
+    second.add(*ROWS[3:])
+    assert read_rows(path, league_tables.HEADER) == ROWS
 
 
 def test_a_page_shows_a_table_of_a_csv_file(tmp_path, monkeypatch):
@@ -102,6 +125,51 @@ def test_a_posterior_has_no_distance_from_itself_and_ratios_are_of_deviations():
     assert math.isinf(found["ratio of standard deviations"])
 
 
+def test_spreads_are_compared_by_their_logarithms_and_a_point_has_the_worst():
+    exact = torch.linspace(-1, 1, 401)[:, None].expand(-1, 3)
+    wide = exact * torch.tensor([2.0, 0.5, 1.0])
+    found = league.spreads(wide, exact)
+    assert found["log ratio of deviations"] == pytest.approx(2 / 3 * math.log(2))
+    assert found["ratio of standard deviations"] == pytest.approx(1)
+    assert found["coverage"] == pytest.approx((1 + 0.45 + 0.9) / 3, abs=0.003)
+    point = league.spreads(0 * exact, exact + 3)
+    assert point["log ratio of deviations"] == pytest.approx(math.log(100))
+    assert point["coverage"] == 0
+
+
+def test_logits_are_compared_without_what_no_probability_depends_on():
+    logits = torch.randn(50, 6, 3)
+    shifted = SimpleNamespace(functions=logits + torch.randn(50, 6, 1), mean=torch.ones(6, 3) / 3)
+    same = SimpleNamespace(functions=logits, mean=torch.ones(6, 3) / 3)
+    found = league.distances("classes", shifted, same)
+    assert found["log ratio of deviations"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["spirals", "clusters"])
+def test_regions_lie_on_the_data_and_away_from_it(name):
+    torch.manual_seed(0)
+    problem = league_problems.LEAGUE[name]()
+    near, far = (torch.cdist(x, problem.x).amin(1) for x in problem.regions.values())
+    assert near.median() < 0.2
+    assert far.median() > 0.6
+    assert len(problem.x) == len(problem.y) == problem.model.num_data
+
+
+def test_the_league_names_guides_by_their_calls():
+    assert 'AutoLowRankLRT(rank=5, diagonal="full", join_bias=True)' in league.SHOWN
+    problem = league_problems.two_moons()
+    for code, make in league.SHOWN.items():
+        names = vars(ps) | {"PointEstimate": ps.families.PointEstimate}
+        names |= {"Dropout": ps.families.Dropout}
+        start, _, end = code.partition("(")
+        own = eval(f"{start}(model, {end or ')'}", {**names, "model": problem.model})
+        made = make(problem.model)
+        for guide in (own, made):
+            guide.initialize(problem.x, problem.y)
+        assert str(own) == str(made)
+        assert [*own.state_dict()] == [*made.state_dict()]
+
+
 def test_the_gap_of_a_regression_is_the_middle_third(tmp_path):
     import numpy as np
 
@@ -123,14 +191,14 @@ def test_the_gap_of_a_regression_is_the_middle_third(tmp_path):
 def test_nothing_is_measured_twice(tmp_path):
     command = [
         *(sys.executable, "-m", "benchmarks.league", "--smoke", "--problem", "linear"),
-        *("--method", "mean field", "--output", str(tmp_path / "league.csv")),
+        *("--method", "MeanFieldGuide", "--output", str(tmp_path / "league.csv")),
         *("--references", str(tmp_path)),
     ]
     first, second = (
         subprocess.run(command, capture_output=True, text=True, check=True, cwd=tables.REPOSITORY)
         for _ in range(2)
     )
-    assert first.stdout.startswith("linear mean field 0 {")
+    assert first.stdout.startswith("linear MeanFieldGuide 0 ")
     assert second.stdout.startswith("### Conjugate linear regression")
     assert first.stdout.endswith(second.stdout)
 

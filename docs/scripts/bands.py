@@ -17,19 +17,17 @@ from torch import Tensor
 
 import pyro_structvi as ps
 from benchmarks import league
+from benchmarks.choices import CHOICES
 from benchmarks.league_problems import LeagueProblem, cosine_regression
 from pyro_structvi.plots.figures import figure_of, make_panels
 
 # By title, the league's name; None is NUTS.
-PANELS = {
-    "NUTS (the posterior)": None,
-    "GlobalInducingGuide": "global inducing",
-    "MatrixNormalGuide": "matrix normal, joined",
-    "RowwiseGuide": "rowwise, joined",
-    "InducingWeightGuide": "FFG-U, 64 x 64",
-    "AutoLowRankLRT": "low rank, full diagonal",
-    "KTiedGuide": "k-tied, k = 2",
-    "MeanFieldGuide": "mean field",
+SHOWN = ("Global", "Matrix", "Rowwise", "Inducing", "AutoLowRank", "KTied", "MeanField")
+PANELS: dict[str, str | None] = {"NUTS (the posterior)": None} | {
+    choice.guide: choice.code
+    for name in SHOWN
+    for choice in CHOICES
+    if choice.guide.startswith(name)
 }
 WIDTHS = (1, 2)  # of the bands, in standard deviations
 
@@ -53,8 +51,7 @@ def main() -> None:
     moments = {title: predict(name, problem, grid, options) for title, name in PANELS.items()}
     for title, (_, scale) in moments.items():
         between = scale[(grid > -0.7).flatten() & (grid < 0.5).flatten()].mean()
-        name = PANELS[title] or "NUTS"
-        print(f"{name}: standard deviation {between:.2f} on average between the clusters")
+        print(f"{title}: standard deviation {between:.2f} on average between the clusters")
     draw(moments, problem, grid, options.figure)
 
 

@@ -63,9 +63,7 @@ PICTURES = {
         "low_rank_constant", lambda m: ps.AutoLowRankLRT(m, rank=5, join_bias=True)
     ),
     "full covariance": Picture("full_covariance", ps.FullCovarianceGuide),
-    "inducing weights": Picture(
-        "inducing_weights", lambda m: ps.InducingWeightGuide(m, inducing_shape=(16, 16))
-    ),
+    "inducing weights": Picture("inducing_weights", ps.InducingWeightGuide),
     "global inducing": Picture("global_inducing", ps.GlobalInducingGuide, has_covariance=False),
     "subnetwork": Picture("subnetwork", ps.MAPGuide, num_chosen=(10, 40)),
     "Walsh-Hadamard": Picture("walsh_hadamard", layer=ps.WalshHadamard()),

@@ -93,6 +93,17 @@ def check_classes(name: str, tensor: Tensor, size: int) -> None:
         )
 
 
+def check_support(name: str, tensor: Tensor, support: Any) -> None:
+    """Raise a ``ValueError`` unless a distribution of that support can give each value."""
+    wrong = ~support.check(tensor)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"`{name}` must be in {getattr(support, 'base_constraint', support)}, as the likelihood is, "
+            f"but {int(wrong.sum())} of {wrong.numel()} observations are not. Mend or drop them; "
+            "classes count from 0, and the net needs an output for each."
+        )
+
+
 def check_broadcastable(name: str, tensor: Tensor, shape: Iterable[int], meaning: str) -> None:
     """Raise a ``ValueError`` unless ``tensor`` broadcasts to ``shape`` without enlarging it."""
     check(name, tensor, Tensor)

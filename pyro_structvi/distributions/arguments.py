@@ -23,6 +23,7 @@ from pyro_structvi._checks import (
     check_shape,
     shape_text,
 )
+from pyro_structvi._torch import inside_jit_trace
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,8 @@ def check_value(
 
 
 def as_size(name: str, shape: Any) -> torch.Size:
-    """Return a shape, or raise unless it is a sequence of sizes."""
-    if not isinstance(shape, tuple) or shape:
+    """Return a shape, or raise unless it is a sequence of sizes or, in a tracer, of tensors for them."""
+    if not inside_jit_trace() and (not isinstance(shape, tuple) or shape):
         check(name, shape, Sequence[Whole])
     return torch.Size(shape)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi.distributions.gaussian_weight import GaussianWeight
+from pyro_structvi.distributions.rowwise import RowwiseNormal
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.linalg.triangular import solve_lower
 from pyro_structvi.maps import LinearMap
@@ -27,13 +28,14 @@ class NormalGivenInputs(TorchDistribution):
     .. math:: W_{i \cdot} \mid X \sim N(S X^\top \Lambda V_{\cdot i}, S), \qquad
         S^{-1} = \operatorname{diag}(s)^{-2} + X^\top \Lambda X,
 
-    independent over rows i, with a precision for each row of X in the diagonal of :math:`\Lambda`. By
-    itself it has no draws and no density: what X is, the layers before decide.
+    independent over rows i, with a precision for each row of X in the diagonal of :math:`\Lambda`, which
+    may be another for each i. By itself it has no draws and no density: the layers before decide what X
+    is.
 
     Args:
         event_shape: The weight's shape, ``(out, *rest)``.
         target: The outputs V, ``(rows, out)``.
-        log_precision: Logarithms of the precisions, ``(rows,)``.
+        log_precision: Logarithms of the precisions, ``(rows,)``, or ``(rows, out)``.
         log_scale: Logarithms of the standard deviations s without any row, ``(in,)``.
 
     References:
@@ -85,32 +87,49 @@ class NormalGivenInputs(TorchDistribution):
         """
         with autocast_off(rows):
             scale = self.log_scale.double().exp()
-            root = (0.5 * self.log_precision.double()).exp().unsqueeze(-1)
+            root = (0.5 * self.log_precision.double()).exp()
+            if root.dim() == 2:
+                return self._of_own_precisions(rows.double() * scale, root, scale)
+            root = root.unsqueeze(-1)
             weighted, target = rows.double() * scale * root, root * self.target.double()
             make = _of_few_rows if len(rows) < len(scale) else _of_many_rows
             return make(self.event_shape, weighted, target, scale, self.log_scale.dtype)
+
+    def _of_own_precisions(self, rows: Tensor, root: Tensor, scale: Tensor) -> GaussianWeight:
+        """Factor one covariance for each output; rows ``(rows, in)`` are of inputs of unit scale."""
+        weighted = root.mT.unsqueeze(-1) * rows
+        target = (root * self.target.double()).mT.unsqueeze(-1)
+        column = _column(weighted)
+        loc = column @ (column.mT @ (weighted.mT @ target))
+        loc, column = scale * loc.squeeze(-1), scale.unsqueeze(-1) * column
+        dtype = self.log_scale.dtype
+        return RowwiseNormal(loc.to(dtype).reshape(self.event_shape), column.to(dtype), False)
 
 
 def _of_many_rows(
     event_shape: torch.Size, weighted: Tensor, target: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> GaussianWeight:
     """Factor the covariance over inputs; rows ``(rows, in)`` have unit precision, inputs unit scale."""
-    precision = _identity(scale) + weighted.mT @ weighted
-    # A factor from the last element on, whose inverse is that of the covariance from the first.
-    inverse = torch.linalg.solve_triangular(
-        _factor(precision.flip(-2, -1)), _identity(scale), upper=False
-    )
-    column = inverse.flip(-2, -1).mT
+    column = _column(weighted)
     loc = (scale.unsqueeze(-1) * (column @ (column.mT @ (weighted.mT @ target)))).mT
     column = scale.unsqueeze(-1) * column
     return _ManyRows(loc.to(dtype).reshape(event_shape), column.to(dtype))
+
+
+def _column(weighted: Tensor) -> Tensor:
+    """Return a lower triangular factor of ``(I + X' X)^-1`` for inputs ``X (*, rows, in)``."""
+    identity = _identity(weighted[..., 0, :])
+    precision = identity + weighted.mT @ weighted
+    # A factor from the last element on, whose inverse is the covariance's from the first.
+    inverse = torch.linalg.solve_triangular(_factor(precision.flip(-2, -1)), identity, upper=False)
+    return inverse.flip(-2, -1).mT
 
 
 def _of_few_rows(
     event_shape: torch.Size, weighted: Tensor, target: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> GaussianWeight:
     """Factor a matrix of the rows, by Woodbury's identity."""
-    tril = _factor(_identity(weighted) + weighted @ weighted.mT)
+    tril = _factor(_identity(weighted[:, 0]) + weighted @ weighted.mT)
     both = torch.linalg.solve_triangular(tril, torch.cat([weighted, target], -1), upper=False)
     whitened, seen = both.split([len(scale), target.shape[-1]], -1)
     loc = (scale.unsqueeze(-1) * (whitened.mT @ seen)).mT
@@ -118,13 +137,13 @@ def _of_few_rows(
 
 
 def _identity(like: Tensor) -> Tensor:
-    return torch.eye(len(like), dtype=like.dtype, device=like.device)
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 def _factor(matrix: Tensor) -> Tensor:
     """Return a Cholesky factor, of NaN where inputs are not finite, without waiting for a GPU."""
     tril, info = torch.linalg.cholesky_ex(matrix)
-    masked: Tensor = tril.masked_fill(info > 0, torch.nan)
+    masked: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
     return masked
 
 

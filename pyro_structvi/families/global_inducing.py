@@ -16,7 +16,8 @@ class GlobalInducing(MatrixFamily):
 
     Parameters are ``target (rows, out)`` and ``log_precision (rows,)``, a row for each inducing point,
     or for each of its positions in a convolution, and ``log_scale (in,)``, the standard deviations
-    without any row: rows (out + 1) + in numbers. They belong to the points, so that
+    without any row: rows (out + 1) + in numbers. Layers of two to four outputs, such as a mean and a
+    noise scale, have ``log_precision (rows, out)``. They belong to the points, so that
     :class:`~pyro_structvi.guides.GlobalInducingGuide` makes them.
 
     Args:

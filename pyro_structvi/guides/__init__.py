@@ -6,7 +6,7 @@ from pyro_structvi.guides.inducing_weights import InducingWeightGuide
 from pyro_structvi.guides.local_latents import LocalLatentWarning
 from pyro_structvi.guides.memory_estimate import MemoryEstimate, estimate_memory
 from pyro_structvi.guides.points import EnsembleGuide, MAPGuide, MCDropoutGuide
-from pyro_structvi.guides.pyro_autoguide import NewParametersWarning
+from pyro_structvi.guides.pyro_autoguide import ModelStateWarning, NewParametersWarning
 from pyro_structvi.guides.report import GuideReport, ParameterReport
 from pyro_structvi.guides.short_forms import *  # noqa: F403  (a new short form is named there alone)
 from pyro_structvi.guides.sites import OtherRowsWarning, UnusedSiteWarning
@@ -23,6 +23,7 @@ __all__ = [
     "MCDropoutGuide",
     "MemoryEstimate",
     "NewParametersWarning",
+    "ModelStateWarning",
     "OtherRowsWarning",
     "ParameterReport",
     "StructuredGuide",

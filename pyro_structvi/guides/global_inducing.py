@@ -20,6 +20,10 @@ from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.guides.structured import StructuredGuide
 from pyro_structvi.linalg.precision import autocast_off
 
+# So many outputs have precisions of their own at each point: a mean and a noise scale determine their
+# weights to different degrees. A covariance is factored for each, which many outputs share instead.
+OWN_PRECISIONS = range(2, 5)
+
 
 class GlobalInducingGuide(StructuredGuide):
     r"""Layers that are correlated: each weight is drawn given what the net makes of inducing points.
@@ -155,7 +159,8 @@ class GlobalInducingGuide(StructuredGuide):
             start = posterior.release("loc").flatten(1)
             with autocast_off(start):
                 posterior.put("target", rows.to(start) @ start.mT)
-            precision = start.new_full((len(rows),), -2 * math.log(self.init_scale))
+            each = (len(start),) if len(start) in OWN_PRECISIONS else ()
+            precision = start.new_full((len(rows), *each), -2 * math.log(self.init_scale))
             posterior.put("log_precision", precision)
         points = inputs.detach().clone()
         if self._trains_inputs and points.is_floating_point():

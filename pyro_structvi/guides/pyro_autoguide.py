@@ -6,19 +6,29 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import pyro
+import pyro.poutine as poutine
+import torch
 from pyro.infer.autoguide import AutoGuide
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_structvi._checks import checked, naming, warn_user
 from pyro_structvi.families import Plate
 from pyro_structvi.families.saved_options import KEY, check_options
 from pyro_structvi.guides.options import CreatePlates, InitLocFn
+from pyro_structvi.nn.frozen import buffers_that_change
+from pyro_structvi.nn.likelihoods import Likelihood
 
+MODEL_SUM = "model_sum"
+_WHOLE = (Tensor, nn.Parameter)  # neither sharded nor quantized
 NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
 
 
 class NewParametersWarning(UserWarning):
     """A guide makes parameters after others were handed out, as to an optimizer."""
+
+
+class ModelStateWarning(UserWarning):
+    """A guide was loaded, and not what its model has beside its sites."""
 
 
 class OwningAutoGuide(AutoGuide):
@@ -49,6 +59,9 @@ class OwningAutoGuide(AutoGuide):
         self.init_loc_fn = init_loc_fn
         self.handed_out: set[str] = set()
         self.register_load_state_dict_pre_hook(check_options)
+        self.register_state_dict_post_hook(_add_model_sum)
+        self.register_load_state_dict_pre_hook(_take_model_sum)
+        self._model_sums: tuple[Tensor, Tensor] | None = None  # when saved, and after loading
 
     __getattr__ = nn.Module.__getattr__
     __setattr__ = nn.Module.__setattr__
@@ -79,6 +92,18 @@ class OwningAutoGuide(AutoGuide):
                 NewParametersWarning,
             )
             self.handed_out.update(new)
+
+    def warn_of_other_model(self) -> None:
+        """Warn if the guide was loaded, and the rest of its model neither loaded nor trained."""
+        own = _model_sum(self)
+        if self._model_sums is None or own is None or own != self._model_sums[1]:
+            return
+        if not torch.isclose(own, self._model_sums[0].to(own), rtol=1e-4):
+            warn_user(
+                "The guide was loaded, and the parameters and buffers of its model are not those beside "
+                "which it was saved. Load them too, `model.load_state_dict(...)`.",
+                ModelStateWarning,
+            )
 
     @checked
     def load_state_dict(
@@ -164,6 +189,32 @@ class OwningAutoGuide(AutoGuide):
         for name in {*NOT_PICKLED} - {"master"}:
             new.__dict__[name] = self.__dict__[name]
         return new
+
+
+def _model_sum(guide: Any) -> Tensor | None:
+    """Return the sum of what a model has beside its sites, trained or counted; None if nothing."""
+    module = poutine.unwrap(guide.model) if guide.model is not None else None
+    if not isinstance(module, nn.Module):
+        return None
+    nets = (part for part in module.modules() if not isinstance(part, Likelihood))
+    buffers = (pair for part in nets for pair in buffers_that_change(part))
+    kept = [value for name, value in buffers if "_prior_" not in name]
+    whole = [value for value in (*module.parameters(), *kept) if type(value) in _WHOLE]
+    sums = [
+        value.detach().to(torch.complex64).abs().sum().cpu() for value in whole if not value.is_meta
+    ]
+    return torch.stack(sums).sum() if sums else None
+
+
+def _add_model_sum(guide: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    own = _model_sum(guide)
+    if own is not None:
+        state[f"{prefix}{MODEL_SUM}"] = own
+
+
+def _take_model_sum(guide: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    saved, own = state.pop(f"{prefix}{MODEL_SUM}", None), _model_sum(guide)
+    guide._model_sums = None if saved is None or own is None else (saved, own)
 
 
 def _fits(name: str, value: Any, own: Mapping[str, Any]) -> bool:

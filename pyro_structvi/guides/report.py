@@ -13,7 +13,7 @@ from pyro_structvi._pyro import declared_name
 from pyro_structvi.distributions import PointMass, WeightDistribution
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.guides.joined_bias import joint_name
-from pyro_structvi.guides.sites import trial_run
+from pyro_structvi.guides.sites import check_call, trial_run
 from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.lazy.part import LazyPart
@@ -110,6 +110,7 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
         net.0.weight  (8, 4)  trained                                         32
         net.0.bias    (8,)    trained                                         8
     """
+    check_call(self.model, args, kwargs)
     with separate_randomness():
         if not self.is_initialized:
             self.initialize(*args, **kwargs)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import pyro
@@ -15,7 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_structvi._checks import warn_user
+from pyro_structvi._checks import brief, warn_user
 from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, outside_plates
 from pyro_structvi.distributions.medians import feasible_point, unwrapped
 from pyro_structvi.families import LatentSite, Plate, bijection_at
@@ -25,6 +26,7 @@ from pyro_structvi.lazy.site_use import CHECKPOINT, SiteUse
 from pyro_structvi.linalg.shapes import shrink
 from pyro_structvi.nn.frozen import buffers_that_change
 from pyro_structvi.nn.layout import layout_of, parametrized
+from pyro_structvi.nn.likelihoods import Likelihood
 
 
 class UnusedSiteWarning(UserWarning):
@@ -99,6 +101,21 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
     return found
 
 
+def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise a ``TypeError`` unless a model takes these arguments; a net is told to become a model."""
+    program = poutine.unwrap(model)
+    try:
+        signature(getattr(program, "forward", program)).bind(*args, **kwargs)
+    except TypeError as error:
+        is_net = isinstance(program, nn.Module) and not isinstance(program, Likelihood) and args
+        net = "A net alone is no model of observations: wrap it, as in `Regressor(net)`."
+        others = "Give the guide the model's arguments, such as `(x, y)`."
+        raise TypeError(
+            f"`model` must take the {len(args) + len(kwargs)} arguments given, but {brief(program)} "
+            f"says: {error}. {net if is_net else others}"
+        ) from None
+
+
 def find_sites_by_running(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, FoundSite]:
@@ -115,8 +132,10 @@ def find_sites_by_running(
         The sites by name, in the order of execution.
 
     Raises:
+        TypeError: If the model does not take these arguments, as a net in its place.
         ValueError: If a site has no draws, and no bijection onto its support to find a value by.
     """
+    check_call(model, args, kwargs)
     recorder = _SiteRecorder()
     with trial_run(model), recorder:
         model(*args, **kwargs)
@@ -212,6 +231,8 @@ class _SiteRecorder(ValuesWithoutDraws):
             return
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
         value: Tensor = msg["value"]
+        if value.is_leaf and value.is_floating_point():
+            value.requires_grad_()  # as a parameter does, of which a model may take derivatives
         event_dim, shape = msg["fn"].event_dim, list(value.shape)
         plates = tuple(_plate_of(frame) for frame in frames)
         for plate in plates:

@@ -15,6 +15,7 @@ from pyro_structvi.guides.coupling import Coupling
 from pyro_structvi.guides.joined_bias import check_joined, join_values, joins_with
 from pyro_structvi.guides.joint_posterior import JointPosterior
 from pyro_structvi.guides.local_latents import of_other_examples
+from pyro_structvi.guides.one_draw import sampled, to_net
 from pyro_structvi.guides.options import CreatePlates, InitLocFn
 from pyro_structvi.guides.parameters import declare_parameters, module_key
 from pyro_structvi.guides.pyro_autoguide import OwningAutoGuide
@@ -279,7 +280,7 @@ class StructuredGuide(OwningAutoGuide):
         """
         return self.joint_posterior(*args, **kwargs).quantiles(quantiles)
 
-    report = report
+    report, to_net, sampled = report, to_net, sampled
 
     def __getitem__(self, name: str) -> SitePosterior:
         """Return the posterior of a site, which holds its parameters; a joined bias has its weight's."""

@@ -2,6 +2,7 @@
 
 from pyro_structvi.infer.compiled_svi import CompiledSVI
 from pyro_structvi.infer.data.data_size import NumDataWarning
+from pyro_structvi.infer.data.first_batch import DataScaleWarning, SlowFamilyWarning
 from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
@@ -15,11 +16,13 @@ __all__ = [
     "CompileFallbackWarning",
     "CompiledSVI",
     "CosineDecay",
+    "DataScaleWarning",
     "ELBOTerms",
     "History",
     "LinearAnnealing",
     "NumDataWarning",
     "SampledKLWarning",
+    "SlowFamilyWarning",
     "StructuredELBO",
     "StructuredAdam",
     "TensorBoard",

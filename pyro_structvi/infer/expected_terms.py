@@ -57,11 +57,11 @@ def expected_terms(
         kls = _kl_terms(model, guide.in_pass(joint, number), args, kwargs)
         if bounds:
             at = observation_at(model, output.loc, y)
-            expected = model.lower_bound(output.loc, output.variance, at.y).sum() * at.scale
+            expected = (model.lower_bound(output.loc, output.variance, at.y) * at.scale).sum()
         elif is_softmax(model):
             at = observation_at(model, output.loc, y)
             each = at.likelihood.log_prob(at.y) - excess_of_log_total(output)
-            expected = each.sum() * at.scale
+            expected = (each * at.scale).sum()
         else:
             at = likelihood_at_nodes(model, output, by_name(sites), y)
             expected = _expected(at)
@@ -76,7 +76,7 @@ def _expected(at: AtNodes) -> Tensor:
     with autocast_off(y):
         log_probs = likelihood.log_prob(y)
     each = torch.einsum("k,k...->...", at.weights.to(log_probs), log_probs)
-    expected: Tensor = each.sum() * at.scale
+    expected: Tensor = (each * at.scale).sum()
     return expected
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pyro_structvi.infer.steps.step import StepTerms
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """What happened in each step of a fit; lists have one entry a step, those of validations one each.
 
@@ -32,6 +32,12 @@ class History:
     validation_steps: list[int] = field(default_factory=list)
     interrupted: bool = False
     compilation: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the number of steps and the last bound."""
+        return (
+            f"History({len(self.elbo)} steps{''.join(f', elbo={e:.6g}' for e in self.elbo[-1:])})"
+        )
 
     def add(self, terms: StepTerms, lr: float) -> None:
         """Write down a step."""

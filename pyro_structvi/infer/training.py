@@ -1,13 +1,13 @@
 """The training loop: one optimizer, a progress bar, and a history."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from inspect import signature
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import pyro.poutine as poutine
 import torch
 from pyro.optim import PyroOptim
 from torch import nn
@@ -17,10 +17,12 @@ from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, b
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.callbacks import Callbacks
 from pyro_structvi.infer.data.batches import TensorBatches, as_batches, num_examples
-from pyro_structvi.infer.data.data_size import check_scale, set_num_data
+from pyro_structvi.infer.data.data_size import set_num_data
 from pyro_structvi.infer.data.feed import Feed
+from pyro_structvi.infer.data.first_batch import warn_of_first_batch
 from pyro_structvi.infer.elbo import Estimator, StructuredELBO
 from pyro_structvi.infer.history import History
+from pyro_structvi.infer.ignored_data import warn_of_ignored_data
 from pyro_structvi.infer.ranks import (
     noise_of_rank,
     of_all_ranks,
@@ -31,7 +33,7 @@ from pyro_structvi.infer.ranks import (
 )
 from pyro_structvi.infer.runs.checkpoint import CheckpointFile
 from pyro_structvi.infer.runs.run import Run
-from pyro_structvi.infer.schedules import CosineDecay, RateSchedule, Schedule
+from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing, RateSchedule, Schedule
 from pyro_structvi.infer.steps.engines import Compiled, Engine, engine_of_fit, may_change_modules
 from pyro_structvi.infer.steps.finite import FiniteCheck
 from pyro_structvi.infer.steps.loss import CheckedLoss, Loss
@@ -47,6 +49,7 @@ TrainedGuide = Annotated[
 ]
 
 WARM_UP = 0.15  # of the steps, in which the rate of correlations rises: see "Training" in the docs
+ANNEALED = 0.5  # of the steps, in which the weight of the KL rises: see "Training" in the docs
 
 
 @checked
@@ -60,7 +63,7 @@ def fit(
     batch_size: Count | None = None,
     lr: Positive | None = None,
     lr_schedule: RateSchedule = "cosine",
-    kl_weight: NonNegative | Schedule = 1.0,
+    kl_weight: NonNegative | Schedule | Literal["annealed"] = "annealed",
     num_particles: Count = 1,
     vectorize_particles: bool = False,
     estimator: Estimator = "draws",
@@ -105,7 +108,8 @@ def fit(
         lr: Learning rate; the optimizer's own when None, 0.1 for :class:`StructuredAdam`.
         lr_schedule: A factor of the learning rate for each step, such as ``CosineDecay(1000)``; "cosine"
             falls to zero over all steps of this call, and None leaves the rate as it is.
-        kl_weight: Weight of the KL, a number or a schedule, such as ``LinearAnnealing(1000)``.
+        kl_weight: Weight of the KL, a number or a schedule, such as ``LinearAnnealing(1000)``;
+            "annealed" rises linearly to 1 over the first half of the steps of this call.
         num_particles: Draws averaged in each step.
         vectorize_particles: Whether one pass runs them all; see :class:`StructuredELBO`.
         estimator: "draws", or "moments" or "bound" for a bound without noise; see
@@ -170,7 +174,9 @@ def fit(
     if resume and checkpoint is None:
         raise ValueError("`resume=True` needs `checkpoint`, the path to go on from, but got None.")
     _check_validation(validation, metric=metric, validate_every=validate_every, patience=patience)
-    elbo = StructuredELBO(kl_weight, num_particles, vectorize_particles, estimator)
+    is_annealed = kl_weight == "annealed"
+    weight = 1.0 if kl_weight == "annealed" else kl_weight
+    elbo = StructuredELBO(weight, num_particles, vectorize_particles, estimator)
     device = _device_of(guide)
     own_lr = {} if lr is None else {"lr": lr}
     loss = CheckedLoss(model, guide, elbo)
@@ -181,23 +187,27 @@ def fit(
     with run.beginning():
         loader = as_batches(data, batch_size, device, shared_seed(), world())
         size, total = num_examples(loader), _count_steps(num_epochs, num_steps, loader)
+        if is_annealed:
+            rise = math.ceil(ANNEALED * total)
+            elbo.kl_weight = LinearAnnealing(rise, start=1 / rise)  # a single step has the whole KL
         settings = {
             "`batch_size`": batch_size,
             "`num_particles`": num_particles,
             "`vectorize_particles`": vectorize_particles,
             "`estimator`": estimator,
             "`lr_schedule`": "cosine" if lr_schedule == "cosine" else "a function or None",
+            "`kl_weight`": "annealed" if is_annealed else "a number or a function",
         }
         run.check(total, loader, settings)
     default = partial(StructuredAdam, guide, warm_up=WARM_UP * total)
     make_optimizer = partial(optimizer or default, **own_lr)
-    set_num_data(poutine.unwrap(model), size)
+    set_num_data(model, guide, size)
     with training_mode(model, guide), noise_of_rank(device):
         feed = run.feed(loader)
         is_silent = not progress or world()[0] > 0
         bar = tqdm(desc="fit", total=total, initial=run.done, disable=is_silent)
         with closing(feed), bar, run.steps():
-            others = any(map(may_change_modules, (*callbacks, lr_schedule, kl_weight)))
+            others = any(map(may_change_modules, (*callbacks, lr_schedule, weight)))
             watches = others or measured is not None or not isinstance(loader, TensorBatches)
             engine = engine_of_fit(compiled, total - run.done, file is not None, watches)
             steps = _steps(
@@ -205,7 +215,8 @@ def fit(
             )
             history = _record(steps, run, bar)
         share_buffers(loss)
-        return history
+    warn_of_ignored_data(history)
+    return history
 
 
 def _steps(
@@ -223,7 +234,7 @@ def _steps(
     with run.unchanged_on_error(), run.first_arguments() as (args, kwargs):
         _initialize(guide, args, kwargs)
         _check_local_sites(guide, num_batches)
-        check_scale(loss.parts[0], args, kwargs, num_batches, size)
+        warn_of_first_batch(loss.parts, args, kwargs, num_batches, size)
         made = make_optimizer([*loss.trained.values()])
         check("optimizer(parameters, lr=lr)", made, torch.optim.Optimizer)
         optimizer = OneOptimizer(made)

@@ -24,6 +24,7 @@ from pyro_structvi.infer.history import History
 from pyro_structvi.infer.ranks import by_first_rank
 from pyro_structvi.infer.runs.module_states import cloned, load_parts, parts_state, plain
 from pyro_structvi.infer.runs.random_states import unchanged_randomness
+from pyro_structvi.infer.schedules import LinearAnnealing
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.posterior import predict
 from pyro_structvi.posterior.prediction import Prediction
@@ -111,6 +112,9 @@ class Validation:
     def add_to(self, history: History) -> None:
         """Measure, write the value down, and keep the parameters if it is the best; alike on all ranks.
 
+        While the weight of the KL rises, no value counts for the best one or the patience: the objective
+        is another one there.
+
         Raises:
             TypeError: If the metric is no number.
             ValueError: If it is NaN.
@@ -118,6 +122,9 @@ class Validation:
         value = by_first_rank(self._measure)
         history.validation.append(value)
         history.validation_steps.append(len(history.elbo))
+        weight = self._loss.elbo.kl_weight
+        if isinstance(weight, LinearAnnealing) and len(history.elbo) < weight.num_steps:
+            return
         if self._best is None or value > self._best:
             self._best, self._waited = value, 0
             if self._patience is not None:

@@ -44,6 +44,11 @@ class CountedWeight(WeightStandIn):
         self.add_use(None)
         return self._counted
 
+    def take_out(self) -> Tensor:
+        """Return the value, and note that it may be used in the backward pass, so is drawn before."""
+        self.use.drawn_first = "a reader of `parameters()`"
+        return self.draw()
+
     def member(self, index: int) -> WeightStandIn:
         """Return one weight of a stack, whose uses count apart from those of the others."""
         return _CountedMember(self, index)

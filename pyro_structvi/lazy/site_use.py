@@ -21,8 +21,8 @@ class SiteUse:
         count: How often one pass of the model uses the site, or None before that is known. A weight
             used more than once must be the same weight each time, so it is drawn.
         drawn_first: Why the weight is drawn before the model runs, if so: since an activation checkpoint
-            uses it again in the backward pass, or since an operation below autograd, such as a
-            TorchScript function, gives a stand-in no gradient.
+            or a reader of ``parameters()`` uses it again in the backward pass, or since an operation
+            below autograd, such as a TorchScript function, gives a stand-in no gradient.
         has_other_rows: Whether the inputs' first dimension is not that of the examples, as for nodes of
             graphs, time steps in a row, or the share of an expert: outputs drawn row by row are
             then approximate.

@@ -22,12 +22,16 @@ class ClassificationScores:
         calibration_error: Expected calibration error (equal-width bins, absolute differences).
         brier: Average squared distance, summed over classes, of the probabilities from the right
             class; from 0 to 2.
+        recall: Of the examples of each class, the share that is recognized; NaN where there are none.
+        balanced_accuracy: Average recall of the classes that have examples.
     """
 
     accuracy: float
     nll: float
     calibration_error: float
     brier: float
+    recall: tuple[float, ...]
+    balanced_accuracy: float
 
 
 @checked
@@ -55,11 +59,16 @@ def classification_scores(
     References:
         Guo et al. (2017), "On calibration of modern neural networks", Eq. 3.
     """
+    rounded, classes = _checked(probabilities, y)
+    hits = _top_class(rounded, classes)[1]
+    recall = [float(hits[classes == each].mean()) for each in range(rounded.shape[-1])]
     return ClassificationScores(
         accuracy=accuracy(probabilities, y),
         nll=nll(probabilities, y),
         calibration_error=expected_calibration_error(probabilities, y, num_bins),
         brier=brier_score(probabilities, y),
+        recall=tuple(recall),
+        balanced_accuracy=float(torch.tensor(recall, dtype=torch.float64).nanmean()),
     )
 
 

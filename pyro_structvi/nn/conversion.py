@@ -13,7 +13,7 @@ from pyro_structvi.nn.layers.rank_one import RankOne
 from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
 from pyro_structvi.nn.layout import find_layouts
 from pyro_structvi.nn.normalization import normalization_parameters
-from pyro_structvi.nn.priors import Prior, leaves_out, resolve_prior
+from pyro_structvi.nn.priors import Prior, check_patterns, leaves_out, resolve_prior
 from pyro_structvi.nn.reparametrized import check_reparametrized
 from pyro_structvi.nn.sampled_copy import FACTOR_LAYERS, copy_with_sites, without_compiler
 
@@ -54,28 +54,32 @@ def bayesianize(
             that fits the module. Of a bare layer the name is "".
 
     Returns:
-        A ``PyroModule`` that is called as the net is.
+        A ``PyroModule`` that is called as the net is, inside of a model under Pyro's handlers. Elsewhere
+        its random parameters have no values, and what asks for them raises an error.
 
     Raises:
         TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
         ValueError: If the net has no weights, or lazy ones without a shape, a prior does not fit or
-            needs a fan-in that cannot be known, a pattern of ``layers`` matches no module that fits, a
+            needs a fan-in that cannot be known, a pattern matches no parameter or no module that fits, a
             layer to be replaced shares its weight with another, or a weight is under spectral
             normalization or made orthogonal by Householder reflections.
 
     Example:
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        >>> from pyro_structvi import FanIn
+        >>> from pyro_structvi import FanIn, MeanFieldGuide
         >>> bayes_net = bayesianize(net, prior={"*.bias": 1.0, "*": FanIn()})
-        >>> bayes_net(torch.zeros(5, 4)).shape
+        >>> guide = MeanFieldGuide(bayes_net)
+        >>> with guide.sampled():
+        ...     bayes_net(torch.zeros(5, 4)).shape
         torch.Size([5, 1])
-        >>> torch.equal(bayes_net(torch.ones(5, 4)), bayes_net(torch.ones(5, 4)))
-        False
+        >>> type(guide.to_net()).__name__
+        'Sequential'
     """
     net = without_compiler(net)
     _check_initialized(net)
     check_elements("net", net.named_parameters())
+    check_patterns(prior, [_plain_name(name) for name, _ in net.named_parameters()])
     converted = _convert_layers(net, {} if layers is None else layers, prior)
     replaced = _parameters_of_layers(net, converted)
     priors, points = _find_priors(net, prior, normalization, replaced)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pyro_structvi._pyro import declared_samples, keep_values_in, values_of_pass
 from pyro_structvi._torch import forward_hooks, take_apart
 from pyro_structvi.nn.pass_values import PassValues
+from pyro_structvi.nn.random_module import check_in_pass
 
 
 def sample_every_site(module: nn.Module) -> None:
@@ -25,13 +26,27 @@ def sample_every_site(module: nn.Module) -> None:
     """
     if isinstance(module, PyroModule) and _sample_declared not in forward_hooks(module):
         module.register_forward_pre_hook(_sample_declared)
-        module.register_forward_hook(_keep_values)
+        module.register_forward_hook(_keep_values, always_call=True)
+
+
+def refuse_outside(module: nn.Module) -> None:
+    """Let a call of a module raise where no pass says which draw of its random parameters is meant."""
+    module.register_forward_pre_hook(_check_in_pass)
+
+
+def _check_in_pass(module: nn.Module, args: Any) -> None:
+    for part in module.modules():
+        for attribute in declared_samples(part):
+            check_in_pass(part, attribute)
+            return
 
 
 def _sample_declared(module: PyroModule, args: Any) -> None:
     own = values_of_pass(module)
     if not isinstance(own, PassValues):
-        keep_values_in(module, PassValues(own))
+        own = PassValues(own)
+        keep_values_in(module, own)
+    own.effects.begin(module)
     read_declared(module)
 
 
@@ -44,7 +59,12 @@ def read_declared(module: nn.Module) -> None:
 
 def _keep_values(module: PyroModule, args: Any, outputs: Any) -> None:
     own = values_of_pass(module)
-    assert isinstance(own, PassValues)
+    if not isinstance(own, PassValues):  # the pass has not begun
+        return
+    own.effects.end(module)
     for output in take_apart(outputs)[0]:
         if isinstance(output, Tensor) and output.grad_fn is not None:
             own.keep_for_backward(output)
+
+
+PASS_HOOKS = (_check_in_pass, _sample_declared, _keep_values)

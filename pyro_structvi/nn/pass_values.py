@@ -1,9 +1,13 @@
 """The values of a net's sites, for one pass and for what its backward pass computes again."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from pyro_structvi._torch import after_backward, inside_backward, inside_reentrant_backward
+from pyro_structvi.nn.pass_effects import PassEffects
 
 
 class PassValues(dict[str, Tensor]):
@@ -14,6 +18,14 @@ class PassValues(dict[str, Tensor]):
     """
 
     _differentiated: dict[str, Tensor] | None = None
+
+    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(values or {})
+        self.effects = PassEffects()
+
+    def __reduce__(self) -> Any:
+        """Copy nothing: values belong to a pass of the modules that have them."""
+        return PassValues, ()
 
     def keep_for_backward(self, output: Tensor) -> None:
         """Keep the present values for as long as an output of this pass can be differentiated."""

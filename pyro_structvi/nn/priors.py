@@ -1,7 +1,7 @@
 """Priors over the weights of a net: by standard deviation, by fan-in, by name, or any distribution."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -145,6 +145,17 @@ def leaves_out(prior: Prior, name: str) -> bool:
     if isinstance(prior, Mapping):
         return any(leaves_out(prior[key], name) for key in _first_match(prior, name))
     return prior is None
+
+
+def check_patterns(prior: Prior, names: Collection[str]) -> None:
+    """Raise a ``ValueError`` if a pattern of a prior matches none of the names of parameters."""
+    for pattern, own in prior.items() if isinstance(prior, Mapping) else ():
+        matching = [name for name in names if matches(name, pattern)]
+        if not matching:
+            raise ValueError(
+                f"The pattern '{pattern}' of `prior` matches none of the parameters {list(names)}."
+            )
+        check_patterns(own, matching)
 
 
 def _first_match(prior: Mapping[str, Any], name: str) -> list[str]:

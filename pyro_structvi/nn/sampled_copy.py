@@ -8,11 +8,12 @@ from torch import nn
 
 from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
 from pyro_structvi._torch import compiled_module, unlisted_weights
-from pyro_structvi.nn.every_site import sample_every_site
+from pyro_structvi.nn.every_site import refuse_outside, sample_every_site
 from pyro_structvi.nn.frozen import freeze
 from pyro_structvi.nn.layers.rank_one import RankOneLayer
 from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
 from pyro_structvi.nn.prior_sites import sample_from
+from pyro_structvi.nn.random_module import RandomModule
 from pyro_structvi.nn.reparametrized import computed_weights
 
 FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)  # with sites of their own
@@ -40,7 +41,10 @@ def copy_with_sites(
     }
     bayes_net = _copy(net, shared | converted | computed_weights(net))
     with unlisted_weights(bayes_net):
-        make_pyro_module(bayes_net)
+        for module in bayes_net.modules():
+            if not isinstance(module, PyroModule):
+                module.parameter_names = [name for name, _ in _own_parameters(module)]
+        make_pyro_module(bayes_net, RandomModule)
         _leave_fast_path(bayes_net)
         _sample_parameters(bayes_net, priors)
         for module in bayes_net.modules():
@@ -48,7 +52,8 @@ def copy_with_sites(
                 if not parameter.requires_grad:
                     freeze(module, attribute)
             if declared_samples(module):
-                module.register_state_dict_post_hook(_keep_priors_only)
+                module.register_state_dict_post_hook(keep_priors_only)
+    refuse_outside(bayes_net)
     sample_every_site(bayes_net)
     return bayes_net
 
@@ -99,9 +104,7 @@ def _sample_parameters(bayes_net: PyroModule, priors: dict[int, Any]) -> None:
             initial[attribute] = parameter.detach()
 
 
-def _keep_priors_only(
-    module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
+def keep_priors_only(module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Hold priors in a state dict and no draws, where a module writes its weights into it by itself."""
     buffers = dict(module.named_buffers(recurse=False))
     for attribute in declared_samples(module):

@@ -1,6 +1,6 @@
 """What predictions begin with: inputs, and joint draws of a posterior, given as a guide or by site."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +12,7 @@ from pyro_structvi._checks import Program, check_tensors
 from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.guides.joint_posterior import JointPosterior, stack_draws
+from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.lazy.site_role import SiteRole
 from pyro_structvi.lazy.stand_in import as_drawn
 
@@ -36,6 +37,8 @@ def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
     elif poutine.unwrap(posterior) is poutine.unwrap(model):
         got = "the model. Pass the guide that was fitted to it"
     else:
+        if isinstance(posterior, StructuredGuide):
+            posterior.warn_of_other_model()
         return
     raise TypeError(f"`posterior` must be a guide or a dict of draws by site, but got {got}.")
 
@@ -74,6 +77,30 @@ def as_batches(
         return [map_nested(lambda tensor: tensor, (args, y))]
     parts = [slice(start, start + batch_size) for start in range(0, size, batch_size)]
     return [map_nested(itemgetter(part), (args, y)) for part in parts]
+
+
+def batches_of(
+    x: Any, y: Tensor | None, batch_size: int | None, posterior: Posterior
+) -> list[tuple[tuple[Any, ...], Tensor | None]]:
+    """Return the mini-batches of inputs, or of a loader of inputs or tuples ``(*inputs, y)``."""
+    is_given = isinstance(x, (Tensor, tuple, list, str, Mapping)) or hasattr(x, "__array__")
+    if is_given or not isinstance(x, Iterable):
+        return as_batches(as_arguments(x), y, batch_size)
+    if y is not None or batch_size is not None:
+        raise ValueError(
+            "`y` and `batch_size` must be left out where `x` is a loader. Its mini-batches have a size, "
+            "and may be tuples `(x, y)`."
+        )
+    device = next((p.device for p in getattr(posterior, "parameters", tuple)()), None)
+    found: list[tuple[tuple[Any, ...], Tensor | None]] = []
+    with separate_randomness():  # a loader draws a seed
+        batches = [map_nested(lambda value: value.to(device), batch) for batch in x]
+    for batch in batches:
+        parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        found += as_batches(parts[:-1] or parts, parts[-1] if parts[1:] else None, None)
+    if not found:
+        raise ValueError("`x` must give at least one mini-batch, but is a loader that gives none.")
+    return found
 
 
 def count_draws(posterior: Posterior, num_samples: int | None) -> int:

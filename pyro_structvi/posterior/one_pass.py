@@ -23,7 +23,7 @@ from pyro_structvi.moments.weights import (
     random_values,
 )
 from pyro_structvi.nn.likelihoods.likelihood import Likelihood
-from pyro_structvi.posterior.draws import as_arguments, as_batches
+from pyro_structvi.posterior.draws import batches_of
 from pyro_structvi.posterior.observations import class_probabilities, entropy_of, own_entropy
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.posterior.runs import evaluation_mode
@@ -72,7 +72,8 @@ def predict_in_one_pass(
         NotImplementedError: If a function of the net has no moments.
     """
     check_served(model, guide, "posterior")
-    args = as_arguments(x)
+    batches = batches_of(x, y, batch_size, guide)
+    args = batches[0][0]
     if len(args) != 1:
         raise TypeError(
             f'`x` must be the one input of the net with `method="moments"`, but got {len(args)}.'
@@ -80,7 +81,6 @@ def predict_in_one_pass(
     with evaluation_mode(model, differentiable):
         joint = guide.joint_posterior(*args)
         _warn_of_shared(model, guide)
-        batches = as_batches(args, y, batch_size)
         of_members = [
             _predict(model, posteriors_of(joint, number), batches, settings)
             for number in member_numbers(guide)

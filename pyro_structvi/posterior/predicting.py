@@ -16,8 +16,7 @@ from pyro_structvi.moments.random_tensor import Settings
 from pyro_structvi.posterior.batch_statistics import statistics_for
 from pyro_structvi.posterior.draws import (
     Posterior,
-    as_arguments,
-    as_batches,
+    batches_of,
     check_posterior,
     count_draws,
 )
@@ -27,6 +26,8 @@ from pyro_structvi.posterior.one_pass import predict_in_one_pass
 from pyro_structvi.posterior.passes import Passes
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
+
+MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
 
 
 @checked
@@ -61,12 +62,14 @@ def predict(
         posterior: A guide, or draws by site ``(draws, *shape)``, such as those of
             ``reference.nuts``.
         x: Inputs, first dimension the N examples; a tuple for a model of several inputs. An input is a
-            tensor, or a mapping of tensors, such as a ``BatchEncoding``.
+            tensor, or a mapping of tensors, such as a ``BatchEncoding``. Or a ``DataLoader`` or another
+            iterable of mini-batches, inputs or tuples ``(*inputs, y)``, all of which are kept in memory.
         num_samples: Number of draws; None for all that are given, or 100 of a guide.
         y: Observations at which to evaluate the predictive density.
         batch_size: How many inputs to run at once; None for all.
         stream: Whether to drop each draw's function values once they were averaged; memory then
-            does not grow with the number of draws.
+            does not grow with the number of draws. Quantiles are those of at most 100 evenly spaced
+            draws.
         site: The observed site's name, where it cannot be told from the model.
         max_memory: How much memory the weights and the layers' outputs may take, in GiB, of draws that
             run in one pass: by default 32 MiB. What torch needs beside, such as noise, may take as much
@@ -120,18 +123,17 @@ def predict(
             "`covariance` and `linearize` say how moments are propagated, and draws need neither. Pass "
             '`method="moments"`, or leave them out.'
         )
-    args, statistics = as_arguments(x), statistics_for(model, posterior, batch_statistics)
-    batches = as_batches(args, y, batch_size)
+    statistics = statistics_for(model, posterior, batch_statistics)
+    batches = batches_of(x, y, batch_size, posterior)
     total = count_draws(posterior, num_samples)
-    reader = _Reader(len(batches), keeps=not stream)
+    reader = _Reader(len(batches), not stream, -(-total // MOST_STREAMED) if stream else 1)
     averages = [_Averages(reader) for _ in batches]
     kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
     with ONE_THREAD, evaluation_mode(model, differentiable), _bar(total, progress) as bar:
         passes = Passes(model, posterior, batches, site, reader, max_memory, statistics)
         for done in passes.run(total):
+            kept[done.batch].append(reader.kept(done.outputs, averages[done.batch].count))
             averages[done.batch].add(done.outputs)
-            if not stream:
-                kept[done.batch].append(reader.kept(done.outputs))
             if done.batch == len(batches) - 1:
                 bar.update(len(done.outputs["mean"]))
     joined = _join([own.result() for own in averages])
@@ -157,11 +159,12 @@ class _Reader:
 
     Args:
         num_batches: How many mini-batches there are.
-        keeps: Whether to keep each draw's function values and likelihood.
+        keeps: Whether to keep each draw's function values.
+        stride: Of how many draws one has its likelihood kept.
     """
 
-    def __init__(self, num_batches: int, keeps: bool) -> None:
-        self.num_batches, self.keeps = num_batches, keeps
+    def __init__(self, num_batches: int, keeps: bool, stride: int = 1) -> None:
+        self.num_batches, self.keeps, self.stride = num_batches, keeps, stride
         self.likelihood: StackedLikelihood | None = None  # by the first draw, which runs by itself
         self.structure: Any = None
         self.entropy: Callable[[Tensor], Tensor] | None = None
@@ -178,8 +181,9 @@ class _Reader:
             self.likelihood, self.structure = StackedLikelihood(likelihood), structure
             self.entropy = entropy_of(base, likelihood)
         found = {"mean": mean, "variance": variance}
-        if self.keeps:
+        if self.keeps or self.entropy is None:  # classes have no quantiles
             found |= self.likelihood.take_apart(likelihood)
+        if self.keeps:
             found |= {f"function.{number}": leaf for number, leaf in enumerate(leaves)}
         if self.entropy is not None:
             found["entropy"] = self.entropy(mean)
@@ -202,13 +206,15 @@ class _Reader:
                 "return nothing else."
             )
 
-    def kept(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what is kept of a pass."""
-        return {name: value for name, value in outputs.items() if "." in name}
+    def kept(self, outputs: dict[str, Tensor], before: int = 0) -> dict[str, Tensor]:
+        """Return what is kept of a pass, after so many draws."""
+        rows = torch.arange(len(outputs["mean"]))[-before % self.stride :: self.stride]
+        parts = {name: value for name, value in outputs.items() if "." in name}
+        return parts if self.stride == 1 else {name: own[rows] for name, own in parts.items()}
 
     def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
         """Return the stacked functions and likelihoods of what was kept of each mini-batch."""
-        if self.likelihood is None or not kept[0]:
+        if self.likelihood is None or not kept[0][0]:
             return {"functions": None, "likelihood": None}
         columns = {
             name: [torch.cat([done[name] for done in own]) for own in kept] for name in kept[0][0]
@@ -219,7 +225,7 @@ class _Reader:
         functions = [value for name, value in joined.items() if name.startswith("function.")]
         likelihoods = {key: value for key, value in joined.items() if key.startswith("likelihood.")}
         return {
-            "functions": put_together(functions, self.structure),
+            "functions": put_together(functions, self.structure) if self.keeps else None,
             "likelihood": self.likelihood.put_together(likelihoods),
         }
 

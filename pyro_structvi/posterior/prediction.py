@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
-from pyro_structvi._checks import Count, checked
+from pyro_structvi._checks import Count, checked, shape_text
 from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.posterior.mixture import mixture_quantile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """What a posterior predicts at N inputs.
 
@@ -33,8 +33,8 @@ class Prediction:
             returns several tensors, a tuple or dict of them as it returns them; for one that returns
             nothing, the conditional mean. None if streamed.
         likelihood: The distribution of the observations at each draw, of batch shape
-            ``(num_samples, N)``; None if streamed, or where it does not consist of tensors with an
-            entry for each example.
+            ``(num_samples, N)``, of at most 100 if streamed; None for streamed classes, or where it does
+            not consist of tensors with an entry for each example.
         num_samples: How many draws were averaged.
     """
 
@@ -48,6 +48,12 @@ class Prediction:
     likelihood: Any
     num_samples: int
 
+    def __repr__(self) -> str:
+        """Return the shapes of the tensors."""
+        given = [(name, each) for name, each in vars(self).items() if isinstance(each, Tensor)]
+        shapes = ", ".join(f"{name}: {shape_text(each.shape)}" for name, each in given)
+        return f"Prediction({shapes}; {self.num_samples} draws)"
+
     @checked
     def sample_observations(self, num_samples: Count = 1) -> Tensor:
         """Draw observations, noise included.
@@ -59,7 +65,7 @@ class Prediction:
             Draws ``(num_samples * S, N, *event)`` for S draws of the weights.
 
         Raises:
-            ValueError: If the prediction was streamed.
+            ValueError: If classes were streamed.
 
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -86,8 +92,7 @@ class Prediction:
             The quantiles ``(N, *event)``, or ``(Q, N, *event)``.
 
         Raises:
-            ValueError: If a level is not between 0 and 1, the prediction was streamed, or the
-                observations are classes.
+            ValueError: If a level is not between 0 and 1, or the observations are classes.
 
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -125,8 +130,7 @@ class Prediction:
             ``(1 + level) / 2``.
 
         Raises:
-            ValueError: If the level is not between 0 and 1, the prediction was streamed, or the
-                observations are classes.
+            ValueError: If the level is not between 0 and 1, or the observations are classes.
 
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Bernoulli
 
 from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, shape_text
-from pyro_structvi._torch import own_tensors, take_apart
+from pyro_structvi._torch import inside_transform, own_tensors, take_apart
 from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.guides.local_latents import warn_of_local_latents
 from pyro_structvi.lazy.counting import CountedWeight
@@ -44,6 +44,8 @@ class _AtDraw(Messenger):
             return
         value = self.values.get(msg["name"])
         if value is not None and value.shape == msg["fn"].shape():
+            if value.is_leaf and value.is_floating_point() and not inside_transform():
+                value.requires_grad_()  # as a parameter does, of which a model may take derivatives
             msg["value"], msg["is_observed"] = value, True
         elif msg["name"] == self.unused:
             msg["value"] = torch.tensor(torch.nan).expand(msg["fn"].shape())

@@ -42,6 +42,10 @@ def to_jax_likelihood(model: Any) -> tuple[JaxLikelihood, set[str]]:
 
 
 def _classes(model: Classifier) -> tuple[JaxLikelihood, set[str]]:
+    if model.class_weights is not None:
+        raise NotImplementedError(
+            "`class_weights` must be None for a model in NumPyro; leave it out."
+        )
     return lambda logits, sites: dist.Categorical(logits=logits), set()
 
 

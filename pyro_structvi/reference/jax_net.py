@@ -14,7 +14,7 @@ from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, fx, nn
 
-from pyro_structvi._pyro import site_name, site_values
+from pyro_structvi._pyro import plain_class, site_name, site_values
 
 _LAYERS = (nn.Linear, nn.Flatten, nn.Identity, nn.Dropout)
 _ACTIVATIONS = (
@@ -203,7 +203,8 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Trace a call of a module."""
         where = _describe(self.path_of_module(m), m)
-        kind = next(base for base in type(m).__mro__ if base.__module__.startswith("torch.nn."))
+        bases = plain_class(m).__mro__
+        kind = next(base for base in bases if base.__module__.startswith("torch.nn."))
         if kind not in (*_LAYERS, *_ACTIVATIONS, *_CONTAINERS):
             raise _untranslatable(f"The net's module {where} has no translation to NumPyro")
         try:

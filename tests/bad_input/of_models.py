@@ -34,6 +34,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "net": ps.bayesianize(nn.Linear(3, 2)),
         "num_data": SIZE,
         "output": lambda result: result,
+        "class_weights": torch.ones(2),
     },
     "TokenClassifier": lambda: {
         "net": ps.bayesianize(nn.Linear(3, 2)),

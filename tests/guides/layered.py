@@ -29,7 +29,14 @@ def scramble(guide):
 
 
 def dense_regression(rows, target, precision, scale):
-    """Return the mean ``(in, out)`` and the covariance of a regression's weights."""
+    """Return the mean ``(in, out)`` and the covariance of a regression's weights.
+
+    With a precision for each output, covariances are ``(out, in, in)``.
+    """
+    if precision.dim() == 2:
+        columns = zip(target.T, precision.T, strict=True)
+        parts = [dense_regression(rows, y.unsqueeze(-1), own, scale) for y, own in columns]
+        return torch.cat([mean for mean, _ in parts], -1), torch.stack([cov for _, cov in parts])
     covariance = torch.linalg.inv(
         torch.diag(scale**-2)
         + sum(p * torch.outer(x, x) for p, x in zip(precision, rows, strict=True))

@@ -15,6 +15,7 @@ from pyro.infer import (
     JitTraceMeanField_ELBO,
     Predictive,
     Trace_ELBO,
+    TraceMeanField_ELBO,
 )
 from pyro.infer.autoguide import (
     AutoGuide,
@@ -217,21 +218,58 @@ def test_copies_and_predictions(make_guide):
     assert Predictive(model, guide=guide, num_samples=3)(data[0])["obs"].shape == (3, 12, 1)
 
 
+def assert_compiled_is_eager(compiled, eager, model, guide, data):
+    """Compare losses and gradients of one seed, after the call that compiles."""
+    found = []
+    for objective in (eager, compiled):
+        objective.loss_and_grads(model, guide, *data)
+        guide.zero_grad()
+        pyro.set_rng_seed(3)
+        value = objective.loss_and_grads(model, guide, *data)
+        gradients = [p.grad.flatten() for p in guide.parameters() if p.grad is not None]
+        found.append(torch.cat([torch.tensor([value]), *gradients]))
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
+
+
 @pytest.mark.parametrize("posterior", ["diagonal", "ensemble"])
 def test_pyros_compiled_objective_has_the_eager_gradients(posterior):
     net = nn.Linear(3, 2, dtype=torch.float64)
     model = ps.Regressor(ps.bayesianize(net, prior=1.0), 12, 0.3)
     data = torch.randn(12, 3).double(), torch.randn(12, 2).double()
     guide = ps.InducingWeightGuide(model, (2, 2), posterior, init_scale=0.3)
-    found = []
-    for loss in (Trace_ELBO(), JitTrace_ELBO()):
-        loss.loss_and_grads(model, guide, *data)  # the compiled one compiles
-        guide.zero_grad()
-        pyro.set_rng_seed(3)
-        value = loss.loss_and_grads(model, guide, *data)
-        gradients = [p.grad.flatten() for p in guide.parameters() if p.grad is not None]
-        found.append(torch.cat([torch.tensor([value]), *gradients]))
-    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
+    assert_compiled_is_eager(JitTrace_ELBO(), Trace_ELBO(), model, guide, data)
+
+
+def latents_in_a_plate(x, y):
+    with pyro.plate("groups", 4):
+        shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 12):
+        pyro.sample("obs", dist.Normal(shift.sum(-1, True), 1.0), obs=y[:, 0])
+
+
+EXPANDING = {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 1}
+expanding = pytest.mark.parametrize(
+    "make", [make_model, lambda: latents_in_a_plate], ids=["net", "plate"]
+)
+
+
+@expanding
+@pytest.mark.parametrize("name", [*NORMAL, "points"])
+def test_so_has_one_that_expands_sites(name, make):
+    """By the plate of particles, or by one of the model: while it is traced sizes are tensors."""
+    model, objectives = make(), [each(**EXPANDING) for each in (JitTrace_ELBO, Trace_ELBO)]
+    guide = GUIDES[name](model, init_scale=0.3)
+    assert_compiled_is_eager(*objectives, model, guide, regression_data())
+
+
+@expanding
+def test_so_has_the_mean_field_one_the_loss(make):
+    """At draws that do not differ: it takes noise in another order, that of Pyro's guides too."""
+    model, data = make(), regression_data()
+    guide = ps.MeanFieldGuide(model, init_scale=1e-9)
+    both = [each(**EXPANDING) for each in (JitTraceMeanField_ELBO, TraceMeanField_ELBO)]
+    losses = [objective.loss_and_grads(model, guide, *data) for objective in both]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["inducing weights", "ensemble"])

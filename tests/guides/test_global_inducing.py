@@ -55,6 +55,27 @@ def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression(count):
 
 
 @FEW_AND_MANY
+def test_each_output_has_the_regression_of_its_own_precisions(count):
+    rows, target = torch.randn(count, 4), torch.randn(count, 2)
+    log_precision, log_scale = torch.randn(count, 2), torch.randn(4)
+    q = NormalGivenInputs(torch.Size([2, 2, 2]), target, log_precision, log_scale).given(rows)
+    mean, covariances = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
+    torch.testing.assert_close(q.mean, mean.mT.reshape(2, 2, 2))
+    torch.testing.assert_close(q.covariance_matrix, torch.block_diag(*covariances))
+
+
+def test_a_mean_and_a_noise_scale_have_their_own_precisions():
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = ps.Regressor(ps.bayesianize(net, 1.0), 20, noise="heteroscedastic")
+    guide = ps.GlobalInducingGuide(model, x)
+    assert guide["net.2.weight"].log_precision.shape == (20, 2)
+    ps.StructuredELBO().differentiable_loss(model, guide, x, y).backward()
+    gradient = guide["net.2.weight"].log_precision.grad
+    assert not torch.allclose(gradient[:, 0], gradient[:, 1])
+
+
+@FEW_AND_MANY
 def test_its_image_is_that_of_a_regression(count):
     q, mean, covariance = given_rows(count, (3, 4))
     x = torch.randn(5, 4)

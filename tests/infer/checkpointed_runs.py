@@ -129,7 +129,7 @@ def fit(guide=ps.KTiedGuide, size=25, model=None, **options):
     own = guide(model)
     before = {name: value.clone() for name, value in own.state_dict().items()}
     options = {"batch_size": 10, "num_steps": 4, "progress": False, "lr": 0.1} | options
-    options = {"lr_schedule": None, "optimizer": torch.optim.Adam} | options
+    options = {"lr_schedule": None, "kl_weight": 1.0, "optimizer": torch.optim.Adam} | options
     data = options.pop("data", regression_data(size))
     randomness = torch.get_rng_state()
     try:

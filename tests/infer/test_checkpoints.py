@@ -66,7 +66,7 @@ def test_an_iterable_dataset_goes_on_whatever_length_it_says(path):
         guide = ps.MAPGuide(model)
         batches = [DataLoader(Drawn(), batch_size=10)]
         data = [{"x": x, "y": x.sum(-1, keepdim=True)} for x in batches[0]]
-        options |= {"num_steps": steps, "lr_schedule": None, "progress": False}
+        options |= {"num_steps": steps, "lr_schedule": None, "kl_weight": 1.0, "progress": False}
         return ps.fit(model, guide, data, **options).elbo
 
     expected = fit(7)
@@ -144,7 +144,7 @@ def test_guides_of_functions_and_of_pyro_go_on(guide, path):
         own = guide(model)
         x, y = make_data()
         data = x, y.repeat(1, 2)
-        options |= {"num_particles": 2, "lr_schedule": None, "progress": False}
+        options |= {"num_particles": 2, "lr_schedule": None, "kl_weight": 1.0, "progress": False}
         ps.fit(model, own, data, num_steps=steps, **options)
         return own.state_dict()
 

@@ -51,6 +51,10 @@ def wide():
             "learning rate of `lr` and `lr_schedule` at step 3 is 0.05 here, and 0.1 in",
         ),
         ({"kl_weight": 0.5}, "`kl_weight` at step 0 is 0.5 here, and 1.0 in"),
+        (
+            {"kl_weight": "annealed"},
+            "`kl_weight` is 'annealed' here, and 'a number or a function' in",
+        ),
         ({"optimizer": torch.optim.SGD}, "`optimizer` is 'SGD' here, and 'Adam' in"),
         (
             {"optimizer": partial(torch.optim.Adam, weight_decay=0.1)},

@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_is_the_same_to_the_last_bit(traced_fit, tmp_path):
         pyro.set_rng_seed(0)
         model, data = make_linear_regressor(20), regression_data(20)
         guide = ps.KTiedGuide(model)
-        options |= {"lr": 0.1, "lr_schedule": None, "progress": False}
+        options |= {"lr": 0.1, "lr_schedule": None, "kl_weight": 1.0, "progress": False}
         pyro.set_rng_seed(seed)
         history = ps.fit(model, guide, data, num_steps=num_steps, **options)
         return history.elbo, snapshot(guide)

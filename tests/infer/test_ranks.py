@@ -156,7 +156,13 @@ def train_and_save(folder, loads):
     model, guide, data = make_fit()
     if loads:
         guide.load_state_dict(torch.load(folder / "one.pt"))
-    options = {"optimizer": torch.optim.Adam, "lr": 1e-3, "lr_schedule": None, "progress": False}
+    options = {
+        "optimizer": torch.optim.Adam,
+        "lr": 1e-3,
+        "lr_schedule": None,
+        "kl_weight": 1.0,
+        "progress": False,
+    }
     ps.fit(model, guide, data, num_steps=2, batch_size=3, **options)
     if dist.get_rank() == 0:
         torch.save(guide.state_dict(), folder / "many.pt")

@@ -225,7 +225,12 @@ def test_a_longer_run_goes_on_with_its_own_cosine(tmp_path):
 
 def test_without_a_rate_an_optimizer_has_its_own():
     model, guide = make(ps.MeanFieldGuide)
-    options = {"optimizer": torch.optim.Adam, "lr_schedule": None, "progress": False}
+    options = {
+        "optimizer": torch.optim.Adam,
+        "lr_schedule": None,
+        "kl_weight": 1.0,
+        "progress": False,
+    }
     assert ps.fit(model, guide, regression_data(), num_steps=1, **options).lr == [1e-3]
 
 

@@ -34,7 +34,7 @@ def fit(board, steps=6, **options):
     pyro.set_rng_seed(0)
     model = make_regressor()
     data = regression_data()
-    options = {"lr": 0.05, "lr_schedule": None, "progress": False} | options
+    options = {"lr": 0.05, "lr_schedule": None, "kl_weight": 1.0, "progress": False} | options
     return ps.fit(
         model, ps.MeanFieldGuide(model), data, num_steps=steps, callbacks=[board], **options
     )

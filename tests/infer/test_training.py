@@ -91,6 +91,41 @@ def test_the_history_adds_up():
     assert not history.interrupted
 
 
+@pytest.mark.parametrize(
+    ("steps", "weights"),
+    [(1, [1]), (4, [0.5, 0.75, 1, 1]), (8, [0.25, 7 / 16, 5 / 8, 13 / 16] + 4 * [1])],
+)
+def test_the_weight_of_the_kl_rises_over_half_of_the_steps(steps, weights):
+    model, guide, data = make()
+    history = ps.fit(model, guide, data, num_steps=steps, progress=False)
+    assert history.kl_weight == pytest.approx(weights)
+
+
+def test_a_weight_of_the_kl_that_is_given_stays():
+    model, guide, data = make()
+    history = ps.fit(model, guide, data, num_steps=4, kl_weight=1.0, progress=False)
+    assert history.kl_weight == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_deep_posteriors_do_not_collapse():
+    """With the whole KL from the first step this one ends at a constant function."""
+    torch.manual_seed(0)
+    x = 3.4 * torch.rand(400, 2) - 1.7
+    y = x.square().sum(-1, keepdim=True) + 0.1 * torch.randn(400, 1)
+    layers = [layer for size in (2, 20, 20) for layer in (nn.Linear(size, 20), nn.Tanh())]
+    net = nn.Sequential(*layers, nn.Linear(20, 1))
+    error = {}
+    for kl_weight in ("annealed", 1.0):
+        model = ps.Regressor(ps.bayesianize(net, ps.FanIn(1.5, 1.0)), noise="learned")
+        guide = ps.MeanFieldGuide(model)
+        torch.manual_seed(0)
+        options = {"num_steps": 400, "kl_weight": kl_weight, "progress": False}
+        ps.fit(model, guide, (x, y), **options)
+        error[kl_weight] = float((ps.predict(model, guide, x, 50).mean - y).std() / y.std())
+    assert error["annealed"] < 0.3
+    assert error[1.0] > 0.9
+
+
 def test_point_estimated_parameters_and_running_statistics_are_trained():
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     bayes_net = ps.bayesianize(net, normalization=False)

@@ -163,6 +163,7 @@ def fit_with(values, steps=20, model=None, **options):
     model, guide, data = make(model=model)
     metric = Recorder(values, model, guide)
     options = {"validate_every": 2, "patience": 3, "progress": False, "lr": 0.05} | options
+    options = {"kl_weight": 1.0} | options
     history = ps.fit(
         model, guide, data, num_steps=steps, validation=held_out(), metric=metric, **options
     )
@@ -197,6 +198,14 @@ def test_without_patience_the_last_parameters_stay():
     assert_equal(state, metric.states[3])
 
 
+@pytest.mark.parametrize("kl_weight", ["annealed", ps.LinearAnnealing(10)])
+def test_no_value_counts_while_the_weight_of_the_kl_rises(kl_weight):
+    values = [9, 8, 7, 6, 5, 1, 3, 2, 2, 2]
+    history, metric, state = fit_with(values, kl_weight=kl_weight)
+    assert history.validation == values
+    assert_equal(state, metric.states[6])
+
+
 def test_a_value_of_minus_infinity_is_the_worst():
     _, metric, state = fit_with([-math.inf, 1, -math.inf, -math.inf], steps=6)
     assert_equal(state, metric.states[1])
@@ -211,6 +220,7 @@ def test_an_interrupted_fit_goes_back_to_the_best(monkeypatch):
             raise KeyboardInterrupt
 
     options = {"validation": held_out(), "metric": metric, "validate_every": 2, "patience": 9}
+    options["kl_weight"] = 1.0
     history = ps.fit(
         model, guide, data, num_steps=20, callbacks=[interrupt], progress=False, **options
     )

@@ -20,7 +20,7 @@ def fit_in_part(values, path, stop, patience=3, seed=0, **options):
     model, guide, data = make(model=noisy_model)
     pyro.set_rng_seed(seed)
     lr_schedule = lambda step: 1 / 0 if step == stop else CosineDecay(30)(step)  # noqa: E731
-    options = {"patience": patience, "validate_every": 2, "lr": 0.05} | options
+    options = {"patience": patience, "validate_every": 2, "lr": 0.05, "kl_weight": 1.0} | options
     metric = Recorder(values, model, guide)
     options |= {"validation": held_out(), "metric": metric, "batch_size": 10}
     if path is not None:
@@ -78,7 +78,7 @@ def test_another_metric_or_other_data_are_refused(tmp_path):
     fit_in_part(VALUES, path, None)
     model, guide, data = make(model=noisy_model)
     options = {"checkpoint": path, "resume": True, "patience": 2, "batch_size": 10, "num_steps": 20}
-    options |= {"lr": 0.05, "lr_schedule": CosineDecay(30), "progress": False}
+    options |= {"lr": 0.05, "lr_schedule": CosineDecay(30), "progress": False, "kl_weight": 1.0}
     message = "`metric` is 'mean_log_density' here, and 'Recorder' in"
     with pytest.raises(ValueError, match=message):
         ps.fit(model, guide, data, validation=held_out(), **options)
@@ -151,6 +151,7 @@ def fit_on_ranks():
     called = []
     stop = lambda history: called.append(1) or len(history.elbo) == 9 - dist.get_rank()  # noqa: E731
     options = {"validation": held_out(), "metric": Recorder(values, guide), "patience": 3}
+    options["kl_weight"] = 1.0
     options |= {"validate_every": 2, "batch_size": 4, "progress": False, "callbacks": [stop]}
     history = ps.fit(model, guide, data, num_steps=20, **options)
     calls = len(called)

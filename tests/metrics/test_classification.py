@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, recall_score
 
 from pyro_structvi.metrics import (
     accuracy,
@@ -50,6 +50,16 @@ def test_scores_of_right_classes_are_those_of_scikit_learn():
     assert scores.brier == pytest.approx(expected, abs=1e-12)
     each = (accuracy(probabilities, y), nll(probabilities, y), brier_score(probabilities, y))
     assert each == (scores.accuracy, scores.nll, scores.brier)
+
+
+def test_recall_of_each_class():
+    probabilities, y = predicted(40, 4)
+    y[y == 2] = 1
+    scores, guess = classification_scores(probabilities, y), probabilities.argmax(-1)
+    expected = recall_score(y, guess, labels=range(4), average=None, zero_division=math.nan)
+    assert scores.recall == pytest.approx(tuple(expected), nan_ok=True)
+    assert math.isnan(scores.recall[2])
+    assert scores.balanced_accuracy == pytest.approx(expected[[0, 1, 3]].mean())
 
 
 def test_accuracy_and_nll():

@@ -3,6 +3,7 @@
 from collections import UserDict
 from types import SimpleNamespace
 
+import pyro.poutine as poutine
 import pytest
 import torch
 from torch import nn
@@ -95,7 +96,7 @@ def test_a_mapping_may_be_one_input():
             return self.head(features["ids"].double() * features["mask"])
 
     model = ps.Classifier(ps.bayesianize(Takes(), 1.0), num_data=6)
-    assert model(X).shape == (6, 3)
+    assert poutine.block(model)(X).shape == (6, 3)
 
 
 def test_what_is_no_tensor_is_named():
@@ -103,10 +104,10 @@ def test_what_is_no_tensor_is_named():
     with pytest.raises(
         TypeError, match=r"The net must return a tensor, or an object with `logits`"
     ):
-        model(X)
+        poutine.block(model)(X)
     model, _ = make("tuple", num_data=6, output=lambda result: result)
     with pytest.raises(TypeError, match=r"`output` must return a tensor"):
-        model(X)
+        poutine.block(model)(X)
 
 
 def test_data_of_two_lengths_are_refused():
@@ -141,7 +142,7 @@ def test_parts_without_names_are_refused():
 
 def test_a_part_that_was_called_by_itself_is_refused():
     net = parts()
-    net[0](torch.randn(2, 4))
+    poutine.block(net[0])(torch.randn(2, 4))
     with pytest.raises(ValueError, match="was called before it became part of this model"):
         ps.Classifier(net, num_data=6)
     assert type(net) is nn.Sequential

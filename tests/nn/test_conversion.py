@@ -88,7 +88,7 @@ def test_the_forward_is_the_nets_own():
 
 def test_two_draws_give_two_outputs():
     bayes_net, x = ps.bayesianize(Residual()), torch.randn(5, 1, 3)
-    assert not torch.allclose(bayes_net(x), bayes_net(x))
+    assert not torch.allclose(poutine.block(bayes_net)(x), poutine.block(bayes_net)(x))
 
 
 # ---- priors --------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_priors_move_and_convert_with_the_net(prior):
     for dtype in (torch.float32, torch.float64):
         bayes_net = bayes_net.to(dtype)
         assert sites_of(bayes_net)["weight"].sample().dtype == dtype
-        assert bayes_net(torch.zeros(1, 3, dtype=dtype)).dtype == dtype
+        assert poutine.block(bayes_net)(torch.zeros(1, 3, dtype=dtype)).dtype == dtype
     assert sites_of(bayes_net.to("meta"))["weight"].mean.device.type == "meta"
 
 
@@ -150,7 +150,7 @@ def test_priors_are_in_the_state_dict():
 )
 def test_models_can_be_copied_and_pickled(make):
     model = make(ps.Classifier(ps.bayesianize(TiedNet(), prior=0.5), num_data=10))
-    model(torch.zeros(2, 3))
+    poutine.block(model)(torch.zeros(2, 3))
     assert set(sites_of(model)) == {"net.decoder.weight", "net.decoder.bias", "net.encoder.bias"}
 
 
@@ -186,6 +186,20 @@ def test_shared_weights_stay_one_site(net_class):
 def test_a_net_without_weights(net):
     with pytest.raises(ValueError, match="`net` has no weights to put a prior on"):
         ps.bayesianize(net)
+
+
+@pytest.mark.parametrize(
+    ("prior", "pattern"),
+    [
+        ({"fcc.*": 1.0, "0.bias": 1.0, "*": None}, "fcc.*"),
+        ({"0.*": {"0.weight": 1.0, "1.bias": 2.0, "*": 3.0}, "*": 1.0}, "1.bias"),
+    ],
+)
+def test_a_pattern_of_a_prior_that_matches_nothing(prior, pattern):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    message = f"The pattern '{pattern}' of `prior` matches none of the parameters \\['0.weight'"
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        ps.bayesianize(net, prior)
 
 
 def test_a_net_that_is_none():

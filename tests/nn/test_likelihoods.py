@@ -162,7 +162,7 @@ def test_fit_tells_the_model_how_many_examples_there_are(make):
     model = make(ps.bayesianize(nn.Linear(3, 2)))
     guide, x = ps.MeanFieldGuide(model), torch.zeros(6, 3)
     y = torch.zeros(6, dtype=torch.long) if isinstance(model, ps.Classifier) else torch.zeros(6, 2)
-    assert model(x).shape == (6, 2)
+    assert poutine.block(model)(x).shape == (6, 2)
     with pytest.raises(ValueError, match=r"`num_data`.*train by `fit`"):
         ps.StructuredELBO().terms(model, guide, x, y)
     for size in (6, 4):  # what `fit` has set, it sets anew
@@ -186,6 +186,39 @@ def test_fit_names_both_numbers_of_examples():
 def test_noise_must_be_given():
     with pytest.raises(ValueError, match="`noise_scale` must be given"):
         ps.Regressor(nn.Linear(3, 2), 6)
+
+
+def test_class_weights_are_those_of_torch():
+    weights, x, y = (
+        torch.tensor([0.5, 1.0, 4.0]),
+        torch.randn(6, 3),
+        torch.tensor([0, 1, 2, 2, 0, 1]),
+    )
+    net = ps.bayesianize(nn.Linear(3, 3))
+    model = ps.Classifier(net, 60, class_weights=weights)
+    trace = poutine.trace(model).get_trace(x, y)
+    trace.compute_log_prob()
+    loss = nn.functional.cross_entropy(trace.nodes["_RETURN"]["value"], y, weights, reduction="sum")
+    torch.testing.assert_close(trace.nodes["obs"]["log_prob_sum"], -10 * loss)
+    guide = ps.MeanFieldGuide(model, init_scale=1e-9)
+    for estimator in ("draws", "moments"):
+        terms = ps.StructuredELBO(estimator=estimator).terms(model, guide, x, y)
+        logits = nn.functional.linear(x, *guide.median().values())
+        loss = nn.functional.cross_entropy(logits, y, weights, reduction="sum")
+        torch.testing.assert_close(terms.log_likelihood["obs"], -10 * loss, rtol=1e-6, atol=0)
+    density = ps.predict(model, guide, x, 2, y=y).log_density
+    torch.testing.assert_close(
+        density, -nn.functional.cross_entropy(logits, y, reduction="none"), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_class_weights_must_fit():
+    net = ps.bayesianize(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="`class_weights` must be positive"):
+        ps.Classifier(net, class_weights=torch.tensor([1.0, 0.0, 1.0]))
+    model = ps.Classifier(net, 4, class_weights=torch.ones(2))
+    with pytest.raises(ValueError, match=r"`class_weights` must have shape \(classes,\) = \(3,\)"):
+        model(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
 
 
 @pytest.mark.parametrize("noise_scale", [0.0, -1.0, float("nan"), torch.tensor([1.0, 0.0])])
@@ -250,7 +283,7 @@ def test_an_empty_batch():
 def test_noise_must_broadcast_to_a_target(noise_scale):
     model = ps.Regressor(nn.Linear(3, 1), 6, noise_scale)
     with pytest.raises(ValueError, match=r"`noise_scale` must broadcast to the shape of a target"):
-        model(torch.zeros(6, 3))
+        poutine.block(model)(torch.zeros(6, 3))
 
 
 def test_noise_takes_its_dtype_from_a_floating_point_tensor():
@@ -262,6 +295,6 @@ def test_noise_takes_its_dtype_from_a_floating_point_tensor():
 
 def test_a_net_that_was_called_before_is_an_error():
     net = ps.bayesianize(nn.Linear(3, 1))
-    net(torch.zeros(1, 3))
+    poutine.block(net)(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="`net` was called before it became part of this model"):
         ps.Regressor(net, 6, 0.1)

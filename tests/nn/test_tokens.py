@@ -84,10 +84,10 @@ def test_it_trains_and_predicts_with_its_padding():
 )
 def test_other_observations_are_refused(y, message):
     with pytest.raises(ValueError, match=message):
-        make(num_data=6)(data()[0], y)
+        poutine.block(make(num_data=6))(data()[0], y)
 
 
 def test_logits_without_positions_are_refused():
     model = ps.TokenClassifier(ps.bayesianize(nn.Linear(3, 2), 1.0), num_data=6)
     with pytest.raises(ValueError, match=r"\(batch, length, classes\), but got \(6, 2\)"):
-        model(torch.randn(6, 3))
+        poutine.block(model)(torch.randn(6, 3))

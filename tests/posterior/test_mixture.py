@@ -8,6 +8,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from tests.models import make_classifier, make_regressor, regression_data
+from tests.posterior.passed_models import draws_of
 from tests.statistics import assert_mean
 
 
@@ -147,8 +148,24 @@ def test_what_is_no_tensor_cannot_be_stacked():
         ps.predict(model, ps.KTiedGuide(model), x, 6)
 
 
-def test_a_streamed_prediction_has_no_draws_left():
-    prediction = predicted(make_regressor(), stream=True)
+@pytest.mark.parametrize(("count", "stride"), [(80, 1), (250, 3)])
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_intervals_of_a_streamed_prediction_are_those_of_evenly_spaced_draws(
+    count, stride, batch_size
+):
+    model, (x, _) = make_regressor(), regression_data()
+    draws = draws_of(ps.MeanFieldGuide(model, init_scale=0.3), count)
+    options = {"batch_size": batch_size, "max_memory": 1e-6}
+    streamed = ps.predict(model, draws, x, stream=True, **options)
+    some = {name: value[::stride] for name, value in draws.items()}
+    assert streamed.functions is None
+    expected = ps.predict(model, some, x).quantile(torch.tensor([0.1, 0.9]))
+    torch.testing.assert_close(streamed.quantile(torch.tensor([0.1, 0.9])), expected)
+    torch.testing.assert_close(streamed.mean, ps.predict(model, draws, x).mean)
+
+
+def test_streamed_classes_have_no_draws_left():
+    prediction = predicted(make_classifier(), stream=True)
     assert prediction.likelihood is None
     for ask in (
         prediction.interval,

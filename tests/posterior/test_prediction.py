@@ -70,6 +70,28 @@ def test_batches_and_streaming_change_nothing(batch_size):
         torch.testing.assert_close(getattr(streamed, name), getattr(whole, name))
 
 
+@pytest.mark.parametrize("method", ["draws", "moments"])
+def test_a_loader_gives_inputs_or_pairs(method):
+    model, (x, y) = make_regressor(), regression_data()
+    guide = wide_guide(model)
+    options = {"num_samples": 20} if method == "draws" else {"method": "moments"}
+    whole = seeded(1, model, guide, x, y=y, **options)
+    for data in (torch.utils.data.TensorDataset(x, y), x):
+        loader = torch.utils.data.DataLoader(data, batch_size=5)
+        found = seeded(1, model, guide, loader, **options)
+        torch.testing.assert_close(found.mean, whole.mean)
+        torch.testing.assert_close(found.variance, whole.variance)
+        assert (found.log_density is None) == (data is x)
+    pairs = seeded(1, model, guide, iter([(x[:7], y[:7]), [x[7:], y[7:]]]), **options)
+    torch.testing.assert_close(pairs.log_density, whole.log_density)
+    with pytest.raises(
+        ValueError, match=r"`y` and `batch_size` must be left out where `x` is a loader"
+    ):
+        ps.predict(model, guide, loader, y=y, **options)
+    with pytest.raises(ValueError, match=r"`x` must give at least one mini-batch"):
+        ps.predict(model, guide, iter([]), **options)
+
+
 def test_the_predictive_of_a_linear_model_is_the_closed_form():
     """A draw is a function of all inputs: outputs at different inputs have the weight's correlation."""
     guide = ps.MeanFieldGuide(linear_function, init_scale=0.5)

@@ -12,6 +12,7 @@ from torch import nn
 
 import pyro_structvi.reference
 from pyro_structvi import (
+    Classifier,
     Regressor,
     bayesianize,
 )
@@ -113,3 +114,9 @@ def test_what_is_translated_has_moments_too():
     """The two tables have nothing in common but names: a function is added to both."""
     inside_of_graphs = {"getattr", "size", "linear"}  # attributes, and what is read as a map
     assert {*jax_net._FUNCTIONS} - {*RULES, *NONLINEARITIES} == inside_of_graphs
+
+
+def test_class_weights_are_refused():
+    model = Classifier(bayesianize(nn.Linear(3, 2)), 4, class_weights=torch.ones(2))
+    with pytest.raises(NotImplementedError, match="`class_weights` must be None"):
+        to_numpyro(model)

@@ -12,6 +12,8 @@ from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.terms import ELBOTerms
 
+_REMEDY = "A smaller `lr` or `init_scale`, or an annealed `kl_weight`, may help"
+
 
 class FiniteCheck:
     """Stops a step before its update where terms or gradients are not finite on some rank.
@@ -59,13 +61,19 @@ class FiniteCheck:
             for rank, (found, _) in enumerate(reports):
                 if found[kind] and not (refusals and kind == "gradient of"):
                     where = f" on rank {rank}" if len(reports) > 1 else ""
+                    remedy = "Drop or mend these examples" if kind == "data" else _REMEDY
                     error = FloatingPointError(
                         f"{self._where}, the {kind} {found[kind]} is not finite{where}. "
-                        "Parameters and buffers are those before this step. A smaller `lr` or "
-                        "`init_scale`, or an annealed `kl_weight`, may help."
+                        f"Parameters and buffers are those before this step. {remedy}."
                     )
                     error.__cause__ = refusal
                     return error
+        if refusals and self._loss.is_structured and self._loss.elbo.step:
+            text = str(refusals[0]).split("Trace Shapes:")[0].strip()  # those of Pyro's
+            return ValueError(
+                f"{self._where}: {text} Parameters and buffers are those before this step. Where the "
+                f"data are as in earlier steps, the parameters were led astray. {_REMEDY}."
+            )
         if refusals:
             return refusal or ValueError(refusals[0])
         return FloatingPointError(

@@ -1,9 +1,10 @@
 """A net as a model of classes."""
 
 import pyro.distributions as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_structvi.nn.likelihoods.likelihood import Likelihood, finite_likelihood
+from pyro_structvi._checks import Count, check_positive, check_shape
+from pyro_structvi.nn.likelihoods.likelihood import Likelihood, Output, finite_likelihood
 
 
 class Classifier(Likelihood):
@@ -16,9 +17,12 @@ class Classifier(Likelihood):
             ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
         output: What takes the logits from what the net returns; a tensor is taken as it is, and of
             anything else its ``logits``.
+        class_weights: How often the examples of each class count, ``(classes,)``, as the ``weight`` of
+            ``torch.nn.CrossEntropyLoss``: ``N / (classes * counts)`` balances them. Predictive densities
+            have no weights.
 
     Raises:
-        ValueError: If ``num_data`` is not a whole number of at least 1.
+        ValueError: If ``num_data`` is not a whole number of at least 1, or a weight is not positive.
         TypeError: If ``net`` is not a module.
 
     Example:
@@ -28,6 +32,20 @@ class Classifier(Likelihood):
         >>> model(torch.zeros(5, 4)).shape
         torch.Size([5, 3])
     """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        output: Output | None = None,
+        *,
+        class_weights: Tensor | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output)
+        if class_weights is not None:
+            check_positive("class_weights", class_weights)
+            check_shape("class_weights", class_weights, [class_weights.numel()], "(classes,)")
+        self.register_buffer("class_weights", class_weights)
 
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         r"""Return Jensen's bound, :math:`m_y - \log \sum_c \exp(m_c + v_c / 2)`, ``(batch,)``.
@@ -55,5 +73,9 @@ class Classifier(Likelihood):
             The logits, in float32 where the net's output has half precision.
         """
         self._check_classes(output, plates, y, "batch")
-        self._observe(finite_likelihood(lambda: dist.Categorical(logits=output)), y)
+        weights = self.class_weights
+        if weights is not None:
+            check_shape("class_weights", weights, output.shape[-1:], "(classes,)")
+            weights = None if y is None else weights[y]
+        self._observe(finite_likelihood(lambda: dist.Categorical(logits=output)), y, weights)
         return output

@@ -14,20 +14,24 @@ from pyro_structvi._checks import (
     Count,
     check_same_kind,
     check_shape,
+    check_support,
     checked,
     naming,
     shape_text,
+    validates,
 )
 from pyro_structvi._pyro import make_pyro_module, was_called
+from pyro_structvi._torch import inside_transform, is_tracing
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.calling import call_net, read_output
 from pyro_structvi.nn.plates import run_in_plates
+from pyro_structvi.nn.random_module import RandomModule
 
 Output = Annotated[Callable[[Any], Tensor], NO_CLASS]
 Terms = Literal["elements", "pairs", "last dimension"]
 
 
-class Likelihood(PyroModule):
+class Likelihood(RandomModule):
     """A net as a model of its observations.
 
     A plain net that has PyroModules among its parts becomes one itself, in place, so that the names of
@@ -148,15 +152,18 @@ class Likelihood(PyroModule):
             check_same_kind("y", y, "net(x)", found)
         return y
 
-    def _observe(self, likelihood: Any, y: Tensor | None) -> None:
+    def _observe(self, likelihood: Any, y: Tensor | None, weights: Tensor | None = None) -> None:
         """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
         size = likelihood.batch_shape[-1]
+        unseen = y is None or y.is_meta or inside_transform() or is_tracing()
+        if y is not None and not unseen and validates(None):
+            check_support("y", y, likelihood.support)
         if y is not None and self.num_data is None:
             raise ValueError(
                 "`num_data`, the number of training examples, must be known before observations are "
                 f"scored. Pass it to {type(self).__name__}, or train by `fit`, which sets it."
             )
-        scale = (self.num_data or size) / size
+        scale = (self.num_data or size) / size * (1.0 if weights is None else weights)
         with poutine.scale(scale=scale), pyro.plate("data", size, dim=-1):
             pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})
 
@@ -170,7 +177,7 @@ def _check_net(net: nn.Module) -> nn.Module:
             "first call. Make a new one with `bayesianize` and wrap it before calling it."
         )
     if is_plain and parts:
-        make_pyro_module(net)
+        make_pyro_module(net, RandomModule)
     return net
 
 

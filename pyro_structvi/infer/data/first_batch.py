@@ -1,0 +1,144 @@
+"""What the first mini-batch shows of a fit before its first step, and is no error."""
+
+import math
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from pyro_structvi._checks import warn_user
+from pyro_structvi._nested import nested_tensors
+from pyro_structvi._pyro import declared_samples
+from pyro_structvi.distributions.own_tensors import base_of
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.guides.sites import trial_run
+from pyro_structvi.guides.starts import separate_randomness
+from pyro_structvi.infer.data.data_size import NumDataWarning
+from pyro_structvi.lazy.site_role import SiteRole
+from pyro_structvi.nn.likelihoods import Likelihood
+
+PRIOR_DRAWS = 4
+FAR = 10.0  # standard deviations of the prior predictive
+LARGE_INPUT = 1000.0
+SLOW = (
+    400  # products for each of the layer's, which take less long: a hundred times the layer's time
+)
+NOTICED = 2e10  # products, about half a second of one core
+
+
+class DataScaleWarning(UserWarning):
+    """Data lie far outside of what the prior expects."""
+
+
+class SlowFamilyWarning(UserWarning):
+    """A posterior takes hundreds of times as long as its layer."""
+
+
+def warn_of_first_batch(
+    parts: tuple[Any, Any], args: Any, kwargs: Any, num_batches: int, size: int | None
+) -> None:
+    """Warn of a count of examples, of scales of data and of posteriors that will not do.
+
+    Args:
+        parts: Model and guide. The model runs at some draws of its prior.
+        args: Its arguments in the first step.
+        kwargs: Its keyword arguments.
+        num_batches: How many mini-batches a pass through the data has.
+        size: How many examples the data have, if that is known.
+    """
+    model, guide = parts
+    seen = _PriorPredictive()
+    hook = register_module_forward_pre_hook(seen.note_input)
+    with separate_randomness(), trial_run(model), seen, hook:
+        for _ in range(PRIOR_DRAWS):
+            model(*args, **kwargs)
+    if num_batches > 1 and not isinstance(poutine.unwrap(model), Likelihood):
+        _warn_of_unscaled(seen.sites, num_batches, size)
+    if seen.inputs and LARGE_INPUT < seen.inputs[0] < math.inf:
+        warn_user(
+            f"Inputs of the first random layer have a root mean square of {seen.inputs[0]:.3g}; priors "
+            "expect about 1. Standardize them, `x = (x - x.mean(0)) / x.std(0)`.",
+            DataScaleWarning,
+        )
+    for name, draws in seen.sites.items():
+        _warn_of_far(name, draws[0]["value"], [base_of(draw["fn"]) for draw in draws])
+    if isinstance(guide, StructuredGuide):
+        sizes = [len(each) for each in nested_tensors((args, kwargs)) if each.dim()]
+        _warn_of_slow(guide, max(sizes, default=1))
+
+
+class _PriorPredictive(Messenger):
+    """Records observed sites, and the first input of a layer that has sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: dict[str, list[Any]] = {}
+        self.inputs: list[float] = []
+
+    def note_input(self, module: Any, given: Any) -> None:
+        values = next(nested_tensors(given), None)
+        if not self.inputs and values is not None and declared_samples(module):
+            self.inputs.append(
+                float(values.float().square().mean().sqrt()) * values.is_floating_point()
+            )
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if SiteRole.of(msg).is_observation:
+            self.sites.setdefault(msg["name"], []).append(msg)
+
+
+def _warn_of_unscaled(sites: dict[str, list[Any]], num_batches: int, size: int | None) -> None:
+    """Warn of sites of a model of the user's own that count a mini-batch for all the data."""
+    scales = {name: draws[0]["scale"] for name, draws in sites.items()}
+    unscaled = [n for n, scale in scales.items() if not isinstance(scale, Tensor) and scale == 1]
+    if unscaled:
+        whole = "all examples" if size is None else f"all {size} examples"
+        warn_user(
+            f"The observed sites {unscaled} count a mini-batch for all the data: their scale is 1, and "
+            f"a pass through `data` has {num_batches} mini-batches, so the posterior will be too wide. "
+            f"Give their plate the number of {whole}, `pyro.plate(name, size, subsample=x)`.",
+            NumDataWarning,
+        )
+
+
+def _warn_of_far(name: str, y: Any, priors: list[Any]) -> None:
+    """Warn of observations many standard deviations from what draws of the prior predict."""
+    if not isinstance(y, Tensor) or priors[0].support.is_discrete:
+        return
+    try:
+        means = torch.stack([prior.mean for prior in priors])
+        variance = means.var(correction=0) + priors[0].variance.mean()
+    except NotImplementedError:
+        return
+    far = float(((y - means.mean()).square().mean() / variance).sqrt())
+    if far > FAR:
+        warn_user(
+            f"The observations '{name}' are {far:.0f} standard deviations from what the prior predicts, "
+            "so the posterior will not reach them. Standardize them, `y = (y - y.mean()) / y.std()`, "
+            "and predictions back; or widen the priors.",
+            DataScaleWarning,
+        )
+
+
+def _warn_of_slow(guide: StructuredGuide, examples: int) -> None:
+    """Warn of posteriors whose dense factors take far more products than their layer's pass."""
+    for posterior in guide.all_posteriors():
+        name, family = posterior.site.name, type(posterior.family).__name__
+        products = sum(_products_of(*named) for named in posterior.named_parameters())
+        if products > max(NOTICED, SLOW * 6 * posterior.site.shape.numel() * examples):
+            warn_user(
+                f"A step takes about {products:.0e} products for the {family} of '{name}', hundreds of "
+                f"times those of its layer. A cheaper family is {{'{name}': LowRank(rank=5), ...}}.",
+                SlowFamilyWarning,
+            )
+
+
+def _products_of(name: str, value: Tensor) -> float:
+    """Return the cubed sizes of triangular factors, whose entries a parameter has."""
+    if name == "across":
+        return float((2 * value.numel()) ** 1.5)
+    is_lower = name.endswith("lower") and value.numel() > 0
+    return float(value[..., 0].numel() * (2 * value.shape[-1]) ** 1.5) if is_lower else 0.0

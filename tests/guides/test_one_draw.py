@@ -1,0 +1,259 @@
+"""One set of weights outside of objectives: a plain net, or one draw for a block."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import Predictive
+from pyro.nn import PyroModule
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import MeanField
+
+
+class Tied(nn.Module):
+    """Has a weight that two layers share, a frozen one, and one of a normalization layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(4, 3)
+        self.norm = nn.LayerNorm(3)
+        self.base = nn.Linear(3, 3, bias=False).requires_grad_(False)
+        self.decoder = nn.Linear(3, 4)
+        self.decoder.weight = nn.Parameter(torch.randn(4, 3))
+        self.encoder_of_outputs = nn.Linear(3, 4)
+        self.encoder_of_outputs.weight = self.decoder.weight
+
+    def forward(self, x):
+        hidden = self.base(self.norm(self.encoder(x)))
+        return self.decoder(hidden) + self.encoder_of_outputs(hidden)
+
+    def double_outputs(self, x):
+        return self(x) + self(x)
+
+
+class Adapter(nn.Linear):
+    """A frozen layer and an update of rank 1, which evaluation mode merges in place."""
+
+    def __init__(self):
+        super().__init__(3, 3, bias=False)
+        self.weight.requires_grad_(False)
+        self.up, self.down = nn.Parameter(torch.randn(3, 1)), nn.Parameter(torch.randn(1, 3))
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if not mode and not self.merged:
+            self.weight.data += self.up @ self.down
+            self.merged = True
+        return self
+
+    def forward(self, x):
+        y = nn.functional.linear(x, self.weight)
+        return y if self.merged else y + x @ self.down.T @ self.up.T
+
+    def save_pretrained(self, path):
+        torch.save(self.state_dict(), path)
+
+
+def make(net=None, normalization=False, **options):
+    model = ps.Regressor(
+        ps.bayesianize(Tied() if net is None else net, normalization=normalization), 6, 0.1
+    )
+    return model, ps.MeanFieldGuide(model, init_scale=0.3, **options)
+
+
+CALLS = {
+    "the model": lambda model, x: model(x),
+    "the net": lambda model, x: model.net(x),
+    "a method of the net": lambda model, x: model.net.double_outputs(x),
+    "a layer": lambda model, x: model.net.encoder(x),
+    "a parameter's values": lambda model, x: model.net.encoder.weight + 1,
+    "a tied parameter's values": lambda model, x: torch.cat([model.net.encoder_of_outputs.weight]),
+    "setting a parameter": lambda model, x: setattr(model.net.encoder, "weight", x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_outside_of_handlers_nothing_is_drawn_from_the_prior(call):
+    model, _ = make()
+    with pytest.raises(RuntimeError, match=r"is random, and no pass says .* `guide\.to_net\(\)`"):
+        call(model, torch.randn(6, 4))
+
+
+def test_what_is_known_without_values_is_answered():
+    model, _ = make(nn.Sequential(nn.Linear(4, 3), nn.LSTM(3, 2)))
+    weight = model.to(torch.float32).net[0].weight
+    assert (weight.shape, weight.dtype, weight.device.type) == ((3, 4), torch.float32, "cpu")
+    assert repr(weight) == "UnsampledParameter(site='net.0.weight', shape=(3, 4))"
+    assert "in_features=4" in repr(model)
+    copy.deepcopy(model)
+
+
+def test_under_handlers_the_prior_is_right():
+    model, _ = make()
+    x = torch.randn(6, 4)
+    assert not torch.equal(poutine.block(model)(x), poutine.block(model)(x))
+    assert Predictive(model, num_samples=3)(x)["obs"].shape == (3, 6, 4)
+    assert Predictive(model, num_samples=3, parallel=True)(x)["obs"].shape == (3, 6, 4)
+
+
+def test_merging_raises_and_the_users_net_stays():
+    net = nn.Sequential(Adapter(), nn.Linear(3, 3))
+    before = net[0].weight.clone()
+    model, guide = make(net)
+    with pytest.raises(RuntimeError, match=r"'net\.0\.up' is random"):
+        model.eval()
+    with guide.sampled(), pytest.raises(RuntimeError, match=r"'net\.0\.up' is random"):
+        model.eval()
+    plain, x = guide.to_net(), torch.randn(5, 3)
+    expected = plain(x)
+    torch.testing.assert_close(plain.eval()(x), expected)
+    assert plain[0].merged
+    torch.testing.assert_close(net[0].weight, before, rtol=0, atol=0)
+
+
+def test_saving_as_a_pretrained_net_raises(tmp_path):
+    model, guide = make(Adapter())
+    with pytest.raises(RuntimeError, match=r"no weights to be saved.* Save `guide\.to_net\(\)`"):
+        model.net.save_pretrained(tmp_path / "weights")
+    guide.to_net().save_pretrained(tmp_path / "weights")
+    assert [*torch.load(tmp_path / "weights")] == ["weight", "up", "down"]
+
+
+@pytest.mark.parametrize("normalization", [False, True])
+def test_a_plain_net_is_one_of_the_users_class(normalization):
+    net = Tied()
+    model, guide = make(net, normalization)
+    plain, x = guide.to_net(), torch.randn(6, 4)
+    assert type(plain) is Tied
+    assert type(plain.encoder) is nn.Linear
+    named, own = dict(plain.named_parameters()), dict(net.named_parameters())
+    assert [*named] == [*own]
+    assert [*plain.state_dict()] == [*net.state_dict()]
+    assert [p.requires_grad for p in named.values()] == [p.requires_grad for p in own.values()]
+    assert plain.encoder_of_outputs.weight is plain.decoder.weight
+    torch.testing.assert_close(plain(x), net(x), rtol=0, atol=0)  # where the guide starts
+    assert not {p.data_ptr() for p in named.values()} & {p.data_ptr() for p in own.values()}
+    assert not {*vars(plain)} - {*vars(net)}
+    assert not plain._forward_pre_hooks
+    model.net.norm.weight  # the Bayesian net has its own still
+    plain(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("net", "x"),
+    [
+        (nn.Sequential(nn.LSTM(4, 3, 2)), torch.randn(5, 6, 4)),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), torch.randn(5, 4)),
+        (nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0), torch.randn(2, 3, 4)),
+    ],
+)
+def test_a_draw_gives_the_net_that_the_model_is_at_it(net, x):
+    bayes_net = ps.bayesianize(net, normalization=True)
+    guide = ps.MeanFieldGuide(bayes_net, init_scale=0.3)
+    with guide.sampled() as draw:
+        expected = bayes_net(x)
+        again = bayes_net(x)
+    plain = guide.to_net(draw)
+    for outputs in (again, plain(x)):
+        pairs = zip(_tensors(outputs), _tensors(expected), strict=True)
+        assert all(torch.equal(own, other) for own, other in pairs)
+    assert {type(part) for part in plain.modules()} == {type(part) for part in net.modules()}
+
+
+def _tensors(outputs):
+    return [outputs] if isinstance(outputs, torch.Tensor) else [outputs[0], *outputs[1]]
+
+
+@pytest.mark.parametrize("layer", [ps.RankOne(), ps.WalshHadamard()])
+@pytest.mark.parametrize("prior", [1.0, ps.HierarchicalScale(dist.LogNormal(0.0, 1.0))])
+def test_layers_of_this_package_and_scales_of_priors(layer, prior):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = ps.Regressor(ps.bayesianize(net, {"2.*": prior, "*": 1.0}, layers={"0": layer}), 6, 0.1)
+    guide, x = ps.StructuredGuide(model, {"*": MeanField()}), torch.randn(6, 4)
+    guide.initialize(x, torch.randn(6, 2))
+    with guide.sampled() as draw:
+        expected = model.net(x)
+    plain = guide.to_net(draw)
+    assert torch.equal(plain(x), expected)
+    assert torch.equal(plain(x), expected)
+    assert [name for name, _ in plain[2].named_parameters()] == ["weight", "bias"]
+
+
+def test_one_draw_is_used_by_all_calls_and_is_differentiable():
+    model, guide = make()
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    with guide.sampled() as draw:
+        assert torch.equal(model(x), model.net(x))
+        torch.testing.assert_close(model.net.double_outputs(x), 2 * model(x))
+        trace = poutine.trace(model).get_trace(x)
+        assert trace.nodes["net.encoder.weight"]["value"] is draw["net.encoder.weight"]
+        (model(x) - y).square().sum().backward()
+    for posterior in guide.posteriors.values():
+        assert all(parameter.grad.abs().sum() > 0 for parameter in posterior.parameters())
+    with guide.sampled() as other:
+        assert not torch.equal(model(x), guide.to_net(draw)(x))
+    with guide.sampled(draw):
+        assert torch.equal(model(x), guide.to_net(draw)(x))
+    assert other is not draw
+
+
+def test_objectives_and_predictions_draw_inside_of_a_block_as_outside():
+    model, guide = make()
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    guide.initialize(x, y)
+    far = {name: value + 100 for name, value in guide.draw().items()}
+    found = []
+    for draw in (None, far):
+        pyro.set_rng_seed(0)
+        with guide.sampled(guide.draw() if draw is None else draw):
+            pyro.set_rng_seed(1)
+            loss = ps.StructuredELBO().loss(model, guide, x, y)
+            found.append((loss, ps.predict(model, guide, x, num_samples=3).mean))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_draws_that_do_not_fit():
+    model, guide = make()
+    draw = guide.draw()
+    with pytest.raises(
+        ValueError, match=r"value of shape \(3,\) for the site 'net\.encoder\.bias', but got none"
+    ):
+        guide.to_net({name: value for name, value in draw.items() if name != "net.encoder.bias"})
+    stacked = {name: value.unsqueeze(0) for name, value in draw.items()}
+    with pytest.raises(
+        ValueError, match=r"value of shape \(3, 4\) for the site .*, but got \(1, 3, 4\)"
+    ):
+        guide.to_net(stacked)
+    with (
+        guide.sampled(stacked),
+        pytest.raises(
+            ValueError, match=r"value of shape \(3, 4\) for the site .*, but got \(1, 3, 4\)"
+        ),
+    ):
+        model(torch.randn(6, 4))
+
+
+class Around(PyroModule):
+    """A model of its own around nets."""
+
+    def __init__(self, *nets):
+        super().__init__()
+        self.nets = PyroModule[nn.ModuleList](nets)
+
+    def forward(self, x):
+        return sum(net(x) for net in self.nets)
+
+
+def test_the_net_of_a_model_of_ones_own():
+    one = Around(ps.bayesianize(nn.Linear(3, 1)))
+    assert type(ps.MeanFieldGuide(one).to_net()) is nn.Linear
+    two = Around(ps.bayesianize(nn.Linear(3, 1)), ps.bayesianize(nn.Linear(3, 1)))
+    with pytest.raises(TypeError, match=r"needs a model with one net .* with 2 of them"):
+        ps.MeanFieldGuide(two).to_net()

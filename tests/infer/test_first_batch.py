@@ -1,0 +1,141 @@
+"""What a fit says before its first step: of scales of data, of slow posteriors, of wrong arguments."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.infer.data.first_batch import (
+    DataScaleWarning,
+    SlowFamilyWarning,
+    warn_of_first_batch,
+)
+
+
+def net_of(inputs=3, outputs=1):
+    return ps.bayesianize(nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)))
+
+
+def regressor(**noise):
+    return ps.Regressor(net_of(), **(noise or {"noise_scale": 0.1}))
+
+
+def fit(model, x, y, guide=None, **options):
+    guide = guide or ps.MeanFieldGuide(model)
+    return ps.fit(model, guide, (x, y), progress=False, **({"num_steps": 2} | options))
+
+
+@pytest.mark.parametrize("noise", [{"noise_scale": 0.1}, {"noise": "learned"}])
+def test_observations_far_outside_of_the_prior_predictive(noise):
+    x = torch.randn(20, 3)
+    with pytest.warns(DataScaleWarning, match=r"observations 'obs' are \d+ .* Standardize them"):
+        fit(regressor(**noise), x, 5000 + 1000 * x[:, :1])
+    fit(regressor(**noise), x, 3 + 2 * x[:, :1])  # warnings are errors
+
+
+def test_inputs_of_a_large_scale():
+    x = 1e4 * torch.randn(20, 3)
+    with pytest.warns(
+        DataScaleWarning, match=r"root mean square of 1.\d*e\+04; .* Standardize them"
+    ):
+        fit(regressor(), x, torch.randn(20, 1))
+    normalized = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model = ps.Regressor(ps.bayesianize(normalized, normalization=False), noise_scale=0.1)
+    fit(model, x, torch.randn(20, 1))
+
+
+def test_counts_and_classes_have_no_scale_and_nothing_is_left_of_the_draws():
+    x, model = torch.randn(20, 3), ps.Classifier(net_of(outputs=3), num_data=20)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    warn_of_first_batch((model, None), (x, torch.zeros(20).long()), {}, 1, 20)
+    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
+
+
+def test_a_family_whose_step_takes_hundreds_of_times_its_layers():
+    model = ps.Regressor(ps.bayesianize(nn.Linear(2800, 1, bias=False), ps.FanIn()), 2, 1.0)
+    x, y = torch.randn(2, 2800), torch.randn(2, 1)
+    with pytest.warns(
+        SlowFamilyWarning, match=r"2e\+10 products for the MatrixNormal of 'net.weight'"
+    ):
+        warn_of_first_batch((model, ps.MatrixNormalGuide(model)), (x, y), {}, 1, 2)
+    warn_of_first_batch((model, ps.KTiedGuide(model)), (x, y), {}, 1, 2)  # warnings are errors
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def test_a_net_in_the_place_of_a_model():
+    net, x, y = net_of(), torch.randn(5, 3), torch.randn(5, 1)
+    with pytest.raises(
+        TypeError, match=r"take the 2 arguments .* wrap it, as in `Regressor\(net\)`"
+    ):
+        fit(net, x, y)
+    model = ps.Regressor(net, noise_scale=0.1)
+    with pytest.raises(ValueError, match=r"`guide` must be made of `model`, a PyroSequential, but"):
+        fit(net, x, y, ps.MeanFieldGuide(model))
+
+
+def test_a_guide_of_another_model():
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    message = r"made of another module, a Regressor. Write `fit\(guide.model, guide, data\)`"
+    with pytest.raises(ValueError, match=message):
+        fit(regressor(), x, y, ps.MeanFieldGuide(regressor()))
+
+
+def test_a_report_without_inputs():
+    guide = ps.MeanFieldGuide(regressor())
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"a Regressor says: missing a required argument: 'x'"):
+            guide.report()
+        guide.initialize(torch.randn(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "y", "words"),
+    [
+        (lambda: ps.Classifier(net_of(outputs=3)), torch.tensor([0, 3, -1, 2]), "upper_bound=2"),
+        (
+            lambda: ps.BinaryClassifier(net_of()),
+            torch.tensor([[0.0], [2.0], [1.0], [3.0]]),
+            "Boolean",
+        ),
+    ],
+)
+def test_labels_out_of_range(make, y, words):
+    with pytest.raises(ValueError, match=rf"{words}.* 2 of 4 observations are not. Mend") as error:
+        fit(make(), torch.randn(4, 3), y)
+    assert "tensor(" not in str(error.value)
+
+
+def test_infinite_inputs_are_no_matter_of_the_rate():
+    x = torch.randn(5, 3)
+    x[2, 1] = math.inf
+    with pytest.raises(
+        FloatingPointError, match=r"data \['argument 0'\].*Drop or mend these examples"
+    ):
+        fit(regressor(), x, torch.randn(5, 1))
+
+
+def test_a_rate_that_is_too_large_is_named():
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    model = regressor()
+    with pytest.raises(ValueError, match=r"At step \d: The net's output.* smaller `lr`") as error:
+        fit(model, x, y, ps.KTiedGuide(model), lr=1000.0, num_steps=20)
+    assert "Trace Shapes" not in str(error.value)
+
+
+def test_representations_are_short():
+    model, x = regressor(), torch.randn(50, 3)
+    guide = ps.MeanFieldGuide(model)
+    history = fit(model, x, torch.randn(50, 1), guide, num_steps=30)
+    assert repr(history) == f"History(30 steps, elbo={history.elbo[-1]:.6g})"
+    assert repr(ps.infer.History()) == "History(0 steps)"
+    text = repr(ps.predict(model, guide, x, 20))
+    assert text.startswith(
+        "Prediction(mean: (50, 1), variance: (50, 1), function_variance: (50, 1)"
+    )
+    assert text.endswith("functions: (20, 50, 1); 20 draws)")

@@ -1,0 +1,69 @@
+"""The pictures of the documentation: each is drawn by a script, of the guide that its page is about."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.choices import CHOICES
+
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+OF_RESULTS = {"choosing.svg", "league.svg", "scaling.svg"}
+OF_SCRIPTS = {"bands.svg"} | {
+    f"is_it_any_good_{part}.svg" for part in ("bands", "classes", "coverage")
+}
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    sys.path.insert(0, str(ROOT))
+    return runpy.run_path(str(DOCS / "scripts/guide_pictures.py"))
+
+
+def test_every_picture_is_drawn_by_one_command(pictures):
+    named = {
+        f"guides/{own.page}_{part}.svg"
+        for own in pictures["PICTURES"].values()
+        for part in ("covariance", "regression")
+        if part == "regression" or own.has_covariance
+    }
+    saved = re.compile(r'savefig\(\s*"(\w+\.(?:svg|png))"')
+    gallery = {
+        f"gallery/{name}"
+        for page in DOCS.glob("gallery/*.md")
+        for name in saved.findall(page.read_text())
+    }
+    measured = {"gallery/digits.svg", "gallery/lora.svg", "gallery/regression.png"}
+    shown = {
+        path.relative_to(DOCS).as_posix()
+        for kind in ("svg", "png")
+        for path in DOCS.rglob(f"*.{kind}")
+        if "_build" not in path.parts and "jupyter_execute" not in path.parts
+    }
+    assert shown == named | gallery | measured | OF_RESULTS | OF_SCRIPTS
+    command = re.search(
+        r"^figures:.*?\n\n", (ROOT / "Makefile").read_text(), re.DOTALL | re.MULTILINE
+    )
+    for script in ("guide_pictures", "gallery_figures", "bands", "is_it_any_good"):
+        assert f"docs/scripts/{script}.py" in command[0]
+    for name in (*OF_RESULTS - {"choosing.svg"}, "benchmarks.summary"):
+        assert name in command[0]
+
+
+OPENED_WITH = [choice for choice in CHOICES if choice.guide != "MAPGuide"]  # the ensemble is there
+
+
+@pytest.mark.parametrize("choice", OPENED_WITH, ids=lambda choice: choice.guide)
+def test_a_page_opens_with_the_guide_of_the_tables(choice, pictures):
+    model, x, y = pictures["cosine_model"]()
+    page = Path(choice.page).stem
+    picture = next(own for own in pictures["PICTURES"].values() if own.page == page)
+    drawn, named = picture.make(model), choice.make(model)
+    for guide in (drawn, named):
+        guide.initialize(x.to(torch.get_default_dtype()), y.to(torch.get_default_dtype()))
+    assert str(drawn) == str(named)
