@@ -183,7 +183,8 @@ class GlobalInducingGuide(StructuredGuide):
         met: dict[str, Tensor] = {}
 
         def draw(name: str, rows: Tensor) -> Tensor:
-            met[name] = rows
+            if torch.is_grad_enabled():  # and not inside a function with a gradient of its own
+                met[name] = rows
             return starts[name]
 
         with naming("inputs", inputs), separate_randomness(), torch.enable_grad():

@@ -178,7 +178,8 @@ class OwningAutoGuide(AutoGuide):
         """Return the state without the model, and without what may not pickle."""
         for _, parameter in self.named_parameters():
             parameter.__dict__.pop("unconstrained", None)
-        return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), "_model": (None,)}
+        none = {"_model": (None,), "handed_out": set()}
+        return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), **none}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the parameters; the copy is a guide of the same model."""
