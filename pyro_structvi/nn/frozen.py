@@ -9,7 +9,9 @@ _NAMES = "frozen_parameters"
 
 def freeze(module: nn.Module, attribute: str) -> None:
     """Turn a parameter into a buffer with the same memory: Pyro's param store would thaw it."""
-    value = getattr(module, attribute).detach()
+    value = getattr(module, attribute)
+    if type(value) is nn.Parameter:  # one of another class says how it is read, as in 4 bits
+        value = value.detach()
     delattr(module, attribute)
     module.register_buffer(attribute, value)
     module.__dict__.setdefault(_NAMES, []).append(attribute)
