@@ -210,9 +210,9 @@ class GlobalInducingGuide(StructuredGuide):
         if len(wrong) == 1:
             raise wrong.popitem()[1]
         if wrong:
-            families = ", ".join(f"'{name}': MeanField()" for name in wrong)
+            names, families = [*wrong], ", ".join(f"'{name}': MeanField()" for name in wrong)
             raise RuntimeError(
-                f"The weights at the sites {[*wrong]} are drawn given the inputs of a plain linear layer "
+                f"The weights at the sites {names} are drawn given the inputs of a plain linear layer "
                 "or convolution, but the net uses them in another way first. Give them another family, "
                 f"`families={{{families}}}`."
             )
