@@ -55,6 +55,11 @@ def warn_of_first_batch(
     with separate_randomness(), trial_run(model), seen, hook:
         for _ in range(PRIOR_DRAWS):
             model(*args, **kwargs)
+    if not any(msg["is_observed"] for draws in seen.sites.values() for msg in draws):
+        raise ValueError(
+            "`data` must hold what the model observes, but it observed nothing: pass `(x, y)`, or "
+            "mini-batches of them. A `collate_fn` splits what a loader has in one object."
+        )
     if num_batches > 1 and not isinstance(poutine.unwrap(model), Likelihood):
         _warn_of_unscaled(seen.sites, num_batches, size)
     if seen.inputs and LARGE_INPUT < seen.inputs[0] < math.inf:
