@@ -159,8 +159,8 @@ class GlobalInducingGuide(StructuredGuide):
             start = posterior.release("loc").flatten(1)
             with autocast_off(start):
                 posterior.put("target", rows.to(start) @ start.mT)
-            each = (len(start),) if len(start) in OWN_PRECISIONS else ()
-            precision = start.new_full((len(rows), *each), -2 * math.log(self.init_scale))
+            outputs = [len(start)] if len(start) in OWN_PRECISIONS else []
+            precision = start.new_full([len(rows), *outputs], -2 * math.log(self.init_scale))
             posterior.put("log_precision", precision)
         points = inputs.detach().clone()
         if self._trains_inputs and points.is_floating_point():

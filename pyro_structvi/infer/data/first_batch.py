@@ -23,9 +23,8 @@ from pyro_structvi.nn.likelihoods import Likelihood
 PRIOR_DRAWS = 4
 FAR = 10.0  # standard deviations of the prior predictive
 LARGE_INPUT = 1000.0
-SLOW = (
-    400  # products for each of the layer's, which take less long: a hundred times the layer's time
-)
+# Products for each of the layer's, which take less long: a hundred times the layer's time.
+SLOW = 400
 NOTICED = 2e10  # products, about half a second of one core
 
 
