@@ -51,9 +51,12 @@ def warn_of_first_batch(
     model, guide = parts
     seen = _PriorPredictive()
     hook = register_module_forward_pre_hook(seen.note_input)
-    with separate_randomness(), trial_run(model), seen, hook:
-        for _ in range(PRIOR_DRAWS):
-            model(*args, **kwargs)
+    with hook, separate_randomness(), trial_run(model), seen:
+        try:
+            for _ in range(PRIOR_DRAWS):
+                model(*args, **kwargs)
+        except Exception:  # the first step raises it too, and in better words
+            return
     if not any(msg["is_observed"] for draws in seen.sites.values() for msg in draws):
         raise ValueError(
             "`data` must hold what the model observes, but it observed nothing: pass `(x, y)`, or "
