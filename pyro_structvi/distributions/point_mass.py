@@ -63,7 +63,7 @@ class PointMass(Delta):
         self._mean, self._variance = mean, variance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the value, as ``pyro.sample`` does, no parameter, which a module would keep as its own."""
+        """Return the value, as ``pyro.sample`` does; no parameter, which a module would register."""
         value: Tensor = self.v.view_as(self.v)
         return value
 

@@ -78,8 +78,9 @@ def to_inference_data(
         ``posterior``, ``posterior_predictive``, ``log_likelihood`` (one value for each example),
         ``observed_data`` and, of NUTS, ``sample_stats``; real values in float64, counts and labels as
         whole numbers. Observations and outputs of shape (N, 1) lose the last dimension, as log
-        likelihoods have none. A guide's draws form one chain. Where a token is not observed, as in padding, predictive draws have its
-        ``ignore_index`` too, and where the model masks an observation its log likelihood is zero.
+        likelihoods have none. A guide's draws form one chain. Where a token is not observed, as in
+        padding, predictive draws have its ``ignore_index`` too, and where the model masks an observation
+        its log likelihood is zero.
 
     Raises:
         ImportError: If ArviZ is not installed.
@@ -169,18 +170,10 @@ def _read(keeps_outputs: bool, node: Any, returned: Any, y: Tensor | None) -> Va
 def _draw_like(likelihood: Any, y: Tensor) -> Tensor:
     """Draw observations, counts as whole numbers, without those that are not in ``y``."""
     drawn = likelihood.sample()
-    if _counts(likelihood):
+    if likelihood.support.is_discrete:
         drawn = drawn.long()
     ignored = getattr(base_of(likelihood), "ignore_index", None)
     return drawn if ignored is None else torch.where(y == ignored, y, drawn)
-
-
-def _counts(likelihood: Any) -> bool:
-    """Whether draws are whole numbers; not where a distribution does not say its support."""
-    try:
-        return bool(likelihood.support.is_discrete)
-    except NotImplementedError:
-        return False
 
 
 def _outputs(returned: Any) -> Values:

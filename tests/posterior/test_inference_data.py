@@ -5,8 +5,6 @@ import warnings
 from types import SimpleNamespace
 
 import numpy as np
-import pyro
-import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
@@ -259,25 +257,6 @@ def test_counts_are_whole_numbers(kind):
         assert data[group]["obs"].dtype == np.int64
     np.testing.assert_array_equal(data["observed_data"]["obs"], y[:, 0])
     assert data["log_likelihood"]["obs"].dtype == np.float64
-
-
-def test_draws_whose_support_is_not_known_stay_real():
-    class Anything(dist.Normal):
-        @property
-        def support(self):
-            raise NotImplementedError
-
-    def model(x, y=None):
-        weight = pyro.sample("weight", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", Anything(weight * x, 1.0), obs=y)
-
-    x = torch.randn(12)
-    guide = ps.MeanFieldGuide(model)
-    with pyro.validation_enabled(False):
-        guide.initialize(x, x)
-        data = ps.to_inference_data(model, guide, x, x, 4)
-    assert data["posterior_predictive"]["obs"].dtype == np.float64
 
 
 # ---- statistics of a sampler ---------------------------------------------------------------------
