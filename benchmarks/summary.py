@@ -223,6 +223,7 @@ def by_net(rows: Iterable[Row], choices: Iterable[Choice]) -> str:
 
 def closest(rows: Iterable[Row]) -> str:
     """Return a sentence that names the closest guide on each net."""
+    rows = list(rows)
     found = summarize(rows)
     best = {
         net: min(CHOICES, key=lambda choice: found[choice.code].by_problem[net]).guide
@@ -233,7 +234,9 @@ def closest(rows: Iterable[Row]) -> str:
         f"`{guide}` on {listed([f'the {NETS[net]}' for net in NETS if best[net] == guide])}"
         for guide in winners
     ]
-    return f"The closest guide on each net: {'; '.join(parts)}."
+    runs = {row[2] for row in rows}
+    trained = f"{len(runs)} runs" if len(runs) > 1 else "one run"
+    return f"The closest guide on each net: {'; '.join(parts)} ({trained} of the training)."
 
 
 def deviations(rows: Iterable[Row]) -> str:
