@@ -234,9 +234,20 @@ def closest(rows: Iterable[Row]) -> str:
         f"`{guide}` on {listed([f'the {NETS[net]}' for net in NETS if best[net] == guide])}"
         for guide in winners
     ]
-    runs = {row[2] for row in rows}
-    trained = f"{len(runs)} runs" if len(runs) > 1 else "one run"
-    return f"The closest guide on each net: {'; '.join(parts)} ({trained} of the training)."
+    return f"The closest guide on each net: {'; '.join(parts)} ({count_runs(rows)})."
+
+
+def count_runs(rows: Iterable[Row]) -> str:
+    """Return how many runs of the training a distance is the mean of, in words."""
+    problems = by_problem(rows)
+    counts = {
+        len(problems[net][choice.code][headline(problems[net])])
+        for net in NETS
+        for choice in CHOICES
+    }
+    least, most = min(counts), max(counts)
+    span = f"{least} to {most}" if most > least else f"{most}"
+    return f"{span} run{'s' if most > 1 else ''} of the training"
 
 
 def deviations(rows: Iterable[Row]) -> str:

@@ -67,8 +67,8 @@ def test_the_closest_guides_are_named_with_their_nets(monkeypatch):
     chosen = [own for own in summary.CHOICES if own.code in (MEAN_FIELD, GOOD)]
     monkeypatch.setattr(summary, "CHOICES", chosen)
     assert summary.closest(ROWS) == (
-        "The closest guide on each net: `KTiedGuide` on the one; `MeanFieldGuide` on the other (2 "
-        "runs of the training)."
+        "The closest guide on each net: `KTiedGuide` on the one; `MeanFieldGuide` on the other (1 "
+        "to 2 runs of the training)."
     )
     head, _, *body = summary.by_net(ROWS, chosen).splitlines()
     assert head == "| distance to NUTS | one | other | mean | deviations |"
