@@ -123,8 +123,6 @@ def test_every_guide_of_the_tables_has_its_cost():
 
 COSTS = re.compile(r"\d+(?:\.\d+)? \(\d+(?:\.\d+)? - \d+(?:\.\d+)?\)")
 WRITTEN = {
-    ("guides/global_inducing.md", "784-400-400-10 at {} times", "mnist", "global inducing"),
-    ("guides/global_inducing.md", "where mean field takes {}.", "mnist", "mean field"),
     ("training.md", "A step of 20-50-10 takes {} times", "small", "full covariance"),
 }
 
