@@ -95,7 +95,7 @@ def make_pyro_module(net: Any, base: type[PyroModule]) -> None:
     """
     plain = [module for module in net.modules() if not isinstance(module, PyroModule)]
     for module in plain:
-        module.__class__ = _with_base(type(module), base)
+        module.__class__ = _with_base(type(module), base)  # type: ignore[arg-type]
         context = {"_pyro_name": "", "_pyro_context": _Context()}
         vars(module).update(context, _pyro_params=OrderedDict(), _pyro_samples=OrderedDict())
     net._pyro_set_supermodule(net._pyro_name, net._pyro_context)

@@ -122,7 +122,8 @@ def _column(weighted: Tensor) -> Tensor:
     precision = identity + weighted.mT @ weighted
     # A factor from the last element on, whose inverse is the covariance's from the first.
     inverse = torch.linalg.solve_triangular(_factor(precision.flip(-2, -1)), identity, upper=False)
-    return inverse.flip(-2, -1).mT
+    column: Tensor = inverse.flip(-2, -1).mT
+    return column
 
 
 def _of_few_rows(

@@ -63,8 +63,8 @@ class PointMass(Delta):
         self._mean, self._variance = mean, variance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the value itself, as ``pyro.sample`` does."""
-        value: Tensor = self.v
+        """Return the value, as ``pyro.sample`` does; no parameter, which a module would register."""
+        value: Tensor = self.v.view_as(self.v)
         return value
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:

@@ -44,7 +44,8 @@ def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family |
         raise ValueError(
             f"The latent site '{site.name}' is discrete. If it is an observation, pass its "
             "value to the model; otherwise enumerate it and hide it from the guide with "
-            f"`poutine.block(model, hide=['{site.name}'])`."
+            f"`poutine.block(model, hide=['{site.name}'])`, as "
+            "https://pyro.ai/examples/enumeration.html shows."
         )
     whole = replace(site, event_dim=len(site.shape))
     for pattern, family in families.items():

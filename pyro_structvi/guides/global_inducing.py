@@ -129,8 +129,8 @@ class GlobalInducingGuide(StructuredGuide):
     @staticmethod
     def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:
         """Return the first inputs of the model's arguments."""
-        if not (args and isinstance(args[0], Tensor)):
-            got = type(args[0]).__name__ if args else "no argument"
+        if not (args and isinstance(args[0], Tensor) and args[0].dim()):
+            got = brief(args[0]) if args else "no argument"
             raise ValueError(
                 "`inputs` can be a number where the model's first argument is a tensor of examples, but "
                 f"it is {got}. Pass the inducing points themselves."
@@ -159,8 +159,8 @@ class GlobalInducingGuide(StructuredGuide):
             start = posterior.release("loc").flatten(1)
             with autocast_off(start):
                 posterior.put("target", rows.to(start) @ start.mT)
-            each = (len(start),) if len(start) in OWN_PRECISIONS else ()
-            precision = start.new_full((len(rows), *each), -2 * math.log(self.init_scale))
+            outputs = [len(start)] if len(start) in OWN_PRECISIONS else []
+            precision = start.new_full([len(rows), *outputs], -2 * math.log(self.init_scale))
             posterior.put("log_precision", precision)
         points = inputs.detach().clone()
         if self._trains_inputs and points.is_floating_point():
@@ -183,11 +183,12 @@ class GlobalInducingGuide(StructuredGuide):
         met: dict[str, Tensor] = {}
 
         def draw(name: str, rows: Tensor) -> Tensor:
-            met[name] = rows
+            if torch.is_grad_enabled():  # and not inside a function with a gradient of its own
+                met[name] = rows
             return starts[name]
 
         with naming("inputs", inputs), separate_randomness(), torch.enable_grad():
-            Run(own, draw, values).run(self.model, inputs)
+            self._run_at(own, draw, values, inputs)
         missing = [name for name in starts if name not in met]
         if missing:
             raise RuntimeError(
@@ -196,6 +197,31 @@ class GlobalInducingGuide(StructuredGuide):
             )
         random = [*starts.values(), *values.values()]
         return {name: rows.detach() for name, rows in met.items() if _depends_on(rows, random)}
+
+    def _run_at(self, own: list[SitePosterior], draw: Any, values: Any, inputs: Tensor) -> None:
+        """Run the net, and again without each weight that it uses in another way, to name all."""
+        wrong: dict[str, RuntimeError] = {}
+        parts = [each.site.split(each.value("loc").detach()) for each in own]
+        starts = {name: value for part in parts for name, value in part.items()}
+        while True:
+            run = Run((each for each in own if each.site.name not in wrong), draw, starts | values)
+            try:
+                run.run(self.model, inputs)  # type: ignore[arg-type]
+                break
+            except RuntimeError as error:
+                failed = [name for name, each in run.meetings.items() if each.has_failed]
+                if not failed:
+                    raise
+                wrong |= dict.fromkeys(failed, error)
+        if len(wrong) == 1:
+            raise wrong.popitem()[1]
+        if wrong:
+            names, families = [*wrong], ", ".join(f"'{name}': MeanField()" for name in wrong)
+            raise RuntimeError(
+                f"The weights at the sites {names} are drawn given the inputs of a plain linear layer "
+                "or convolution, but the net uses them in another way first. Give them another family, "
+                f"`families={{{families}}}`."
+            )
 
     def _check_others(self, others: Iterable[SitePosterior]) -> dict[str, Tensor]:
         """Return where the sites with families by themselves start, if they can stand beside the layers.

@@ -16,14 +16,14 @@ from pyro_structvi.nn.random_module import RandomModule
 
 
 @checked
-def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
+def to_net(guide: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return a plain net of the class that was made Bayesian, with weights of the posterior.
 
-    It is a copy: it generates, merges adapters, and is trained, saved and exported as any net, and the
-    nets it comes from stay as they are. A layer that :class:`RankOne` or :class:`WalshHadamard` made
-    stays one, with its factors as parameters.
+    It is a copy: it generates, merges adapters, and is trained, saved and exported as any net. A layer
+    that :class:`RankOne` or :class:`WalshHadamard` made stays one, with its factors as parameters.
 
     Args:
+        guide: The guide.
         draw: Values by site, as :meth:`draw` returns them; those of :meth:`median` when None.
 
     Raises:
@@ -31,26 +31,39 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
         ValueError: If a site of the net has no value, or one of another shape.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
         >>> guide = MeanFieldGuide(Regressor(bayesianize(nn.Linear(3, 1)), 10, 0.1))
         >>> guide.to_net()
         Linear(in_features=3, out_features=1, bias=True)
-        >>> guide.to_net(guide.draw())(torch.zeros(5, 3)).shape
-        torch.Size([5, 1])
     """
-    return plain_net(_net_of(poutine.unwrap(self.model)), self.median() if draw is None else draw)
+    model = poutine.unwrap(guide.model)
+    found = [model.net] if isinstance(model, Likelihood) else _outermost(model)
+    if len(found) != 1:
+        raise TypeError(
+            "`to_net` needs a model with one net that `bayesianize` returned, but its model is "
+            f"{brief(model)} with {len(found)} of them. Make the guide of a `Classifier`, a `Regressor` "
+            "or a module around one net."
+        )
+    return plain_net(found[0], guide.median() if draw is None else draw)
+
+
+def _outermost(module: Any) -> list[nn.Module]:
+    """Return the nets that were made Bayesian in a module, each as a whole."""
+    if isinstance(module, RandomModule) or not isinstance(module, nn.Module):
+        return [module] * isinstance(module, nn.Module)
+    return [found for child in module.children() for found in _outermost(child)]
 
 
 @contextmanager
 @checked
-def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> Iterator[Mapping[str, Tensor]]:
+def sampled(guide: Any, draw: Mapping[str, Tensor] | None = None) -> Iterator[Mapping[str, Tensor]]:
     """Let the model use one draw of the posterior in this block, in all its calls.
 
     The draw is differentiable in the guide's parameters where gradients are on. Guides and
     :func:`predict` draw inside of the block as they do elsewhere.
 
     Args:
+        guide: The guide.
         draw: Values by site; drawn by :meth:`draw` when None.
 
     Yields:
@@ -68,9 +81,8 @@ def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> Iterator[Map
         ...     torch.equal(model.net(x), model.net(x))
         True
     """
-    values = self.draw() if draw is None else draw
-    with OneDraw(values):
-        yield values
+    with OneDraw(guide.draw() if draw is None else draw) as block:
+        yield block.values
 
 
 class OneDraw(Messenger):
@@ -88,33 +100,13 @@ class OneDraw(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         value, role = self.values.get(msg["name"]), SiteRole.of(msg)
-        is_guides = role.use is not None or role.is_part
-        if value is None or msg["value"] is not None or is_guides:
+        if value is None or msg["value"] is not None or role.use is not None or role.is_part:
             return
-        if value.shape != msg["fn"].shape():
+        expected = msg["fn"].shape()
+        if value.shape != expected:
             raise ValueError(
-                f"`draw` must have a value of shape {shape_text(msg['fn'].shape())} for the site "
+                f"`draw` must have a value of shape {shape_text(expected)} for the site "
                 f"'{msg['name']}', but got {shape_text(value.shape)}. Pass one draw, as `guide.draw()` "
                 "returns it."
             )
         msg["value"] = value
-
-
-def _net_of(model: Any) -> nn.Module:
-    """Return the net of a model: a likelihood's, or the one that was made Bayesian."""
-    if isinstance(model, Likelihood):
-        return model.net
-    found = _outermost(model) if isinstance(model, nn.Module) else []
-    if len(found) == 1:
-        return found[0]
-    raise TypeError(
-        "`to_net` needs a model with one net that `bayesianize` returned, but its model is "
-        f"{brief(model)} with {len(found)} of them. Make the guide of a `Classifier`, a `Regressor` or a "
-        "module around one net."
-    )
-
-
-def _outermost(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, RandomModule):
-        return [module]
-    return [found for child in module.children() for found in _outermost(child)]

@@ -80,10 +80,11 @@ class Run(Messenger):
     ) -> None:
         super().__init__()
         self._draw = draw
+        self.meetings: dict[str, Meeting] = {}
         self._values: dict[str, Tensor] = dict(others)
         for posterior in own:
             site = posterior.site
-            meeting = Meeting(site.name, partial(self._meet, site))
+            meeting = self.meetings[site.name] = Meeting(site.name, partial(self._meet, site))
             like = posterior.value("log_scale")
             for name, part in site.split(like.new_empty(site.shape)).items():
                 self._values[name] = MeetingWeight(meeting, name, part)

@@ -19,7 +19,6 @@ from pyro_structvi.nn.frozen import buffers_that_change
 from pyro_structvi.nn.likelihoods import Likelihood
 
 MODEL_SUM = "model_sum"
-_WHOLE = (Tensor, nn.Parameter)  # neither sharded nor quantized
 NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
 
 
@@ -178,7 +177,8 @@ class OwningAutoGuide(AutoGuide):
         """Return the state without the model, and without what may not pickle."""
         for _, parameter in self.named_parameters():
             parameter.__dict__.pop("unconstrained", None)
-        return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), "_model": (None,)}
+        none = {"_model": (None,), "handed_out": set()}
+        return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), **none}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the parameters; the copy is a guide of the same model."""
@@ -196,12 +196,12 @@ def _model_sum(guide: Any) -> Tensor | None:
     if not isinstance(module, nn.Module):
         return None
     nets = (part for part in module.modules() if not isinstance(part, Likelihood))
-    buffers = (pair for part in nets for pair in buffers_that_change(part))
-    kept = [value for name, value in buffers if "_prior_" not in name]
-    whole = [value for value in (*module.parameters(), *kept) if type(value) in _WHOLE]
-    sums = [
-        value.detach().to(torch.complex64).abs().sum().cpu() for value in whole if not value.is_meta
-    ]
+    buffers = [pair for part in nets for pair in buffers_that_change(part)]
+    kept = {id(value) for name, value in buffers if "_prior_" not in name}
+    kept |= {id(value) for value in module.parameters() if type(value) is nn.Parameter}
+    state = module.state_dict(keep_vars=True).values()  # without what is not persistent
+    whole = [value.detach() for value in state if id(value) in kept and not value.is_meta]
+    sums = [value.to(torch.complex64).abs().sum().cpu() for value in whole]
     return torch.stack(sums).sum() if sums else None
 
 

@@ -29,10 +29,10 @@ def note_what_reaches(
 ) -> None:
     """Note which weights must be drawn for their gradients, and whether the examples meet.
 
-    A run with stand-ins for the weights shows which of them get gradients of the observations, and where
-    some do not, one with ordinary weights which lose theirs by the stand-in only. A run on the same
-    draws with another first row of each layer's outputs shows whether that reaches other examples.
-    Normalizations over a batch do not count: they take their running statistics here.
+    A run with stand-ins for weights shows which of them get gradients of the observations; if some get
+    none, one with ordinary weights shows which lose them by the stand-in. A run on the same draws with
+    another first row of each layer's outputs shows whether that reaches other examples. Normalizations
+    over a batch do not count: they take their running statistics here.
 
     Args:
         model: The model.
@@ -55,22 +55,22 @@ def note_what_reaches(
 
     if torch.is_inference_mode_enabled() or not uses:
         return
-    setting = next(iter(uses.values())).local_reparam
-    stands_in = partial(_ProbedWeight, changed=())
-    plain = run(stands_in if setting else _ordinary)
+    plain = run(partial(_ProbedWeight, changed=()))
     used = {name for name, use in uses.items() if use.count and not use.drawn_first}
     if used - plain.reached:
         drawn = run(_ordinary)
         _refuse(used - drawn.reached, drawn, run)
         for name in (used & drawn.reached) - plain.reached:
             uses[name].drawn_first = "an operation below autograd"
-    is_promised = setting in ("exact", "flipout")
-    changed = [name for name, use in uses.items() if is_promised or not use.has_unknown_rows]
+    changed = [
+        name
+        for name, use in uses.items()
+        if use.local_reparam is not True or not use.has_unknown_rows  # which a warning names
+    ]
     if any(uses[name].gives_outputs for name in changed):
         meet = plain.differs(run(partial(_ProbedWeight, changed=changed)), 1)
-        if meet and (is_promised or not plain.differs(run(stands_in), 1)):  # by Python's randomness
-            for use in uses.values():
-                use.examples_meet = True
+        for use in uses.values():
+            use.examples_meet |= meet
 
 
 def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) -> None:
@@ -80,7 +80,7 @@ def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) 
         return run(lambda name, leaf: 1.5 * leaf if name == other else leaf.clone())
 
     wrong = [name for name in sorted(names) if drawn.differs(with_another(name), 0)]
-    if wrong and not drawn.differs(run(_ordinary), 0):
+    if wrong:
         raise RuntimeError(
             f"The observations depend on the sites {wrong}, and no gradient leads back to them: the "
             "model uses them under `torch.no_grad()`, by `detach()`, or in an operation without a "

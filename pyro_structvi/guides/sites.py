@@ -109,7 +109,7 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     except TypeError as error:
         is_net = isinstance(program, nn.Module) and not isinstance(program, Likelihood) and args
         net = "A net alone is no model of observations: wrap it, as in `Regressor(net)`."
-        others = "Give the guide the model's arguments, such as `(x, y)`."
+        others = "Give the model's arguments, such as `(x, y)` or `{'x': inputs, 'y': y}`."
         raise TypeError(
             f"`model` must take the {len(args) + len(kwargs)} arguments given, but {brief(program)} "
             f"says: {error}. {net if is_net else others}"

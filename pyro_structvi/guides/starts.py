@@ -1,10 +1,12 @@
 """Where the posterior of a site starts, without a trace in the global state of random numbers."""
 
 import math
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 
+import numpy as np
 import torch
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
@@ -31,10 +33,12 @@ def separate_randomness() -> Iterator[None]:
     """Draw from random numbers that the global seed determines, and put the global state back after.
 
     They differ from those that are drawn without this block next, so that a start has nothing in common
-    with data that is made after it.
+    with data that is made after it. Python's and NumPy's generators go on in it, and are put back.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
         seed = int(torch.randint(2**62, ()))
         torch.default_generator.manual_seed(seed)
         if devices:

@@ -21,11 +21,14 @@ class Meeting:
     def __init__(self, name: str, draw: Callable[[Application], dict[str, Tensor]]) -> None:
         self.name, self._draw = name, draw
         self._values: dict[str, Tensor] | None = None
+        self.has_failed = False
 
     def happen(self, application: Application) -> None:
         """Draw the weight, unless it was drawn before."""
         if self._values is None:
+            self.has_failed = True
             self._values = self._draw(application)
+            self.has_failed = False
 
     def value(self, name: str) -> Tensor:
         """Return the value of a site.
@@ -34,6 +37,7 @@ class Meeting:
             RuntimeError: If the weight has met no input so far.
         """
         if self._values is None:
+            self.has_failed = True
             raise RuntimeError(
                 f"The weight at site '{self.name}' is drawn given the inputs of a linear layer or "
                 f"convolution, but the net uses '{name}' in another way first. Give it another family, "

@@ -32,7 +32,8 @@ class TransposedConvolutionMap(ConvolutionMap):
 
     def _convolve(self, x: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
         settings = (self.stride, self.padding, self.output_padding, 1, self.dilation)
-        return self.function(x, filters.transpose(0, 1), bias, *settings)
+        filters = filters.transpose(0, 1).to(x.dtype)  # autocast on a CPU casts products alone
+        return self.function(x, filters, bias, *settings)
 
     def _multiply_pointwise(self, hidden: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
         return self.function(hidden, filters.transpose(0, 1), bias)

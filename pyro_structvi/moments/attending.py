@@ -18,8 +18,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Return the moments of ``softmax(q k' / sqrt(d)) v``, with scores independent of the values."""
-    if dropout_p or enable_gqa:
-        raise NotImplementedError("Attention with dropout, or with shared heads, has no moments")
+    if dropout_p:
+        raise NotImplementedError("Attention with dropout has no moments")
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (each.repeat_interleave(heads // each.shape[-3], -3) for each in (key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = (query * factor) @ key.mT
     if is_causal:

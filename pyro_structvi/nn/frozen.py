@@ -9,9 +9,14 @@ _NAMES = "frozen_parameters"
 
 def freeze(module: nn.Module, attribute: str) -> None:
     """Turn a parameter into a buffer with the same memory: Pyro's param store would thaw it."""
-    value = getattr(module, attribute).detach()
+    parameter = getattr(module, attribute)
+    is_usual = type(parameter) is nn.Parameter
     delattr(module, attribute)
-    module.register_buffer(attribute, value)
+    module.register_buffer(attribute, parameter.detach() if is_usual else parameter)
+    if (
+        not is_usual
+    ):  # its class says how it is read, as in 4 bits; Pyro looks at what is no attribute
+        module.__dict__[attribute] = parameter
     module.__dict__.setdefault(_NAMES, []).append(attribute)
 
 

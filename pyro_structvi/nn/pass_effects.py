@@ -44,11 +44,10 @@ class PassEffects:
             return
         for contents in self._before:
             changes = [*_changes(contents)]
-            if any(True for *_, new in changes for _ in nested_tensors(new)):
-                for container, key, old, new in changes:
-                    at = id(container), key
-                    _, first, _ = self._left.get(at, (None, old, None))
-                    self._left[at] = container, first, new
+            holds_tensor = any(True for _ in nested_tensors([new for *_, new in changes]))
+            for container, key, old, new in changes if holds_tensor else ():
+                _, first, _ = self._left.get((id(container), key), (None, old, None))
+                self._left[id(container), key] = container, first, new
         self._root, self._before = None, []
 
     def undo(self) -> None:
@@ -70,8 +69,7 @@ def _may_keep(module: nn.Module) -> bool:
 
 def _contents(module: nn.Module) -> Contents:
     own = vars(module)
-    containers = [own, *(value for value in own.values() if isinstance(value, dict))]
-    return [(container, dict(container)) for container in containers]
+    return [(each, dict(each)) for each in (own, *own.values()) if isinstance(each, dict)]
 
 
 def _changes(contents: Contents) -> Iterator[tuple[dict[Any, Any], Any, Any, Any]]:

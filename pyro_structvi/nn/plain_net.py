@@ -77,8 +77,8 @@ def _value_of(module: Any, attribute: str, name: str, values: Mapping[str, Tenso
         expected = "" if start is None else f" of shape {shape_text(start.shape)}"
         got = "none" if value is None else shape_text(value.shape)
         raise ValueError(
-            f"`draw` must have a value{expected} for the site '{name}', but got {got}. Pass one draw, as "
-            "`guide.draw()` returns it."
+            f"`draw` must have a value{expected} for the site '{name}', but got {got}. Pass one draw, "
+            "as `guide.draw()` returns it."
         )
     return value.detach().clone()
 

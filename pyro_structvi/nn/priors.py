@@ -192,6 +192,11 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
     label = f"prior for {name}"
     if prior is None:
         return None
+    if parameter.is_complex():
+        raise ValueError(
+            f"`{label}` must be None for a complex weight: `{{'{name}': None, '*': ...}}`. Or let the "
+            "net keep real and imaginary parts, and call `torch.view_as_complex` on them."
+        )
     if isinstance(prior, Mapping):
         for pattern in _first_match(prior, name):
             return resolve_prior(prior[pattern], name, parameter, fan_in)

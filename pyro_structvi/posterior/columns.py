@@ -1,6 +1,7 @@
 """Values of many draws by name, collected as the draws come, and which of them are asked for."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -111,3 +112,8 @@ def as_array(values: Tensor) -> Any:
     """Return an array on the host with memory of its own, in float64 if values are real."""
     array = at_least_single(values.detach()).cpu().numpy()
     return array.astype(np.float64 if np.issubdtype(array.dtype, np.floating) else array.dtype)
+
+
+def one_by_one(values: Any, lead: int) -> Any:
+    """Return an array without the dimensions behind the first ``lead`` where they have one element."""
+    return values.reshape(values.shape[:lead] if prod(values.shape[lead:]) == 1 else values.shape)

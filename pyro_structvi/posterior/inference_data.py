@@ -14,7 +14,7 @@ from pyro_structvi._torch import take_apart
 from pyro_structvi.distributions.own_tensors import base_of
 from pyro_structvi.posterior.arviz_versions import from_groups, import_arviz
 from pyro_structvi.posterior.batch_statistics import statistics_for
-from pyro_structvi.posterior.columns import Columns, PosteriorGroup, as_array
+from pyro_structvi.posterior.columns import Columns, PosteriorGroup, as_array, one_by_one
 from pyro_structvi.posterior.dimensions import (
     dims_beside,
     dims_of_observations,
@@ -76,9 +76,11 @@ def to_inference_data(
     Returns:
         An ``arviz.InferenceData`` of ArviZ 0.23, an ``xarray.DataTree`` of ArviZ 1.x, with the groups
         ``posterior``, ``posterior_predictive``, ``log_likelihood`` (one value for each example),
-        ``observed_data`` and, of NUTS, ``sample_stats``; real values in float64. A guide's draws form
-        one chain. Where a token is not observed, as in padding, predictive draws have its
-        ``ignore_index`` too, and where the model masks an observation its log likelihood is zero.
+        ``observed_data`` and, of NUTS, ``sample_stats``; real values in float64, counts and labels as
+        whole numbers. Observations and outputs of shape (N, 1) lose the last dimension, as log
+        likelihoods have none. A guide's draws form one chain. Where a token is not observed, as in
+        padding, predictive draws have its ``ignore_index`` too, and where the model masks an observation
+        its log likelihood is zero.
 
     Raises:
         ImportError: If ArviZ is not installed.
@@ -103,7 +105,7 @@ def to_inference_data(
         ...     outputs=True,
         ... )
         >>> {name: each.shape for name, each in data["posterior"].data_vars.items()}
-        {'net.bias': (1, 20, 1), 'outputs': (1, 20, 8, 1), 'norm': (1, 20)}
+        {'net.bias': (1, 20, 1), 'outputs': (1, 20, 8), 'norm': (1, 20)}
         >>> data["log_likelihood"]["obs"].dims
         ('chain', 'draw', 'obs_id')
     """
@@ -130,12 +132,15 @@ def to_inference_data(
         }
 
     name, kept, drawn = passes.observed, by_chain(group), by_chain(predicted)
-    observed = as_array(y)
+    kept |= {key: one_by_one(kept[key], 3) for key in group.outputs}
+    observed, sample = one_by_one(as_array(y), 1), one_by_one(drawn["sample"], 3)
+    if sample.dtype.kind in "iu":
+        observed = observed.astype(sample.dtype)
     dims = dims_of_observations(name, observed.shape)
     groups = {
         "posterior": kept,
         "sample_stats": _sample_stats(posterior, total),
-        "posterior_predictive": {name: drawn["sample"]},
+        "posterior_predictive": {name: sample},
         "log_likelihood": {name: drawn["log_prob"]},
         "observed_data": {name: observed},
     }
@@ -163,8 +168,10 @@ def _read(keeps_outputs: bool, node: Any, returned: Any, y: Tensor | None) -> Va
 
 
 def _draw_like(likelihood: Any, y: Tensor) -> Tensor:
-    """Draw observations, without those that are not in ``y``."""
+    """Draw observations, counts as whole numbers, without those that are not in ``y``."""
     drawn = likelihood.sample()
+    if likelihood.support.is_discrete:
+        drawn = drawn.long()
     ignored = getattr(base_of(likelihood), "ignore_index", None)
     return drawn if ignored is None else torch.where(y == ignored, y, drawn)
 

@@ -172,6 +172,20 @@ def test_weights_that_are_used_otherwise_are_named():
     assert not isinstance(guide.inducing_inputs, nn.Parameter)  # words are no real numbers
 
 
+def test_all_weights_that_are_used_otherwise_are_named_at_once():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(2, 2, 1, groups=2))
+    first = nn.Sequential(net, nn.Flatten(), nn.Linear(8, 1))
+    model = ps.Regressor(ps.bayesianize(first, prior=1.0), 20, NOISE)
+    sites = "'net.0.0.weight', 'net.0.1.weight'"
+    with pytest.raises(
+        RuntimeError, match=rf"sites \[{sites}\].*`families=.*'net.0.1.weight': Mean"
+    ):
+        ps.GlobalInducingGuide(model, torch.randint(5, (6, 2)))
+    families = {"net.0.*": MeanField()}
+    guide = ps.GlobalInducingGuide(model, torch.randint(5, (6, 2)), families=families)
+    assert guide["net.2.weight"].target.shape == (6, 1)
+
+
 def test_groups_are_named():
     net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
     model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)
@@ -189,6 +203,8 @@ def test_what_cannot_stand_beside_the_layers_is_refused():
         ps.GlobalInducingGuide(model, x, local_reparam=True)
     with pytest.raises(ValueError, match="Pass the inducing points themselves"):
         ps.GlobalInducingGuide(model, 3).initialize(x=x)
+    with pytest.raises(ValueError, match=r"but it is a torch.Tensor of shape \(\)"):
+        ps.GlobalInducingGuide(lambda scale: model(x), 3).initialize(torch.tensor(1.0))
     guide = ps.GlobalInducingGuide(model, x, first_layer=InducingWeights((2, 2)))
     assert guide.draw()["net.0.weight"].shape == (3, 2)
     with pytest.raises(NotImplementedError, match="depend on each other"):

@@ -96,6 +96,22 @@ def test_a_draw_is_a_copy():
     assert torch.equal(guide["net.0.weight"].loc, before)
 
 
+@pytest.mark.parametrize("make_guide", [ps.MAPGuide, ps.MCDropoutGuide])
+def test_a_module_may_keep_a_value_of_a_site(make_guide):
+    """A parameter would become one of the module's own, which takes no other value."""
+
+    class Keeping(pyro.nn.PyroModule):
+        def forward(self):
+            self.shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+
+    model = Keeping()
+    guide = make_guide(model)
+    Trace_ELBO().loss_and_grads(model, guide)
+    assert not [*model.parameters()]
+    assert all(own.grad is not None for own in guide.parameters())
+    model()  # from the prior
+
+
 # ---- ensembles -----------------------------------------------------------------------------------
 
 

@@ -76,7 +76,7 @@ def test_a_discrete_latent_is_an_error_that_says_what_to_write():
     def model():
         pyro.sample("coin", dist.Bernoulli(0.5))
 
-    with pytest.raises(ValueError, match=r"'coin' is discrete.*hide=\['coin'\]"):
+    with pytest.raises(ValueError, match=r"'coin' is discrete.*hide=\['coin'\].*enumeration"):
         ps.MeanFieldGuide(model).initialize()
 
 

@@ -1,6 +1,7 @@
 """What a fit says before its first step: of scales of data, of slow posteriors, of wrong arguments."""
 
 import math
+from collections import UserDict
 
 import pytest
 import torch
@@ -84,6 +85,37 @@ def test_a_guide_of_another_model():
     message = r"made of another module, a Regressor. Write `fit\(guide.model, guide, data\)`"
     with pytest.raises(ValueError, match=message):
         fit(regressor(), x, y, ps.MeanFieldGuide(regressor()))
+
+
+class Encoding(UserDict):
+    """A mapping that is no dict, as a ``BatchEncoding``."""
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.embedding(input_ids).mean(1))
+
+
+def test_mappings_of_inputs_and_labels():
+    words, y = torch.randint(5, (6, 3)), torch.randint(2, (6,))
+    inputs = Encoding(input_ids=words, attention_mask=torch.ones(6, 3))
+
+    def train(data):
+        model = ps.Classifier(ps.bayesianize(Words()), 6)
+        return ps.fit(model, ps.MeanFieldGuide(model), data, num_steps=2, progress=False)
+
+    train((inputs, y))
+    train([Encoding(x=inputs, y=y)])
+    with pytest.raises(TypeError, match=r"an Encoding.*a mapping of inputs goes into the tuple"):
+        train(inputs)
+    with pytest.raises(TypeError, match=r"argument: 'x'. Give .* or `\{'x': inputs, 'y': y\}`"):
+        train([Encoding(input_ids=words, labels=y)])
+    with pytest.raises(ValueError, match=r"`data` must hold what the model observes.*`collate_fn`"):
+        train((inputs,))
 
 
 def test_a_report_without_inputs():

@@ -254,6 +254,9 @@ def test_attention_is_the_composition_of_its_parts():
     q, k, v = (random_input(2, 3, 5, 4) for _ in range(3))
     assert_same(F.scaled_dot_product_attention(q, k, v), composed(q, k, v))
     assert_same(F.scaled_dot_product_attention(q, k, v, scale=0.3), composed(q, k, v, scale=0.3))
+    shared = [each[..., :1, :, :] for each in (k, v)]
+    repeated = [each.repeat_interleave(q.shape[-3], -3) for each in shared]
+    assert_same(F.scaled_dot_product_attention(q, *shared, enable_gqa=True), composed(q, *repeated))
     causal = torch.ones(5, 5, dtype=torch.bool).tril()
     found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert_same(found, composed(q, k, v, causal))

@@ -257,7 +257,7 @@ REFUSED = {
     ),
     "attention with dropout": (
         lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
-        "Attention with dropout, or with shared heads, has no moments",
+        "Attention with dropout has no moments",
     ),
     "dropout of channels by values": (
         lambda x: F.alpha_dropout(x, 0.5, training=True),

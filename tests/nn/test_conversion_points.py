@@ -100,6 +100,43 @@ class Redirecting(nn.Module):
         return self.inside["own"](x) + self.in_features
 
 
+class FourBits(nn.Parameter):
+    """A parameter whose class says how it is read, as that of bitsandbytes."""
+
+    def __new__(cls, data, factor):
+        self = torch.Tensor._make_subclass(cls, data, False)
+        self.factor = factor
+        return self
+
+
+class Quantized(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight = FourBits(self.weight.detach(), 2.0)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.factor * self.weight.detach(), self.bias)
+
+
+def test_frozen_parameters_keep_their_class():
+    net = nn.Sequential(Quantized(3, 4), nn.Linear(4, 1))
+    bayes_net = ps.bayesianize(net, {"1.*": 1.0, "*": None})
+    assert bayes_net[0].weight is net[0].weight
+    assert "0.weight" not in dict(bayes_net.named_parameters())
+    model = ps.Regressor(bayes_net, noise_scale=0.1)
+    data = torch.randn(5, 3), torch.randn(5, 1)
+    ps.fit(model, ps.MeanFieldGuide(model), data, num_steps=2, progress=False)
+    assert not net[0].weight.requires_grad
+
+
+def test_a_complex_weight_is_named():
+    net = nn.Linear(3, 2, dtype=torch.complex128)
+    with pytest.raises(
+        ValueError, match=r"for weight` must be None for a complex .*view_as_complex"
+    ):
+        ps.bayesianize(net)
+
+
 @pytest.mark.parametrize("kind", [Concrete, Redirecting])
 def test_nets_of_any_class_become_bayesian(kind):
     net = nn.Sequential(kind(), nn.Linear(1, 1))

@@ -41,11 +41,11 @@ def test_groups_dims_and_values():
     expected = torch.distributions.Normal(functions, 0.3).log_prob(y).sum(-1).reshape(2, 3, 12)
     np.testing.assert_allclose(data["log_likelihood"]["obs"].values, expected.numpy())
     outputs = data["posterior"]["outputs"]
-    np.testing.assert_allclose(outputs.values, functions.reshape(2, 3, 12, 1), rtol=1e-12)
+    np.testing.assert_allclose(outputs.values, functions.reshape(2, 3, 12), rtol=1e-12)
     predictive, observed = data["posterior_predictive"]["obs"], data["observed_data"]["obs"]
-    np.testing.assert_array_equal(observed.values, y.numpy())
-    assert observed.dims == ("obs_id", "obs_dim_0")
-    assert predictive.shape == (2, 3, 12, 1)
+    np.testing.assert_array_equal(observed.values, y[:, 0].numpy())
+    assert observed.dims == ("obs_id",)
+    assert predictive.shape == (2, 3, 12)
     assert predictive.dims == outputs.dims == ("chain", "draw", *observed.dims)
     assert data["log_likelihood"]["obs"].dims == ("chain", "draw", "obs_id")
     np.testing.assert_array_equal(observed["obs_id"], np.arange(12))
@@ -66,7 +66,7 @@ def test_arviz_1_gets_groups_in_one_mapping(monkeypatch):
     assert {name: value.shape for name, value in groups["posterior"].items()} == {
         "net.2.bias": (1, 4, 1)
     }
-    assert dims == {"net.2.bias": ["net.2.bias_out"], "obs": ["obs_id", "obs_dim_0"]}
+    assert dims == {"net.2.bias": ["net.2.bias_out"], "obs": ["obs_id"]}
     assert coords["obs_id"].tolist() == [*range(12)]
 
 
@@ -222,7 +222,7 @@ def test_masked_observations_have_the_log_likelihood_zero(where):
 def test_observations_may_have_gradients():
     model, (x, y) = make_regressor(), regression_data()
     data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y.requires_grad_(), 4)
-    np.testing.assert_array_equal(data["observed_data"]["obs"].values, y.detach())
+    np.testing.assert_array_equal(data["observed_data"]["obs"].values, y[:, 0].detach())
 
 
 def test_observations_are_copied():
@@ -231,6 +231,32 @@ def test_observations_are_copied():
     data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, 4)
     y.zero_()
     assert (data["observed_data"]["obs"].values == 1).all()
+
+
+def test_several_outputs_of_an_example_keep_their_dimension():
+    x, y = torch.randn(12, 3), torch.randn(12, 2)
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2), prior=1.0), 12, 0.3)
+    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, 4, outputs=True)
+    for group, name in (("posterior_predictive", "obs"), ("posterior", "outputs")):
+        assert data[group][name].dims == ("chain", "draw", "obs_id", "obs_dim_0")
+    np.testing.assert_array_equal(data["observed_data"]["obs"].values, y)
+
+
+COUNTS = {
+    "counts": (ps.PoissonRegressor, torch.poisson(torch.full((12, 1), 3.0))),
+    "labels": (ps.BinaryClassifier, torch.arange(12.0).unsqueeze(-1) % 2),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_counts_are_whole_numbers(kind):
+    make, y = COUNTS[kind]
+    model = make(ps.bayesianize(nn.Linear(3, 1), prior=1.0), 12)
+    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), torch.randn(12, 3), y, 4)
+    for group in ("observed_data", "posterior_predictive"):
+        assert data[group]["obs"].dtype == np.int64
+    np.testing.assert_array_equal(data["observed_data"]["obs"], y[:, 0])
+    assert data["log_likelihood"]["obs"].dtype == np.float64
 
 
 # ---- statistics of a sampler ---------------------------------------------------------------------

@@ -112,3 +112,13 @@ def test_a_net_in_bfloat16_stays_in_it(guide_name):
     for parameter in guide.parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.isfinite(parameter.grad).all()
+
+
+def test_transposed_convolutions_which_autocast_leaves_alone_on_a_cpu():
+    net = nn.Sequential(nn.ConvTranspose2d(1, 2, 2), nn.Flatten(), nn.Linear(162, 2))
+    model, data = classifier(net, *images())
+    guide = ps.KTiedGuide(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        guide.initialize(*data)
+        (-ps.StructuredELBO().terms(model, guide, *data).elbo).backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in guide.parameters())

@@ -90,8 +90,9 @@ def as_batches(
     if isinstance(data, Mapping) or (isinstance(data, tuple) and not all(map(_is_input, data))):
         raise TypeError(
             "`data` must be a tuple of tensors, or of mappings of tensors, but got "
-            f"{[type(item).__name__ for item in data]}. Convert arrays with `torch.as_tensor`; give "
-            "keyword arguments as a list of mini-batches, `[{'x': x, 'y': y}]`."
+            f"{brief(data) if isinstance(data, Mapping) else [type(item).__name__ for item in data]}. "
+            "Convert arrays with `torch.as_tensor`; a mapping of inputs goes into the tuple, "
+            "`(inputs, y)`; give keyword arguments as a list of mini-batches, `[{'x': x, 'y': y}]`."
         )
     is_tensors = isinstance(data, list) and data and all(isinstance(t, Tensor) for t in data)
     if is_tensors or (isinstance(data, tuple) and data):

@@ -1,7 +1,7 @@
 """Mini-batches as the arguments of steps: pass after pass, one ahead on a GPU, from any place on."""
 
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -209,7 +209,7 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def _arguments(batch: Any, move: Callable[[Tensor], Tensor]) -> Arguments:
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return (), map_nested(move, batch)
     values = batch if isinstance(batch, (tuple, list)) else (batch,)
     return tuple(map_nested(move, value) for value in values), {}

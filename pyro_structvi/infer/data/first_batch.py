@@ -23,9 +23,8 @@ from pyro_structvi.nn.likelihoods import Likelihood
 PRIOR_DRAWS = 4
 FAR = 10.0  # standard deviations of the prior predictive
 LARGE_INPUT = 1000.0
-SLOW = (
-    400  # products for each of the layer's, which take less long: a hundred times the layer's time
-)
+# Products for each of the layer's, which take less long: a hundred times the layer's time.
+SLOW = 400
 NOTICED = 2e10  # products, about half a second of one core
 
 
@@ -52,9 +51,17 @@ def warn_of_first_batch(
     model, guide = parts
     seen = _PriorPredictive()
     hook = register_module_forward_pre_hook(seen.note_input)
-    with separate_randomness(), trial_run(model), seen, hook:
-        for _ in range(PRIOR_DRAWS):
-            model(*args, **kwargs)
+    with hook, separate_randomness(), trial_run(model), seen:
+        try:
+            for _ in range(PRIOR_DRAWS):
+                model(*args, **kwargs)
+        except Exception:  # the first step raises it too, and in better words
+            return
+    if not any(msg["is_observed"] for draws in seen.sites.values() for msg in draws):
+        raise ValueError(
+            "`data` must hold what the model observes, but it observed nothing: pass `(x, y)`, or "
+            "mini-batches of them. A `collate_fn` splits what a loader has in one object."
+        )
     if num_batches > 1 and not isinstance(poutine.unwrap(model), Likelihood):
         _warn_of_unscaled(seen.sites, num_batches, size)
     if seen.inputs and LARGE_INPUT < seen.inputs[0] < math.inf:
