@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.choices import CHOICES, FAMILIES, MEAN_FIELD, Choice
 from benchmarks.league_tables import (
@@ -32,16 +32,20 @@ from benchmarks.league_tables import (
 )
 from benchmarks.markdown import markdown
 from benchmarks.rows import Row, read_rows
+from benchmarks.tables import three_digits
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [
-    *(ROOT / "README.md", ROOT / "docs" / "choosing_a_guide.md", ROOT / "docs" / "league.md"),
-    *sorted({ROOT / "docs" / choice.page for choice in CHOICES}),
-]
 GENERATED = re.compile(
-    r"(?P<begin><!-- summary: (?P<part>\w+) -->\n).*?(?P<end><!-- end of summary -->)", re.DOTALL
+    r"(?P<begin><!-- summary: (?P<part>\w+)(?: of (?P<names>.+))? -->\n)"
+    r".*?(?P<end><!-- end of summary -->)",
+    re.DOTALL,
 )
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
+    if "<!-- summary: " in page.read_text()
+]
 NETS = {
     "cosine": "1-D regression",
     "clusters": "three clusters",
@@ -90,16 +94,20 @@ def main() -> None:
 def render(text: str, page: Path) -> str:
     """Put tables and captions in the places that a page has for them."""
     rows = read_rows(RESULTS / "league.csv", HEADER)
-    parts: dict[str, Callable[[], str]] = {
+    parts: dict[str, Callable[..., str]] = {
         "guides": lambda: table(rows, "docs/" if page.parent == ROOT else ""),
         "closest": lambda: closest(rows),
         "bands": lambda: deviations(rows),
         "nets": lambda: by_net(rows, CHOICES),
+        "steps": lambda names: steps(names.split("; ")),
         "page": lambda: by_net(rows, [own for own in CHOICES if page.match(own.page)]),
     }
-    return GENERATED.sub(
-        lambda found: f"{found['begin']}\n{parts[found['part']]()}\n\n{found['end']}", text
-    )
+
+    def replace(found: re.Match[str]) -> str:
+        given = [found["names"]] if found["names"] else []
+        return f"{found['begin']}\n{parts[found['part']](*given)}\n\n{found['end']}"
+
+    return GENERATED.sub(replace, text)
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -165,6 +173,30 @@ def step_costs(net: str) -> dict[str, float]:
     return {name: float(own["step"]["ratio"][1]) for name, own in methods.items()}
 
 
+def steps(names: Sequence[str]) -> str:
+    """Return the table of ordinary and traced steps over the net's own, by names of the benchmarks."""
+    nets = json.loads((RESULTS / "bench.json").read_text())["nets"]
+    measured = [nets[name] for name in ("small", "mnist", "wide")]
+    kinds = [
+        kind
+        for name in names
+        for kind in (name, f"{name}, traced")
+        if any(kind in net["methods"] for net in measured)
+    ]
+    body = [
+        [net["title"], *(step_cell(net["methods"].get(kind)) for kind in kinds)] for net in measured
+    ]
+    return markdown(["time of a step over the net's own", *kinds], body)
+
+
+def step_cell(method: Mapping[str, Any] | None) -> str:
+    """Return the median of a ratio with its quartiles, or that there is none."""
+    if method is None:
+        return "not measured"
+    low, middle, high = map(three_digits, method["step"]["ratio"])
+    return f"{middle} ({low} - {high})"
+
+
 # ---- table and figure ----------------------------------------------------------------------------
 
 HEAD = [
@@ -223,6 +255,7 @@ def by_net(rows: Iterable[Row], choices: Iterable[Choice]) -> str:
 
 def closest(rows: Iterable[Row]) -> str:
     """Return a sentence that names the closest guide on each net."""
+    rows = list(rows)
     found = summarize(rows)
     best = {
         net: min(CHOICES, key=lambda choice: found[choice.code].by_problem[net]).guide
@@ -233,7 +266,20 @@ def closest(rows: Iterable[Row]) -> str:
         f"`{guide}` on {listed([f'the {NETS[net]}' for net in NETS if best[net] == guide])}"
         for guide in winners
     ]
-    return f"The closest guide on each net: {'; '.join(parts)}."
+    return f"The closest guide on each net: {'; '.join(parts)} ({count_runs(rows)})."
+
+
+def count_runs(rows: Iterable[Row]) -> str:
+    """Return how many runs of the training a distance is the mean of, in words."""
+    problems = by_problem(rows)
+    counts = {
+        len(problems[net][choice.code][headline(problems[net])])
+        for net in NETS
+        for choice in CHOICES
+    }
+    least, most = min(counts), max(counts)
+    span = f"{least} to {most}" if most > least else f"{most}"
+    return f"{span} run{'s' if most > 1 else ''} of the training"
 
 
 def deviations(rows: Iterable[Row]) -> str:
