@@ -64,9 +64,8 @@ class Modules:
         """Return numbers, strings, switches and sets of tensors that they may read, by name."""
         values = dict(self._known_to_functions())
         for number, module in enumerate(self._all()):
-            is_others = not isinstance(
-                module, (SitePosterior, StructuredGuide)
-            )  # which keep nothing
+            # Guides keep what follows from their parameters.
+            is_others = not isinstance(module, (SitePosterior, StructuredGuide))
             own = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
             for name, value in (*own, *module.named_buffers(recurse=False)):
                 leaves = take_apart(value)[0] if is_others else ()
