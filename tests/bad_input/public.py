@@ -44,6 +44,8 @@ METHODS_BETWEEN_PARTS = {
     *("scale_noise", "split_noise", "spread", "ways_to_apply", "whiten"),
     # of likelihoods, for predictions and bounds by moments
     *("lower_bound", "observe", "run_net"),
+    # of likelihoods, with torch's arguments
+    "named_parameters",
     # of families, for guides
     *("check_memory", "distribution", "fits", "init", "prior_scales", "unit"),
     # of guides, for objectives

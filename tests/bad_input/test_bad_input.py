@@ -3,6 +3,7 @@
 import itertools
 
 import pyro
+import pyro.poutine as poutine
 import pytest
 import torch
 from torch import nn
@@ -162,12 +163,12 @@ def test_a_net_that_takes_a_batch_of_one_apart(likelihood, size):
     if size == 1 and likelihood is not ps.Classifier:
         message = r"`x` is a batch of one example, but the net's output has shape \(\)"
     with pytest.raises(ValueError, match=message):
-        model(torch.zeros(1, 3))
+        poutine.block(model)(torch.zeros(1, 3))
 
 
 def test_what_a_net_says_of_its_input_comes_with_that_input():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
-        make_regressor()(torch.zeros(5, 2))
+        poutine.block(make_regressor())(torch.zeros(5, 2))
     notes = raised.value.__cause__ or raised.value
     assert notes.__notes__ == [
         "The argument `x` was a torch.Tensor of shape (5, 2) and dtype torch.float64."
