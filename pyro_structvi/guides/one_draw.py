@@ -1,7 +1,6 @@
 """One set of weights for a net: as a plain net of the user's class, or for a block of code."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import pyro.poutine as poutine
@@ -16,14 +15,14 @@ from pyro_structvi.nn.random_module import RandomModule
 
 
 @checked
-def to_net(guide: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
+def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return a plain net of the class that was made Bayesian, with weights of the posterior.
 
     It is a copy: it generates, merges adapters, and is trained, saved and exported as any net. A layer
     that :class:`RankOne` or :class:`WalshHadamard` made stays one, with its factors as parameters.
 
     Args:
-        guide: The guide.
+        self: The guide.
         draw: Values by site, as :meth:`draw` returns them; those of :meth:`median` when None.
 
     Raises:
@@ -36,7 +35,7 @@ def to_net(guide: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
         >>> guide.to_net()
         Linear(in_features=3, out_features=1, bias=True)
     """
-    model = poutine.unwrap(guide.model)
+    model = poutine.unwrap(self.model)
     found = [model.net] if isinstance(model, Likelihood) else _outermost(model)
     if len(found) != 1:
         raise TypeError(
@@ -44,7 +43,7 @@ def to_net(guide: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
             f"{brief(model)} with {len(found)} of them. Make the guide of a `Classifier`, a `Regressor` "
             "or a module around one net."
         )
-    return plain_net(found[0], guide.median() if draw is None else draw)
+    return plain_net(found[0], self.median() if draw is None else draw)
 
 
 def _outermost(module: Any) -> list[nn.Module]:
@@ -54,23 +53,22 @@ def _outermost(module: Any) -> list[nn.Module]:
     return [found for child in module.children() for found in _outermost(child)]
 
 
-@contextmanager
 @checked
-def sampled(guide: Any, draw: Mapping[str, Tensor] | None = None) -> Iterator[Mapping[str, Tensor]]:
+def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "OneDraw":
     """Let the model use one draw of the posterior in this block, in all its calls.
 
     The draw is differentiable in the guide's parameters where gradients are on. Guides and
     :func:`predict` draw inside of the block as they do elsewhere.
 
     Args:
-        guide: The guide.
+        self: The guide.
         draw: Values by site; drawn by :meth:`draw` when None.
 
-    Yields:
-        The draw.
+    Returns:
+        The block's context, which gives the draw.
 
     Raises:
-        ValueError: If a value has another shape than its site, where the model meets it.
+        ValueError: If a site has no value, or one of another shape than the model's.
 
     Example:
         >>> import torch
@@ -81,8 +79,14 @@ def sampled(guide: Any, draw: Mapping[str, Tensor] | None = None) -> Iterator[Ma
         ...     torch.equal(model.net(x), model.net(x))
         True
     """
-    with OneDraw(guide.draw() if draw is None else draw) as block:
-        yield block.values
+    values = self.draw() if draw is None else draw
+    missing = {*self.site_names} - {*self.local_site_names} - {*values}
+    if missing:
+        raise ValueError(
+            f"`draw` must have a value for each site, but {sorted(missing)} are missing. Pass one draw, "
+            "as `guide.draw()` returns it."
+        )
+    return OneDraw(values)
 
 
 class OneDraw(Messenger):
@@ -97,6 +101,11 @@ class OneDraw(Messenger):
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.values = values
+
+    def __enter__(self) -> Mapping[str, Tensor]:
+        """Begin the block, and return the values."""
+        super().__enter__()
+        return self.values
 
     def _pyro_sample(self, msg: Any) -> None:
         value, role = self.values.get(msg["name"]), SiteRole.of(msg)

@@ -174,7 +174,7 @@ def warn_of_unused(found: Mapping[str, FoundSite], uses: Mapping[str, SiteUse]) 
         warn_user(
             f"The model samples {unused}, and the pass that counts uses does not use them. If other "
             "passes do, all is well. If none does, a net may reach its layers past the module tree, "
-            "for instance by a closure, or sum `parameters()`, in whose place there are now sites.",
+            "for instance by a closure.",
             UnusedSiteWarning,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pyro.poutine as poutine
 import torch
 
 from pyro_structvi import infer, reference
@@ -38,6 +39,8 @@ OF_GUIDES = {
     "forward": lambda: {"x": inputs(), "y": targets()},
     "draw": lambda: {"local": False, "number": 0},
     "quantiles": lambda: {"quantiles": [0.1, 0.5]},
+    "to_net": lambda: {"draw": make("MeanFieldGuide").draw()},
+    "sampled": lambda: {"draw": make("MeanFieldGuide").draw()},
 }
 OF_DISTRIBUTIONS = {
     "log_prob": lambda q: {"value": q.rsample() if q.has_rsample else q.sample()},
@@ -192,7 +195,8 @@ def case_of(name):
         arguments = lambda: of_distribution(make(owner))  # noqa: E731
 
     def call(**given):
-        return getattr(make(owner), method)(**given)
+        with poutine.block():  # under which random parameters may be read
+            return getattr(make(owner), method)(**given)
 
     call.__signature__ = inspect.signature(function)
     return Case(name, call, arguments)

@@ -225,6 +225,10 @@ def test_draws_that_do_not_fit():
         ValueError, match=r"value of shape \(3,\) for the site 'net\.encoder\.bias', but got none"
     ):
         guide.to_net({name: value for name, value in draw.items() if name != "net.encoder.bias"})
+    with pytest.raises(
+        ValueError, match=r"`draw` must have a value for each site, but \['net\.dec"
+    ):
+        guide.sampled({})
     stacked = {name: value.unsqueeze(0) for name, value in draw.items()}
     with pytest.raises(
         ValueError, match=r"value of shape \(3, 4\) for the site .*, but got \(1, 3, 4\)"

@@ -64,9 +64,12 @@ class Modules:
         """Return numbers, strings, switches and sets of tensors that they may read, by name."""
         values = dict(self._known_to_functions())
         for number, module in enumerate(self._all()):
+            # Guides keep what follows from their parameters.
+            is_others = not isinstance(module, (SitePosterior, StructuredGuide))
             own = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
             for name, value in (*own, *module.named_buffers(recurse=False)):
-                tensors = frozenset(x for x in take_apart(value)[0] if isinstance(x, Tensor))
+                leaves = take_apart(value)[0] if is_others else ()
+                tensors = frozenset(leaf for leaf in leaves if isinstance(leaf, Tensor))
                 if type(value) in PLAIN or tensors:
                     place = f"`{name}` of module {number}, a {type(module).__name__}"
                     values[place] = tensors or value

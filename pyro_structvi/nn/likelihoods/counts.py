@@ -23,10 +23,11 @@ class PoissonRegressor(Likelihood):
 
     Example:
         >>> import torch
+        >>> from pyro.infer import Predictive
         >>> from pyro_structvi import bayesianize
         >>> model = PoissonRegressor(bayesianize(torch.nn.Linear(4, 1), prior=1.0), num_data=100)
-        >>> model(torch.zeros(5, 4)).shape
-        torch.Size([5, 1])
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 1])
 
     References:
         McCullagh and Nelder (1989), "Generalized linear models", chapter 6.

@@ -26,10 +26,11 @@ class BinaryClassifier(Likelihood):
 
     Example:
         >>> import torch
+        >>> from pyro.infer import Predictive
         >>> from pyro_structvi import bayesianize
         >>> model = BinaryClassifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
-        >>> model(torch.zeros(5, 4)).shape
-        torch.Size([5, 3])
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 3])
     """
 
     @property

@@ -54,14 +54,16 @@ class Regressor(Likelihood):
         TypeError: If ``net`` is not a module.
 
     Example:
+        >>> from pyro.infer import Predictive
         >>> from pyro_structvi import bayesianize
         >>> net = bayesianize(nn.Linear(4, 1), prior=1.0)
         >>> model = Regressor(net, num_data=100, noise="learned")
-        >>> model(torch.zeros(5, 4)).shape
-        torch.Size([5, 1])
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 1])
         >>> net = bayesianize(nn.Linear(4, 2), prior=1.0)
-        >>> Regressor(net, num_data=100, noise="heteroscedastic", df=4)(torch.zeros(5, 4)).shape
-        torch.Size([5, 1])
+        >>> model = Regressor(net, num_data=100, noise="heteroscedastic", df=4)
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 1])
 
     References:
         Nix and Weigend (1994), "Estimating the mean and variance of the target probability

@@ -34,11 +34,12 @@ class TokenClassifier(Likelihood):
 
     Example:
         >>> import torch
+        >>> from pyro.infer import Predictive
         >>> from pyro_structvi import bayesianize
         >>> net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
         >>> model = TokenClassifier(bayesianize(net, prior=1.0), num_data=100, shift=True)
-        >>> model(torch.zeros(2, 5, dtype=torch.long)).shape
-        torch.Size([2, 4, 7])
+        >>> Predictive(model, num_samples=3)(torch.zeros(2, 5, dtype=torch.long))["obs"].shape
+        torch.Size([3, 2, 4])
     """
 
     @checked
