@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="traced and compiled steps too")
     parser.add_argument("--chosen", action="store_true", help="guides of the front page only")
     parser.add_argument("--rounds", type=int, help="default: by the net")
+    parser.add_argument("--times-only", action="store_true", help="without memory")
     parser.add_argument("--samples", type=int, default=10, help="draws of a prediction")
     parser.add_argument("--output", type=Path, help="a JSON file, where other nets stay")
     options = parser.parse_args()
@@ -80,20 +81,25 @@ def main() -> None:
     for name in options.net or (["small", "wide"] if options.chosen else OWN_NETS):
         own = {title: make for title, make in methods.items() if name in ONLY.get(title, NETS)}
         rounds = options.rounds or NETS[name].rounds
-        results["nets"][name] = measure_net(NETS[name], own, rounds, options.samples)
+        results["nets"][name] = measure_net(
+            *(NETS[name], own, rounds, options.samples), has_memory=not options.times_only
+        )
         print(f"\n{NETS[name].title}\n\n{net_table(results['nets'][name])}", flush=True)
         if options.output:
             write_results(results, options.output)
 
 
 def measure_net(
-    net: Net, methods: dict[str, MakeMethod], rounds: int, samples: int
+    net: Net, methods: dict[str, MakeMethod], rounds: int, samples: int, has_memory: bool = True
 ) -> dict[str, Any]:
-    """Return the medians and quartiles of times and ratios, and the peaks of memory."""
+    """Return the medians and quartiles of times and ratios, and the peaks of memory where asked."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     x, y = net.make_batch(device)
-    memory = {title: peak_bytes(live(net, make, x, y, samples)) for title, make in methods.items()}
+    memory = {
+        title: peak_bytes(live(net, make, x, y, samples)) if has_memory else {}
+        for title, make in methods.items()
+    }
     ready = {title: make(net.make().to(device), x, y) for title, make in methods.items()}
     for one in ready.values():
         for _ in range(one.warm_up):
@@ -105,7 +111,9 @@ def measure_net(
         "rounds": rounds,
         "methods": {
             title: {
-                task: summary(seconds, title, task) | {"bytes": memory[title][task]} for task in own
+                task: summary(seconds, title, task)
+                | ({"bytes": memory[title][task]} if has_memory else {})
+                for task in own
             }
             for title, own in tasks.items()
         },

@@ -113,13 +113,13 @@ def net_table(net: dict[str, Any]) -> str:
                 continue
             own = method[task]
             low, middle, high = map(three_digits, own["ratio"])
-            memory = three_digits(own["bytes"] / base[task]["bytes"])
+            memory = three_digits(own["bytes"] / base[task]["bytes"]) if "bytes" in own else ""
             row += [middle, f"{low} - {high}", memory]
         rows.append(row)
     head = ["", *("step", "quartiles", "memory"), *("prediction", "quartiles", "memory")]
     itself = "; ".join(
-        f"{task} {three_digits(own['milliseconds'][1])} ms, "
-        f"{three_digits(own['bytes'] / 2**20)} MiB"
+        f"{task} {three_digits(own['milliseconds'][1])} ms"
+        + (f", {three_digits(own['bytes'] / 2**20)} MiB" if "bytes" in own else "")
         for task, own in base.items()
     )
     return f"{markdown(head, rows)}\n\n1.00 is: {itself}. {net['rounds']} rounds."
