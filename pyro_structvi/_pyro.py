@@ -127,7 +127,8 @@ def _with_base(kind: Any, base: Any) -> Any:
     if plain is kind:
         return _PyroModuleMeta(f"Pyro{kind.__name__}", (PyroModule[kind], base), own)
     joint: Any = type(f"Pyro{type(kind).__name__}", (_PyroModuleMeta, type(kind)), {})
-    return joint(f"Pyro{kind.__name__}", (kind, PyroModule[plain], base), own)
+    mixed = () if plain is nn.Module else (PyroModule[plain],)
+    return joint(f"Pyro{kind.__name__}", (kind, *mixed, base), own)
 
 
 def _reduce(self: PyroModule) -> tuple[Any, ...]:

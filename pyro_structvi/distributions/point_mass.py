@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from pyro.distributions import Delta, Distribution
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Normal, register_kl
 
 from pyro_structvi._checks import check_finite, check_shape, checked, validates
@@ -64,8 +64,8 @@ class PointMass(Delta):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the value, as ``pyro.sample`` does; no parameter, which a module would register."""
-        value: Tensor = self.v.view_as(self.v)
-        return value
+        value: Tensor = self.v
+        return value.view_as(value) if isinstance(value, nn.Parameter) else value
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Return a copy of the value."""

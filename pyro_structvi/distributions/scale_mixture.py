@@ -38,8 +38,8 @@ class ScaleMixtureNormal(TorchDistribution):
         >>> prior.variance
         tensor(0.2575)
         >>> from pyro_structvi import bayesianize
-        >>> bayesianize(torch.nn.Linear(3, 2), prior=prior)(torch.zeros(5, 3)).shape
-        torch.Size([5, 2])
+        >>> bayesianize(torch.nn.Linear(3, 2), prior=prior).weight.shape
+        torch.Size([2, 3])
 
     References:
         Blundell, Cornebise, Kavukcuoglu and Wierstra (2015), "Weight uncertainty in neural networks",

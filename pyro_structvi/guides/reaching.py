@@ -112,7 +112,7 @@ class _Probe(ValuesWithoutDraws):
         name = msg["name"]
         value = self.values.setdefault(name, msg["value"].detach())
         if SiteRole.of(msg).is_observation:
-            log_prob = msg["fn"].log_prob(value).nan_to_num()
+            log_prob = _log_prob(msg["fn"], value).nan_to_num()
             self.log_probs[name] = log_prob.reshape(log_prob.shape[:1].numel(), -1)
         elif not msg["is_observed"] and not site_is_subsample(msg):
             leaf = value.detach().requires_grad_()
@@ -138,6 +138,16 @@ class _Probe(ValuesWithoutDraws):
         return any(bool((own != others)[first:].any()) for own, others in pairs)
 
 
+def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
+    """Return log densities; a value that is none of the likelihood's is refused by the first step."""
+    try:
+        is_possible = bool(likelihood.support.check(value).all())
+    except NotImplementedError:
+        is_possible = True
+    log_prob: Tensor = likelihood.log_prob(value if is_possible else likelihood.sample())
+    return log_prob
+
+
 class _ProbedWeight(WeightStandIn):
     """A weight in the place of a lazy one, whose outputs may be changed in the first row.
 
@@ -153,12 +163,12 @@ class _ProbedWeight(WeightStandIn):
     def __new__(cls, name: str, value: Tensor, changed: Collection[str]) -> Self:
         """Make the tensor that stands for the weight."""
         weight = cls._make(value, value.shape, SiteUse(name))
-        weight._value, weight._changes = value, name in changed
+        weight._value, weight._changes = value.clone(), name in changed  # a model may write into it
         return weight
 
     def draw(self) -> Tensor:
         """Return the weight."""
-        return self._value.clone()
+        return self._value
 
     def _draw_outputs(self, application: Application) -> Tensor:
         linear_map, x, _, bias, arrangement = application

@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from scipy import integrate
@@ -112,7 +113,8 @@ def test_arguments_that_do_not_fit(scales, probs, message):
 def test_it_moves_and_converts_with_the_net():
     bayes_net = ps.bayesianize(nn.Linear(2, 3).float(), prior=SPIKE_AND_SLAB)  # in = K
     for dtype in (torch.float32, torch.float64):
-        assert bayes_net.to(dtype)(torch.zeros(1, 2, dtype=dtype)).dtype == dtype
+        drawn = poutine.block(bayes_net.to(dtype))(torch.zeros(1, 2, dtype=dtype))
+        assert drawn.dtype == dtype
     names = [name for name, _ in bayes_net.named_buffers()]
     assert names[:2] == ["weight_prior_scales", "weight_prior_probs"]
     for_each_row = ScaleMixtureNormal(torch.rand(3, 1, 2) + 0.1, torch.ones(2))

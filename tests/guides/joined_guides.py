@@ -21,6 +21,6 @@ def make_guide(model=None, init_scale=0.4, family=JOINED, **options):
 
 def linear_model(out=2, size=12, **priors):
     """Return a linear layer with unlike priors of weight and bias, and data for it."""
-    priors = {"*.weight": 0.7, "*.bias": 1.5, "weight": 0.7, "bias": 1.5} | priors
+    priors = {"weight": 0.7, "bias": 1.5} | priors
     model = ps.Regressor(ps.bayesianize(nn.Linear(3, out), prior=priors), size, noise_scale=0.5)
     return model, (torch.randn(size, 3), torch.randn(size, out))

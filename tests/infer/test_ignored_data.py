@@ -13,11 +13,11 @@ MESSAGE = (
 )
 
 
-def history(likelihood, kl, steps=400, weights=None):
+def history(likelihood, kl, steps=400, weights=None, first=-200.0):
     """Return a history of two halves, of which the KL has its whole weight in the later one."""
     half = steps // 2
     weights = [0.1] * half + [1.0] * half if weights is None else weights
-    halves = [likelihood[0]] * half + [likelihood[1]] * half
+    halves = [first] + [likelihood[0]] * (half - 1) + [likelihood[1]] * half
     return History(log_likelihood=halves, elbo=halves, kl=[kl] * steps, kl_weight=weights)
 
 
@@ -30,6 +30,7 @@ def test_a_loss_above_the_kl_is_warned_of():
     "others",
     [
         {"likelihood": (-20.0, -59.0)},  # the posterior lost less than it has learned
+        {"first": -300.0},  # of what was learned since the first step most is kept
         {"likelihood": (-140.0, -20.0)},
         {"kl": -40.0},  # of points, minus a log density
         {"steps": 100},  # too few to be compared

@@ -218,7 +218,7 @@ def test_class_weights_must_fit():
         ps.Classifier(net, class_weights=torch.tensor([1.0, 0.0, 1.0]))
     model = ps.Classifier(net, 4, class_weights=torch.ones(2))
     with pytest.raises(ValueError, match=r"`class_weights` must have shape \(classes,\) = \(3,\)"):
-        model(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+        poutine.block(model)(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
 
 
 @pytest.mark.parametrize("noise_scale", [0.0, -1.0, float("nan"), torch.tensor([1.0, 0.0])])

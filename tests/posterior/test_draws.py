@@ -77,6 +77,7 @@ def test_a_copy_of_the_model_has_the_same_posterior():
     assert ps.predict(make_regressor(), ps.KTiedGuide(model), torch.zeros(5, 3), 2).num_samples == 2
 
 
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.DataScaleWarning")  # of the bias
 def test_what_a_model_is_conditioned_on_wins():
     model, x = make_regressor(5), torch.randn(5, 3)
     value = torch.full((1,), 100.0)

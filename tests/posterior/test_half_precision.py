@@ -118,7 +118,7 @@ def test_inference_data_of_a_net_in_half_precision():
     nats = torch.from_numpy(data.log_likelihood["obs"].values)
     assert not torch.equal(nats, nats.to(HALF).double())
     assert data.posterior["net.0.weight"].shape == (1, 5, 5, 3)
-    assert data.observed_data["obs"].values.tolist() == y.to(HALF).float().tolist()
+    assert data.observed_data["obs"].values.tolist() == y.to(HALF).float().flatten().tolist()
 
 
 def test_laplace_variances_add_up_many_batches():
