@@ -165,7 +165,7 @@ def test_the_league_names_guides_by_their_calls():
         own = eval(f"{start}(model, {end or ')'}", {**names, "model": problem.model})
         made = make(problem.model)
         for guide in (own, made):
-            guide.initialize(problem.x, problem.y)
+            guide.initialize(problem.x.to(torch.get_default_dtype()), problem.y)
         assert str(own) == str(made)
         assert [*own.state_dict()] == [*made.state_dict()]
 
