@@ -85,7 +85,7 @@ def linear_regression() -> LeagueProblem:
 def two_moons() -> LeagueProblem:
     """Two classes in the plane."""
     points, classes = make_moons(200, noise=0.2, random_state=0)
-    x = torch.tensor(standardized(points), dtype=torch.float32)
+    x = torch.tensor(standardized(points), dtype=torch.get_default_dtype())
     y = torch.tensor(classes, dtype=torch.long)
     net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2))
     model = ps.Classifier(ps.bayesianize(net, ps.FanIn(1.0, 1.0)), num_data=len(x))
