@@ -107,12 +107,11 @@ def test_the_first_choice_is_the_closest_to_nuts(found):
 
 
 def test_the_choice_for_wide_layers_is_about_as_close_as_mean_field_and_cheaper(found):
-    choice, smaller = advised(2), advised(3)
+    choice = advised(2)
     own = found[choice.code]
     assert abs(own.distance - 1) < max(2 * own.error, 0.1)
     costs = summary.step_costs("wide")
     assert costs[choice.code] < costs[summary.MEASURE]
-    assert costs[smaller.code] == min(value for name, value in costs.items() if "(" in name)
 
 
 def test_every_guide_of_the_tables_has_its_cost():
