@@ -76,7 +76,9 @@ def test_a_net_in_the_place_of_a_model():
     ):
         fit(net, x, y)
     model = ps.Regressor(net, noise_scale=0.1)
-    with pytest.raises(ValueError, match=r"`guide` must be made of `model`, a torch.nn.PyroSequential, but"):
+    with pytest.raises(
+        ValueError, match=r"`guide` must be made of `model`, a torch.nn.PyroSequential, but"
+    ):
         fit(net, x, y, ps.MeanFieldGuide(model))
 
 

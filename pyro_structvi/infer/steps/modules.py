@@ -66,7 +66,8 @@ class Modules:
         for number, module in enumerate(self._all()):
             # Guides keep what follows from their parameters.
             is_others = not isinstance(module, (SitePosterior, StructuredGuide))
-            own = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+            known = _OF_TORCH | _made_anew(module)
+            own = [(name, value) for name, value in vars(module).items() if name not in known]
             for name, value in (*own, *module.named_buffers(recurse=False)):
                 leaves = take_apart(value)[0] if is_others else ()
                 tensors = frozenset(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -138,6 +139,16 @@ class Modules:
     def _all(self) -> Iterator[nn.Module]:
         for root in self._roots:
             yield from all_modules(root)
+
+
+def _made_anew(module: nn.Module) -> set[str]:
+    """Return the attributes that hooks of torch compute of parameters before each call."""
+    hooks = [
+        hook
+        for hook in module._forward_pre_hooks.values()
+        if type(hook).__module__.startswith("torch.nn.utils.")  # pruning, old norms of weights
+    ]
+    return {str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks}
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
