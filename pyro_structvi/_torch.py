@@ -242,3 +242,13 @@ METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.is_complex,
     Tensor.__len__,
 }
+
+
+def made_by_hooks(module: nn.Module) -> set[str]:
+    """Return the attributes that hooks of torch compute of parameters before each call."""
+    hooks = [
+        hook
+        for hook in module._forward_pre_hooks.values()
+        if type(hook).__module__.startswith("torch.nn.utils.")  # pruning, old norms of weights
+    ]
+    return {str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks}

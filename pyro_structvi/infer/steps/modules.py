@@ -8,7 +8,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi._torch import all_modules, own_tensors, take_apart
+from pyro_structvi._torch import all_modules, made_by_hooks, own_tensors, take_apart
 from pyro_structvi.families import SitePosterior
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.nn.frozen import buffers_that_change
@@ -66,7 +66,7 @@ class Modules:
         for number, module in enumerate(self._all()):
             # Guides keep what follows from their parameters.
             is_others = not isinstance(module, (SitePosterior, StructuredGuide))
-            known = _OF_TORCH | _made_anew(module)
+            known = _OF_TORCH | made_by_hooks(module)
             own = [(name, value) for name, value in vars(module).items() if name not in known]
             for name, value in (*own, *module.named_buffers(recurse=False)):
                 leaves = take_apart(value)[0] if is_others else ()
@@ -139,16 +139,6 @@ class Modules:
     def _all(self) -> Iterator[nn.Module]:
         for root in self._roots:
             yield from all_modules(root)
-
-
-def _made_anew(module: nn.Module) -> set[str]:
-    """Return the attributes that hooks of torch compute of parameters before each call."""
-    hooks = [
-        hook
-        for hook in module._forward_pre_hooks.values()
-        if type(hook).__module__.startswith("torch.nn.utils.")  # pruning, old norms of weights
-    ]
-    return {str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks}
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
