@@ -61,11 +61,11 @@ class Summary(NamedTuple):
 
     Attributes:
         distance: The geometric mean over nets.
-        error: Its standard error, over runs of the training.
+        error: Its standard error, over runs of the training; zero where a net has one run.
         cost: The geometric mean of times, that of mean field being 1.
         by_problem: The distance on each net.
         factor: By how much standard deviations of the function differ from those of NUTS.
-        factor_error: Its standard error, over runs of the training.
+        factor_error: Its standard error, likewise.
         exact: The distance on the problem whose posterior is known in closed form.
     """
 
@@ -139,13 +139,15 @@ def summary(name: str, nets: Mapping[str, Cells], exact: Cells) -> Summary:
     ]
     logs = [cells[name][f"{last_region(cells)}: {SPREAD}"] for cells in nets.values()]
     factor = math.exp(fmean(map(fmean, logs)))
+    is_repeated = all(len(values) > 1 for values in logs)
     return Summary(
         distance=middle,
-        error=middle * math.hypot(*(error for _, error in ratios.values())) / len(ratios),
+        error=is_repeated
+        * (middle * math.hypot(*(error for _, error in ratios.values())) / len(ratios)),
         cost=geometric_mean(times) if times else math.nan,
         by_problem=values,
         factor=factor,
-        factor_error=factor * math.hypot(*map(standard_error, logs)) / len(logs),
+        factor_error=is_repeated * factor * math.hypot(*map(standard_error, logs)) / len(logs),
         exact=ratio_to_measure(exact, name, headline(exact))[0],
     )
 

@@ -30,7 +30,7 @@ ROWS = [
     ("p", MEAN_FIELD, "0", "seconds", "10"),
     ("p", GOOD, "0", "seconds", "20"),
     ("p", ELSEWHERE, "0", "far: Wasserstein", "1"),
-    *rows_of("q", "total variation", mean_field=[(0.1, 0.5)], good=[(0.4, 0.0)]),
+    *rows_of("q", "total variation", mean_field=[(0.1, 0.5)], good=[(0.4, 0.0)] * 2),
     ("q", MEAN_FIELD, "0", "seconds", "1"),
     ("q", GOOD, "0", "seconds", "8"),
     ("line", MEAN_FIELD, "0", "far: Wasserstein", "0.2"),
@@ -53,6 +53,12 @@ def test_a_summary_is_a_geometric_mean_of_ratios_to_mean_field():
     assert good.by_problem == pytest.approx({"p": 0.25, "q": 4})
     assert (good.distance, good.cost, good.exact) == pytest.approx((1, 4, 0.5))
     assert good.error == pytest.approx(0.1 / 0.5 / 2)
+
+
+def test_one_run_of_a_net_leaves_no_error():
+    once = [row for row in ROWS if row[0] != "q" or row[2] == "0"]
+    good = summary.summarize(once)[GOOD]
+    assert (good.error, good.factor_error) == (0, 0)
 
 
 def test_deviations_are_compared_by_the_mean_of_logarithms():
