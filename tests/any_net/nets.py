@@ -281,7 +281,12 @@ CASES |= {
     # and how many there are is a size. Nodes with the same neighbours are hard to tell apart.
     name: Case(
         "torch_geometric",
-        *(of_geometric(name), graph, "nodes", 0.0),  # nodes reach their neighbours: one draw for all
+        *(
+            of_geometric(name),
+            graph,
+            "nodes",
+            0.0,
+        ),  # nodes reach their neighbours: one draw for all
         can_trace=name not in ("GCN", "GAT"),
         by_heart=0.7,
     )
