@@ -76,6 +76,35 @@ def digits() -> Problem:
     return Problem(title, model, x[train], y[train], 128)
 
 
+def three_hidden() -> Problem:
+    """A regression with three hidden layers."""
+    x = 2 * torch.rand(200, 3) - 1
+    function = torch.sin(3 * x[:, :1] * x[:, 1:2]) + x[:, 2:] ** 2
+    y = 2 * function - 0.7 + 0.2 * torch.randn(200, 1)
+    layers = [
+        nn.Linear(3, 20),
+        nn.Tanh(),
+        nn.Linear(20, 20),
+        nn.Tanh(),
+        nn.Linear(20, 20),
+        nn.Tanh(),
+    ]
+    model = regressor(nn.Sequential(*layers, nn.Linear(20, 1)), ps.FanIn(1.5, 1.0), "learned")
+    return Problem("a deep regression, 3-20-20-20-1 tanh, 200 examples", model, 1.7 * x, y)
+
+
+def four_hidden() -> Problem:
+    """Rings around the origin, which three classes take in turn, with four hidden layers."""
+    x = 4 * torch.rand(300, 2) - 2
+    y = (1.5 * x.norm(dim=1)).floor().long().remainder(3)
+    layers: list[nn.Module] = [nn.Linear(2, 20), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Linear(20, 20), nn.ReLU()]
+    net = ps.bayesianize(nn.Sequential(*layers, nn.Linear(20, 3)), ps.FanIn(math.sqrt(2), 1.0))
+    model = ps.Classifier(net, num_data=300)
+    return Problem("rings, 2-20-20-20-20-3 ReLU, 300 examples", model, x, y)
+
+
 def from_file(path: Path) -> Problem:
     """The first split of a file with ``x``, ``y`` and ``train_idx (splits, examples)``."""
     data = np.load(path)
@@ -91,8 +120,8 @@ def from_file(path: Path) -> Problem:
     return Problem(title, model, x, y, 128)
 
 
-def regressor(net: nn.Module, prior: Any, noise_scale: float) -> ps.Regressor:
-    return ps.Regressor(ps.bayesianize(net, prior), noise_scale=noise_scale)
+def regressor(net: nn.Module, prior: Any, noise: Any) -> ps.Regressor:
+    return ps.Regressor(ps.bayesianize(net, prior), noise=noise)
 
 
 def standardized(values: np.ndarray) -> np.ndarray:
@@ -104,5 +133,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "cosine": cosine,
     "digits": digits,
     "linear": linear,
+    "rings": four_hidden,
+    "three hidden layers": three_hidden,
     "waves": waves,
 }

@@ -155,4 +155,5 @@ GUIDES: dict[str, MakeGuide] = {
     "global inducing": ps.GlobalInducingGuide,
 }
 
-TOO_LARGE = {"digits": {"full"}}  # five million parameters
+# Factors of a million entries and more.
+TOO_LARGE = {"digits": {"full"}, "rings": {"full"}, "three hidden layers": {"full"}}
