@@ -5,17 +5,21 @@ from types import ModuleType
 
 from pyro_structvi import moments
 from pyro_structvi.guides import (
+    AutoLowRankLRT,
     EnsembleGuide,
+    FullCovarianceGuide,
     GlobalInducingGuide,
     InducingWeightGuide,
+    KTiedGuide,
     MAPGuide,
+    MatrixNormalGuide,
     MCDropoutGuide,
+    MeanFieldGuide,
+    RowwiseGuide,
     StructuredGuide,
     SubnetworkGuide,
     estimate_memory,
 )
-from pyro_structvi.guides import short_forms as _short_forms
-from pyro_structvi.guides.short_forms import *  # noqa: F403  (its `__all__`: one line for a new guide)
 from pyro_structvi.infer import (
     CompiledSVI,
     LinearAnnealing,
@@ -63,7 +67,12 @@ __all__ = [
     "WalshHadamard",
     "bayesianize",
     # guides
-    *_short_forms.__all__,
+    "AutoLowRankLRT",
+    "FullCovarianceGuide",
+    "KTiedGuide",
+    "MatrixNormalGuide",
+    "MeanFieldGuide",
+    "RowwiseGuide",
     "EnsembleGuide",
     "GlobalInducingGuide",
     "InducingWeightGuide",

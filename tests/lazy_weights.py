@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from pyro import poutine
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
-from pyro_structvi.lazy.messenger import DelayDraws
-from pyro_structvi.lazy.site_use import SiteUse
-from pyro_structvi.lazy.weight import LazyWeight
+from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.site_role import SiteUse
 
 OUT, IN = 4, 3
 KERNEL = (OUT, 2, 3, 2)

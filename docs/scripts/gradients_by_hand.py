@@ -23,8 +23,8 @@ from tqdm import tqdm
 from benchmarks.measure import describe_machine, quartiles, synchronize
 from benchmarks.methods import METHODS
 from benchmarks.nets import NETS
+from pyro_structvi.linalg.matrices import event_sum
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.linalg.shapes import event_sum
 
 
 def plain_variance_and_sums(log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 from pyro_structvi._checks import Count, Program, Whole, checked, naming
 from pyro_structvi.diagnostics.importance import MIN_SAMPLES
 from pyro_structvi.diagnostics.report_data import Data, Fitted
-from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.infer.history import History
+from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.sites.structured import StructuredGuide
 
 
 @checked

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi.distributions import BernoulliDropout, PointMass, PointMixture, PrunedNormal
-from pyro_structvi.families import Members
-from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.guides.joint_posterior import in_one_pass
-from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.posterior.arviz_versions import pareto_smoothed
+from pyro_structvi.posterior.inference_data import pareto_smoothed
 from pyro_structvi.posterior.passes import counted_bytes
 from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.sites.joint_posterior import in_one_pass
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.dropout import BernoulliDropout
+from pyro_structvi.structures.ensemble import Members, PointMixture
+from pyro_structvi.structures.pruned import PrunedNormal
+from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_role import SiteRole
 
 MIN_SAMPLES = 100  # of which a fifth is the tail that a Pareto distribution is fitted to
 MAX_BYTES = 2**25  # of weights and layers' outputs in one pass, as by default in `predict`

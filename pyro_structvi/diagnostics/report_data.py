@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pyro_structvi._checks import brief, check_finite, check_no_nan, check_tensors
 from pyro_structvi._nested import map_nested, nested_tensors
-from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.posterior.draws import as_arguments
 from pyro_structvi.posterior.predicting import predict
 from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.sites.structured import StructuredGuide
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from pyro_structvi.diagnostics.importance import pareto_k
 from pyro_structvi.diagnostics.report_data import Fitted
 from pyro_structvi.diagnostics.report_page import Part, Section, Table, make_ax, picture
 from pyro_structvi.diagnostics.spectra import Spectrum, spectra
-from pyro_structvi.guides.report import GuideReport
 from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.infer.history import History
 from pyro_structvi.plots import plot_elbo, plot_scale_matrix, plot_spectrum
 from pyro_structvi.posterior.element_scores import marginal_variances
 from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.sites.report import GuideReport
 
 PARTICLES = 10  # of the bound
 GRADIENTS = 100

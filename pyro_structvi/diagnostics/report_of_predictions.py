@@ -25,7 +25,7 @@ from pyro_structvi.plots import (
     plot_reliability,
     plot_risk_coverage,
 )
-from pyro_structvi.posterior import Prediction
+from pyro_structvi.posterior.prediction import Prediction
 
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 IN_TABLE = (0.5, 0.8, 0.9, 0.95)

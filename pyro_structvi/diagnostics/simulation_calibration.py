@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pyro_structvi._checks import Count, Program, brief, checked
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.stand_in import as_drawn
 from pyro_structvi.posterior.draws import Posterior, as_arguments, count_draws
 from pyro_structvi.posterior.passes import Passes
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob, run_at_draw
+from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.stand_in import as_drawn
 
 MIN_SIMULATIONS = 10  # so that a bin of ranks has 5 of them or more
 MAX_BINS = 20

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import checked
-from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.posterior.element_scores import marginal_variances
+from pyro_structvi.sites.structured import StructuredGuide
 
 
 @dataclass(frozen=True)

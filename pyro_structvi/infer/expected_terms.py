@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._pyro import site_values
-from pyro_structvi.distributions.own_tensors import in_single
 from pyro_structvi.infer.terms import ELBOTerms, average, terms_of
-from pyro_structvi.lazy.messenger import LeaveUndrawn
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
-from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes, observation_at
+from pyro_structvi.moments.integration import (
+    AtNodes,
+    excess_of_log_total,
+    is_softmax,
+    likelihood_at_nodes,
+    observation_at,
+)
+from pyro_structvi.moments.linear import by_name, member_numbers, posteriors_of, random_values
 from pyro_structvi.moments.net import check_served, output_moments
 from pyro_structvi.moments.random_tensor import Settings
-from pyro_structvi.moments.softmax import excess_of_log_total, is_softmax
-from pyro_structvi.moments.weights import by_name, member_numbers, posteriors_of, random_values
-from pyro_structvi.nn.every_site import read_declared
-from pyro_structvi.nn.likelihoods.likelihood import Likelihood
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.random_module import read_declared
+from pyro_structvi.weights.handlers import LeaveUndrawn
+from pyro_structvi.weights.torch_distributions import in_single
 
 
 def expected_terms(

@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_structvi._checks import shape_text
-from pyro_structvi.distributions import Auxiliary, JoinedPrior, PointMass, WeightDistribution
-from pyro_structvi.distributions.own_tensors import base_of, in_single
-from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.weight import LazyWeight
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
+from pyro_structvi.weights.auxiliary import Auxiliary
+from pyro_structvi.weights.kl import JoinedPrior
+from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.torch_distributions import base_of, in_single
+from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from pyro_structvi._checks import Count, NonNegative, Positive, Program, Rule, brief, check, checked
-from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.callbacks import Callbacks
 from pyro_structvi.infer.data.batches import TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.data.data_size import set_num_data
@@ -42,6 +41,7 @@ from pyro_structvi.infer.steps.step import StepTerms
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.training_mode import training_mode
 from pyro_structvi.infer.validation import Metric, Validation, ValidationData
+from pyro_structvi.sites.structured import StructuredGuide
 
 TrainedGuide = Annotated[
     nn.Module,

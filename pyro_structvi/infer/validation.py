@@ -19,16 +19,16 @@ from pyro_structvi._checks import (
     check_tensors,
     naming,
 )
-from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.ranks import by_first_rank
 from pyro_structvi.infer.runs.module_states import cloned, load_parts, parts_state, plain
 from pyro_structvi.infer.runs.random_states import unchanged_randomness
 from pyro_structvi.infer.schedules import LinearAnnealing
 from pyro_structvi.infer.steps.loss import Loss
-from pyro_structvi.posterior import predict
+from pyro_structvi.posterior.predicting import predict
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.sites.structured import StructuredGuide
 
 NUM_DRAWS = 20  # of the guide, the same ones' noise at each validation
 SEED = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._torch import inside_jit_trace, inside_transform
-from pyro_structvi.linalg.shapes import event_sum
+from pyro_structvi.linalg.matrices import event_sum
 
 
 def add_scaled_noise(outputs: Tensor, coefficient: Tensor, noise: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Nodes and weights for expectations under normals."""
+"""Nodes and weights for expectations under normals, and roots by bisection."""
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -41,3 +42,21 @@ def normal_points(count: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """
     points = _sobol(count, size).to(like)
     return points, points.new_full((count,), 1 / count)
+
+
+HALVINGS = 60  # after which double precision has no bits left
+
+
+def bisect(is_below: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """Return where a condition turns false, between two ends of each element.
+
+    Args:
+        is_below: Whether the points, of the ends' shape, lie below the root.
+        low: Points at or below it.
+        high: Points at or above it.
+    """
+    for _ in range(HALVINGS):
+        middle = low + (high - low) / 2
+        below = is_below(middle)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high

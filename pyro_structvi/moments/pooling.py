@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.moments.nonlinear import in_deviations, normal_cdf, normal_density
 from pyro_structvi.moments.random_tensor import RandomTensor
-from pyro_structvi.moments.relu import in_deviations, normal_cdf, normal_density
 
 Moments = tuple[Tensor, Tensor]
 
@@ -126,7 +126,7 @@ _POOLS: dict[str, Callable[..., RandomTensor]] = {
     "adaptive_avg": _adaptive_average_pool,
 }
 
-RULES: dict[str, Callable[..., Any]] = {
+POOLING_RULES: dict[str, Callable[..., Any]] = {
     f"{name}_pool{dims}d": partial(rule, dims)
     for name, rule in _POOLS.items()
     for dims in (1, 2, 3)

@@ -8,19 +8,21 @@ from torch import Tensor
 
 from pyro_structvi.maps.calls import parse_application
 from pyro_structvi.maps.readings import Application, FactorApplication, Lookup, Rewrite
-from pyro_structvi.moments import attending, layers, pooling, rearranging, recurrent, sums
+from pyro_structvi.moments.layers import LAYER_RULES, RECURRENT_RULES, SUM_RULES
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
+from pyro_structvi.moments.pooling import POOLING_RULES
 from pyro_structvi.moments.random_tensor import RandomTensor, random_among
+from pyro_structvi.moments.rearranging import ATTENTION_RULES, REARRANGING_RULES
 
 # By torch's names and with torch's arguments; one name serves functions, methods and operators.
 RULES: dict[str, Callable[..., Any]] = {
-    **rearranging.RULES,
-    **sums.RULES,
-    **layers.RULES,
-    **pooling.RULES,
-    **attending.RULES,
-    **recurrent.RULES,
+    **REARRANGING_RULES,
+    **SUM_RULES,
+    **LAYER_RULES,
+    **POOLING_RULES,
+    **ATTENTION_RULES,
+    **RECURRENT_RULES,
 }
 
 

@@ -1,21 +1,126 @@
-"""Turn any torch net into a PyroModule whose weights are sample sites."""
+"""How a parameter meets the inputs of its module: over how many terms an output sums."""
 
+import math
+import re
 from collections import Counter
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pyro_structvi._checks import check_elements, checked, warn_user
+from pyro_structvi._checks import check_elements, checked, naming, warn_user
 from pyro_structvi._patterns import matches
-from pyro_structvi.nn.layers.rank_one import RankOne
-from pyro_structvi.nn.layers.walsh_hadamard_conversion import WalshHadamard
-from pyro_structvi.nn.layout import find_layouts
-from pyro_structvi.nn.normalization import normalization_parameters
+from pyro_structvi._torch import BatchOrInstanceNorm
 from pyro_structvi.nn.priors import Prior, check_patterns, leaves_out, resolve_prior
-from pyro_structvi.nn.reparametrized import check_reparametrized
-from pyro_structvi.nn.sampled_copy import FACTOR_LAYERS, copy_with_sites, without_compiler
+from pyro_structvi.nn.rank_one import RankOne
+from pyro_structvi.nn.sampled_copy import (
+    FACTOR_LAYERS,
+    check_reparametrized,
+    copy_with_sites,
+    without_compiler,
+)
+from pyro_structvi.nn.walsh_hadamard import WalshHadamard
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter meets inputs.
+
+    Attributes:
+        fan_in: Over how many terms an output sums; 0 for what multiplies no input, such as a bias; None
+            where it cannot be known.
+        input_dim: The dimension that counts input channels; None where there is none, or none is known.
+        groups: In how many groups the input channels come, each with outputs of its own.
+    """
+
+    fan_in: float | None = None
+    input_dim: int | None = None
+    groups: int = 1
+
+
+def layout_of(module: nn.Module, attribute: str, shape: torch.Size) -> Layout:
+    """Return how a parameter meets the inputs of its module.
+
+    A transposed convolution keeps its weight as ``(in, out / groups, *kernel)``, and an output sums over
+    the taps that reach it, which a stride makes fewer. An output of an embedding is one term, of its
+    row. A ``Conv1D``, as in GPT-2, has ``(in, out)`` and the attribute ``nf``. Any other matrix is
+    ``(out, in)``. Of more dimensions in modules that are none of torch's, as of stacked experts, nothing
+    is known; but what begins with a dimension of size 1, as tokens and positions do, meets a batch, and
+    no inputs.
+    """
+    if len(shape) < 2:
+        return Layout(fan_in=0)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return Layout(fan_in=1, input_dim=0)
+    if isinstance(module, _TRANSPOSED):
+        taps = (max(k / s, 1) for k, s in zip(shape[2:], module.stride, strict=True))
+        return Layout(shape[0] // module.groups * math.prod(taps), input_dim=0)
+    if isinstance(module, _CONVOLUTIONS):
+        return Layout(shape[1:].numel(), input_dim=1, groups=module.groups)
+    if len(shape) == 2 and getattr(module, "nf", None) == shape[1]:
+        return Layout(shape[0], input_dim=0)
+    if len(shape) == 2 or isinstance(module, nn.Bilinear):
+        return Layout(shape[1:].numel(), input_dim=1)
+    return Layout(fan_in=0) if shape[0] == 1 else Layout()
+
+
+def parametrized(net: nn.Module) -> dict[int, nn.Module]:
+    """Return the modules whose weights are computed, by the identity of what keeps their parameters."""
+    return {
+        id(own): module
+        for module in net.modules()
+        if nn.utils.parametrize.is_parametrized(module)
+        for own in module.parametrizations.values()  # type: ignore[operator]
+    }
+
+
+def find_layouts(net: nn.Module) -> dict[int, Layout]:
+    """Return the layouts of a net's parameters, by identity.
+
+    Of a parameter with several uses it is that with the largest fan-in: a table of words that is the
+    last layer too is a matrix ``(out, in)``.
+    """
+    found: dict[int, Layout] = {}
+    computed = parametrized(net)
+    for module in net.modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            own = layout_of(computed.get(id(module), module), attribute, parameter.shape)
+            known = found.get(id(parameter), own)
+            is_larger = (own.fan_in or 0) > (known.fan_in or 0)
+            found[id(parameter)] = own if is_larger else known
+    return found
+
+
+_OF_TORCH = (BatchOrInstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORM = re.compile("Norm(?!al)|LayerScale|GRN$")
+_SCALE = re.compile(r"gamma_?\d*|lambda_?\d+|layer_scale\w*")
+
+
+def normalization_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the own parameters of a module that normalize, or scale a whole layer.
+
+    These are the parameters of torch's normalization layers; vectors of a class whose name says so, such
+    as ``LlamaRMSNorm`` and ``LayerScale``; and vectors ``gamma``, ``layer_scale`` and ``lambda_1``, as
+    ConvNeXt and vision transformers call the scales of their layers.
+
+    A vector has one dimension larger than 1.
+    """
+    own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+    vectors = [(name, value) for name, value in own if max(value.shape, default=1) == value.numel()]
+    if isinstance(module, _OF_TORCH):
+        return [value for _, value in own]
+    if len(vectors) == len(own) and any(
+        _NORM.search(kind.__name__) for kind in type(module).__mro__
+    ):
+        return [value for _, value in own]
+    return [value for name, value in vectors if _SCALE.fullmatch(name)]
 
 
 class PointEstimateWarning(UserWarning):
@@ -193,3 +298,56 @@ def _parameters_of_layers(net: nn.Module, converted: dict[int, Any]) -> set[int]
         if id(module) in converted or isinstance(module, FACTOR_LAYERS)
         for parameter in module.parameters()
     }
+
+
+class LastLayer(PyroModule):
+    """A net whose features are points and whose last layer has a prior: a Bayesian last layer.
+
+    The outputs are then normal under any posterior of the layer whose image is, so the bound has no
+    noise with ``fit(..., estimator="moments")``, or ``"bound"`` for classes, and predictions by
+    ``predict(..., method="moments")`` are exact up to quadrature over the likelihood.
+
+    Args:
+        features: From inputs to features ``(batch, ..., in)``; trained along with the posterior.
+        head: The last layer, from features to outputs; it is copied.
+        prior: As for :func:`bayesianize`.
+        frozen: Whether the features stay as they are, in evaluation mode and without gradients.
+
+    Attributes:
+        features: The features, the module that was given.
+        head: The last layer with its sample sites.
+
+    Raises:
+        TypeError: If ``features`` or ``head`` is no module.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, FullCovarianceGuide, fit
+        >>> net = LastLayer(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 3), prior=1.0)
+        >>> model = Classifier(net)
+        >>> guide = FullCovarianceGuide(model)
+        >>> data = torch.randn(20, 4), torch.arange(20) % 3
+        >>> history = fit(model, guide, data, num_steps=5, estimator="bound", progress=False)
+        >>> list(guide.median())
+        ['net.head.weight', 'net.head.bias']
+
+    References:
+        Harrison, Willes and Snoek (2024), "Variational Bayesian last layers".
+    """
+
+    @checked
+    def __init__(
+        self, features: nn.Module, head: nn.Module, prior: Prior = 1.0, frozen: bool = False
+    ) -> None:
+        super().__init__()
+        self.features = features.requires_grad_(False).eval() if frozen else features
+        self.head = bayesianize(head, prior)
+        self.frozen = frozen
+
+    def forward(self, x: Any) -> Tensor:
+        """Return the outputs of the last layer."""
+        if self.frozen:
+            self.features.eval()
+        with naming("x", x):
+            outputs: Tensor = self.head(self.features(x))
+        return outputs

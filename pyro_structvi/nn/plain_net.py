@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
 from pyro_structvi._torch import remove_hooks
-from pyro_structvi.nn.every_site import PASS_HOOKS
-from pyro_structvi.nn.frozen import frozen_names
-from pyro_structvi.nn.prior_sites import BufferedPrior, ScaledPrior
-from pyro_structvi.nn.sampled_copy import keep_priors_only
+from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior
+from pyro_structvi.nn.random_module import PASS_HOOKS
+from pyro_structvi.nn.sampled_copy import frozen_names, keep_priors_only
 
 _ADDED = ("initial_values", "parameter_names", "frozen_parameters")
 

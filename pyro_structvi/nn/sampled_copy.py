@@ -1,20 +1,102 @@
-"""A copy of a net in which weights are sample sites."""
+"""Weights that a net computes from its parameters: by parametrizations, or by hooks."""
 
 import copy
+from collections.abc import Container, Iterator
 from typing import Any
 
 from pyro.nn import PyroModule, PyroSample
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from pyro_structvi._pyro import declared_samples, make_pyro_module, tie_site
-from pyro_structvi._torch import compiled_module, unlisted_weights
-from pyro_structvi.nn.every_site import refuse_outside, sample_every_site
-from pyro_structvi.nn.frozen import freeze
-from pyro_structvi.nn.layers.rank_one import RankOneLayer
-from pyro_structvi.nn.layers.walsh_hadamard import WalshHadamardLayer
-from pyro_structvi.nn.prior_sites import sample_from
-from pyro_structvi.nn.random_module import RandomModule
-from pyro_structvi.nn.reparametrized import computed_weights
+from pyro_structvi._torch import (
+    SpectralParametrization,
+    compiled_module,
+    forward_hooks,
+    is_householder,
+    unlisted_weights,
+)
+from pyro_structvi.nn.priors import sample_from
+from pyro_structvi.nn.random_module import RandomModule, refuse_outside, sample_every_site
+from pyro_structvi.nn.rank_one import RankOneLayer
+from pyro_structvi.nn.walsh_hadamard import WalshHadamardLayer
+
+
+def check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
+    """Refuse parametrizations that are wrong for random parameters."""
+    for name, module in net.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in sampled:
+                continue
+            for step in _steps_from(module, attribute):
+                reason = None
+                if isinstance(step, (SpectralParametrization, SpectralNorm)):
+                    reason = (
+                        "is under `spectral_norm`, which divides a draw by a norm that it estimated "
+                        "from other draws. Remove it, with `remove_parametrizations` of "
+                        "`torch.nn.utils.parametrize` or `torch.nn.utils.remove_spectral_norm`, or "
+                        "freeze the weight"
+                    )
+                elif is_householder(step):
+                    reason = (
+                        "is under `orthogonal` by Householder reflections, which turns columns of a "
+                        'draw into zeros. Pass `orthogonal_map="cayley"` or "matrix_exp" to '
+                        "`orthogonal`"
+                    )
+                if reason:
+                    full_name = f"{name}.{attribute}".removeprefix(".")
+                    raise ValueError(f"The weight of the parameter '{full_name}' {reason}.")
+
+
+def _steps_from(module: nn.Module, attribute: str) -> list[Any]:
+    """Return the parametrizations, or hooks, that make a weight of a parameter."""
+    if isinstance(module, ParametrizationList):
+        return list(module)
+    return [
+        hook for hook in forward_hooks(module) if f"{getattr(hook, 'name', None)}_orig" == attribute
+    ]
+
+
+def computed_weights(net: nn.Module) -> dict[int, Tensor]:
+    """Return what hooks have computed from parameters, as tensors that can be copied, by identity."""
+    return {
+        id(value): value.detach()
+        for module in net.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+
+
+_NAMES = "frozen_parameters"
+
+
+def freeze(module: nn.Module, attribute: str) -> None:
+    """Turn a parameter into a buffer with the same memory: Pyro's param store would thaw it."""
+    parameter = getattr(module, attribute)
+    is_usual = type(parameter) is nn.Parameter
+    delattr(module, attribute)
+    module.register_buffer(attribute, parameter.detach() if is_usual else parameter)
+    if (
+        not is_usual
+    ):  # its class says how it is read, as in 4 bits; Pyro looks at what is no attribute
+        module.__dict__[attribute] = parameter
+    module.__dict__.setdefault(_NAMES, []).append(attribute)
+
+
+def frozen_names(module: nn.Module) -> list[str]:
+    """Return the attributes of a module that were frozen parameters."""
+    names: list[str] = vars(module).get(_NAMES, [])
+    return names
+
+
+def buffers_that_change(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a module, without those of its children, that a pass may change."""
+    frozen = frozen_names(module)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in frozen:
+            yield name, buffer
+
 
 FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)  # with sites of their own
 

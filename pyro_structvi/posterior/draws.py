@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pyro_structvi._checks import Program, check_tensors
 from pyro_structvi._nested import map_nested, nested_tensors
-from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.guides.joint_posterior import JointPosterior, stack_draws
-from pyro_structvi.guides.starts import separate_randomness
-from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.stand_in import as_drawn
+from pyro_structvi.sites.joint_posterior import JointPosterior, stack_draws
+from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.stand_in import as_drawn
 
 Posterior = Program | Mapping[str, Tensor]
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi.distributions import PointMass
-from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.posterior.draws import as_arguments
 from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.point_mass import PointMass
 
 
 @checked

@@ -8,25 +8,34 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Normal
 
 from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, warn_user
-from pyro_structvi.distributions.own_tensors import base_of, in_single
-from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.linalg.precision import at_least_single, autocast_off, floored_sqrt
-from pyro_structvi.moments.integration import AtNodes, likelihood_at_nodes, observation_at
-from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
-from pyro_structvi.moments.random_tensor import RandomTensor, Settings
-from pyro_structvi.moments.softmax import class_expectations, is_softmax
-from pyro_structvi.moments.weights import (
+from pyro_structvi.moments.integration import (
+    AtNodes,
+    class_expectations,
+    is_softmax,
+    likelihood_at_nodes,
+    observation_at,
+)
+from pyro_structvi.moments.linear import (
     Sites,
     by_name,
     member_numbers,
     posteriors_of,
     random_values,
 )
-from pyro_structvi.nn.likelihoods.likelihood import Likelihood
+from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
+from pyro_structvi.moments.random_tensor import RandomTensor, Settings
+from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior.draws import batches_of
-from pyro_structvi.posterior.observations import class_probabilities, entropy_of, own_entropy
-from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.posterior.prediction import (
+    Prediction,
+    class_probabilities,
+    entropy_of,
+    own_entropy,
+)
 from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 Batch = tuple[tuple[Any, ...], Tensor | None]
 

@@ -11,21 +11,23 @@ from tqdm.auto import tqdm
 from pyro_structvi._checks import Count, Positive, Program, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
-from pyro_structvi.distributions.own_tensors import base_of, in_single
 from pyro_structvi.moments.random_tensor import Settings
-from pyro_structvi.posterior.batch_statistics import statistics_for
 from pyro_structvi.posterior.draws import (
     Posterior,
     batches_of,
     check_posterior,
     count_draws,
 )
-from pyro_structvi.posterior.mixture import StackedLikelihood
-from pyro_structvi.posterior.observations import entropy_of, observation_moments
 from pyro_structvi.posterior.one_pass import predict_in_one_pass
-from pyro_structvi.posterior.passes import Passes
-from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.posterior.passes import Passes, statistics_for
+from pyro_structvi.posterior.prediction import (
+    Prediction,
+    StackedLikelihood,
+    entropy_of,
+    observation_moments,
+)
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
+from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
 

@@ -7,8 +7,11 @@ import torch
 from torch.nn.utils import prune
 
 from pyro_structvi._checks import Share, checked
-from pyro_structvi.families import InducingWeights, MeanField, PrunedMeanField, SitePosterior
-from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.inducing.family import InducingWeights
+from pyro_structvi.structures.mean_field import MeanField
+from pyro_structvi.structures.pruned import PrunedMeanField
 
 _FACTORS = ("row_factor", "column_factor")
 

@@ -14,12 +14,11 @@ from torch.distributions import Bernoulli
 
 from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, shape_text
 from pyro_structvi._torch import inside_transform, own_tensors, take_apart
-from pyro_structvi.distributions.own_tensors import base_of, in_single
-from pyro_structvi.guides.local_latents import warn_of_local_latents
-from pyro_structvi.lazy.counting import CountedWeight
-from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
+from pyro_structvi.sites.autoguide import warn_of_local_latents
+from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.site_role import SiteRole, SiteUse
+from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 
 class _AtDraw(Messenger):

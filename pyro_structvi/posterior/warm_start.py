@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import Count, Positive, Whole, brief, check_positive, checked
-from pyro_structvi.distributions import GaussianWeight
-from pyro_structvi.distributions.noise_columns import noise_columns
-from pyro_structvi.families import Family, FullCovariance, KTied, MeanField, SitePosterior
-from pyro_structvi.families.cholesky_parameters import parameters_of_rows
-from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.parameterization import parameters_of_rows
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.full_covariance import FullCovariance
+from pyro_structvi.structures.k_tied import KTied
+from pyro_structvi.structures.mean_field import MeanField
+from pyro_structvi.weights.gaussian import GaussianWeight, noise_columns
 
 
 @checked

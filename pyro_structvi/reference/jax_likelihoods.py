@@ -8,14 +8,9 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 
 from pyro_structvi._pyro import declared_name
-from pyro_structvi.nn.likelihoods import (
-    BinaryClassifier,
-    Classifier,
-    Likelihood,
-    PoissonRegressor,
-    Regressor,
-)
-from pyro_structvi.nn.likelihoods.regressor import SMALLEST_SCALE
+from pyro_structvi.nn.classifiers import BinaryClassifier, Classifier
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regressor
 from pyro_structvi.reference.jax_net import to_array
 
 # From the net's output and the values of all sites to the distribution of the observations.

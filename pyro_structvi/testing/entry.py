@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.definitions import kl_to_independent_normals, zero_covariance
 from pyro_structvi.testing.random_weights import Make, Shape
 

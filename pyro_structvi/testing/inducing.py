@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi.distributions import (
+from pyro_structvi.structures.inducing.family import InducingWeightGuide
+from pyro_structvi.structures.inducing.normal import (
     AugmentedMatrixNormal,
     ConditionalNormal,
     InducingNormal,
-    MeanFieldNormal,
-    WeightDistribution,
 )
-from pyro_structvi.guides import InducingWeightGuide
+from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.testing.definitions import (
     augmented_covariance,
     conditional_moments,
@@ -21,6 +20,7 @@ from pyro_structvi.testing.definitions import (
 )
 from pyro_structvi.testing.entry import GuideVariant, Place, Structure
 from pyro_structvi.testing.random_weights import Make, Shape, positive
+from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 INDUCING = (3, 2)
 

@@ -5,16 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_structvi.distributions import (
-    FullNormal,
-    KTiedNormal,
-    LogScaleNormal,
-    LowRankNormal,
-    MatrixNormal,
-    MeanFieldNormal,
-    RowwiseNormal,
-    WeightDistribution,
-)
+from pyro_structvi.structures.full_covariance import FullNormal
+from pyro_structvi.structures.k_tied import KTiedNormal
+from pyro_structvi.structures.low_rank import LowRankNormal
+from pyro_structvi.structures.matrix_normal import MatrixNormal
+from pyro_structvi.structures.mean_field import LogScaleNormal, MeanFieldNormal
+from pyro_structvi.structures.rowwise import RowwiseNormal
+from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 Shape = tuple[int, ...]
 Make = Callable[[Shape, Shape, torch.dtype], WeightDistribution]

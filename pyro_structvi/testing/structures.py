@@ -10,15 +10,15 @@ from pyro_structvi.guides import (
     AutoLowRankLRT,
     EnsembleGuide,
     FullCovarianceGuide,
-    GlobalInducingGuide,
     KTiedGuide,
     MAPGuide,
     MatrixNormalGuide,
     MCDropoutGuide,
     MeanFieldGuide,
     RowwiseGuide,
-    StructuredGuide,
 )
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
 from pyro_structvi.testing.definitions import (
     full_covariance,
     k_tied_covariance,

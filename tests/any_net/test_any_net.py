@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.guides.sites import OtherRowsWarning
-from pyro_structvi.nn.calling import call_net, read_output
+from pyro_structvi.nn.likelihood import call_net, read_output
+from pyro_structvi.sites.finding import OtherRowsWarning
 from tests.any_net.nets import CASES, SAMPLE
 
 GUIDES = {

@@ -26,7 +26,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "model": regressor(),
         "inputs": torch.randn(4, 3),
         "families": {"*.bias": f.MeanField()},
-        "first_layer": f.MatrixNormal(),
+        "first_layer": f.MatrixNormalFamily(),
         "train_inputs": False,
         "join_bias": False,
         "init_scale": 0.01,
@@ -66,7 +66,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "Dropout": lambda: {"rate": 0.1, "input_dim": 1},
     "InducingWeights": lambda: {
         "shape": (2, 2),
-        "posterior": f.MatrixNormal(),
+        "posterior": f.MatrixNormalFamily(),
         "shared": False,
         "max_conditional_scale": 0.5,
         "prior_scale": 1.0,

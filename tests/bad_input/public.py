@@ -80,8 +80,6 @@ def public_callables():
             if name in RECORDS | ABSTRACT | BETWEEN_PARTS:
                 continue
             label = name
-            if module.__name__.endswith("families") and name == "MatrixNormal":
-                label = "families.MatrixNormal"
             if has_arguments(value):
                 found[label] = value
             if inspect.isclass(value):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
-from pyro_structvi.families.cholesky_parameters import factor_parameters
+from pyro_structvi.sites.parameterization import factor_parameters
 
 SITE, NOISE = "net.weight", 0.5
 

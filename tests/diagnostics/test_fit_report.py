@@ -14,7 +14,6 @@ from pyro_structvi.diagnostics import (
     spectra,
 )
 from pyro_structvi.diagnostics.report_page import Section, Table, cell_text, page
-from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.infer import History
 from pyro_structvi.metrics import (
     binary_scores,
@@ -23,6 +22,7 @@ from pyro_structvi.metrics import (
     regression_scores,
     risk_coverage,
 )
+from pyro_structvi.sites.starts import separate_randomness
 from tests.diagnostics.pages import Page
 from tests.diagnostics.reported_fits import curve, written
 

@@ -15,8 +15,8 @@ from pyro_structvi.diagnostics import (
     report,
 )
 from pyro_structvi.diagnostics.report_page import cell_text
-from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.infer import History
+from pyro_structvi.sites.starts import separate_randomness
 from tests.diagnostics.reported_fits import curve, written
 from tests.models import make_regressor, regression_data
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributions import constraints
 
-from pyro_structvi.distributions.arguments import Argument
-from pyro_structvi.distributions.gaussian_weight import GaussianWeight
+from pyro_structvi.weights.arguments import Argument
+from pyro_structvi.weights.gaussian import GaussianWeight
 
 
 class Declared(GaussianWeight, abstract=True):

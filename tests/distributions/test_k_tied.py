@@ -7,8 +7,8 @@ from pyro.distributions import Normal
 from torch.distributions import kl_divergence
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
-from pyro_structvi.linalg.blocks import blocks_of_rows
-from pyro_structvi.linalg.sum_of_logs import sum_of_logs
+from pyro_structvi.linalg.matrices import blocks_of_rows
+from pyro_structvi.linalg.reductions import sum_of_logs
 from pyro_structvi.maps import ConvolutionMap
 from tests.distributions.cases import make_k_tied
 from tests.recorded_sizes import RecordsSizes

@@ -19,8 +19,8 @@ from pyro_structvi.distributions import (
     PointMass,
     PrunedNormal,
 )
-from pyro_structvi.distributions import kl_between_gaussians as between
-from pyro_structvi.distributions.inducing import AugmentedNormal
+from pyro_structvi.structures import kl_between as between
+from pyro_structvi.structures.inducing.normal import AugmentedNormal
 from tests.distributions.cases import CASES, make_full
 from tests.guide_cases import GUIDES
 

@@ -5,10 +5,9 @@ import torch
 from torch.distributions import constraints
 
 from pyro_structvi.distributions import WeightDistribution
-from pyro_structvi.distributions.gaussian_weight import GaussianWeight
-from pyro_structvi.distributions.independent import IndependentWeight
-from pyro_structvi.distributions.outputs import NormalOutputs
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
+from pyro_structvi.weights.outputs import NormalOutputs
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_mean_field
 from tests.unit_noise import assert_draws

@@ -4,7 +4,7 @@ import pyro
 import torch
 
 import pyro_structvi as ps
-from pyro_structvi.lazy.weight import LazyWeight
+from pyro_structvi.weights.lazy import LazyWeight
 from tests.models import make_regressor
 
 

@@ -9,7 +9,7 @@ from pyro.infer import Trace_ELBO
 from torch.distributions import Normal, kl_divergence
 
 import pyro_structvi as ps
-from pyro_structvi.families import FullCovariance, InducingWeights, MatrixNormal
+from pyro_structvi.families import FullCovariance, InducingWeights, MatrixNormalFamily
 from tests import dense_oracles as dense
 from tests.distributions.cases import joint_covariance
 from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide
@@ -169,7 +169,8 @@ def test_layers_are_correlated_as_their_shared_inducing_weights_say(kind, shape)
 def test_layers_of_two_families_share_apart():
     model, data = make_regressor(), regression_data()
     families = (
-        InducingWeights((3, 2), family(), shared=True) for family in (FullCovariance, MatrixNormal)
+        InducingWeights((3, 2), family(), shared=True)
+        for family in (FullCovariance, MatrixNormalFamily)
     )
     guide = ps.StructuredGuide(model, dict(zip(("net.0.*", "*"), families, strict=True)))
     assert set(ps.StructuredELBO().terms(model, guide, *data).kl) == {

@@ -24,10 +24,10 @@ from pyro_structvi.families import (
     MeanField,
     TransformedMeanField,
 )
-from pyro_structvi.families.cholesky_parameters import parameters_of_rows
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.maps import DenseMap
+from pyro_structvi.sites.parameterization import parameters_of_rows
+from pyro_structvi.weights.handlers import DelayDraws
 from tests.models import (
     convolution_function,
     local_latent_function,

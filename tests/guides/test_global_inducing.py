@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
-from pyro_structvi.distributions.given_inputs import NormalGivenInputs
 from pyro_structvi.families import (
     FullCovariance,
-    MatrixNormal,
+    MatrixNormalFamily,
     MeanField,
     PointEstimate,
     Rowwise,
 )
+from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs
 from tests.guides.layered import NOISE, dense_regression, make_model, make_net, scramble
 
 FEW_AND_MANY = pytest.mark.parametrize("count", [3, 6])  # rows, of 4 inputs
@@ -223,7 +223,7 @@ def test_layers_that_meet_the_inputs_have_a_family_of_their_own(first):
     families = [
         type(guide[f"net.{name}.weight"].family).__name__ for name in ("left", "right", "top")
     ]
-    own = type(first or MatrixNormal()).__name__
+    own = type(first or MatrixNormalFamily()).__name__
     assert families == [own, own, "GlobalInducing"]
 
 

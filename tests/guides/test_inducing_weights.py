@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families.bounds import capped, uncapped
+from pyro_structvi.sites.parameterization import capped, uncapped
 from tests.guides.inducing_guides import EVERY_KIND, KINDS, SHAPE, close, make_guide
 from tests.models import make_regressor, regression_data
 

@@ -16,7 +16,7 @@ from torch import kron, nn
 from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
 
 import pyro_structvi as ps
-from pyro_structvi.families import MatrixNormal, MeanField
+from pyro_structvi.families import MatrixNormalFamily, MeanField
 from pyro_structvi.infer import CosineDecay
 from tests.guides.matrix_guides import (
     assert_starts_at_the_identity,
@@ -156,7 +156,7 @@ def test_it_starts_at_a_multiple_of_the_identity():
 
 def test_vectors_get_mean_field():
     guide = ps.MatrixNormalGuide(make_regressor())
-    assert guide["net.0.weight"].family == MatrixNormal()
+    assert guide["net.0.weight"].family == MatrixNormalFamily()
     assert guide["net.0.bias"].family == MeanField()
 
 

@@ -11,12 +11,12 @@ import pyro_structvi as ps
 from pyro_structvi.families import (
     FullCovariance,
     InducingWeights,
-    MatrixNormal,
+    MatrixNormalFamily,
     MeanField,
     PointEstimate,
 )
 from pyro_structvi.guides import OtherRowsWarning
-from pyro_structvi.guides.report import _HEAD
+from pyro_structvi.sites.report import _HEAD
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import make_regressor, regression_data
 
@@ -158,7 +158,7 @@ def test_every_structure_is_reported(name):
 
 
 def test_weights_that_are_drawn_together_are_reported():
-    families = {"*.weight": InducingWeights((3, 2), posterior=MatrixNormal(), shared=True)}
+    families = {"*.weight": InducingWeights((3, 2), posterior=MatrixNormalFamily(), shared=True)}
     guide = ps.StructuredGuide(make_regressor(), {**families, "*": MeanField()})
     found = reported(guide, *regression_data())
     weights = [each for name, each in found.items() if name.endswith("weight")]

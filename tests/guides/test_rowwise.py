@@ -15,8 +15,8 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 
 import pyro_structvi as ps
 from pyro_structvi.families import LowRank, MeanField, Rowwise
-from pyro_structvi.families.cholesky_parameters import cholesky_factor
 from pyro_structvi.infer import CosineDecay
+from pyro_structvi.sites.parameterization import cholesky_factor
 from tests.guides.matrix_guides import (
     assert_starts_at_the_identity,
     assert_trains_without_a_drawn_weight,

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyro_structvi as ps
-from pyro_structvi.distributions.medians import median
+from pyro_structvi.weights.torch_distributions import median
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import hierarchical_function, make_regressor, regression_data
 

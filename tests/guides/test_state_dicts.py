@@ -23,7 +23,7 @@ from pyro_structvi.families import (
     InducingWeights,
     KTied,
     LowRank,
-    MatrixNormal,
+    MatrixNormalFamily,
     MeanField,
     Members,
     PointEstimate,
@@ -121,7 +121,14 @@ def test_what_changes_no_distribution_is_not_compared(saved, own):
 @pytest.mark.parametrize(
     "family",
     [
-        *(KTied(1), MeanField(0.5), LowRank(1), Dropout(), InducingWeights((2, 2)), MatrixNormal()),
+        *(
+            KTied(1),
+            MeanField(0.5),
+            LowRank(1),
+            Dropout(),
+            InducingWeights((2, 2)),
+            MatrixNormalFamily(),
+        ),
         *(
             Members(2),
             PointEstimate(),
@@ -226,7 +233,7 @@ def test_many_differences_are_counted():
 def test_shared_inducing_weights_have_their_family_in_the_state():
     shared, other = (
         make(InducingWeights((2, 2), family, shared=True))
-        for family in (FullCovariance(), MatrixNormal())
+        for family in (FullCovariance(), MatrixNormalFamily())
     )
     with pytest.raises(RuntimeError, match=r"at the site 'inducing_weights of net\.0\.weight'"):
         shared.load_state_dict(other.state_dict())

@@ -17,8 +17,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied
-from pyro_structvi.guides.local_latents import LocalLatentWarning
-from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.sites.autoguide import LocalLatentWarning
+from pyro_structvi.weights.handlers import DelayDraws
 from tests.guides.test_structured import ELBOS, make_svi
 from tests.models import (
     linear_function,

@@ -21,7 +21,7 @@ from pyro_structvi.families import (
     PointEstimate,
     Subnetwork,
 )
-from pyro_structvi.guides.sites import UnusedSiteWarning
+from pyro_structvi.sites.finding import UnusedSiteWarning
 from tests.guides.subnetworks import CHOSEN, NOISE, NUM_DATA, PRIOR, SIZE, close, joint, make_guide
 from tests.models import linear_function, make_regressor, regression_data
 from tests.statistics import assert_mean, assert_moments
@@ -189,7 +189,7 @@ class Late(PyroModule):
             pyro.sample("obs", dist.Normal(mean, 0.5).to_event(1), **options)
 
 
-@pytest.mark.filterwarnings("ignore::pyro_structvi.guides.sites.UnusedSiteWarning")
+@pytest.mark.filterwarnings("ignore::pyro_structvi.sites.finding.UnusedSiteWarning")
 def test_sites_that_are_found_late():
     model, data, chosen = Late(), regression_data(), torch.tensor([True])
     center = ps.MAPGuide(model)

@@ -14,7 +14,7 @@ from pyro_structvi._torch_steps import OperationGraph
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.steps import auto
 from pyro_structvi.infer.steps.modules import Modules
-from pyro_structvi.linalg import blocks
+from pyro_structvi.linalg import matrices as blocks
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.test_training import make, snapshot, unchanged
 from tests.infer.two_ranks import assert_close, make_fit, on_two_ranks

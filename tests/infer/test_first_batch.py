@@ -60,7 +60,7 @@ def test_a_family_whose_step_takes_hundreds_of_times_its_layers():
     model = ps.Regressor(ps.bayesianize(nn.Linear(2800, 1, bias=False), ps.FanIn()), 2, 1.0)
     x, y = torch.randn(2, 2800), torch.randn(2, 1)
     with pytest.warns(
-        SlowFamilyWarning, match=r"2e\+10 products for the MatrixNormal of 'net.weight'"
+        SlowFamilyWarning, match=r"2e\+10 products for the MatrixNormalFamily of 'net.weight'"
     ):
         warn_of_first_batch((model, ps.MatrixNormalGuide(model)), (x, y), {}, 1, 2)
     warn_of_first_batch((model, ps.KTiedGuide(model)), (x, y), {}, 1, 2)  # warnings are errors

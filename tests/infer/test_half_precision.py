@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.distributions.own_tensors import in_single
+from pyro_structvi.weights.torch_distributions import in_single
 from tests.guide_cases import GUIDES
 
 HALF = torch.bfloat16

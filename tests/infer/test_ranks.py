@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyro_structvi as ps
-from pyro_structvi.guides.sites import UnusedSiteWarning
 from pyro_structvi.infer import ranks, training
+from pyro_structvi.sites.finding import UnusedSiteWarning
 from tests.infer.two_ranks import assert_close, assert_equal, make_fit, on_two_ranks
 from tests.models import (
     linear_function,

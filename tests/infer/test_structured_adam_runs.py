@@ -11,9 +11,9 @@ from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
 from pyro_structvi.families import FullCovariance
-from pyro_structvi.families.cholesky_parameters import factor_parameters
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.structured_adam import _excess, _excess_on_cpu
+from pyro_structvi.sites.parameterization import factor_parameters
 from tests.guide_cases import GUIDES
 from tests.infer.structured_steps import gradients, make, posteriors, snapshot
 from tests.models import regression_data

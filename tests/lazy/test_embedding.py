@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal
-from pyro_structvi.lazy.counting import CountedWeight
-from pyro_structvi.lazy.site_use import SiteUse
 from pyro_structvi.maps.calls import parse_application
+from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.site_role import SiteUse
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, MATRIX, Case, positive
 from tests.exact_means import exact_mean

@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import WeightDistribution
-from pyro_structvi.lazy.weight import LazyWeight
+from pyro_structvi.weights.lazy import LazyWeight
 from tests.guide_cases import GUIDES, POINTS
 from tests.particle_noise import terms_in_a_loop, terms_together
 from tests.unit_noise import assert_close

@@ -8,11 +8,11 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, MatrixNormal
-from pyro_structvi.distributions.inducing.matheron import MatheronDraw
-from pyro_structvi.lazy.messenger import DelayDraws
-from pyro_structvi.lazy.site_use import SiteUse
-from pyro_structvi.lazy.weight import LazyWeight
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.structures.inducing.outputs import MatheronDraw
+from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.site_role import SiteUse
 
 OUT, IN = 30, 24
 

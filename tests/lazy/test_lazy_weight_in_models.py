@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.lazy.counting import CountedWeight
-from pyro_structvi.lazy.site_use import SiteUse
+from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.site_role import SiteUse
 from tests.exact_means import exact_mean
 from tests.lazy_weights import (
     IN,

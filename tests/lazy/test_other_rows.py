@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.guides.sites import OtherRowsWarning
+from pyro_structvi.sites.finding import OtherRowsWarning
 from tests.models import make_regressor, regression_data
 
 

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from pyro import poutine
 from torch import nn
 
-from pyro_structvi.lazy.messenger import DelayDraws
-from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.lazy.site_use import SiteUse
-from pyro_structvi.lazy.weight import LazyWeight
+from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from tests import dense_oracles as dense
 from tests.exact_means import exact_mean
 from tests.lazy_weights import (

@@ -13,7 +13,7 @@ from pyro_structvi.linalg.factorizations import (
     smallest_jitter,
     stable_cholesky,
 )
-from pyro_structvi.linalg.kronecker import KroneckerLogDet, KroneckerQuadratic
+from pyro_structvi.linalg.matrices import KroneckerLogDet, KroneckerQuadratic
 
 ROWS, COLUMNS = 3, 4
 operations = torch.ops.pyro_structvi

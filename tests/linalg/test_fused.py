@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pyro_structvi.distributions.outputs import draw_normal, square
 from pyro_structvi.linalg.fused import AddScaledNoise, BankAndSquaredNorm, variance_and_sums
 from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.weights.outputs import draw_normal, square
 
 SHAPE = (2, 3, 4)
 COEFFICIENTS = [(), (1,), (1, 1, 1), (3, 1), (2, 1, 4), (2, 3, 4)]

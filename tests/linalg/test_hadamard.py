@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from pyro_structvi.linalg.hadamard import walsh_hadamard_transform
+from pyro_structvi.linalg.matrices import walsh_hadamard_transform
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 32, 64, 1024, 2048])

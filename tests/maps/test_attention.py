@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.lazy.weight import LazyWeight
-from pyro_structvi.maps.attention import read_attention
+from pyro_structvi.maps.calls import read_attention
+from pyro_structvi.weights.lazy import LazyWeight
 from tests.lazy_weights import lazy, narrow_normal
 
 BATCH, LENGTH, SIZE, HEADS = 3, 5, 4, 2

@@ -6,7 +6,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.infer import StructuredELBO
-from pyro_structvi.moments.weights import posteriors_of
+from pyro_structvi.moments.linear import posteriors_of
 from tests import dense_oracles as dense
 
 SIZE = 5

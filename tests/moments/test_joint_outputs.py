@@ -10,8 +10,8 @@ from pyro_structvi.distributions import MatrixNormal
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.moments import RandomTensor, Settings
 from pyro_structvi.moments.integration import likelihood_at_nodes
+from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.net import output_moments
-from pyro_structvi.moments.weights import posteriors_of, random_values
 from pyro_structvi.posterior import one_pass
 
 SIZE = 5

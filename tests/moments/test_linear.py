@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pyro_structvi.distributions import FullNormal, MatrixNormal, MeanFieldNormal, RowwiseNormal
 from pyro_structvi.moments import RandomTensor, Settings
 from pyro_structvi.moments import linear as linear_module
-from pyro_structvi.moments.weights import RandomWeight
+from pyro_structvi.moments.linear import RandomWeight
 from tests.distributions.cases import CASES
 from tests.moments.signs import assert_exact, enumerated, part_of, random_input
 

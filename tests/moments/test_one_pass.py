@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.linalg.quadrature import normal_points
-from pyro_structvi.moments.weights import posteriors_of
+from pyro_structvi.moments.linear import posteriors_of
 from pyro_structvi.testing.structures import guides_for, points_for
 from tests.moments.one_layer import (
     SIZE,

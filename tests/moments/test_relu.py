@@ -2,9 +2,8 @@
 
 import torch
 
-from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
+from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate, relu
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
-from pyro_structvi.moments.relu import relu
 
 M = torch.tensor([-9.0, -2.0, -0.1, 0.0, 0.3, 1.5, 12.0], dtype=torch.float64)
 V = torch.tensor([0.7, 2.0, 0.1, 1.3, 0.4, 0.05, 3.0], dtype=torch.float64)

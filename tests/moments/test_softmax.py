@@ -8,8 +8,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.infer import StructuredELBO
-from pyro_structvi.moments import softmax
-from pyro_structvi.moments.nodes import nodes_of
+from pyro_structvi.moments import integration as softmax
+from pyro_structvi.moments.integration import nodes_of
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from tests.moments.one_layer import SIZE, fitted, linear
 

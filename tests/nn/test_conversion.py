@@ -14,7 +14,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.guides.sites import find_declared_sites
+from pyro_structvi.sites.finding import find_declared_sites
 
 
 def sites_of(module):

@@ -9,7 +9,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.guides.sites import UnusedSiteWarning
+from pyro_structvi.sites.finding import UnusedSiteWarning
 from tests.models import regression_data
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 import pyro_structvi as ps
-from pyro_structvi.guides.sites import find_declared_sites
 from pyro_structvi.nn import RankOneConv2d, RankOneLinear, WalshHadamardConv2d
+from pyro_structvi.sites.finding import find_declared_sites
 from tests.nn.test_conversion import SharedNet, TiedNet
 
 KINDS = [ps.WalshHadamard(), ps.RankOne()]

@@ -12,7 +12,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.distributions import BernoulliDropout, PointMass
 from pyro_structvi.families import Dropout
-from pyro_structvi.nn.layout import find_layouts
+from pyro_structvi.nn.conversion import find_layouts
 
 
 class Conv1D(nn.Module):

@@ -10,7 +10,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.nn.plates import run_in_plates
+from pyro_structvi.nn.likelihood import run_in_plates
 from tests.guide_cases import GUIDES
 from tests.models import make_image_classifier, regression_data
 

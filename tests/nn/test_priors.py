@@ -15,7 +15,7 @@ from scipy import integrate
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.guides.sites import find_declared_sites
+from pyro_structvi.sites.finding import find_declared_sites
 from tests.exact_means import exact_mean
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import regression_data

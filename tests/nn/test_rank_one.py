@@ -10,8 +10,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import FullCovariance
-from pyro_structvi.guides.sites import find_declared_sites
 from pyro_structvi.nn import RankOneConv1d, RankOneConv2d, RankOneConv3d, RankOneLinear
+from pyro_structvi.sites.finding import find_declared_sites
 from tests.lazy_weights import run_lazily
 from tests.models import regression_data
 from tests.statistics import assert_mean

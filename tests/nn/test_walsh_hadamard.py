@@ -12,13 +12,13 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import FullCovariance
-from pyro_structvi.guides.sites import find_declared_sites
 from pyro_structvi.nn import (
     WalshHadamardConv1d,
     WalshHadamardConv2d,
     WalshHadamardConv3d,
     WalshHadamardLinear,
 )
+from pyro_structvi.sites.finding import find_declared_sites
 from tests.lazy_weights import run_lazily
 from tests.models import regression_data
 from tests.unit_noise import assert_draws

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from pyro_structvi.posterior.arviz_versions import import_arviz, pareto_smoothed
+from pyro_structvi.posterior.inference_data import import_arviz, pareto_smoothed
 
 
 def test_arviz_announces_itself_to_those_who_import_it_only(tmp_path, monkeypatch):

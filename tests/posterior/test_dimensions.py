@@ -5,7 +5,7 @@ import pytest
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.posterior.dimensions import dims_beside, dims_of_sites
+from pyro_structvi.posterior.inference_data import dims_beside, dims_of_sites
 from tests.models import hierarchical_function
 
 LAYERS = {

@@ -10,7 +10,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.infer.reparam import LocScaleReparam
 
 import pyro_structvi as ps
-from pyro_structvi.guides.local_latents import LocalLatentWarning
+from pyro_structvi.sites.autoguide import LocalLatentWarning
 from tests.models import make_classifier, make_regressor, regression_data
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.posterior.arviz_versions import import_arviz
+from pyro_structvi.posterior.inference_data import import_arviz
 from pyro_structvi.posterior.passes import Passes
 from tests.models import make_classifier, make_regressor, regression_data
 from tests.posterior.chains import GROUPS, chains_of, groups_of

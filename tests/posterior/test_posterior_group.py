@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyro_structvi as ps
-from pyro_structvi.posterior.arviz_versions import import_arviz
+from pyro_structvi.posterior.inference_data import import_arviz
 from tests.models import hierarchical_function, make_classifier, make_regressor, regression_data
 from tests.posterior.chains import GROUPS, chains_of, groups_of
 

@@ -11,7 +11,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.guides.local_latents import LocalLatentWarning
+from pyro_structvi.sites.autoguide import LocalLatentWarning
 from tests.models import (
     linear_function,
     local_latent_function,

@@ -8,8 +8,8 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import pyro_structvi as ps
-from pyro_structvi.guides.sites import UnusedSiteWarning
-from pyro_structvi.lazy.messenger import DelayDraws
+from pyro_structvi.sites.finding import UnusedSiteWarning
+from pyro_structvi.weights.handlers import DelayDraws
 from tests.guide_cases import GUIDES, POINTS
 
 SIZES = {"input_size": 2, "hidden_size": 3, "num_layers": 2, "bidirectional": True}

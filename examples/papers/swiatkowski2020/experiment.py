@@ -14,7 +14,7 @@ from benchmarks.paper_tables import HEADER, paper_tables
 from benchmarks.rows import ResultsFile
 from pyro_structvi.diagnostics import compress_scales, spectra
 from pyro_structvi.families import Family, KTied, MeanField
-from pyro_structvi.lazy.site_use import LocalReparam
+from pyro_structvi.weights.site_role import LocalReparam
 
 Rows = list[tuple[str, str, str, float]]  # table, row, quantity, value
 Part = tuple[Tensor, Tensor]

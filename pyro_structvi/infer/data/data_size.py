@@ -6,8 +6,8 @@ import pyro.poutine as poutine
 from torch import nn
 
 from pyro_structvi._checks import brief, warn_user
-from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.nn.likelihoods import Likelihood
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.sites.structured import StructuredGuide
 
 
 class NumDataWarning(UserWarning):
@@ -18,7 +18,7 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
     """Tell a model how many examples there are, or compare with what it was told.
 
     Args:
-        model: The model; only a :class:`~pyro_structvi.nn.likelihoods.Likelihood` takes the number.
+        model: The model; only a :class:`~pyro_structvi.nn.likelihood.Likelihood` takes the number.
         guide: The guide, which must be of this model.
         found: How many examples the data have; None where that is not known.
 

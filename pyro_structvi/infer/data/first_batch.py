@@ -12,13 +12,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from pyro_structvi._checks import warn_user
 from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import declared_samples
-from pyro_structvi.distributions.own_tensors import base_of
-from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.guides.sites import trial_run
-from pyro_structvi.guides.starts import separate_randomness
 from pyro_structvi.infer.data.data_size import NumDataWarning
-from pyro_structvi.lazy.site_role import SiteRole
-from pyro_structvi.nn.likelihoods import Likelihood
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.sites.finding import trial_run
+from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.site_role import SiteRole
+from pyro_structvi.weights.torch_distributions import base_of
 
 PRIOR_DRAWS = 4
 FAR = 10.0  # standard deviations of the prior predictive

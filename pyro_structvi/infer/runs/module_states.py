@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, shape_text
-from pyro_structvi.families.saved_options import KEY, check_options
+from pyro_structvi.sites.family import KEY, check_options
 
 MOST_NAMED = 3
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._torch import all_modules, made_by_hooks, own_tensors, take_apart
-from pyro_structvi.families import SitePosterior
-from pyro_structvi.guides import StructuredGuide
-from pyro_structvi.nn.frozen import buffers_that_change
+from pyro_structvi.nn.sampled_copy import buffers_that_change
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.structured import StructuredGuide
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 _OF_TORCH = {*vars(nn.Module())} - {"training"} | {"_flat_weights"}  # lists of named tensors

@@ -15,7 +15,7 @@ from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.subsamples import SubsamplePlayer
 from pyro_structvi.infer.steps.traced import Outputs, Traced
 from pyro_structvi.infer.terms import ELBOTerms
-from pyro_structvi.linalg.blocks import rows_in_one
+from pyro_structvi.linalg.matrices import rows_in_one
 
 GRAPH_DEVICE = "cuda"
 WARM_UP = 3  # steps before a GPU's are captured, as torch advises

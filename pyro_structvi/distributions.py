@@ -1,0 +1,44 @@
+"""Distributions over weights, each with its image under a linear map."""
+
+from pyro_structvi.structures.dropout import BernoulliDropout
+from pyro_structvi.structures.ensemble import PointMixture
+from pyro_structvi.structures.full_covariance import FullNormal
+from pyro_structvi.structures.inducing.normal import (
+    AugmentedMatrixNormal,
+    ConditionalNormal,
+    InducingNormal,
+)
+from pyro_structvi.structures.k_tied import KTiedNormal
+from pyro_structvi.structures.low_rank import LowRankNormal
+from pyro_structvi.structures.matrix_normal import MatrixNormal
+from pyro_structvi.structures.mean_field import LogScaleNormal, MeanFieldNormal
+from pyro_structvi.structures.pruned import PrunedNormal
+from pyro_structvi.structures.rowwise import RowwiseNormal
+from pyro_structvi.structures.scale_mixture import ScaleMixtureNormal
+from pyro_structvi.weights.auxiliary import Auxiliary
+from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.kl import JoinedPrior
+from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.weight_distribution import WeightDistribution
+
+__all__ = [
+    "AugmentedMatrixNormal",
+    "Auxiliary",
+    "BernoulliDropout",
+    "ConditionalNormal",
+    "FullNormal",
+    "GaussianWeight",
+    "InducingNormal",
+    "JoinedPrior",
+    "KTiedNormal",
+    "LogScaleNormal",
+    "LowRankNormal",
+    "MatrixNormal",
+    "MeanFieldNormal",
+    "PointMass",
+    "PointMixture",
+    "PrunedNormal",
+    "RowwiseNormal",
+    "ScaleMixtureNormal",
+    "WeightDistribution",
+]

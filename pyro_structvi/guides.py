@@ -1,0 +1,48 @@
+"""Guides: which family goes on which site of a model."""
+
+from pyro_structvi.sites.autoguide import (
+    LocalLatentWarning,
+    ModelStateWarning,
+    NewParametersWarning,
+)
+from pyro_structvi.sites.finding import OtherRowsWarning, UnusedSiteWarning
+from pyro_structvi.sites.memory_estimate import MemoryEstimate, estimate_memory
+from pyro_structvi.sites.report import GuideReport, ParameterReport
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.dropout import MCDropoutGuide
+from pyro_structvi.structures.ensemble import EnsembleGuide
+from pyro_structvi.structures.full_covariance import FullCovarianceGuide
+from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
+from pyro_structvi.structures.inducing.family import InducingWeightGuide
+from pyro_structvi.structures.k_tied import KTiedGuide
+from pyro_structvi.structures.low_rank import AutoLowRankLRT
+from pyro_structvi.structures.matrix_normal import MatrixNormalGuide
+from pyro_structvi.structures.mean_field import MeanFieldGuide
+from pyro_structvi.structures.point_estimate import MAPGuide
+from pyro_structvi.structures.rowwise import RowwiseGuide
+from pyro_structvi.structures.subnetwork import SubnetworkGuide
+
+__all__ = [
+    "AutoLowRankLRT",
+    "FullCovarianceGuide",
+    "KTiedGuide",
+    "MatrixNormalGuide",
+    "MeanFieldGuide",
+    "RowwiseGuide",
+    "EnsembleGuide",
+    "GlobalInducingGuide",
+    "GuideReport",
+    "InducingWeightGuide",
+    "LocalLatentWarning",
+    "MAPGuide",
+    "MCDropoutGuide",
+    "MemoryEstimate",
+    "NewParametersWarning",
+    "ModelStateWarning",
+    "OtherRowsWarning",
+    "ParameterReport",
+    "StructuredGuide",
+    "SubnetworkGuide",
+    "UnusedSiteWarning",
+    "estimate_memory",
+]

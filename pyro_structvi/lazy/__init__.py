@@ -1,1 +1,0 @@
-"""Weights that are drawn when, and as what, they are used."""

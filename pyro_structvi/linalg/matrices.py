@@ -1,0 +1,200 @@
+"""Shapes, blocks of rows, triangular solves, Kronecker products and Hadamard transforms."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_structvi._checks import shape_text
+
+
+def standard_normal(shape: Any, like: Tensor) -> Tensor:
+    """Draw standard normal noise of the dtype and device of a tensor."""
+    return torch.randn(shape, dtype=like.dtype, device=like.device)
+
+
+def identity_like(matrix: Tensor) -> Tensor:
+    """Return the identity of the size, dtype and device of a square matrix ``(*batch, n, n)``."""
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def event_sum(tensor: Tensor, event_dim: int) -> Tensor:
+    """Sum over the last dimensions; a scalar event has none, and torch would then sum all."""
+    return tensor.sum(tuple(range(-event_dim, 0))) if event_dim else tensor
+
+
+def shrink(tensor: Tensor, event_dim: int) -> Tensor:
+    """Return ``(*batch, *event)`` with every event dimension that repeats one entry at size 1.
+
+    What :meth:`torch.Tensor.expand` made large is small again; a tensor of one number in memory has
+    an event of size 1.
+    """
+    index: Any = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
+    return tensor[(..., *index[tensor.dim() - event_dim :])]
+
+
+BLOCK = 2**18  # numbers
+
+_IN_ONE: ContextVar[bool] = ContextVar("in_one", default=False)
+
+
+@contextmanager
+def rows_in_one() -> Iterator[None]:
+    """Let rows be one block in this code, for a compiler that makes blocks of its own."""
+    token = _IN_ONE.set(True)
+    try:
+        yield
+    finally:
+        _IN_ONE.reset(token)
+
+
+def blocks_of_rows(rows: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Split ``rows (*batch, n, k)`` so that a block of them by ``width`` stays in a CPU's cache."""
+    if rows.device.type != "cpu" or _IN_ONE.get():
+        return (rows,)
+    blocks: tuple[Tensor, ...] = rows.split(max(1, BLOCK // max(1, width)), dim=-2)
+    return blocks
+
+
+def solve_lower(tril: Tensor, vectors: Tensor) -> Tensor:
+    """Return ``L^-1 v``.
+
+    Args:
+        tril: Lower triangular factors ``(*batch, n, n)``.
+        vectors: Vectors ``(*sample, *batch, n)``.
+
+    Returns:
+        Vectors of the same shape.
+    """
+    sample = vectors.shape[: vectors.dim() - tril.dim() + 1]
+    columns = vectors.reshape(sample.numel(), *vectors.shape[len(sample) :]).movedim(0, -1)
+    solved: Tensor = torch.linalg.solve_triangular(tril, columns, upper=False)
+    return solved.movedim(-1, 0).reshape(vectors.shape)
+
+
+class KroneckerLogDet(torch.autograd.Function):
+    """``log det(I - G (x) F)``, where ``I - G`` and ``I - F`` are given; no derivative of ``eigh``.
+
+    Sums over the eigenvalues ``g`` and ``f`` of the two: ``1 - (1 - g) (1 - f) = g + f - g f`` keeps its
+    digits where G and F come close to the identity.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the log determinant ``(*batch,)`` for ``(*batch, M, M)`` and ``(*batch, N, N)``."""
+        (g, row_basis), (f, column_basis) = torch.linalg.eigh(rows), torch.linalg.eigh(columns)
+        spectrum = _spectrum(g, f)
+        ctx.save_for_backward(g, f, row_basis, column_basis)
+        return spectrum.log().sum((-2, -1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients with respect to both matrices."""
+        _refuse_second_derivatives()
+        g, f, row_basis, column_basis = ctx.saved_tensors
+        weights = gradient[..., None, None] / _spectrum(g, f)
+        of_g = (weights * (1 - f).unsqueeze(-2)).sum(-1, keepdim=True)
+        of_f = (weights * (1 - g).unsqueeze(-1)).sum(-2).unsqueeze(-1)
+        return row_basis @ (of_g * row_basis.mT), column_basis @ (of_f * column_basis.mT)
+
+
+class KroneckerQuadratic(torch.autograd.Function):
+    """``k' (I - G (x) F)^-1 k``, where ``I - G`` and ``I - F`` are given; no derivative of ``eigh``."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return ``(*sample, *batch)`` for ``k (*sample, *batch, M, N)``."""
+        (g, row_basis), (f, column_basis) = torch.linalg.eigh(rows), torch.linalg.eigh(columns)
+        rotated = (row_basis.mT @ k @ column_basis) / _spectrum(g, f)
+        solution = row_basis @ rotated @ column_basis.mT
+        ctx.save_for_backward(solution, rows, columns)
+        quadratic: Tensor = (solution * k).sum((-2, -1))
+        return quadratic
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients with respect to ``k`` and both matrices."""
+        _refuse_second_derivatives()
+        solution, rows, columns = ctx.saved_tensors
+        weighted = gradient[..., None, None] * solution
+        of_rows = weighted @ (columns @ solution.mT - solution.mT)
+        of_columns = weighted.mT @ (rows @ solution - solution)
+        return 2 * weighted, of_rows.sum_to_size(rows.shape), of_columns.sum_to_size(columns.shape)
+
+
+def _refuse_second_derivatives() -> None:
+    """Raise where a graph of the gradients is asked for: torch's decorator lets most pass as zeros."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "A density of Kronecker structure has first derivatives only. Differentiate it without "
+            "`create_graph=True`."
+        )
+
+
+def _spectrum(g: Tensor, f: Tensor) -> Tensor:
+    g, f = g.unsqueeze(-1), f.unsqueeze(-2)
+    return (g + f - g * f).clamp_min(torch.finfo(g.dtype).tiny)
+
+
+_LARGEST_FACTOR_BITS = 5
+
+
+def walsh_hadamard_transform(x: Tensor) -> Tensor:
+    r"""Multiply the last dimension by the orthonormal Walsh-Hadamard matrix, in natural order.
+
+    The matrix is :math:`H_1 = 1`, :math:`H_{2m} = \begin{pmatrix} H_m & H_m \\ H_m & -H_m
+    \end{pmatrix} / \sqrt{2}`. It is symmetric and its own inverse, and so is the transform; the
+    gradient is the transform of the gradient. Since :math:`H_{rm} = H_r \otimes H_m`, a vector of D
+    numbers takes products with matrices of at most 32 rows along one axis at a time, O(D log D) in
+    all. Torch does these faster than the log2(D) sums and differences of the textbook.
+
+    Args:
+        x: Vectors ``(*batch, D)`` with ``D`` a power of two.
+
+    Returns:
+        Their transforms, of the same shape.
+
+    Raises:
+        ValueError: If ``D`` is not a power of two.
+
+    Example:
+        >>> walsh_hadamard_transform(torch.tensor([3.0, 1.0, 0.0, 0.0]))
+        tensor([2., 1., 2., 1.])
+    """
+    size = x.shape[-1] if x.dim() else 0
+    if size < 1 or size & (size - 1):
+        raise ValueError(
+            "The last dimension of `x` must be a power of two, but got the shape "
+            f"{shape_text(x.shape)}. Pad it with zeros, by `torch.nn.functional.pad`."
+        )
+    transformed, inner = x, size
+    for factor in _factors(size):
+        inner //= factor
+        matrix = torch.from_numpy(_hadamard_matrix(factor)).to(x)
+        if inner == 1:
+            transformed = transformed.reshape(-1, factor) @ matrix
+        else:
+            transformed = matrix @ transformed.reshape(-1, factor, inner)
+    return transformed.reshape(x.shape)
+
+
+def _factors(size: int) -> list[int]:
+    """Split a power of two into as few factors as may be, alike in size."""
+    bits = size.bit_length() - 1
+    count = max(math.ceil(bits / _LARGEST_FACTOR_BITS), 1)
+    return [2 ** ((bits + index) // count) for index in range(count)]
+
+
+@cache
+def _hadamard_matrix(size: int) -> np.ndarray:
+    """Return the orthonormal matrix of a power of two; an array, which belongs to no device."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / math.sqrt(size)

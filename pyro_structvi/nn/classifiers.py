@@ -1,0 +1,259 @@
+"""A net as a model of classes."""
+
+from typing import Any
+
+import pyro.distributions as dist
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_structvi._checks import Count, check_positive, check_shape, checked
+from pyro_structvi.nn.likelihood import Likelihood, Output, Terms, finite_likelihood
+
+
+class Classifier(Likelihood):
+    """A net as a model of classes: ``y_n ~ Categorical(softmax(net(x_n)))``.
+
+    Args:
+        net: A module from ``(batch, ...)`` to logits ``(batch, classes)``, with sample sites; it may
+            return an object with ``logits``.
+        num_data: Number of training examples; the log likelihood of a batch counts
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
+        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
+        class_weights: How often the examples of each class count, ``(classes,)``, as the ``weight`` of
+            ``torch.nn.CrossEntropyLoss``: ``N / (classes * counts)`` balances them. Predictive densities
+            have no weights.
+
+    Raises:
+        ValueError: If ``num_data`` is not a whole number of at least 1, or a weight is not positive.
+        TypeError: If ``net`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from pyro.infer import Predictive
+        >>> from pyro_structvi import bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5])
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        output: Output | None = None,
+        *,
+        class_weights: Tensor | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output)
+        if class_weights is not None:
+            check_positive("class_weights", class_weights)
+            check_shape("class_weights", class_weights, [class_weights.numel()], "(classes,)")
+        self.register_buffer("class_weights", class_weights)
+
+    def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        r"""Return Jensen's bound, :math:`m_y - \log \sum_c \exp(m_c + v_c / 2)`, ``(batch,)``.
+
+        Args:
+            mean: Means m of normal logits, ``(batch, classes)``.
+            variance: Their variances v.
+            y: Classes ``(batch,)``.
+
+        References:
+            Harrison, Willes and Snoek (2024), "Variational Bayesian last layers", Sec. 3.2.
+        """
+        chosen = mean.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        return chosen - (mean + 0.5 * variance).logsumexp(-1)
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the classes.
+
+        Args:
+            output: Logits ``(*plates, batch, classes)``.
+            plates: How many of their dimensions are vectorized plates around the model.
+            y: Classes ``(batch,)`` as integers, or None.
+
+        Returns:
+            The logits, in float32 where the net's output has half precision.
+        """
+        self._check_classes(output, plates, y, "batch")
+        weights = self.class_weights
+        if weights is not None:
+            check_shape("class_weights", weights, output.shape[-1:], "(classes,)")
+            weights = None if y is None else weights[y]
+        self._observe(finite_likelihood(lambda: dist.Categorical(logits=output)), y, weights)
+        return output
+
+
+class BinaryClassifier(Likelihood):
+    """A net as a model of binary targets: ``y_n ~ Bernoulli(sigmoid(net(x_n)))``.
+
+    With several outputs each is a label, independent of the others given the weights (multi-label
+    classification).
+
+    Args:
+        net: A module from ``(batch, ...)`` to logits ``(batch,)`` or ``(batch, labels)``, with sample
+            sites; it may return an object with ``logits``.
+        num_data: Number of training examples; the log likelihood of a batch counts
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
+        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
+
+    Raises:
+        ValueError: If ``num_data`` is not a whole number of at least 1.
+        TypeError: If ``net`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from pyro.infer import Predictive
+        >>> from pyro_structvi import bayesianize
+        >>> model = BinaryClassifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 3])
+    """
+
+    @property
+    def terms(self) -> Terms:
+        """Single outputs."""
+        return "elements"
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the targets.
+
+        Args:
+            output: Logits ``(*plates, batch)`` or ``(*plates, batch, labels)``.
+            plates: How many of their dimensions are vectorized plates around the model.
+            y: Zeros and ones of the shape of the logits, in any dtype, or None.
+
+        Returns:
+            The logits, in float32 where the net's output has half precision.
+        """
+        y, event = self._as_numbers(output, plates, y), output.dim() - plates - 1
+        labels = finite_likelihood(lambda: dist.Bernoulli(logits=output).to_event(event))
+        self._observe(labels, y)
+        return output
+
+
+class TokenClassifier(Likelihood):
+    """A net as a model of one class for each token: ``y_nt ~ Categorical(softmax(net(x_n)_t))``.
+
+    For language models, and for tags of words. Tokens whose class is ``ignore_index`` do not count, as
+    those of the padding.
+
+    Args:
+        net: A module from ``(batch, ...)`` to logits ``(batch, length, classes)``, with sample sites; it
+            may return an object with ``logits``.
+        num_data: Number of training sequences; the log likelihood of a batch counts
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
+        ignore_index: The class of tokens that do not count.
+        shift: Whether the logits at a token are those of the next one, as of causal language models.
+            Then ``y`` are the tokens themselves, and the last logits are left out; ``predict`` scores
+            the tokens after the first, ``y[:, 1:]``.
+        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
+
+    Raises:
+        ValueError: If ``num_data`` is not a whole number of at least 1.
+        TypeError: If ``net`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from pyro.infer import Predictive
+        >>> from pyro_structvi import bayesianize
+        >>> net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+        >>> model = TokenClassifier(bayesianize(net, prior=1.0), num_data=100, shift=True)
+        >>> Predictive(model, num_samples=3)(torch.zeros(2, 5, dtype=torch.long))["obs"].shape
+        torch.Size([3, 2, 4])
+    """
+
+    @checked
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        ignore_index: int = -100,
+        shift: bool = False,
+        output: Output | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output)
+        self.ignore_index, self.shift = ignore_index, shift
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the classes of all tokens.
+
+        Args:
+            output: Logits ``(*plates, batch, length, classes)``.
+            plates: How many of their dimensions are vectorized plates around the model.
+            y: Classes ``(batch, length)`` as integers, or None.
+
+        Returns:
+            The logits ``(batch, length, classes)``, one token less if shifted, in float32 where the
+            net's output has half precision.
+        """
+        self._check_classes(output, plates, y, "batch", "length")
+        logits = output
+        if self.shift:
+            logits, y = logits[..., :-1, :], None if y is None else y[:, 1:]
+        tokens = finite_likelihood(
+            lambda: PaddedCategorical(logits=logits, ignore_index=self.ignore_index)
+        )
+        self._observe(tokens.to_event(1), y)
+        return logits
+
+
+class PaddedCategorical(dist.Categorical):
+    """A categorical distribution under which one value means that nothing was observed.
+
+    Args:
+        probs: Probabilities ``(*batch, classes)``.
+        logits: Logits in their place.
+        ignore_index: The value whose log probability is zero.
+        validate_args: Whether to check arguments and values; Pyro's own setting when None.
+
+    Example:
+        >>> import torch
+        >>> tokens = PaddedCategorical(logits=torch.zeros(3, 2), ignore_index=-100)
+        >>> tokens.log_prob(torch.tensor([0, 1, -100]))
+        tensor([-0.6931, -0.6931,  0.0000])
+    """
+
+    def __init__(
+        self,
+        probs: Tensor | None = None,
+        logits: Tensor | None = None,
+        ignore_index: int = -100,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.ignore_index = ignore_index
+        super().__init__(probs=probs, logits=logits, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        """Return this distribution with a larger batch shape, sharing memory."""
+        new = self._get_checked_instance(type(self), _instance)
+        new.ignore_index = self.ignore_index
+        return super().expand(batch_shape, new)
+
+    @constraints.dependent_property(is_discrete=True, event_dim=0)
+    def support(self) -> constraints.Constraint:
+        """What can be observed: a class, or nothing."""
+        return _ClassOr(self.ignore_index, super().support)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return log probabilities of the values' shape, zero where a value is to be ignored."""
+        ignored = value == self.ignore_index
+        log_probs: Tensor = super().log_prob(value.masked_fill(ignored, 0))
+        return log_probs.masked_fill(ignored, 0.0)
+
+
+class _ClassOr(constraints.Constraint):
+    """A class, or the value that stands for none."""
+
+    is_discrete = True
+
+    def __init__(self, ignore_index: int, classes: constraints.Constraint) -> None:
+        self.ignore_index, self.classes = ignore_index, classes
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        is_class: Tensor = self.classes.check(value)
+        return is_class | (value == self.ignore_index)

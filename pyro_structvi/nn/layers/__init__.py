@@ -1,1 +1,0 @@
-"""Layers whose weight is a function of a small random factor."""

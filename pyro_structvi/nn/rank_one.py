@@ -1,0 +1,235 @@
+"""Layers with a weight that is a point estimate, times a random number for each input and output."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import pyro.distributions as dist
+import torch
+import torch.nn.functional as F
+from pyro.nn import PyroModule
+from torch import Size, Tensor, nn
+
+from pyro_structvi._checks import Positive, check, check_fields, checked, naming
+from pyro_structvi.nn.channels import (
+    check_channels,
+    is_plain,
+    scale_channels,
+    shift_channels,
+    with_batch_dim,
+)
+from pyro_structvi.nn.priors import Prior, sample_from
+
+Start = Literal["ones", "signs"]
+
+
+class RankOneLayer:
+    """What the dense layer and the convolutions add to torch's.
+
+    Attributes:
+        weight: W0, ``(out, *rest)``, a parameter.
+        bias: ``(out,)``, a parameter, or None.
+        input_scale: s, one number for each input channel, a sample site.
+        output_scale: r, ``(out,)``, a sample site.
+    """
+
+    channel_dim: ClassVar[int]
+    weight: Any
+    bias: Any
+    input_scale: Any
+    output_scale: Any
+
+    def _adopt(self, layer: Any, prior_scale: float, start: Start) -> None:
+        """Take over the values of a layer, and put priors on the scales of its channels."""
+        self.bias = None
+        for name, value in layer.named_parameters(recurse=False):
+            copied = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+            setattr(self, name, copied)
+        self.channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+        one = layer.weight.new_ones(())
+        prior = dist.Normal(one, one * prior_scale)
+        self.initial_values: dict[str, Tensor] = {}
+        for name, size in (("input_scale", self.channels), ("output_scale", len(layer.weight))):
+            sample_from(self, name, prior, Size([size]))
+            self.initial_values[name] = _start_value(start, layer.weight.new_ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to a batch of inputs, or to a single one."""
+        check_channels(x, self.channels, self.channel_dim)
+        with naming("x", x):
+            return with_batch_dim(self._forward_batch, x, -self.channel_dim)
+
+    def _forward_batch(self, x: Tensor) -> Tensor:
+        hidden = self._apply_weight(scale_channels(x, self.input_scale, self.channel_dim))
+        outputs = scale_channels(hidden, self.output_scale, self.channel_dim)
+        if self.bias is None:
+            return outputs
+        return shift_channels(outputs, self.bias, self.channel_dim)
+
+    def _apply_weight(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
+    """A dense layer with the weight W0 * (r s'), of which r and s are random.
+
+    The outputs are ``(W0 (s * x)) * r + b``. W0 and b are the parameters ``weight`` and ``bias``, point
+    estimates; r and s are the sample sites ``output_scale`` and ``input_scale``, with independent
+    priors N(1, prior_scale^2), and any family can be used for them. They are drawn once for each
+    example.
+
+    Args:
+        layer: The layer whose weight and bias are taken over; it stays as it is. What is frozen there
+            is frozen here.
+        prior_scale: Prior standard deviation of the scales.
+        start: Where a guide's means start: "ones", or random "signs", which set members of an
+            ensemble apart.
+
+    Raises:
+        TypeError: If the layer is of another kind.
+        ValueError: If an option is out of its range.
+
+    Example:
+        >>> layer = RankOneLinear(nn.Linear(20, 50), prior_scale=0.1)
+        >>> layer.input_scale.shape, layer.output_scale.shape, layer(torch.zeros(5, 20)).shape
+        (torch.Size([20]), torch.Size([50]), torch.Size([5, 50]))
+
+    References:
+        Dusenberry et al. (2020), "Efficient and scalable Bayesian neural nets with rank-1 factors";
+        Wen, Tran and Ba (2020), "BatchEnsemble: an alternative approach to efficient ensemble and
+        lifelong learning".
+    """
+
+    channel_dim: ClassVar[int] = -1
+
+    @checked
+    def __init__(
+        self, layer: nn.Linear, prior_scale: Positive = 0.1, start: Start = "ones"
+    ) -> None:
+        super().__init__(layer.in_features, layer.out_features, device="meta")
+        self._adopt(layer, prior_scale, start)
+
+    def _apply_weight(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class RankOneConv(RankOneLayer):
+    """A convolution with a random number for each input and each output channel.
+
+    ``input_scale`` has one number for each input channel, whatever the groups: W0[o, c] is multiplied
+    by r_o and by the number of the input channel that channel c of the group of o is.
+
+    Args:
+        layer: The convolution whose filters and bias are taken over; it stays as it is.
+        prior_scale: As for :class:`RankOneLinear`.
+        start: As for :class:`RankOneLinear`.
+
+    Raises:
+        TypeError: If the layer is of another kind.
+        ValueError: If an option is out of its range.
+    """
+
+    _torch_layer: ClassVar[type[nn.Module]]
+    _conv_forward: Any
+
+    @checked
+    def __init__(self, layer: Any, prior_scale: Positive = 0.1, start: Start = "ones") -> None:
+        check("layer", layer, self._torch_layer)
+        super().__init__(  # type: ignore[call-arg]
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+            layer.groups,
+            padding_mode=layer.padding_mode,
+            device="meta",
+        )
+        self._adopt(layer, prior_scale, start)
+
+    def _apply_weight(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self._conv_forward(x, self.weight, None)
+        return outputs
+
+
+class RankOneConv1d(RankOneConv, nn.Conv1d, PyroModule):
+    """The :class:`RankOneConv` in one dimension."""
+
+    channel_dim: ClassVar[int] = -2
+    _torch_layer = nn.Conv1d
+
+
+class RankOneConv2d(RankOneConv, nn.Conv2d, PyroModule):
+    """The :class:`RankOneConv` in two dimensions."""
+
+    channel_dim: ClassVar[int] = -3
+    _torch_layer = nn.Conv2d
+
+
+class RankOneConv3d(RankOneConv, nn.Conv3d, PyroModule):
+    """The :class:`RankOneConv` in three dimensions."""
+
+    channel_dim: ClassVar[int] = -4
+    _torch_layer = nn.Conv3d
+
+
+_LAYERS: dict[type, type[RankOneLinear | RankOneConv]] = {
+    nn.Linear: RankOneLinear,
+    nn.Conv1d: RankOneConv1d,
+    nn.Conv2d: RankOneConv2d,
+    nn.Conv3d: RankOneConv3d,
+}
+
+
+@dataclass(frozen=True)
+class RankOne:
+    """Rank-1 layers in the place of a net's own; see :class:`RankOneLinear`.
+
+    For the ``layers`` of ``bayesianize``. The weight and the bias stay point estimates, which start at
+    their values in the net; they take no prior.
+
+    Args:
+        prior_scale: Prior standard deviation of the scales, around 1.
+        start: Where a guide's means start, "ones" or random "signs".
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Example:
+        >>> from pyro_structvi import bayesianize
+        >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+        >>> bayes_net = bayesianize(net, layers={"*": RankOne(prior_scale=0.2)})
+        >>> [name for name, _ in bayes_net.named_parameters()]
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+
+    prior_scale: Positive = 0.1
+    start: Start = "ones"
+    needs: ClassVar[str] = "an nn.Linear or a convolution, without hooks or reparametrized weights"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_fields(self)
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether there is a rank-1 layer for the module."""
+        return type(module) in _LAYERS and is_plain(module)
+
+    def convert(self, module: Any, name: str, prior: Prior) -> Any:
+        """Return the layer that takes the module's place.
+
+        Args:
+            module: The module; it stays as it is.
+            name: Its name in the net.
+            prior: That of the net's parameters, which is not for the scales.
+
+        Returns:
+            The layer, with the module's weight and bias.
+        """
+        return _LAYERS[type(module)](module, self.prior_scale, self.start)
+
+
+def _start_value(start: Start, ones: Tensor) -> Tensor:
+    if start == "ones":
+        return ones
+    return torch.where(torch.rand_like(ones) < 0.5, ones, -ones)

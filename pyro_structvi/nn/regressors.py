@@ -1,0 +1,216 @@
+"""A net as a model of real targets."""
+
+import math
+from typing import Any, Literal
+
+import pyro.distributions as dist
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_structvi._checks import (
+    Count,
+    check_broadcastable,
+    check_positive,
+    check_same_kind,
+    check_shape,
+    checked,
+)
+from pyro_structvi._pyro import declared_samples
+from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.nn.likelihood import Likelihood, Output, Terms, finite_likelihood
+from pyro_structvi.nn.priors import resolve_prior, sample_from
+
+NoiseScale = float | Tensor | torch.distributions.Distribution
+
+SMALLEST_SCALE = 1e-6  # of heteroscedastic noise, so that none rounds to zero
+
+
+class Regressor(Likelihood):
+    r"""A net as a model of real targets: ``y_n ~ N(net(x_n), noise_scale^2)``.
+
+    With ``noise="heteroscedastic"`` the net returns means and, after them, as many values r, of which
+    :math:`\sigma_n = \log(1 + e^{r_n})` are the standard deviations. With ``df`` the noise has Student's
+    t-distribution, whose outliers pull the mean less; ``noise_scale`` is then its scale.
+
+    Args:
+        net: A module from ``(batch, ...)`` to means ``(batch, *target)``, with sample sites; to
+            ``(batch, ..., 2 * size)`` for targets ``(batch, ..., size)`` under heteroscedastic noise.
+        num_data: Number of training examples; the log likelihood of a batch counts
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is None.
+        noise_scale: Standard deviation of the noise, in the targets' units: a number, a tensor that
+            broadcasts to a target, or a distribution over positive numbers, which becomes the
+            latent site ``noise_scale``.
+        output: What takes the means from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
+        noise: In place of ``noise_scale``: the same, or ``"learned"`` for the prior ``HalfNormal(1)``,
+            which suits targets of standard deviation 1, or ``"heteroscedastic"``.
+        df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
+
+    Raises:
+        ValueError: If ``num_data`` or ``noise_scale`` is not positive, ``df`` is not above 1, or not
+            exactly one of ``noise_scale`` and ``noise`` is given.
+        TypeError: If ``net`` is not a module.
+
+    Example:
+        >>> from pyro.infer import Predictive
+        >>> from pyro_structvi import bayesianize
+        >>> net = bayesianize(nn.Linear(4, 1), prior=1.0)
+        >>> model = Regressor(net, num_data=100, noise="learned")
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 1])
+        >>> net = bayesianize(nn.Linear(4, 2), prior=1.0)
+        >>> model = Regressor(net, num_data=100, noise="heteroscedastic", df=4)
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 1])
+
+    References:
+        Nix and Weigend (1994), "Estimating the mean and variance of the target probability
+        distribution", for heteroscedastic noise; Lange, Little and Taylor (1989), "Robust statistical
+        modeling using the t distribution".
+    """
+
+    @checked
+    def __init__(
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        noise_scale: NoiseScale | None = None,
+        output: Output | None = None,
+        *,
+        noise: NoiseScale | Literal["learned", "heteroscedastic"] | None = None,
+        df: float | None = None,
+    ) -> None:
+        super().__init__(net, num_data, output)
+        name = "noise_scale" if noise is None else "noise"
+        given = noise_scale if noise is None else noise
+        if (noise_scale is None) == (noise is None):
+            raise ValueError(
+                "`noise_scale` must be given, a positive number, a tensor, or a distribution over "
+                "positive numbers; or in its place `noise`, which takes these too, "
+                '"learned" for a prior of its own, or "heteroscedastic" for a scale by the net.'
+            )
+        if df is not None and not 1 < df < math.inf:
+            raise ValueError(
+                f"`df` must be above 1, so that the noise has a mean, and finite, but got {df}. "
+                "Leave it out for normal noise."
+            )
+        self.df = df
+        self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"
+        if not self.is_heteroscedastic:
+            self._set_scale(name, dist.HalfNormal(1.0) if isinstance(given, str) else given)
+
+    def _set_scale(self, name: str, noise_scale: Any) -> None:
+        """Make the noise scale a site, or a buffer, of the net's dtype and device."""
+        tensors = [*self.net.parameters(), *self.net.buffers()]
+        example = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
+        example = at_least_single(example.detach().new_zeros(()))
+        if isinstance(noise_scale, torch.distributions.Distribution):
+            like = example.new_zeros(noise_scale.batch_shape + noise_scale.event_shape)
+            prior = resolve_prior(noise_scale, name, like)
+            sample_from(self, "noise_scale", prior, like.shape)
+        else:
+            scale = torch.as_tensor(noise_scale, dtype=example.dtype, device=example.device)
+            check_positive(name, scale)
+            self.register_buffer("noise_scale", scale)
+
+    @property
+    def terms(self) -> Terms:
+        """Single outputs, or a mean and its scale."""
+        return "pairs" if self.is_heteroscedastic else "elements"
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the targets.
+
+        Args:
+            output: What the net returns, ``(*plates, batch, *target)``, or with as many values again
+                along its last dimension under heteroscedastic noise.
+            plates: How many of its dimensions are vectorized plates around the model.
+            y: Targets of the shape of the means and of their device and dtype, of which half precision
+                counts as float32; or None.
+
+        Returns:
+            The means ``(batch, *target)``, in float32 where the net's output has half precision.
+        """
+        mean, scale = self._mean_and_scale(output, plates)
+        if y is not None:
+            meaning = "that of the means" if self.is_heteroscedastic else "that of the net's output"
+            check_shape("y", y, mean.shape[plates:], meaning)
+            y = at_least_single(y)
+            check_same_kind("y", y, "net(x)", mean)
+        event = mean.dim() - plates - 1
+        self._observe(finite_likelihood(lambda: self._noise(mean, scale).to_event(event)), y)
+        return mean
+
+    def _noise(self, mean: Tensor, scale: Tensor) -> Any:
+        return dist.Normal(mean, scale) if self.df is None else dist.StudentT(self.df, mean, scale)
+
+    def _mean_and_scale(self, found: Tensor, plates: int) -> tuple[Tensor, Tensor]:
+        """Return what the net says of the targets, ``(*plates, batch, *target)``, and their scale."""
+        if self.is_heteroscedastic:
+            if found.dim() < plates + 2 or found.shape[-1] % 2:
+                raise ValueError(
+                    "The net must return means and then as many values for the noise scale, (batch, "
+                    f"..., 2 * size), under heteroscedastic noise, but got {tuple(found.shape)}. Let "
+                    "its last layer have two outputs for each target."
+                )
+            mean, raw = found.chunk(2, -1)
+            return mean, F.softplus(raw).clamp_min(SMALLEST_SCALE)
+        scale = self.noise_scale
+        if plates and "noise_scale" in declared_samples(self):  # (*plates, 1, *shape)
+            ones = [1 for _ in range(found.dim() - scale.dim())]
+            scale = scale.reshape(*scale.shape[: plates + 1], *ones, *scale.shape[plates + 1 :])
+        else:
+            check_broadcastable(
+                "noise_scale", scale, found.shape[plates + 1 :], "the shape of a target"
+            )
+        return found, scale
+
+
+class PoissonRegressor(Likelihood):
+    """A net as a model of counts: ``y_n ~ Poisson(exp(net(x_n)))``.
+
+    Args:
+        net: A module from ``(batch, ...)`` to logarithms of rates ``(batch, *target)``, with sample
+            sites.
+        num_data: Number of training examples; the log likelihood of a batch counts
+            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
+        output: What takes the logarithms from what the net returns; a tensor is taken as it is, and of
+            anything else its ``logits``.
+
+    Raises:
+        ValueError: If ``num_data`` is not a whole number of at least 1.
+        TypeError: If ``net`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from pyro.infer import Predictive
+        >>> from pyro_structvi import bayesianize
+        >>> model = PoissonRegressor(bayesianize(torch.nn.Linear(4, 1), prior=1.0), num_data=100)
+        >>> Predictive(model, num_samples=3)(torch.zeros(5, 4))["obs"].shape
+        torch.Size([3, 5, 1])
+
+    References:
+        McCullagh and Nelder (1989), "Generalized linear models", chapter 6.
+    """
+
+    @property
+    def terms(self) -> Terms:
+        """Single outputs."""
+        return "elements"
+
+    def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
+        """Sample or observe the counts.
+
+        Args:
+            output: Logarithms of rates, ``(*plates, batch, *target)``.
+            plates: How many of their dimensions are vectorized plates around the model.
+            y: Whole numbers of at least 0, of the shape of the net's output, in any dtype, or None.
+
+        Returns:
+            The logarithms of the rates, in float32 where the net's output has half precision.
+        """
+        y, event = self._as_numbers(output, plates, y), output.dim() - plates - 1
+        counts = finite_likelihood(lambda: dist.Poisson(output.exp()).to_event(event))
+        self._observe(counts, y)
+        return output

@@ -1,0 +1,413 @@
+"""Layers whose weight is made of Walsh-Hadamard and diagonal matrices, one diagonal of them random."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import pyro.distributions as dist
+import torch
+import torch.nn.functional as F
+from pyro.nn import PyroModule
+from torch import Size, Tensor, nn
+
+from pyro_structvi._checks import (
+    Count,
+    Positive,
+    Whole,
+    check_fields,
+    check_same_kind,
+    check_shape,
+    checked,
+    naming,
+)
+from pyro_structvi.linalg.matrices import walsh_hadamard_transform
+from pyro_structvi.maps.calls import drawn_per_example
+from pyro_structvi.nn.channels import (
+    check_channels,
+    is_plain,
+    shift_channels,
+    with_batch_dim,
+)
+from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
+
+Sizes = Count | tuple[Count, ...]
+Margins = Whole | tuple[Whole, ...] | Literal["same", "valid"]
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+
+class WalshHadamardLayer(PyroModule):
+    """What the dense layer and the convolutions share; the weight is a matrix ``(out, in)`` here.
+
+    Args:
+        weight_shape: ``(out, *rest)``.
+        bias: Whether there is a bias.
+        prior_scale: Prior standard deviation of each weight, where S1 and S2 are signs.
+        bias_prior_scale: Prior standard deviation of the bias.
+        device: Of all tensors.
+        dtype: Of all tensors.
+    """
+
+    channel_dim: ClassVar[int]
+    draws_per_example = True
+
+    def __init__(
+        self,
+        weight_shape: tuple[int, ...],
+        bias: bool,
+        prior_scale: float,
+        bias_prior_scale: float,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.weight_shape = Size(weight_shape)
+        out, size = self.weight_shape[0], self.weight_shape[1:].numel()
+        width = 2 ** (size - 1).bit_length()
+        # Random signs: with ones in S1 and S2 the blocks, H diag(g) H, would be symmetric.
+        with naming("device", device):
+            signs = torch.randint(2, (2, math.ceil(out / width), width), device=device) * 2 - 1
+        diagonals = signs.to(dtype or torch.get_default_dtype())
+        self.row_scale = nn.Parameter(diagonals[0].clone())
+        self.column_scale = nn.Parameter(diagonals[1].clone())
+        scale = prior_scale * math.sqrt(width)
+        prior = dist.Normal(diagonals.new_zeros(()), diagonals.new_full((), scale))
+        sample_from(self, "coefficients", prior, self.row_scale.shape)
+        self.register_parameter("bias", None)
+        self.initial_values: dict[str, Tensor] = {}
+        self._start_like(diagonals.new_tensor(1 / (3 * size)))  # torch's own start of weights
+        if bias:
+            initial = diagonals.new_empty(out).uniform_(-1, 1) / math.sqrt(size)
+            self._sample_bias(resolve_prior(bias_prior_scale, "bias", initial), initial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to a batch of inputs, or to a single one."""
+        check_channels(x, self.weight_shape[1], self.channel_dim)
+        with naming("x", x):
+            return with_batch_dim(self._forward_batch, x, -self.channel_dim)
+
+    def weight(self, coefficients: Tensor) -> Tensor:
+        """Return the dense weight ``(out, *rest)`` of given coefficients.
+
+        Args:
+            coefficients: A value ``(blocks, D)`` of the sample site.
+
+        Returns:
+            The first rows and columns of S1 H diag(g) H S2, reshaped. The entry (i, j) of H diag(g) H
+            is that of H g with the number "i exclusive or j", over sqrt(D).
+        """
+        check_shape("coefficients", coefficients, self.row_scale.shape, "(blocks, D)")
+        check_same_kind("coefficients", coefficients, "row_scale", self.row_scale)
+        width, device = self.row_scale.shape[-1], coefficients.device
+        out, size = self.weight_shape[0], self.weight_shape[1:].numel()
+        rows, columns = (torch.arange(count, device=device) for count in (out, size))
+        start = rows // width * width
+        index = start.unsqueeze(-1) + ((rows - start).unsqueeze(-1) ^ columns)
+        entries = walsh_hadamard_transform(coefficients).flatten() / math.sqrt(width)
+        matrix = entries.index_select(0, index.flatten()).reshape(out, size)
+        column_scale = self.column_scale[:, :size].repeat_interleave(width, 0)[:out]
+        scaled = self.row_scale.flatten()[:out].unsqueeze(-1) * matrix * column_scale
+        return scaled.reshape(self.weight_shape)
+
+    def extra_repr(self) -> str:
+        """Say which weight the layer has, in how many blocks."""
+        blocks, width = self.row_scale.shape
+        return f"weight {tuple(self.weight_shape)} of {blocks} x {width} coefficients"
+
+    def _forward_batch(self, x: Tensor) -> Tensor:
+        if self.draws_per_example:
+            outputs = _apply_layer(x, self.coefficients, self)
+        else:
+            outputs = self._outputs(x, self.coefficients)
+        if self.bias is None:
+            return outputs
+        return shift_channels(outputs, self.bias, self.channel_dim)
+
+    def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        """Apply the weight of given coefficients, which may be one set for each example."""
+        raise NotImplementedError
+
+    def _multiply(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        """Multiply ``x (batch, *positions, in)`` by the matrix of ``(*batch, blocks, D)`` numbers."""
+        blocks, width = self.row_scale.shape
+        padded = F.pad(x, (0, width - x.shape[-1])).unsqueeze(-2)
+        positions = [1 for _ in range(x.dim() - 2)]
+        diagonal = coefficients.reshape(*coefficients.shape[:-2], *positions, blocks, width)
+        hidden = diagonal * walsh_hadamard_transform(self.column_scale * padded)
+        outputs = self.row_scale * walsh_hadamard_transform(hidden)
+        return outputs.flatten(-2)[..., : self.weight_shape[0]]
+
+    def _start_like(self, mean_square: Tensor) -> None:
+        """Let a guide's means start at draws for which the weights have this mean square.
+
+        No more than that is taken over of a weight W that the layer replaces. The diagonal that
+        comes closest to W, that of H S1 W S2 H, keeps 1/D of its sum of squares.
+        """
+        spread = (self.row_scale.shape[-1] * mean_square).sqrt().detach()
+        self.initial_values["coefficients"] = spread * torch.randn_like(self.row_scale)
+
+    def _sample_bias(self, prior: Any, initial: Tensor) -> None:
+        sample_from(self, "bias", prior, initial.shape)
+        self.initial_values["bias"] = initial
+
+
+@drawn_per_example
+def _apply_layer(x: Tensor, coefficients: Tensor, layer: WalshHadamardLayer) -> Tensor:
+    return layer._outputs(x, coefficients)
+
+
+class WalshHadamardLinear(WalshHadamardLayer):
+    """A dense layer with the weight S1 H diag(g) H S2, of which the diagonal g is random.
+
+    H is the orthonormal Walsh-Hadamard matrix of D rows, with D the next power of two above the
+    number of inputs. For more than D outputs such blocks are stacked, and the first rows and columns
+    are the weight. S1 and S2 are parameters, point estimates; g is the sample site
+    ``coefficients``, and any family can be used for it. It is drawn once for each example.
+
+    Args:
+        in_features: Number of inputs.
+        out_features: Number of outputs.
+        bias: Whether there is a bias, the sample site ``bias``.
+        prior_scale: Prior standard deviation of each weight, where S1 and S2 are signs, as they are
+            at the start: the coefficients have the prior N(0, prior_scale^2 D).
+        bias_prior_scale: Prior standard deviation of the bias.
+        device: Of all tensors.
+        dtype: Of all tensors.
+
+    Raises:
+        ValueError: If a size or a scale is not positive.
+
+    Example:
+        >>> layer = WalshHadamardLinear(20, 50)
+        >>> layer.coefficients.shape, layer(torch.zeros(5, 20)).shape
+        (torch.Size([2, 32]), torch.Size([5, 50]))
+
+    References:
+        Rossi, Marmin and Filippone (2020), "Walsh-Hadamard variational inference for Bayesian deep
+        learning".
+    """
+
+    channel_dim: ClassVar[int] = -1
+
+    @checked
+    def __init__(
+        self,
+        in_features: Count,
+        out_features: Count,
+        bias: bool = True,
+        prior_scale: Positive = 1.0,
+        *,
+        bias_prior_scale: Positive = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (out_features, in_features)
+        super().__init__(shape, bias, prior_scale, bias_prior_scale, device, dtype)
+
+    def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        return self._multiply(x, coefficients)
+
+
+class WalshHadamardConv(WalshHadamardLayer):
+    """A convolution whose filters, as a matrix ``(out, in)``, are S1 H diag(g) H S2.
+
+    ``in`` is the number of channels times the size of the kernel. One draw serves the batch: its
+    filters are formed, and the convolution is torch's. With ``filters_per_example`` each example has
+    separate filters under ``StructuredELBO``, at the cost of transforming its patches.
+
+    Args:
+        in_channels: Number of input channels.
+        out_channels: Number of output channels.
+        kernel_size: As in torch's convolution.
+        stride: As in torch's convolution.
+        padding: As in torch's convolution; "same" and "valid" too.
+        dilation: As in torch's convolution.
+        bias: Whether there is a bias, the sample site ``bias``.
+        padding_mode: As in torch's convolution.
+        filters_per_example: Whether to draw the coefficients for each example.
+        prior_scale: As for :class:`WalshHadamardLinear`.
+        bias_prior_scale: Prior standard deviation of the bias.
+        device: Of all tensors.
+        dtype: Of all tensors.
+
+    Raises:
+        ValueError: If a size or a scale is not positive, or torch's convolution refuses an argument.
+    """
+
+    _torch_layer: ClassVar[type[nn.Conv1d | nn.Conv2d | nn.Conv3d]]
+    _convolution: ClassVar[Callable[..., Tensor]]
+
+    @checked
+    def __init__(
+        self,
+        in_channels: Count,
+        out_channels: Count,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Margins = 0,
+        dilation: Sizes = 1,
+        *,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        filters_per_example: bool = False,
+        prior_scale: Positive = 1.0,
+        bias_prior_scale: Positive = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        geometry: Any = self._torch_layer(
+            in_channels,
+            out_channels,
+            kernel_size,  # type: ignore[arg-type]
+            stride,  # type: ignore[arg-type]
+            padding,  # type: ignore[arg-type]
+            dilation,  # type: ignore[arg-type]
+            padding_mode=padding_mode,
+            device="meta",
+        )
+        shape = tuple(geometry.weight.shape)
+        super().__init__(shape, bias, prior_scale, bias_prior_scale, device, dtype)
+        self.stride, self.dilation = geometry.stride, geometry.dilation
+        self.margins = geometry._reversed_padding_repeated_twice
+        self.padding_mode = "constant" if padding_mode == "zeros" else padding_mode
+        self.draws_per_example = filters_per_example
+
+    def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        if any(self.margins):
+            x = F.pad(x, self.margins, self.padding_mode)
+        if coefficients.dim() == 2:
+            filters, convolution = self.weight(coefficients), type(self)._convolution
+            return convolution(x, filters, stride=self.stride, dilation=self.dilation)
+        return self._multiply(self._patches(x), coefficients).movedim(-1, 1)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """Cut the padded ``x (batch, channels, *space)`` into patches ``(batch, *positions, in)``."""
+        geometry = zip(self.weight_shape[2:], self.stride, self.dilation, strict=True)
+        for dim, (size, step, gap) in enumerate(geometry, start=2):
+            x = x.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+        return x.movedim(1, -len(self.stride) - 1).flatten(-len(self.stride) - 1)
+
+
+class WalshHadamardConv1d(WalshHadamardConv):
+    """The :class:`WalshHadamardConv` in one dimension."""
+
+    channel_dim: ClassVar[int] = -2
+    _torch_layer = nn.Conv1d
+    _convolution = F.conv1d
+
+
+class WalshHadamardConv2d(WalshHadamardConv):
+    """The :class:`WalshHadamardConv` in two dimensions."""
+
+    channel_dim: ClassVar[int] = -3
+    _torch_layer = nn.Conv2d
+    _convolution = F.conv2d
+
+
+class WalshHadamardConv3d(WalshHadamardConv):
+    """The :class:`WalshHadamardConv` in three dimensions."""
+
+    channel_dim: ClassVar[int] = -4
+    _torch_layer = nn.Conv3d
+    _convolution = F.conv3d
+
+
+_CONVOLUTIONS: dict[type, type[WalshHadamardConv]] = {
+    nn.Conv1d: WalshHadamardConv1d,
+    nn.Conv2d: WalshHadamardConv2d,
+    nn.Conv3d: WalshHadamardConv3d,
+}
+
+
+@dataclass(frozen=True)
+class WalshHadamard:
+    """Walsh-Hadamard layers in the place of a net's own; see :class:`WalshHadamardLinear`.
+
+    For the ``layers`` of ``bayesianize``. The prior of a weight there is that of its elements, and
+    must be one normal around zero for all of them. The bias keeps its prior.
+
+    Args:
+        filters_per_example: As for :class:`WalshHadamardConv`; dense layers always draw for each
+            example.
+
+    Example:
+        >>> from pyro_structvi import bayesianize
+        >>> net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+        >>> bayes_net = bayesianize(net, prior=0.3, layers={"0": WalshHadamard()})
+        >>> bayes_net[0]
+        WalshHadamardLinear(weight (64, 4) of 16 x 4 coefficients)
+    """
+
+    filters_per_example: bool = field(default=False, repr=False)
+    needs: ClassVar[str] = (
+        "an nn.Linear or a convolution without groups, with nothing frozen, and without hooks or "
+        "reparametrized weights"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the option."""
+        check_fields(self)
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether there is a Walsh-Hadamard layer for the module."""
+        kind_fits = type(module) is nn.Linear or type(module) in _CONVOLUTIONS
+        is_frozen = not all(parameter.requires_grad for parameter in module.parameters())
+        one_group = getattr(module, "groups", 1) == 1
+        return kind_fits and one_group and not is_frozen and is_plain(module)
+
+    def convert(self, module: Any, name: str, prior: Prior) -> WalshHadamardLayer:
+        """Return the layer that takes the module's place.
+
+        Args:
+            module: The module; it stays as it is.
+            name: Its name in the net.
+            prior: That of the net's parameters.
+
+        Returns:
+            The layer. A guide's means start where its weights have the mean square of the module's.
+
+        Raises:
+            ValueError: If the prior of the weight is not one normal around zero for all elements.
+        """
+        prefix = f"{name}." if name else ""
+        options = {
+            "bias": False,
+            "prior_scale": _one_scale(prior, f"{prefix}weight", module.weight),
+            "device": module.weight.device,
+            "dtype": module.weight.dtype,
+        }
+        layer: WalshHadamardLayer
+        if type(module) is nn.Linear:
+            layer = WalshHadamardLinear(module.in_features, module.out_features, **options)
+        else:
+            layer = _CONVOLUTIONS[type(module)](
+                module.in_channels,
+                module.out_channels,
+                module.kernel_size,
+                module.stride,
+                module.padding,
+                module.dilation,
+                padding_mode=module.padding_mode,
+                filters_per_example=self.filters_per_example,
+                **options,
+            )
+        layer._start_like(module.weight.square().mean())
+        if module.bias is not None:
+            bias_prior = resolve_prior(prior, f"{prefix}bias", module.bias)
+            layer._sample_bias(bias_prior, module.bias.detach())
+        return layer
+
+
+def _one_scale(prior: Prior, name: str, weight: Tensor) -> float:
+    """Return the standard deviation that a prior means for all elements of a weight."""
+    resolved = resolve_prior(
+        prior, name, weight, weight.shape[1:].numel()
+    )  # of a layer (out, *rest)
+    if isinstance(resolved, dist.Normal) and not resolved.loc.any():
+        smallest, largest = resolved.scale.aminmax()
+        if smallest == largest:
+            return float(largest)
+    raise ValueError(
+        f"The prior for '{name}' must be one normal around zero for all elements, such as a number "
+        f"or FanIn(), since the layer becomes WalshHadamard(), but got {resolved!r}."
+    )

@@ -1,0 +1,1 @@
+"""The sites of a model, and guides that give each a posterior."""

@@ -1,0 +1,332 @@
+"""Pyro's interface of guides: parameters, the param store, plates, and state dicts."""
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.runtime import am_i_wrapped, effectful
+from torch import Size, Tensor, nn
+
+from pyro_structvi._checks import checked, naming, warn_user
+from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.sampled_copy import buffers_that_change
+from pyro_structvi.sites.choosing import CreatePlates, InitLocFn
+from pyro_structvi.sites.family import KEY, check_options
+from pyro_structvi.sites.finding import find_sites_by_running
+from pyro_structvi.sites.latent_site import Plate
+from pyro_structvi.sites.starts import separate_randomness
+
+_NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
+
+
+def declare_parameters(guide: nn.Module) -> None:
+    """Show a guide's parameters to Pyro's handlers, and mirror them in the param store if it is used.
+
+    The parameters stay the guide's own; the store's entries are these very tensors, and leave it with
+    the guide. Their names begin with the guide's class, and a number if another guide has that name.
+
+    Args:
+        guide: The guide. Frozen parameters are left out.
+    """
+    if not am_i_wrapped():
+        return
+    mirror = not pyro.settings.get("module_local_params")
+    for key, parameter in guide.named_parameters(_name_of(guide)):
+        if not parameter.requires_grad:
+            continue
+        parameter.__dict__["unconstrained"] = weakref.ref(parameter)
+        if mirror:
+            mirror_parameter(key, parameter)
+        _declare(parameter, name=key)
+
+
+def _name_of(guide: nn.Module) -> str:
+    """Return the guide's name in the param store, which no other guide has that is alive and in it."""
+    kind = type(guide).__name__
+    for name in itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2))):
+        owner = _NAMED.get(name)
+        if owner is guide:
+            return name
+        if owner is None or not has_parameters(f"{name}."):
+            _NAMED[name] = guide
+            weakref.finalize(guide, _forget, name).atexit = False
+            return name
+    raise AssertionError
+
+
+def _forget(name: str) -> None:
+    if name not in _NAMED:  # a later guide may have the name
+        forget_parameters(f"{name}.")
+
+
+def _identity(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+_declare = effectful(_identity, type="param")
+
+
+def module_key(name: str) -> str:
+    """Return a site's name as a key of a module dictionary: no dots, and none of its attributes."""
+    key = name.replace("/", "//").replace(".", "/")
+    return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key
+
+
+class LocalLatentWarning(UserWarning):
+    """Latents of single examples take the posterior's values, or are drawn from the model."""
+
+
+def warn_of_local_latents(kept: Sequence[str], new: Sequence[str]) -> None:
+    """Say where the latents of single examples come from, if there are some.
+
+    Args:
+        kept: The sites that take the values of the posterior.
+        new: The sites that are drawn from the model.
+    """
+    if kept:
+        warn_user(
+            f"The latents {[*kept]} of single examples take the values of the posterior, since it was "
+            "fitted to as many examples as there are here. If these are other examples, predict by "
+            "`predict` with draws of the other sites only, so that the model draws these.",
+            LocalLatentWarning,
+        )
+    if new:
+        warn_user(
+            f"The latents {[*new]} of single examples are drawn from the model, since these are not the "
+            "examples that the posterior was fitted to, or not all of them at once.",
+            LocalLatentWarning,
+        )
+
+
+def of_other_examples(
+    model: Callable[..., Any],
+    shapes: Mapping[str, Size],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[str]:
+    """Return the local sites that a model has for other examples than those fitted to, and say so.
+
+    Args:
+        model: The model.
+        shapes: The shapes of the sites' posteriors.
+        args: The model's arguments.
+        kwargs: Its keyword arguments.
+    """
+    with separate_randomness():
+        found = find_sites_by_running(model, args, kwargs)
+    new = [name for name in shapes if name not in found or found[name].site.shape != shapes[name]]
+    warn_of_local_latents([name for name in shapes if name not in new], new)
+    return new
+
+
+MODEL_SUM = "model_sum"
+NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
+
+
+class NewParametersWarning(UserWarning):
+    """A guide makes parameters after others were handed out, as to an optimizer."""
+
+
+class ModelStateWarning(UserWarning):
+    """A guide was loaded, and not what its model has beside its sites."""
+
+
+class OwningAutoGuide(AutoGuide):
+    """An ``AutoGuide`` whose attributes are those of a torch module.
+
+    Pyro's module reads its parameters from the param store at every access, and hands its submodules to
+    ``pyro.module``, by which two guides of one class would train the same parameters.
+
+    A copy is a guide of the same model; a pickled guide has none.
+
+    Args:
+        model: The model.
+        init_loc_fn: As for :class:`~pyro_structvi.guides.StructuredGuide`.
+        create_plates: A function of the model's arguments that returns a plate or several, for data
+            that are subsampled; other plates are made as the model has them.
+
+    Attributes:
+        handed_out: The names of the parameters that :meth:`parameters` has returned.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        init_loc_fn: InitLocFn | None,
+        create_plates: CreatePlates | None,
+    ) -> None:
+        super().__init__(model, create_plates=create_plates)
+        self.init_loc_fn = init_loc_fn
+        self.handed_out: set[str] = set()
+        self.register_load_state_dict_pre_hook(check_options)
+        self.register_state_dict_post_hook(_add_model_sum)
+        self.register_load_state_dict_pre_hook(_take_model_sum)
+        self._model_sums: tuple[Tensor, Tensor] | None = None  # when saved, and after loading
+
+    __getattr__ = nn.Module.__getattr__
+    __setattr__ = nn.Module.__setattr__
+    __delattr__ = nn.Module.__delattr__
+
+    @property
+    def model(self) -> Callable[..., Any] | None:
+        """The model, or None after unpickling."""
+        model: Callable[..., Any] | None = self._model[0]
+        return model
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters that exist, and remember that an optimizer may have them."""
+        self.handed_out.update(name for name, _ in self.named_parameters(recurse=recurse))
+        existing: Iterator[nn.Parameter] = super().parameters(recurse)
+        return existing
+
+    @contextmanager
+    def warning_of_new_parameters(self) -> Iterator[None]:
+        """Name the parameters that a block makes, where others were handed out before."""
+        yield
+        new = [name for name, _ in self.named_parameters() if name not in self.handed_out]
+        if self.handed_out and new:
+            warn_user(
+                f"The first call of the guide makes the parameters {new}. An optimizer of the "
+                "`guide.parameters()` of before does not train them. Call `guide.initialize(...)` with "
+                "the model's arguments first, and make the optimizer then.",
+                NewParametersWarning,
+            )
+            self.handed_out.update(new)
+
+    def warn_of_other_model(self) -> None:
+        """Warn if the guide was loaded, and the rest of its model neither loaded nor trained."""
+        own = _model_sum(self)
+        if self._model_sums is None or own is None or own != self._model_sums[1]:
+            return
+        if not torch.isclose(own, self._model_sums[0].to(own), rtol=1e-4):
+            warn_user(
+                "The guide was loaded, and the parameters and buffers of its model are not those beside "
+                "which it was saved. Load them too, `model.load_state_dict(...)`.",
+                ModelStateWarning,
+            )
+
+    @checked
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what :meth:`state_dict` of a guide with the same families and options returned.
+
+        Where it does not fit, nothing changes.
+
+        Args:
+            state_dict: Parameters, buffers and the families' options, by name.
+            strict: Whether the names must be exactly the guide's.
+            assign: Whether the guide takes the tensors themselves, not their values.
+
+        Returns:
+            The names that are missing, and those that are not known, as from torch's.
+
+        Raises:
+            RuntimeError: If families or options differ, whether strict or not; if names or shapes do.
+        """
+        check_options(self, state_dict, "")
+        own = self.state_dict()
+        fits = {name: _fits(name, value, own) for name, value in state_dict.items()}
+        wrong_names = strict and (own.keys() != fits.keys())
+        with naming("state_dict", state_dict):
+            if wrong_names or not all(fit for name, fit in fits.items() if name in own):
+                # Torch says what is wrong, and has only what is there already to load.
+                kept = {name: own[name] if fit else state_dict[name] for name, fit in fits.items()}
+                super().load_state_dict(kept, strict)
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def make_plates(
+        self, plates: Iterable[Plate], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return Pyro's plates for one pass, by name: those of ``create_plates`` and those asked for.
+
+        As a part of an ``AutoGuideList`` a guide has the plates of the list.
+
+        Args:
+            plates: The plates of the sites that are sampled.
+            args: The model's arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            TypeError: If ``create_plates`` returns what is not a plate.
+            ValueError: If a part of an ``AutoGuideList`` has ``create_plates``.
+        """
+        if self.master is not None:
+            if self.create_plates is not None:
+                raise ValueError(
+                    "`create_plates` must be None for a guide in an AutoGuideList, whose parts have its "
+                    "plates. Write `AutoGuideList(model, create_plates=...)`."
+                )
+            own: dict[str, Any] = self.master().plates
+            return own
+        created = () if self.create_plates is None else self.create_plates(*args, **kwargs)
+        made = {}
+        for plate in [created] if isinstance(created, pyro.plate) else created:
+            if not isinstance(plate, pyro.plate):
+                raise TypeError(
+                    f"`create_plates` must return a pyro.plate or several, but got {plate!r}."
+                )
+            made[plate.name] = plate
+        for plate in plates:
+            if plate.name not in made:
+                made[plate.name] = pyro.plate(
+                    plate.name, plate.size, subsample_size=plate.subsample_size, dim=plate.dim
+                )
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the model, and without what may not pickle."""
+        for _, parameter in self.named_parameters():
+            parameter.__dict__.pop("unconstrained", None)
+        none = {"_model": (None,), "handed_out": set()}
+        return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), **none}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the parameters; the copy is a guide of the same model."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        for name in {*NOT_PICKLED} - {"master"}:
+            new.__dict__[name] = self.__dict__[name]
+        return new
+
+
+def _model_sum(guide: Any) -> Tensor | None:
+    """Return the sum of what a model has beside its sites, trained or counted; None if nothing."""
+    module = poutine.unwrap(guide.model) if guide.model is not None else None
+    if not isinstance(module, nn.Module):
+        return None
+    nets = (part for part in module.modules() if not isinstance(part, Likelihood))
+    buffers = [pair for part in nets for pair in buffers_that_change(part)]
+    kept = {id(value) for name, value in buffers if "_prior_" not in name}
+    kept |= {id(value) for value in module.parameters() if type(value) is nn.Parameter}
+    state = module.state_dict(keep_vars=True).values()  # without what is not persistent
+    whole = [value.detach() for value in state if id(value) in kept and not value.is_meta]
+    sums = [value.to(torch.complex64).abs().sum().cpu() for value in whole]
+    return torch.stack(sums).sum() if sums else None
+
+
+def _add_model_sum(guide: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    own = _model_sum(guide)
+    if own is not None:
+        state[f"{prefix}{MODEL_SUM}"] = own
+
+
+def _take_model_sum(guide: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    saved, own = state.pop(f"{prefix}{MODEL_SUM}", None), _model_sum(guide)
+    guide._model_sums = None if saved is None or own is None else (saved, own)
+
+
+def _fits(name: str, value: Any, own: Mapping[str, Any]) -> bool:
+    """Whether torch would load an entry of a state dict; options may be texts of any length."""
+    shape = getattr(value, "shape", None)
+    return name in own and (name.endswith(KEY) or shape == own[name].shape)

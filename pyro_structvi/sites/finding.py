@@ -1,0 +1,303 @@
+"""Which latent sites a model has, and how often it uses each: by looking, or by one run."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.nn import PyroModule
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from pyro_structvi._checks import brief, warn_user
+from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, outside_plates
+from pyro_structvi.linalg.matrices import shrink
+from pyro_structvi.nn.conversion import layout_of, parametrized
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.sampled_copy import buffers_that_change
+from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_at
+from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
+from pyro_structvi.weights.torch_distributions import feasible_point, unwrapped
+
+
+class UnusedSiteWarning(UserWarning):
+    """The pass that counts uses does not use some of the sites."""
+
+
+class OtherRowsWarning(UserWarning):
+    """Outputs are drawn independently for rows that are not examples."""
+
+
+@dataclass
+class FoundSite:
+    """A latent site as it was found.
+
+    Attributes:
+        site: What a family may know of it.
+        prior: Its distribution in the model.
+        initial: The value it had before the net was made Bayesian, if it had one.
+        use: How often one pass used it, with ``count`` None where no pass was run.
+        is_declared: Whether a module declares it.
+    """
+
+    site: LatentSite
+    prior: Any
+    initial: Tensor | None
+    use: SiteUse
+    is_declared: bool = False
+
+
+def find_declared_sites(model: Any) -> dict[str, FoundSite]:
+    """Find the ``PyroSample`` attributes of a module tree, without running it.
+
+    Args:
+        model: Any callable; only a ``PyroModule`` declares sites.
+
+    Returns:
+        The sites by name, in the order of the tree.
+    """
+    found: dict[str, FoundSite] = {}
+    computed = parametrized(model) if isinstance(model, nn.Module) else {}
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if not isinstance(module, PyroModule):
+            continue
+        for attribute, prior in declared_samples(module).items():
+            if getattr(prior, "is_tied", False):  # another module's site
+                continue
+            if not hasattr(prior, "sample"):
+                prior = getattr(prior, "at_median", prior)(module)
+            if isinstance(prior, Tensor):  # a deterministic function of other sites
+                continue
+            name = declared_name(module, attribute)
+            if name in found:
+                raise ValueError(
+                    f"Two modules of the model declare the site '{name}', since a plain module around "
+                    "them gives no names. Put the net into a `Classifier` or another PyroModule, or "
+                    "call `pyro.nn.module.to_pyro_module_(net)`."
+                )
+            initial = module.__dict__.get("initial_values", {}).get(attribute)
+            shape = torch.Size(prior.shape())
+            layout = layout_of(computed.get(id(module), module), attribute, shape)
+            site = LatentSite(
+                name,
+                shape,
+                prior.event_dim,
+                prior.support,
+                prior_scale=_scale_of(prior),
+                fan_in=layout.fan_in,
+                input_dim=layout.input_dim,
+                groups=layout.groups,
+            )
+            found[name] = FoundSite(site, prior, initial, SiteUse(name), is_declared=True)
+    return found
+
+
+def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise a ``TypeError`` unless a model takes these arguments; a net is told to become a model."""
+    program = poutine.unwrap(model)
+    try:
+        signature(getattr(program, "forward", program)).bind(*args, **kwargs)
+    except TypeError as error:
+        is_net = isinstance(program, nn.Module) and not isinstance(program, Likelihood) and args
+        net = "A net alone is no model of observations: wrap it, as in `Regressor(net)`."
+        others = "Give the model's arguments, such as `(x, y)` or `{'x': inputs, 'y': y}`."
+        raise TypeError(
+            f"`model` must take the {len(args) + len(kwargs)} arguments given, but {brief(program)} "
+            f"says: {error}. {net if is_net else others}"
+        ) from None
+
+
+def find_sites_by_running(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, FoundSite]:
+    """Run the model once on draws from its prior, and record its latent sites and their uses.
+
+    Buffers of the model, such as running statistics, are put back afterwards.
+
+    Args:
+        model: The model.
+        args: Its arguments, observations included.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The sites by name, in the order of execution.
+
+    Raises:
+        TypeError: If the model does not take these arguments, as a net in its place.
+        ValueError: If a site has no draws, and no bijection onto its support to find a value by.
+    """
+    check_call(model, args, kwargs)
+    recorder = _SiteRecorder()
+    with trial_run(model), recorder:
+        model(*args, **kwargs)
+    declared = find_declared_sites(poutine.unwrap(model))
+    takes_checkpoints = any(found.use.drawn_first for found in recorder.found.values())
+    for name, found in recorder.found.items():
+        counted = recorder.counted[name]
+        found.use.has_unknown_rows = bool(
+            recorder.num_examples and counted.rows - recorder.num_examples
+        )
+        found.use.has_other_rows = found.use.has_unknown_rows or counted.has_members
+        # What this pass has not used, another may use in a checkpoint as well.
+        if takes_checkpoints and found.use.count == 0:
+            found.use.drawn_first = CHECKPOINT
+        found.is_declared = name in declared
+        is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
+        found.site = replace(found.site, is_local=is_local)
+        if found.is_declared:
+            own = declared[name]
+            found.initial = own.initial
+            layout = {key: getattr(own.site, key) for key in ("fan_in", "input_dim", "groups")}
+            found.site = replace(found.site, **layout)
+    return recorder.found
+
+
+def warn_of_unused(found: Mapping[str, FoundSite], uses: Mapping[str, SiteUse]) -> None:
+    """Name the sites that no pass has used so far, unless a function uses none at all.
+
+    Args:
+        found: The sites that were found in the last pass.
+        uses: How passes have used the sites.
+    """
+    own = [name for name in found if not found[name].site.plates]
+    unused = [name for name in own if uses[name].count == 0]
+    if unused and (len(unused) < len(own) or any(found[name].is_declared for name in own)):
+        warn_user(
+            f"The model samples {unused}, and the pass that counts uses does not use them. If other "
+            "passes do, all is well. If none does, a net may reach its layers past the module tree, "
+            "for instance by a closure.",
+            UnusedSiteWarning,
+        )
+
+
+def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
+    """Name the weights whose outputs would be drawn row by row where rows are not examples.
+
+    Args:
+        uses: How passes have used the sites.
+    """
+    named = [name for name, use in uses.items() if use.has_unknown_rows and use.gives_outputs]
+    if named:
+        warn_user(
+            f"The rows that meet the weights at {named} are not the examples that the model observes, "
+            "but, for instance, nodes of graphs or time steps. Their outputs are drawn independently, "
+            'which drops the correlation between rows of one example. Pass `local_reparam="exact"` to '
+            "draw these weights instead.",
+            OtherRowsWarning,
+        )
+
+
+class ValuesWithoutDraws(Messenger):
+    """Gives a value to what has no draws, such as a site with an improper prior."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is None and not site_is_subsample(msg):
+            try:
+                msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
+            except NotImplementedError:
+                bijection_at(msg["name"], msg["fn"].support)
+                msg["value"] = feasible_point(msg["fn"])
+
+
+class _SiteRecorder(ValuesWithoutDraws):
+    """Records each latent site, and hands the model a value that counts its uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, FoundSite] = {}
+        self.observed_plates: set[str] = set()
+        self.num_examples: set[int] = set()
+        self.counted: dict[str, CountedWeight] = {}
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if site_is_subsample(msg):
+            return
+        if SiteRole.of(msg).is_observation:
+            frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
+            self.observed_plates.update(frame.name for frame in frames)
+            self.num_examples.update(frame.size for frame in frames)
+            self.num_examples.update(msg["fn"].batch_shape[:1])
+        if SiteRole.of(msg).is_observation or msg["is_observed"]:
+            return
+        frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
+        value: Tensor = msg["value"]
+        if value.is_leaf and value.is_floating_point():
+            value.requires_grad_()  # as a parameter does, of which a model may take derivatives
+        event_dim, shape = msg["fn"].event_dim, list(value.shape)
+        plates = tuple(_plate_of(frame) for frame in frames)
+        for plate in plates:
+            shape[plate.dim - event_dim] = plate.size
+        site = LatentSite(
+            name,
+            torch.Size(shape),
+            event_dim,
+            msg["fn"].support,
+            plates,
+            prior_scale=_scale_of(msg["fn"]),
+        )
+        use = SiteUse(name)
+        self.found[name] = FoundSite(site, msg["fn"], None, use)
+        msg["value"] = self.counted[name] = CountedWeight(value, use)
+
+
+def _plate_of(frame: Any) -> Plate:
+    """Return what Pyro's handlers say of a plate; its size is that of all examples."""
+    if frame.full_size in (None, frame.size):
+        return Plate(frame.name, frame.size, frame.dim)
+    return Plate(frame.name, frame.full_size, frame.dim, frame.size)
+
+
+def _scale_of(prior: Any) -> float | None:
+    """Return the standard deviation of a prior, root mean square over its elements."""
+    try:
+        deviation = unwrapped(prior).stddev
+        scales = shrink(deviation, deviation.dim())
+    except (NotImplementedError, AttributeError):
+        return None
+    if scales.is_meta:
+        return None
+    scale = float(scales.detach().square().mean().sqrt() if scales.numel() > 1 else scales)
+    return scale if 0 < scale < math.inf else None
+
+
+@contextmanager
+def trial_run(model: Callable[..., Any]) -> Iterator[None]:
+    """Run a model in this block unseen by Pyro's handlers, and without a trace in its buffers."""
+    contexts = (
+        ONE_THREAD,
+        torch.no_grad(),
+        buffers_kept(model),
+        outside_plates(),
+        poutine.block(),
+    )
+    with warnings.catch_warnings(), ExitStack() as stack:
+        # Torch says so of activation checkpoints, which need no gradients here.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        stack.enter_context(pyro.validation_enabled(False))  # of values, which do not matter here
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def buffers_kept(model: Any) -> Iterator[None]:
+    """Let a block have copies of a model's buffers that change, such as running statistics."""
+    module = poutine.unwrap(model)
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    buffers = [(part, name, buffer) for part in parts for name, buffer in buffers_that_change(part)]
+    try:
+        for part, name, buffer in buffers:
+            setattr(part, name, buffer.clone())
+        yield
+    finally:
+        for part, name, buffer in buffers:
+            setattr(part, name, buffer)

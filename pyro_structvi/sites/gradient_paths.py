@@ -1,0 +1,203 @@
+"""What reaches the observations of a model: gradients of its weights, and examples of each other."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+import pyro.poutine as poutine
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from pyro_structvi._torch import BatchOrInstanceNorm
+from pyro_structvi.maps.readings import Application, FactorApplication, Lookup
+from pyro_structvi.sites.finding import ValuesWithoutDraws, trial_run
+from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.weights.site_role import SiteRole, SiteUse
+from pyro_structvi.weights.stand_in import WeightStandIn, as_drawn
+
+Value = Callable[[str, Tensor], Tensor]  # what a run has at a site, given a leaf of its graph
+
+
+def note_what_reaches(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    uses: Mapping[str, SiteUse],
+) -> None:
+    """Note which weights must be drawn for their gradients, and whether the examples meet.
+
+    A run with stand-ins for weights shows which of them get gradients of the observations; if some get
+    none, one with ordinary weights shows which lose them by the stand-in. A run on the same draws with
+    another first row of each layer's outputs shows whether that reaches other examples. Normalizations
+    over a batch do not count: they take their running statistics here.
+
+    Args:
+        model: The model.
+        args: Its arguments, observations included.
+        kwargs: Its keyword arguments.
+        uses: How the model uses its sites, as counted; changed here.
+
+    Raises:
+        RuntimeError: If observations depend on a site that no gradient leads back to.
+    """
+    values: dict[str, Tensor] = {}
+
+    def run(value_of: Value) -> _Probe:
+        probe = _Probe(values, value_of)
+        with trial_run(model), _running_statistics(model), separate_randomness():
+            with torch.enable_grad(), probe:
+                model(*args, **kwargs)
+            probe.find_reached()
+        return probe
+
+    if torch.is_inference_mode_enabled() or not uses:
+        return
+    plain = run(partial(_ProbedWeight, changed=()))
+    used = {name for name, use in uses.items() if use.count and not use.drawn_first}
+    if used - plain.reached:
+        drawn = run(_ordinary)
+        _refuse(used - drawn.reached, drawn, run)
+        for name in (used & drawn.reached) - plain.reached:
+            uses[name].drawn_first = "an operation below autograd"
+    changed = [
+        name
+        for name, use in uses.items()
+        if use.local_reparam is not True or not use.has_unknown_rows  # which a warning names
+    ]
+    if any(uses[name].gives_outputs for name in changed):
+        meet = plain.differs(run(partial(_ProbedWeight, changed=changed)), 1)
+        for use in uses.values():
+            use.examples_meet |= meet
+
+
+def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) -> None:
+    """Raise where values of sites decide the observations, and gradients do not reach the sites."""
+
+    def with_another(other: str) -> _Probe:
+        return run(lambda name, leaf: 1.5 * leaf if name == other else leaf.clone())
+
+    wrong = [name for name in sorted(names) if drawn.differs(with_another(name), 0)]
+    if wrong:
+        raise RuntimeError(
+            f"The observations depend on the sites {wrong}, and no gradient leads back to them: the "
+            "model uses them under `torch.no_grad()`, by `detach()`, or in an operation without a "
+            "gradient. Their posteriors would go to their priors. Let gradients through, or leave these "
+            'weights out, as by `bayesianize(net, prior={"name": None, "*": 1.0})`.'
+        )
+
+
+def _ordinary(name: str, leaf: Tensor) -> Tensor:
+    return leaf.clone()  # which a model may change in place
+
+
+class _Probe(ValuesWithoutDraws):
+    """Records the log densities of observations; from the same seed each time, the draws are the same.
+
+    Args:
+        values: The values at the sites, such as observations; those that are missing are added.
+        value_of: Returns what the model gets at a latent site.
+    """
+
+    def __init__(self, values: dict[str, Tensor], value_of: Value) -> None:
+        super().__init__()
+        self.values, self._value_of = values, value_of
+        self.log_probs: dict[str, Tensor] = {}
+        self.reached: set[str] = set()
+        self._leaves: dict[int, str] = {}
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        value = self.values.setdefault(name, msg["value"].detach())
+        if SiteRole.of(msg).is_observation:
+            log_prob = _log_prob(msg["fn"], value).nan_to_num()
+            self.log_probs[name] = log_prob.reshape(log_prob.shape[:1].numel(), -1)
+        elif not msg["is_observed"] and not site_is_subsample(msg):
+            leaf = value.detach().requires_grad_()
+            self._leaves[id(leaf)] = name
+            msg["value"] = self._value_of(name, leaf)
+
+    def find_reached(self) -> None:
+        """Find the sites that gradients of the log densities lead to, and let go of the graph."""
+        waiting: list[Any] = [value.grad_fn for value in self.log_probs.values()]
+        nodes = set[Any]()
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                waiting += [each for each, _ in node.next_functions]
+        ends = {id(getattr(node, "variable", None)) for node in nodes}
+        self.reached = {name for leaf, name in self._leaves.items() if leaf in ends}
+        self.log_probs = {name: value.detach() for name, value in self.log_probs.items()}
+
+    def differs(self, other: Self, first: int) -> bool:
+        """Whether log densities of another run differ, from the first example that counts on."""
+        pairs = ((value, other.log_probs[name]) for name, value in self.log_probs.items())
+        return any(bool((own != others)[first:].any()) for own, others in pairs)
+
+
+def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
+    """Return log densities; a value that is none of the likelihood's is refused by the first step."""
+    try:
+        is_possible = bool(likelihood.support.check(value).all())
+    except NotImplementedError:
+        is_possible = True
+    log_prob: Tensor = likelihood.log_prob(value if is_possible else likelihood.sample())
+    return log_prob
+
+
+class _ProbedWeight(WeightStandIn):
+    """A weight in the place of a lazy one, whose outputs may be changed in the first row.
+
+    Args:
+        name: Its site.
+        value: The weight.
+        changed: The sites where they are.
+    """
+
+    _value: Tensor
+    _changes: bool
+
+    def __new__(cls, name: str, value: Tensor, changed: Collection[str]) -> Self:
+        """Make the tensor that stands for the weight."""
+        weight = cls._make(value, value.shape, SiteUse(name))
+        weight._value, weight._changes = value.clone(), name in changed  # a model may write into it
+        return weight
+
+    def draw(self) -> Tensor:
+        """Return the weight."""
+        return self._value
+
+    def _draw_outputs(self, application: Application) -> Tensor:
+        linear_map, x, _, bias, arrangement = application
+        matrix = application.matrix_of(self._value)
+        stack = 0 if arrangement is None else arrangement.stack
+        return self._changed(linear_map(as_drawn(x), matrix, as_drawn(bias)), stack)
+
+    def _draw_rows(self, lookup: Lookup) -> Tensor:
+        return self._changed(lookup.shape_outputs(self._value[lookup.indices]))
+
+    def _draw_per_example(self, application: FactorApplication) -> Tensor:
+        return self._changed(application.function(application.x, self._value))
+
+    def _changed(self, outputs: Tensor, stack: int = 0) -> Tensor:
+        if not self._changes:
+            return outputs
+        changed, row = outputs.clone(), (0,) * (stack + 1)
+        changed[row] = 2 * outputs[row].abs() + 1
+        return changed
+
+
+@contextmanager
+def _running_statistics(model: Callable[..., Any]) -> Iterator[None]:
+    root = poutine.unwrap(model)
+    modules = root.modules() if isinstance(root, nn.Module) else ()
+    training = [part for part in modules if isinstance(part, BatchOrInstanceNorm) and part.training]
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True

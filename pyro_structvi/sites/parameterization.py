@@ -1,0 +1,194 @@
+"""Bounded scales and Cholesky factors as unconstrained parameters."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def capped(log_value: Tensor, most: float | None) -> Tensor:
+    """Return ``exp(log_value)``, bent smoothly to stay below a bound.
+
+    Args:
+        log_value: Unconstrained; well below the bound, the logarithm of the value.
+        most: The bound, or None.
+
+    Returns:
+        Positive numbers below ``most``, with a gradient everywhere.
+
+    Example:
+        >>> capped(torch.tensor([-9.0, 9.0]), most=1.0)
+        tensor([1.2339e-04, 9.9988e-01])
+    """
+    return log_value.exp() if most is None else most * torch.sigmoid(log_value - math.log(most))
+
+
+def capped_log(log_value: Tensor, most: float | None) -> Tensor:
+    """Return the logarithm of :func:`capped`, accurate far below the bound.
+
+    Args:
+        log_value: As for :func:`capped`.
+        most: The bound, or None.
+    """
+    if most is None:
+        return log_value
+    return math.log(most) + F.logsigmoid(log_value - math.log(most))
+
+
+def uncapped(value: float, most: float | None) -> float:
+    """Return what :func:`capped` turns into a value, or into half the bound if that is less.
+
+    Args:
+        value: The value to start at, positive.
+        most: The bound, or None.
+    """
+    if most is None:
+        return math.log(value)
+    value = min(value, most / 2)
+    return math.log(value) - math.log1p(-value / most)
+
+
+def initial_factor(
+    size: int, scale: float, like: Tensor, batch_shape: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return the parameters of ``scale`` times the identity, of the dtype and device of ``like``."""
+    log_diagonal = like.new_full((*batch_shape, size), math.log(scale))
+    return log_diagonal, like.new_zeros(*batch_shape, size * (size - 1) // 2)
+
+
+def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the parameters of which :func:`cholesky_factor` makes these matrices.
+
+    Args:
+        scale_tril: Lower triangular matrices ``(*batch, n, n)`` with positive diagonals.
+
+    Returns:
+        ``log_diagonal (*batch, n)`` and ``lower (*batch, n (n - 1) / 2)``.
+
+    Example:
+        >>> log_diagonal, lower = factor_parameters(torch.tensor([[1.0, 0.0], [6.0, 2.0]]))
+        >>> lower
+        tensor([3.])
+    """
+    diagonal = scale_tril.diagonal(dim1=-2, dim2=-1)
+    size, device = diagonal.shape[-1], diagonal.device
+    rows, columns = torch.tril_indices(size, size, offset=-1, device=device)
+    multiples = scale_tril / diagonal.unsqueeze(-1)
+    return diagonal.log(), multiples[..., rows, columns]
+
+
+def unit_of_lower(lower: Tensor) -> float:
+    """Return the size of a change of each entry below a diagonal of n entries.
+
+    An optimizer such as Adam moves each entry by about as much, so that a row of n entries moves by the
+    root of n times that: ``1 / sqrt(n)``. In a large factor the entries are many and their gradients
+    mostly noise, whose sum over rows grows besides: at most ``3 / n``.
+    """
+    size = (1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2
+    return min(1 / math.sqrt(size), 3 / size)
+
+
+def unit_of_across(across: Tensor) -> float:
+    """Return the size of a change of each entry between rows ``(rows (rows - 1) / 2, n, n)``.
+
+    They are many, and mostly noise: one over the number of all elements.
+    """
+    pairs, size = across.shape[:2]
+    rows = (1 + math.isqrt(1 + 8 * pairs)) // 2
+    return 1 / (rows * size)
+
+
+def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where entries below the diagonal are, in the flattened factor of rows of n elements.
+
+    Args:
+        rows: How many rows of elements there are, one after another.
+        size: How many elements each has, n.
+        device: That of the result.
+
+    Returns:
+        Places of the entries within rows ``(rows, n (n - 1) / 2)``, row by row of the factor, and of
+        those between two rows ``(rows (rows - 1) / 2, n, n)``.
+    """
+    total = rows * size
+    row, column = torch.tril_indices(size, size, offset=-1, device=device)
+    starts = torch.arange(rows, device=device).unsqueeze(-1) * size * (total + 1)
+    later, earlier = torch.tril_indices(rows, rows, offset=-1, device=device)
+    corners = ((later * total + earlier) * size).view(-1, 1, 1)
+    own = torch.arange(size, device=device)
+    return starts + row * total + column, corners + own.unsqueeze(-1) * total + own
+
+
+def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tensor:
+    """Return the factor of a matrix of elements, row after row, by entries within and between rows.
+
+    Args:
+        log_diagonal: Logarithms of the diagonal, ``(rows n,)``.
+        lower: The entries below it within each row, ``(rows, n (n - 1) / 2)``, as multiples of the
+            diagonal entry in their row of the factor.
+        across: Those between a row and an earlier one, ``(rows (rows - 1) / 2, n, n)``, likewise.
+
+    Returns:
+        A matrix ``(rows n, rows n)`` with a positive diagonal.
+
+    Example:
+        >>> across = torch.arange(1.0, 5.0).view(1, 2, 2)
+        >>> factor_of_rows(torch.zeros(4), torch.tensor([[8.0], [9.0]]), across)
+        tensor([[1., 0., 0., 0.],
+                [8., 1., 0., 0.],
+                [1., 2., 1., 0.],
+                [3., 4., 9., 1.]])
+    """
+    rows, device = len(lower), log_diagonal.device
+    within, between = places_below(rows, len(log_diagonal) // rows, device)
+    places = torch.cat([within.flatten(), between.flatten()])
+    return _filled(log_diagonal, places, torch.cat([lower.flatten(), across.flatten()]))
+
+
+def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
+    """Return the parameters of which :func:`factor_of_rows` makes a factor; for one row those of any.
+
+    Args:
+        scale_tril: A lower triangular matrix ``(D, D)`` with a positive diagonal.
+        like: A tensor of the D elements; one of one dimension is one row.
+    """
+    rows = len(like) if like.dim() > 1 else 1
+    if rows == 1:
+        log_diagonal, lower = factor_parameters(scale_tril)
+        return {"log_diagonal": log_diagonal, "lower": lower}
+    diagonal = scale_tril.diagonal()
+    multiples = (scale_tril / diagonal.unsqueeze(-1)).flatten()
+    places = places_below(rows, len(diagonal) // rows, scale_tril.device)
+    lower, across = (multiples[place] for place in places)
+    return {"log_diagonal": diagonal.log(), "lower": lower, "across": across}
+
+
+def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
+    """Return the lower triangular matrices that the parameters hold.
+
+    Args:
+        log_diagonal: Logarithms of the diagonal, ``(*batch, n)``.
+        lower: The entries below it, row by row and as multiples of the row's diagonal entry,
+            ``(*batch, n (n - 1) / 2)``. As multiples, one learning rate serves rows of any size.
+
+    Returns:
+        Matrices ``(*batch, n, n)`` with positive diagonals.
+
+    Example:
+        >>> cholesky_factor(torch.tensor([1.0, 2.0]).log(), torch.tensor([3.0]))
+        tensor([[1., 0.],
+                [6., 2.]])
+    """
+    size = log_diagonal.shape[-1]
+    rows, columns = torch.tril_indices(size, size, offset=-1, device=log_diagonal.device)
+    return _filled(log_diagonal, rows * size + columns, lower)
+
+
+def _filled(log_diagonal: Tensor, places: Tensor, entries: Tensor) -> Tensor:
+    """Return matrices with these diagonals and, at places when flattened, multiples of their entries."""
+    size, device = log_diagonal.shape[-1], log_diagonal.device
+    identity = torch.eye(size, dtype=entries.dtype, device=device).flatten()
+    multiples = identity.expand(*entries.shape[:-1], -1).index_copy(-1, places, entries)
+    return log_diagonal.exp().unsqueeze(-1) * multiples.view(*log_diagonal.shape, size)

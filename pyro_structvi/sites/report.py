@@ -1,0 +1,196 @@
+"""What a guide does with each parameter of its model, as a table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import nn
+
+from pyro_structvi._checks import shape_text
+from pyro_structvi._pyro import declared_name
+from pyro_structvi.nn.sampled_copy import frozen_names
+from pyro_structvi.sites.finding import check_call, trial_run
+from pyro_structvi.sites.joined_bias import joint_name
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import LazyPart, LazyWeight
+from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_role import SiteUse
+from pyro_structvi.weights.weight_distribution import WeightDistribution
+
+_HEAD = ("name", "shape", "state", "posterior", "drawn", "why", "prior", "scale", "parameters")
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """What a guide does with one parameter of a model.
+
+    Attributes:
+        name: The site's name, or the parameter's.
+        shape: Its shape.
+        state: "random", "point" for a site whose posterior is a point, "trained" for a parameter
+            without a prior, "frozen".
+        posterior: The family of its posterior; "with ..." for a bias that is drawn with its weight.
+        drawn: What an ELBO draws of it: "outputs" of its layer, "rows" that are looked up, "factors" of
+            a weight that is not formed, the "weight", or "nothing" where the pass does not use it.
+        why: Why the weight is drawn, if it is.
+        prior: The prior's standard deviation, None where it has none.
+        scale: The root of the posterior's mean variance; None where no variance is known, as of inducing
+            weights that layers share.
+        parameters: How many numbers are trained for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    state: str
+    posterior: str = ""
+    drawn: str = ""
+    why: str = ""
+    prior: float | None = None
+    scale: float | None = None
+    parameters: int = 0
+
+
+@dataclass(frozen=True)
+class GuideReport:
+    """What a guide does with each parameter of its model; printed as a table.
+
+    Attributes:
+        parameters: One record for each parameter, sites first.
+    """
+
+    parameters: tuple[ParameterReport, ...]
+
+    @property
+    def local_share(self) -> float:
+        """Of the random elements that the pass uses, the share whose outputs or rows are drawn."""
+        sizes = {True: 0, False: 0}
+        for each in self.parameters:
+            if each.state == "random" and each.drawn != "nothing":
+                sizes[each.drawn in ("outputs", "rows")] += torch.Size(each.shape).numel()
+        return sizes[True] / max(sum(sizes.values()), 1)
+
+    def __str__(self) -> str:
+        """Return the table."""
+        rows = [_HEAD, *(tuple(map(_cell, astuple(each))) for each in self.parameters)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
+    """Say of each parameter whether it is random, what an ELBO draws of it, and why.
+
+    One pass is run, as ``StructuredELBO`` does it, without a trace in the model or in the global
+    random state.
+
+    Args:
+        self: The guide.
+        *args: The model's arguments, observations included.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The report; ``print`` shows it as a table.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> model = Classifier(bayesianize(net, {"2.*": 0.5, "*": None}), num_data=20)
+        >>> x, y = torch.randn(20, 4), torch.zeros(20, dtype=torch.long)
+        >>> print(MeanFieldGuide(model).report(x, y))
+        name          shape   state    posterior  drawn    why  prior  scale  parameters
+        net.2.weight  (3, 8)  random   MeanField  outputs       0.5    0.01   48
+        net.2.bias    (3,)    random   MeanField  outputs       0.5    0.01   6
+        net.0.weight  (8, 4)  trained                                         32
+        net.0.bias    (8,)    trained                                         8
+    """
+    check_call(self.model, args, kwargs)
+    with separate_randomness():
+        if not self.is_initialized:
+            self.initialize(*args, **kwargs)
+        with trial_run(self.model), DelayDraws():
+            drawn = poutine.trace(self).get_trace(*args, **kwargs)
+            poutine.replay(self.model, trace=drawn)(*args, **kwargs)
+    sites = [
+        _report_site(name, self[name], use, drawn.nodes)
+        for name, use in self.uses.items()
+        if name in drawn.nodes
+    ]
+    return GuideReport((*sites, *_report_others(poutine.unwrap(self.model))))
+
+
+def _report_site(
+    name: str, posterior: SitePosterior, use: SiteUse, nodes: Mapping[str, Any]
+) -> ParameterReport:
+    site, value = posterior.site, nodes[name]["value"]
+    q = nodes[name if site.bias is None else joint_name(site)]["fn"]
+    is_owner = site.name == name
+    drawn, why = _way_of(value, use, q)
+    is_point = isinstance(q, PointMass)
+    prior = site.prior_scale if is_owner or site.bias is None else site.bias.prior_scale
+    return ParameterReport(
+        name,
+        tuple(value.shape),
+        "point" if is_point else "random",
+        type(posterior.family).__name__ if is_owner else f"with {site.name}",
+        "weight" if is_point else drawn,
+        "a point" if is_point else why,
+        prior,
+        None if is_point else _scale_of(posterior),
+        sum(each.numel() for each in posterior.parameters()) if is_owner else 0,
+    )
+
+
+def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
+    """Return what was drawn in a pass, and why that is the weight."""
+    if isinstance(value, LazyPart):
+        value = value.whole
+    if isinstance(value, LazyWeight):
+        return value.way
+    if use.local_reparam is False:
+        return "weight", "local_reparam=False"
+    if use.drawn_first:
+        return "weight", use.drawn_first
+    if use.count is not None and use.count > 1:
+        return "weight", f"{use.count} uses"
+    if not isinstance(q, WeightDistribution):
+        return "weight", "a site that is not a weight"
+    if use.examples_meet:
+        return "weight", "examples that meet"
+    return "weight", "rows that are not examples" if use.has_other_rows else "a site in a plate"
+
+
+@torch.no_grad()
+def _scale_of(posterior: SitePosterior) -> float | None:
+    """Return the root of the mean variance; None where it is not known, or sites are drawn together."""
+    try:
+        variance = posterior().variance
+    except (NotImplementedError, RuntimeError):
+        return None
+    return float(variance.mean().sqrt())
+
+
+def _report_others(model: Any) -> Iterator[ParameterReport]:
+    """Report the parameters without a prior, trained and frozen."""
+    if not isinstance(model, nn.Module):
+        return
+    for name, parameter in model.named_parameters():
+        yield ParameterReport(name, tuple(parameter.shape), "trained", parameters=parameter.numel())
+    for module in model.modules():
+        for attribute in frozen_names(module):
+            shape = tuple(getattr(module, attribute).shape)
+            yield ParameterReport(declared_name(module, attribute), shape, "frozen")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return shape_text(value)
+    return f"{value:.2g}" if isinstance(value, float) else str(value)

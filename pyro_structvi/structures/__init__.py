@@ -1,0 +1,1 @@
+"""Structured posteriors, one to a file: distribution, family, guide."""

@@ -1,0 +1,400 @@
+"""Monte Carlo dropout."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Unpack
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import Laplace, Normal, constraints, register_kl
+
+from pyro_structvi._checks import Count, Share, Whole, checked
+from pyro_structvi.maps.linear_map import LinearMap, shape_per_example
+from pyro_structvi.sites.choosing import GuideOptions
+from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.arguments import as_size
+from pyro_structvi.weights.kl import JoinedPrior, normal_cross_entropy
+from pyro_structvi.weights.outputs import (
+    OutputDistribution,
+    bias_columns,
+    bias_moments,
+    draw_shared_bias,
+)
+from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.quantiles import in_front, quantiles
+from pyro_structvi.weights.weight_distribution import Way, WeightDistribution
+
+
+class BernoulliDropout(WeightDistribution):
+    r"""A known weight of which each input channel is dropped with probability p.
+
+    .. math:: W_{oc} = M_{oc}\, \frac{z_c}{1 - p}, \qquad z_c \sim \mathrm{Bernoulli}(1 - p)
+
+    with one z for all outputs that see the channel, and for a convolution for the whole kernel of a
+    channel. Its image under x is dropout: a mask on the channels of each example, the same at all
+    positions.
+
+    There are 2^in weights, and no density. ``log_prob`` is the log probability of a draw, ``entropy``
+    that of the masks. The KL from independent normal or Laplace priors is taken as :math:`E[-\log
+    p(W)] - H(z)`: the paper's approximation, without the constant that the width of its narrow normals
+    contributes.
+
+    Args:
+        loc: The mean M, ``(out, in)`` or ``(out, channels, *kernel)``.
+        rate: The probability p, at least 0 and below 1.
+        input_dim: Which dimension of ``loc`` counts the input channels: 0 for a weight ``(in, out)``, as
+            of an embedding or a transposed convolution. Such a weight is drawn, and has no image.
+        groups: How many groups of outputs, in the first dimension, see channels of their own, as in a
+            grouped convolution; with 1 its groups share their masks.
+        validate_args: Pyro's own setting when None.
+
+    Raises:
+        ValueError: If ``loc`` has fewer than two dimensions or not the dimension ``input_dim``, if the
+            groups do not divide it, or the rate is out of range.
+
+    Example:
+        >>> q = BernoulliDropout(torch.ones(2, 3), rate=0.5)
+        >>> q.mean[0], q.variance[0]
+        (tensor([1., 1., 1.]), tensor([1., 1., 1.]))
+        >>> q.rsample().unique().tolist() in ([0.0, 2.0], [0.0], [2.0])
+        True
+
+    References:
+        Gal and Ghahramani (2016), "Dropout as a Bayesian approximation: representing model
+        uncertainty in deep learning", section 3 and appendix 4.
+    """
+
+    arg_constraints: ClassVar = {"loc": constraints.real}
+    has_exact_positions = True
+
+    @checked
+    def __init__(
+        self,
+        loc: Tensor,
+        rate: Share,
+        input_dim: Whole = 1,
+        groups: Count = 1,
+        validate_args: bool | None = None,
+    ) -> None:
+        if loc.dim() < 2:
+            raise ValueError(
+                "`loc` must have shape (out, in) or (out, channels, *kernel), but got "
+                f"{tuple(loc.shape)}."
+            )
+        if not 0 <= input_dim < loc.dim():
+            raise ValueError(
+                f"`input_dim` must be a dimension of `loc`, at least 0 and below {loc.dim()}, but got "
+                f"{input_dim}."
+            )
+        if groups < 1 or loc.movedim(input_dim, 1).shape[0] % groups:
+            raise ValueError(
+                f"`groups` must divide the outputs of `loc` {tuple(loc.shape)}, but got {groups}."
+            )
+        self.rate = float(rate)
+        self.input_dim, self.groups = int(input_dim), int(groups)
+        super().__init__({"loc": loc}, loc.dim(), validate_args)
+
+    @property
+    def _odds(self) -> float:
+        return self.rate / (1 - self.rate)
+
+    @property
+    def num_channels(self) -> int:
+        """The number of input channels, of all groups."""
+        size: int = self.event_shape[self.input_dim]
+        return self.groups * size
+
+    def _spread(self, of_channels: Tensor) -> Tensor:
+        """Give each weight the value of its channel, ``(*sample_shape, channels)``; may broadcast."""
+        lead, event_dim = of_channels.dim() - 1, len(self.event_shape)
+        outputs = self.loc.movedim(self.input_dim, 1).shape[0] if self.groups > 1 else 1
+        values: Tensor = of_channels.unflatten(-1, (self.groups, -1))
+        values = values.repeat_interleave(outputs // self.groups or 1, -2)
+        values = values.reshape(*values.shape, *(1 for _ in range(event_dim - 2)))
+        return values.movedim(lead + 1, lead + self.input_dim)
+
+    def _are_there(self, weight: Tensor) -> Tensor:
+        """Return which input channels are not zero altogether, ``(*sample_shape, channels)``."""
+        lead = weight.dim() - len(self.event_shape)
+        there: Tensor = (weight != 0).movedim(lead + self.input_dim, lead + 1)
+        there = there.unflatten(lead, (self.groups, -1)).movedim(lead + 2, lead + 1)
+        return there.flatten(lead + 2).any(-1).flatten(lead)
+
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Draw a weight whose input channels are not those of the map."""
+        fits = self.input_dim == 1 and self.groups in (1, linear_map.groups)
+        return ("outputs", "weight") if fits else ("weight",)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, of the shape of the weight."""
+        return self._odds * self.loc.square()
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance."""
+        return self._odds * self.loc.square().sum()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(D, D)``, of as many blocks as there are channels."""
+        channels = torch.arange(self.num_channels, device=self.loc.device)
+        of = self._spread(channels).expand(self.event_shape)
+        same = of.flatten() == of.flatten().unsqueeze(-1)
+        flat = self.loc.flatten()
+        return self._odds * same * flat * flat.unsqueeze(-1)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw weights ``(*sample_shape, *event_shape)``."""
+        sample = as_size("sample_shape", sample_shape)
+        masks = _masks([*sample, self.num_channels], self.rate, self.loc)
+        return self.loc * self._spread(masks)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log probability of draws, in nats; minus infinity for what can be no draw.
+
+        A channel of zeros does not show whether it was dropped; it counts with the mean over both.
+        """
+        if self._validate_args:
+            self._validate_sample(value)
+        event_dim = len(self.event_shape)
+        kept, known = self._are_there(value), self._are_there(self.loc)
+        expected = self.loc * self._spread(kept.to(self.loc) / (1 - self.rate))
+        tolerance = 4 * torch.finfo(self.loc.dtype).eps
+        possible = (
+            torch.isclose(value, expected, rtol=tolerance, atol=0).flatten(-event_dim).all(-1)
+        )
+        count, total = kept.sum(-1), known.sum(-1)
+        dropped = torch.xlogy(total - count, self.loc.new_tensor(self.rate))
+        unknown = (self.num_channels - total) / self.num_channels * self.entropy()
+        nats = count * math.log1p(-self.rate) + dropped - unknown
+        return torch.where(possible, nats, -math.inf)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "BernoulliDropout":
+        """Refused: there is one weight only."""
+        raise NotImplementedError(
+            "Weights with dropout have no batches, and so no place in the plates of Pyro's "
+            "`vectorize_particles=True` or `parallel=True`. Draw several by `rsample`, or take "
+            "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
+        )
+
+    def entropy(self) -> Tensor:
+        """Return the entropy of the masks, in nats."""
+        of_one = torch.special.entr(self.loc.new_tensor([self.rate, 1 - self.rate])).sum()
+        nats: Tensor = self.num_channels * of_one
+        return nats
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+    ) -> "_DropoutOutputs":
+        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions too.
+
+        Raises:
+            ValueError: If the weight's input channels are not those of the map.
+        """
+        if "outputs" not in self.ways_to_apply(linear_map, x):
+            raise ValueError(
+                f"The map's inputs must meet dimension 1 of the weight in {self.groups} groups, but the "
+                f"weight drops dimension {self.input_dim}, and the map has {linear_map.groups} groups. "
+                "Apply a draw of the weight, from `rsample()`."
+            )
+        return _DropoutOutputs(self, linear_map, x, *bias_moments(bias))
+
+
+class _DropoutOutputs(OutputDistribution):
+    """The outputs of a map whose input channels are dropped, separately for each example."""
+
+    def __init__(
+        self,
+        weight: BernoulliDropout,
+        linear_map: LinearMap,
+        x: Tensor,
+        bias_loc: Tensor | None,
+        bias_variance: Tensor | None,
+    ) -> None:
+        self._weight, self._map, self._x = weight, linear_map, x
+        self._bias_loc, self._bias_variance = bias_loc, bias_variance
+        self._set_shapes(x.shape[: x.dim() - linear_map.event_dim(x)], event_dim=0)
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """The shape of an example's outputs."""
+        return self.loc.shape[len(self.batch_shape) :]
+
+    @property
+    def loc(self) -> Tensor:  # type: ignore[override]
+        """The mean of each output, formed only where it is asked for."""
+        return self._apply(self._x)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self._map(x, self._weight.as_matrix(self._weight.loc), self._bias_loc)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
+        if sample_shape:
+            count = torch.Size(sample_shape).numel()
+            draws = torch.stack([self.rsample() for _ in range(count)])
+            return draws.reshape(*sample_shape, *draws.shape[1:])
+        x, channels = self._x, self._weight.num_channels
+        masks = _masks(shape_per_example(self._map, x, channels), self._weight.rate, x)
+        groups = [1 for _ in masks.shape]
+        groups[self._map.channel_dim] = self._map.groups // self._weight.groups
+        outputs = self._apply(x * masks.repeat(groups))
+        if self._bias_variance is None:
+            return outputs
+        return outputs + draw_shared_bias(self._map, self._bias_variance, x)
+
+    @property
+    def _columns(self) -> Tensor:
+        """Vectors whose outer products add up to the covariance, ``(number, *batch, *event)``."""
+        x, dim = self._x, self._map.channel_dim
+        channels = self._weight.num_channels
+        matrix = self._weight.as_matrix(self._weight.loc)
+        of = torch.arange(x.shape[dim], device=x.device) % channels
+        of = of.reshape(-1, *(1 for _ in range(-dim - 1)))
+        each = [self._map(x * (of == channel), matrix) for channel in range(channels)]
+        columns = math.sqrt(self._weight._odds) * torch.stack(each)
+        if self._bias_variance is None:
+            return columns
+        biases = bias_columns(self._map, self._bias_variance, self.event_shape)
+        batch = [1 for _ in self.batch_shape]
+        biases = biases.reshape(len(biases), *batch, *self.event_shape)
+        return torch.cat([columns, biases.expand(-1, *self.batch_shape, *self.event_shape)])
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output."""
+        return self._columns.square().sum(0)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` of E outputs; for small sizes."""
+        columns = self._columns.flatten(-len(self.event_shape)).movedim(0, -2)
+        return columns.mT @ columns
+
+
+def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
+    """Return zeros, and ``1 / (1 - rate)`` with the probability 1 - rate."""
+    kept = torch.rand(shape, device=like.device) >= rate
+    return kept.to(like.dtype) / (1 - rate)
+
+
+@register_kl(BernoulliDropout, Normal)
+def _kl_dropout_normal(q: BernoulliDropout, p: Any) -> Tensor:
+    """The expected negative log density of the prior, less the entropy of the masks, in nats."""
+    return normal_cross_entropy(q, p) - q.entropy()
+
+
+@register_kl(BernoulliDropout, JoinedPrior)
+@register_kl(BernoulliDropout, Laplace)
+def _kl_dropout(q: BernoulliDropout, p: Any) -> Tensor:
+    """The same for other priors, whose density at the two values of each element is enough."""
+    dropped, kept = torch.zeros_like(q.loc), q.loc / (1 - q.rate)
+    log_prob = q.rate * p.log_prob(dropped).sum() + (1 - q.rate) * p.log_prob(kept).sum()
+    nats: Tensor = -log_prob - q.entropy()
+    return nats
+
+
+@quantiles.register
+def _(distribution: BernoulliDropout, probs: Tensor) -> Tensor:
+    """Of each weight, which is zero or one other value."""
+    probs, kept = in_front(probs, distribution.loc), distribution.loc / (1 - distribution.rate)
+    is_upper = probs > torch.where(kept > 0, distribution.rate, 1 - distribution.rate)
+    return torch.where(is_upper, kept.clamp(min=0), kept.clamp(max=0))
+
+
+@dataclass(frozen=True)
+class Dropout(Family):
+    """Weights whose input channels are dropped at random; points for all other sites.
+
+    The parameter is ``loc``, the mean, unconstrained.
+
+    Args:
+        rate: The probability with which an input channel is dropped. It is not learned.
+        input_dim: Which dimension of the weights counts their input channels. When None that is known of
+            layers of torch, of ``Conv1D``, and of weights in no module, ``(out, in, *kernel)``. Where it
+            is not, as for the stacked weights of experts, it must be given: ``{"*.experts":
+            Dropout(0.1, input_dim=2), "*": Dropout(0.1)}``.
+
+    Raises:
+        ValueError: If the rate is not at least 0 and below 1, or when a site's input channels are not
+            known.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"*": Dropout(rate=0.5)})
+        >>> len(guide.draw()["net.weight"].unique()) <= 13
+        True
+
+    References:
+        Gal and Ghahramani (2016), "Dropout as a Bayesian approximation".
+    """
+
+    rate: Share = 0.1
+    input_dim: Whole | None = None
+    needs: ClassVar[str] = "a continuous site, and `input_dim` where that of a weight is not known"
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site is continuous, and the input channels of a weight are known."""
+        is_known = self.input_dim is not None or site.input_dim is not None
+        return has_bijection(site.support) and (is_known or not _has_inputs(site))
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start at ``loc``."""
+        return {"loc": bijection_onto(site.support).inv(loc).clone()}
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> TorchDistribution:
+        """Return the weight with dropout, or a point for what has no input channels."""
+        loc = parameters["loc"]
+        if not _has_inputs(site):
+            value = bijection_onto(site.support)(loc)
+            return PointMass(value, site.event_dim, validate_args=False)
+        input_dim = site.input_dim if self.input_dim is None else self.input_dim
+        assert input_dim is not None  # as `fits` has made sure
+        groups = site.groups if input_dim == site.input_dim else 1
+        return BernoulliDropout(loc, self.rate, input_dim, groups, validate_args=False)
+
+
+def _has_inputs(site: LatentSite) -> bool:
+    """Whether a site is a weight that multiplies inputs."""
+    return site.is_real and not site.is_batch and len(site.shape) >= 2 and site.fan_in != 0
+
+
+class MCDropoutGuide(StructuredGuide):
+    """Monte Carlo dropout: the input channels of every weight are dropped at random.
+
+    In training each example has a separate mask; a draw, as :func:`~pyro_structvi.predict` makes it,
+    has one mask for all inputs, so that it is one function. Vectors and scalars are points.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        rate: The probability with which an input channel is dropped, of a first layer too; give that
+            one another family, by :class:`StructuredGuide`, to keep all its inputs.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Raises:
+        ValueError: If the rate is not at least 0 and below 1.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
+        >>> sum(parameter.numel() for parameter in MCDropoutGuide(model).parameters())
+        160400
+
+    References:
+        Gal and Ghahramani (2016), "Dropout as a Bayesian approximation: representing model
+        uncertainty in deep learning".
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], rate: float = 0.1, **options: Unpack[GuideOptions]
+    ) -> None:
+        super().__init__(model, {"*": Dropout(rate)}, **options)

@@ -1,0 +1,321 @@
+"""Mixtures of points: deep ensembles."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import Count, checked, shape_text, validates
+from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.sites.choosing import GuideOptions
+from pyro_structvi.sites.coupling import Coupling, couple
+from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.arguments import as_size, check_parameters
+from pyro_structvi.weights.outputs import (
+    OutputDistribution,
+    bias_columns,
+    bias_moments,
+    draw_shared_bias,
+    meet_channels,
+)
+from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.quantiles import quantiles
+from pyro_structvi.weights.weight_distribution import WeightDistribution
+
+
+class PointMixture(WeightDistribution):
+    r"""One of K known weights, each with probability 1/K; a point mass for K = 1.
+
+    .. math:: W \sim \frac1K \sum_k \delta(W - W_k)
+
+    It has draws, moments and an image, and no density: ``log_prob``, ``entropy`` and the KL to a normal
+    raise a ``NotImplementedError``. A draw passes its gradient to the member that was drawn.
+
+    Args:
+        members: The weights, ``(*batch, K, out, *rest)``.
+        event_dim: How many trailing dimensions are the weight; all but the first of ``members`` when
+            None.
+        validate_args: Pyro's own setting when None.
+
+    Raises:
+        ValueError: If ``members`` has no dimension in front of the weight's own.
+
+    Example:
+        >>> q = PointMixture(torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]]))
+        >>> q.mean, q.variance
+        (tensor([[2., 0.]]), tensor([[1., 0.]]))
+
+    References:
+        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
+        inducing weights", section 3.1.
+    """
+
+    arg_constraints: ClassVar = {"members": constraints.real}
+    has_exact_positions = True
+    members: Tensor
+
+    @checked
+    def __init__(
+        self, members: Tensor, event_dim: int | None = None, validate_args: bool | None = None
+    ) -> None:
+        event_dim = members.dim() - 1 if event_dim is None else event_dim
+        if members.dim() <= event_dim:
+            raise ValueError(
+                "`members` must have shape (*batch, K, *event) with an event of "
+                f"{event_dim} dimensions, but got {shape_text(members.shape)}. Write "
+                "`weight.unsqueeze(0)` for a single one, or pass another `event_dim`."
+            )
+        if validates(validate_args):
+            check_parameters(self, {"members": members}, event_dim)
+        self.members = members
+        split = members.dim() - event_dim
+        self._set_shapes(members.shape[: split - 1], members.shape[split:], validate_args)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether there are several weights."""
+        return self.members.shape[self._member_dim] > 1
+
+    @property
+    def loc(self) -> Tensor:  # type: ignore[override]
+        """The mean, ``(*batch_shape, *event_shape)``."""
+        return self.members.mean(self._member_dim)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.members.var(self._member_dim, correction=0)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)``, of rank K - 1."""
+        event_dim = len(self.event_shape)
+        deviations = (self.members - self.loc.unsqueeze(self._member_dim)).flatten(-event_dim)
+        return deviations.mT @ deviations / deviations.shape[-2]
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw members ``(*sample_shape, *batch_shape, *event_shape)``."""
+        sample = as_size("sample_shape", sample_shape)
+        shape = self._extended_shape(sample)
+        batch, count = self.batch_shape.numel(), self.members.shape[self._member_dim]
+        if count == 1:
+            draw = self.members.squeeze(self._member_dim)
+            return draw.expand(shape) if sample else draw.clone()
+        members = self.members.reshape(batch, count, *self.event_shape)
+        chosen = torch.randint(count, (sample.numel(), batch), device=members.device)
+        return members[torch.arange(batch, device=members.device), chosen].reshape(shape)
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
+    ) -> "_MixtureOutputs":
+        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions too.
+
+        Args:
+            linear_map: A dense map or a convolution.
+            x: Its input.
+            bias: None, a tensor ``(out,)``, or the distribution of one with independent elements.
+
+        Returns:
+            A mixture of the K outputs of each example.
+        """
+        linear_map = self.map_for_batch(linear_map)
+        bias_loc, bias_variance = bias_moments(bias)
+        count, out = self.members.shape[self._member_dim], self.event_shape[0]
+        images = linear_map.stack(x, self.members.reshape(*self.batch_shape, count, out, -1))
+        if bias_loc is not None:
+            images = images + meet_channels(linear_map, bias_loc)
+        return _MixtureOutputs(linear_map, x, images, bias_variance)
+
+    @property
+    def _member_dim(self) -> int:
+        return -len(self.event_shape) - 1
+
+
+class _MixtureOutputs(OutputDistribution):
+    """One of K known outputs for each example, plus the noise of an independent bias."""
+
+    def __init__(
+        self, linear_map: LinearMap, x: Tensor, images: Tensor, bias_variance: Tensor | None
+    ) -> None:
+        event_dim = linear_map.event_dim(images.flatten(0, 1))
+        self._points = PointMixture(images, event_dim, validate_args=False)
+        super().__init__(self._points.loc, event_dim)
+        self._map, self._x, self._bias_variance = linear_map, x, bias_variance
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        variance = self._points.variance
+        if self._bias_variance is None:
+            return variance
+        return variance + meet_channels(self._map, self._bias_variance)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
+        covariance = self._points.covariance_matrix
+        if self._bias_variance is None:
+            return covariance
+        biases = bias_columns(self._map, self._bias_variance, self.event_shape).flatten(1)
+        return covariance + biases.mT @ biases
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        draws = self._points.rsample(sample_shape)
+        if self._bias_variance is None:
+            return draws
+        x = self._x.expand(*torch.Size(sample_shape), *self._x.shape)
+        return draws + draw_shared_bias(self._map, self._bias_variance, x)
+
+
+@quantiles.register
+def _(distribution: PointMixture, probs: Tensor) -> Tensor:
+    members = distribution.members.movedim(-len(distribution.event_shape) - 1, 0)
+    return torch.quantile(members, probs, 0)
+
+
+@dataclass(frozen=True)
+class Members(Family):
+    """One of K values, all equally likely; the parameter is ``members (K, *shape)``, unconstrained.
+
+    Sites of this family take the same member in one pass of the model, so that a member of an ensemble
+    is a whole net; :class:`~pyro_structvi.EnsembleGuide` trains all in one pass. For inducing weights it
+    is Ensemble-U; see :class:`InducingWeights`.
+
+    Args:
+        size: The number K of members, at least 1.
+        vectorize: Whether a training step runs all members in one pass, by :func:`torch.func.vmap`;
+            otherwise one after the other. Where other sites have other families, a step trains one
+            member, chosen at random.
+
+    Raises:
+        ValueError: If the size is not a whole number of at least 1.
+
+    References:
+        Lakshminarayanan, Pritzel and Blundell (2017), "Simple and scalable predictive uncertainty
+        estimation using deep ensembles"; Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty
+        representation in deep learning with inducing weights", section 3.1.
+    """
+
+    size: Count = 5
+    vectorize: bool = field(default=True, repr=False, compare=False)
+    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
+    is_ensemble: ClassVar[bool] = True
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site is continuous, with a bijection onto its support."""
+        return has_bijection(site.support)
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start the first at ``loc``, the others at its elements in random order, plus N(0, scale^2)."""
+        first = bijection_onto(site.support).inv(loc)
+        members = first.new_empty(self.size, first.numel())
+        members[0] = first.flatten()
+        for number in range(1, self.size):
+            order = torch.randperm(first.numel(), device=first.device)
+            noise = first.new_empty(first.numel()).normal_()
+            members[number] = members[0][order] + scale * noise
+        return {"members": members.reshape(self.size, *first.shape)}
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMixture:
+        """Return the mixture."""
+        return _MembersOf(site, bijection_onto(site.support)(parameters["members"]))
+
+
+class _MembersOf(PointMixture):
+    """The members of a site, which take its plates along."""
+
+    def __init__(self, site: LatentSite, members: Tensor) -> None:
+        super().__init__(members, members.dim() - 1, validate_args=False)
+        self._event_dim = site.event_dim
+
+    def given(self, value: Tensor) -> PointMass:
+        """Return the distribution where it is known which member it is: that member."""
+        return PointMass(value, self._event_dim, validate_args=False)
+
+
+class SameMember(Coupling):
+    """The choice of one member for all layers, so that a member of an ensemble is a whole net."""
+
+    def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
+        """Whether sites that are found late may join; all may."""
+        return True
+
+    def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Tensor]:
+        """Take the member of this number, modulo their size, or choose one."""
+        members = self._members(at)
+        first = next(iter(members.values()))
+        if number is None:
+            number = torch.randint(len(first), (), device=first.device)
+        if isinstance(number, int):
+            return {name: values[number % len(values)] for name, values in members.items()}
+        row = number.reshape(1)  # read on the device: the host does not wait
+        return {
+            name: values.index_select(0, row % len(values)).squeeze(0)
+            for name, values in members.items()
+        }
+
+    def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Tensor]:
+        """Return the mean over members."""
+        return {name: values.mean(0) for name, values in self._members(at).items()}
+
+    def _members(self, at: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what the members ``(K, ...)`` have at each site that the model visits."""
+        own = {name: at[name] for name in self.sites if name in at}
+        return {name: getattr(q, "inducing", q).members for name, q in own.items()}
+
+
+@couple.register
+def _(family: Members, posteriors: Mapping[str, SitePosterior], scale: float) -> Coupling | None:
+    return SameMember(posteriors)
+
+
+class EnsembleGuide(StructuredGuide):
+    """A deep ensemble: K point estimates of the whole net, each equally likely.
+
+    Under :class:`~pyro_structvi.StructuredELBO`, and so in :func:`~pyro_structvi.fit`, every step
+    trains all members on the whole batch, each with the loss of a maximum a posteriori estimate; the
+    loss is their mean. Other objectives train one member a step, chosen at random.
+    :func:`~pyro_structvi.predict` uses each member once. Members share what is not a site, such as the
+    parameters and running statistics of a batch normalization.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        size: The number K of members. The first starts where the guide's means would, the others at the
+            elements of each site in random order, plus noise of standard deviation ``init_scale``.
+        vectorize: Whether to run all members in one pass, by :func:`torch.func.vmap`: faster for
+            small nets, and K times the memory. Not for layers that update running statistics.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Raises:
+        ValueError: If the size is not a whole number of at least 1.
+        RuntimeError: In training, if the net cannot be vectorized.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> EnsembleGuide(model, size=5)["net.weight"].members.shape
+        torch.Size([5, 3, 4])
+
+    References:
+        Lakshminarayanan, Pritzel and Blundell (2017), "Simple and scalable predictive uncertainty
+        estimation using deep ensembles"; the Ensemble-W of Ritter, Kukla, Zhang and Li (2021),
+        "Sparse uncertainty representation in deep learning with inducing weights".
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        size: int = 5,
+        *,
+        vectorize: bool = True,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        super().__init__(model, {"*": Members(size, vectorize)}, **options)

@@ -1,0 +1,289 @@
+"""A full covariance over a weight."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi.linalg.matrices import solve_lower, standard_normal
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.rao_blackwell import draw_by_seen_noise
+from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.sites.choosing import GuideOptions
+from pyro_structvi.sites.family import MemoryLimitedFamily
+from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.parameterization import (
+    cholesky_factor,
+    factor_of_rows,
+    parameters_of_rows,
+    unit_of_across,
+)
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.arguments import Argument
+from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.outputs import GaussianOutputs
+
+
+class FullNormal(GaussianWeight):
+    r"""A normal with any covariance, by its Cholesky factor.
+
+    .. math:: \operatorname{vec}(W) \sim N(\operatorname{vec}(M), L L^\top)
+
+    with ``vec`` row by row and ``L`` lower triangular, of D x D numbers for the D = out * in elements.
+    The image under ``x`` is a normal with the covariance :math:`(I \otimes x^\top) L L^\top (I \otimes
+    x)`. A draw of it is one weight for each example, applied to that example's input, whose gradient is
+    of the noise that the outputs show: a product of size batch x D x D, and batch x out x D numbers.
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        scale_tril: The factor ``L``, ``(*batch, D, D)``, with a positive diagonal. Only the lower
+            triangle counts.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or ``scale_tril`` is not lower triangular with a
+            positive diagonal.
+
+    Example:
+        >>> q = FullNormal(torch.zeros(1, 2), torch.tensor([[1.0, 0.0], [3.0, 2.0]]))
+        >>> q.covariance_matrix
+        tensor([[ 1.,  3.],
+                [ 3., 13.]])
+        >>> q.image(torch.tensor([1.0, -1.0])).variance
+        tensor([8.])
+
+    References:
+        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
+        neural networks", the full-rank row of Table 1.
+    """
+
+    scale_tril: Annotated[Tensor, Argument("D, D", constraints.lower_cholesky)]
+    has_convolution_image = False  # a bank of filters for each example would cost more
+    has_exact_positions = True
+
+    def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
+        super().__init__({"loc": loc, "scale_tril": scale_tril}, validate_args=validate_args)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.scale_tril.tril().square().sum(-1).reshape(self.loc.shape)
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, ``(*batch_shape,)``."""
+        return self.scale_tril.tril().square().sum((-2, -1))
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return ``L e``."""
+        flat = noise.flatten(noise.dim() - len(self.event_shape))
+        return self._scale_flat(flat).reshape(noise.shape)
+
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return ``L^-1 d``."""
+        flat = difference.flatten(difference.dim() - len(self.event_shape))
+        return solve_lower(self.scale_tril, flat).reshape(difference.shape)
+
+    def _scale_flat(self, noise: Tensor) -> Tensor:
+        """Return ``L e`` for ``e (*sample_shape, *batch_shape, D)``."""
+        scaled: Tensor = torch.einsum("...d,...ed->...e", noise, self.scale_tril.tril())
+        return scaled
+
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> GaussianOutputs:
+        """Return the distribution of the outputs of a dense map.
+
+        One weight serves all positions of an example, and so does a random bias: their joint
+        distribution is exact. The examples of a batch, and those of each weight of a batch of weights,
+        are independent.
+
+        Returns:
+            A normal over the outputs. Where its covariance is singular, as for an input of zeros or
+            for more positions than inputs, it has draws and moments, and no density.
+        """
+        return _FullOutputs(self, x, mean, linear_map.event_dim(mean), bias_variance)
+
+
+class _FullOutputs(GaussianOutputs):
+    """Outputs under a full covariance. A draw of them is one weight for each example."""
+
+    def __init__(
+        self,
+        weight: FullNormal,
+        x: Tensor,
+        loc: Tensor,
+        event_dim: int,
+        bias_variance: Tensor | None,
+    ) -> None:
+        super().__init__(loc, event_dim)
+        self._weight, self._bias_variance = weight, bias_variance
+        self._x = x.unsqueeze(-2) if event_dim == 1 else x.flatten(-event_dim, -2)
+
+    @property
+    def _columns(self) -> Tensor:
+        """The images of the columns of ``L``, ``(*batch_shape, D, positions, out)``."""
+        weight = self._weight
+        tril = weight.scale_tril.tril()
+        tril = tril.reshape(*weight.batch_shape, weight.event_shape[0], -1, tril.shape[-1])
+        return torch.einsum("...pi,...oid->...dpo", self._x, tril)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        variance = self._columns.square().sum(-3)
+        if self._bias_variance is not None:
+            variance = variance + self._bias_variance.unsqueeze(-2)
+        return variance.reshape(self.loc.shape)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
+        columns = self._columns.flatten(-2)
+        covariance = columns.mT @ columns
+        if self._bias_variance is not None:
+            positions = self._x.shape[-2]
+            covariance = covariance + torch.diag_embed(self._bias_variance).repeat(
+                *(1 for _ in self._bias_variance.shape[:-1]), positions, positions
+            )
+        return covariance
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        lead = torch.Size(sample_shape) + self.batch_shape
+        noise = standard_normal((*lead, self._weight.scale_tril.shape[-1]), self.loc)
+        if torch.is_grad_enabled() and self.event_shape.numel() < noise.shape[-1]:
+            drawn = draw_by_seen_noise(self._columns.flatten(-2), noise)
+            outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
+        else:  # no gradient is asked for, or they show all of the noise
+            weights = self._weight._scale_flat(noise).unflatten(-1, (self.event_shape[-1], -1))
+            outputs = self._x @ weights.mT
+        if self._bias_variance is not None:
+            noise = torch.randn_like(outputs[..., :1, :])
+            outputs = outputs + noise * floored_sqrt(self._bias_variance).unsqueeze(-2)
+        draws: Tensor = self.loc + outputs.reshape(*lead, *self.event_shape)
+        return draws
+
+
+@dataclass(frozen=True)
+class FullCovariance(MemoryLimitedFamily):
+    r"""Normals with any covariance over the D elements of a site, for small layers.
+
+    Parameters are ``loc``, ``log_diagonal (D,)`` and the entries of the Cholesky factor below its
+    diagonal, as multiples of the diagonal entry in their row of the factor, so that one learning rate
+    serves rows of any size. Of a matrix with rows of n elements they are ``lower (out, n (n - 1) / 2)``
+    within rows and ``across (out (out - 1) / 2, n, n)`` between two, which step in smaller units, since
+    they are many; of a vector ``lower (D (D - 1) / 2,)``. These are D + D (D + 1) / 2 numbers, here P.
+
+    In training a site takes
+
+    .. math:: (4 P + 2 D^2) \times \text{bytes of a number}, \qquad P = D + D (D + 1) / 2,
+
+    for the parameters, their gradients and Adam's two moments, and for the dense factor and its
+    gradient; 16 D^2 bytes in float32. What a step forms on the way comes on top: about as much again,
+    and some times batch x outputs x D numbers.
+
+    Args:
+        max_memory: The most that a site may take by this formula, in GiB.
+        join_bias: Whether a layer's bias is a further column of its weight.
+
+    Raises:
+        ValueError: If ``max_memory`` is not a positive number.
+        MemoryError: When a guide is made, if a site would take more than ``max_memory``.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"*.weight": FullCovariance(join_bias=True)})
+        >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
+        {'loc': (3, 5), 'log_diagonal': (15,), 'lower': (3, 10), 'across': (3, 5, 5)}
+
+    References:
+        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
+        inducing weights", the FCG-W of Figure 2.
+    """
+
+    delayed: ClassVar[tuple[str, ...]] = ("lower", "across")
+    needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site is a weight or a vector."""
+        return site.is_real and not site.is_batch and len(site.shape) >= 1
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start with the covariance ``scale^2`` times the identity.
+
+        Raises:
+            MemoryError: If training would take more than ``max_memory``; nothing large is allocated
+                before that is known.
+        """
+        size = loc.numel()
+        self.check_memory(site, f"the {size:,} elements of", 1, size, loc.element_size())
+        factor = scale * torch.eye(size, dtype=loc.dtype, device=loc.device)
+        return {"loc": loc.clone()} | parameters_of_rows(factor, loc)
+
+    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
+        """Return the size of a change that matters."""
+        return unit_of_across(value) if name == "across" else super().unit(site, name, value)
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:
+        """Return the Normal with the factor that the parameters hold."""
+        factor = factor_of_rows if "across" in parameters else cholesky_factor
+        scale_tril = factor(**{name: parameters[name] for name in parameters if name != "loc"})
+        return FullNormal(parameters["loc"], scale_tril, validate_args=False)
+
+
+class FullCovarianceGuide(StructuredGuide):
+    """One full covariance for each layer, weight and bias together; for small nets.
+
+    A layer of D weights and biases takes D + D (D + 1) / 2 parameters and, for each example, about
+    D^2 multiplications. Dense layers draw a weight for each example; the weight of a convolution is
+    drawn once for the batch.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
+            together.
+        max_memory: The most that training one layer may take, in GiB, by the formula of
+            :class:`pyro_structvi.families.FullCovariance`.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Raises:
+        ValueError: If ``max_memory`` is not a positive number.
+        MemoryError: If a layer would take more than ``max_memory``.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Regressor, bayesianize
+        >>> net = bayesianize(torch.nn.Linear(4, 3), prior=1.0)
+        >>> guide = FullCovarianceGuide(Regressor(net, num_data=8, noise_scale=0.1))
+        >>> sum(parameter.numel() for parameter in guide.parameters())
+        135
+
+    References:
+        The full-rank row of Table 1 in Tomczak, Swaroop and Turner (2020), "Efficient low rank
+        Gaussian variational inference for neural networks"; FCG-W in Ritter, Kukla, Zhang and Li
+        (2021), "Sparse uncertainty representation in deep learning with inducing weights".
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        join_bias: bool = True,
+        max_memory: float = 8.0,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        family = FullCovariance(max_memory, join_bias=join_bias)
+        super().__init__(model, {"*": family}, **options)

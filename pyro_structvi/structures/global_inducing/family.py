@@ -1,0 +1,178 @@
+"""The family of global inducing points, and their propagation."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_structvi._pyro import outside_plates
+from pyro_structvi.maps.readings import Application
+from pyro_structvi.sites.coupling import Coupling, How
+from pyro_structvi.sites.family import MatrixFamily
+from pyro_structvi.sites.finding import buffers_kept
+from pyro_structvi.sites.joint_posterior import median_of
+from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs, already_drawn
+from pyro_structvi.weights.lazy import Meeting, MeetingWeight
+from pyro_structvi.weights.stand_in import as_drawn
+
+
+@dataclass(frozen=True)
+class GlobalInducing(MatrixFamily):
+    r"""A regression of each layer on what it meets at the inducing points, for outputs that are learned.
+
+    Parameters are ``target (rows, out)`` and ``log_precision (rows,)``, a row for each inducing point,
+    or for each of its positions in a convolution, and ``log_scale (in,)``, the standard deviations
+    without any row: rows (out + 1) + in numbers. Layers of two to four outputs, such as a mean and a
+    noise scale, have ``log_precision (rows, out)``. They belong to the points, so that
+    :class:`~pyro_structvi.guides.GlobalInducingGuide` makes them.
+
+    Args:
+        join_bias: Whether a layer's bias is a further column of its weight.
+
+    References:
+        Ober and Aitchison (2021), "Global inducing point variational posteriors for Bayesian neural
+        networks and deep Gaussian processes".
+    """
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Return the weight that the targets are made of, and the prior's standard deviations.
+
+        Raises:
+            NotImplementedError: If there are shapes only, as for ``estimate_memory``.
+        """
+        if loc.is_meta:
+            raise NotImplementedError(
+                "How many parameters a GlobalInducingGuide has depends on what the net makes of its "
+                "points. Make the guide with its points, and count `guide.parameters()`."
+            )
+        log_scale = loc.new_full((loc[0].numel(),), math.log(_scale(site, site.prior_scale)))
+        if site.bias is not None:
+            log_scale[-1] = math.log(_scale(site, site.bias.prior_scale))
+        return {"loc": loc.clone(), "log_scale": log_scale}
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> NormalGivenInputs:
+        """Return the distribution of the weight given its inputs."""
+        if "target" not in parameters:
+            raise RuntimeError(
+                f"The weight at site '{site.name}' has no posterior before the inducing points are "
+                "known. Train the guide, or call `guide.initialize(...)` with the model's arguments."
+            )
+        return NormalGivenInputs(site.shape, **parameters)
+
+    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
+        """Return 1 for outputs, to which a layer's prior gives about that scale."""
+        return 1.0 if name == "target" else super().unit(site, name, value)
+
+
+def _scale(site: LatentSite, prior_scale: float | None) -> float:
+    """Return the prior's standard deviation, or where it has none the unit of the site."""
+    return site.unit if prior_scale is None else prior_scale
+
+
+class Propagation(Coupling):
+    """One run of the net on the inducing points, in which each weight is drawn where it is needed."""
+
+    def __init__(
+        self, posteriors: Iterable[SitePosterior], model: Callable[..., Any] | None, inputs: Tensor
+    ) -> None:
+        self._posteriors = {each.site.name: each for each in posteriors}
+        super().__init__(self._posteriors)
+        self._run_on = model, inputs
+
+    def given(self, how: How, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return each site's distribution given the draws of the sites before, with its own draw."""
+        if how == "marginals":
+            raise NotImplementedError(
+                f"The weights {list(self.sites)} depend on each other, and have no quantiles or moments "
+                "in closed form. Take those of draws: `guide.draw()`."
+            )
+        model, inputs = self._run_on
+        if model is None:
+            raise RuntimeError(
+                "This guide was unpickled without its model, which its draws run. Make a new guide from "
+                "the model and call `new.load_state_dict(old.state_dict())`."
+            )
+        found: dict[str, Any] = {}
+
+        def note(name: str, distribution: Any) -> Tensor:
+            value = median_of(distribution) if how == "mean" else distribution.rsample()
+            found[name] = already_drawn(distribution, value)
+            return value
+
+        own, others = list[SitePosterior](), dict[str, Tensor]()
+        for name, each in self._posteriors.items():
+            if isinstance(each.family, GlobalInducing):
+                own.append(each)
+            else:
+                others |= each.site.split(note(name, at[name]))
+        Run(own, lambda name, rows: note(name, at[name].given(rows)), others).run(model, inputs)
+        return found
+
+
+class Run(Messenger):
+    """Runs a model on inputs, and draws weights when they meet their own.
+
+    Args:
+        own: The posteriors of these weights.
+        draw: Returns the value of a weight, as a matrix with its bias, that meets these rows.
+        others: The values of the other sites.
+    """
+
+    def __init__(
+        self,
+        own: Iterable[SitePosterior],
+        draw: Callable[[str, Tensor], Tensor],
+        others: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__()
+        self._draw = draw
+        self.meetings: dict[str, Meeting] = {}
+        self._values: dict[str, Tensor] = dict(others)
+        for posterior in own:
+            site = posterior.site
+            meeting = self.meetings[site.name] = Meeting(site.name, partial(self._meet, site))
+            like = posterior.value("log_scale")
+            for name, part in site.split(like.new_empty(site.shape)).items():
+                self._values[name] = MeetingWeight(meeting, name, part)
+
+    def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
+        """Run the model, unseen by Pyro's handlers."""
+        self._like = inputs
+        with ExitStack() as stack:
+            for context in (buffers_kept(model), outside_plates(), poutine.block(), self):
+                stack.enter_context(context)
+            model(inputs)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is not None or site_is_subsample(msg):
+            return
+        value = self._values.get(msg["name"])
+        # What is no site of the guide is an observation, which nobody asks for.
+        msg["value"] = self._like.new_zeros(msg["fn"].shape()) if value is None else value
+
+    def _meet(self, site: LatentSite, application: Application) -> dict[str, Tensor]:
+        """Draw a weight given the inputs of its first call."""
+        linear_map, x = application.linear_map, as_drawn(application.x)
+        arrangement = application.arrangement
+        if linear_map.groups > 1 or not (arrangement is None or arrangement.is_plain):
+            raise RuntimeError(
+                f"The weight at site '{site.name}' is transposed, stacked or in groups in the call that "
+                "applies it, for which there is no regression here. Give it another family, as by "
+                f"`families={{'{site.name}': MeanField()}}`."
+            )
+        if site.bias is not None:
+            linear_map, x = linear_map.join_bias(x)
+        size = site.shape[1:].numel()
+        patches = linear_map.bank(x, torch.eye(size, dtype=x.dtype, device=x.device))
+        rows = patches.movedim(linear_map.channel_dim, -1).reshape(-1, size)
+        return site.split(self._draw(site.name, rows))

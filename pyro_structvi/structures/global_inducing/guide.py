@@ -1,0 +1,268 @@
+"""The guide that correlates layers, by what a net makes of inducing points."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from pyro_structvi._checks import Count, brief, checked, naming
+from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.sites.autoguide import module_key
+from pyro_structvi.sites.choosing import GuideOptions
+from pyro_structvi.sites.coupling import Coupling, couple
+from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.joint_posterior import median_of
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.global_inducing.family import GlobalInducing, Propagation, Run
+from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
+
+# So many outputs have precisions of their own at each point: a mean and a noise scale determine their
+# weights to different degrees. A covariance is factored for each, which many outputs share instead.
+OWN_PRECISIONS = range(2, 5)
+
+
+class GlobalInducingGuide(StructuredGuide):
+    r"""Layers that are correlated: each weight is drawn given what the net makes of inducing points.
+
+    A draw runs the net on the inducing points. Each weight is drawn from the posterior that a Bayesian
+    linear regression has, of outputs V that are learned on the inputs X which the layers before, as they
+    were drawn, give these points:
+
+    .. math:: W_{i \cdot} \mid X \sim N(S X^\top \Lambda V_{\cdot i}, S), \qquad
+        S^{-1} = \operatorname{diag}(s)^{-2} + X^\top \Lambda X.
+
+    So a later layer undoes what an earlier one does differently in each draw, which no Gaussian of all
+    weights can. A layer whose inputs no other weight decides has a family of its own.
+
+    Weights are drawn, since one draw makes a whole net. The model must run on inputs alone, as for
+    :func:`~pyro_structvi.predict`. A step runs the net once more, on the inducing points, and for each
+    layer factors a matrix in double precision, of as many rows as there are points or inputs, whichever
+    are fewer.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        inputs: The inducing points, inputs of the model ``(M, *input)``, such as a part of the data; or
+            how many of the first batch to take, at most, when the guide is first called. The more, the
+            better the posterior and the longer a step.
+        families: Families for sites by themselves, patterns as for :class:`StructuredGuide`. Vectors and
+            scalars have mean field; an embedding, a grouped convolution or a weight that the net splits
+            needs one.
+        first_layer: The family of layers that meet the inputs themselves; a matrix normal when None.
+        train_inputs: Whether the points are trained too, if they are real numbers.
+        join_bias: Whether a layer's bias is a further column of its weight.
+        **options: ``init_scale``, here the standard deviation of learned outputs, too; ``init_loc_fn``;
+            ``create_plates``; see :class:`StructuredGuide`.
+
+    Raises:
+        ValueError: If sites are drawn together by another family, or belong to single examples; or if
+            ``local_reparam`` is asked for.
+        TypeError: If the family of the first layers cannot serve them.
+        RuntimeError: If the net uses a weight without a family of its own in another way than in a
+            linear layer or convolution.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Regressor, bayesianize
+        >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> model = Regressor(bayesianize(net, prior=1.0), num_data=20, noise_scale=0.1)
+        >>> guide = GlobalInducingGuide(model, x[:10])
+        >>> {name: tuple(value.shape) for name, value in guide["net.2.weight"].named_parameters()}
+        {'log_scale': (9,), 'target': (10, 1), 'log_precision': (10,)}
+        >>> guide["net.0.weight"].family
+        MatrixNormalFamily()
+        >>> guide.draw()["net.2.weight"].shape
+        torch.Size([1, 8])
+
+    References:
+        Ober and Aitchison (2021), "Global inducing point variational posteriors for Bayesian neural
+        networks and deep Gaussian processes", ICML.
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        inputs: Tensor | Count = 500,
+        families: Mapping[str, Family] | None = None,
+        *,
+        first_layer: Family | None = None,
+        train_inputs: bool = False,
+        join_bias: bool = True,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        if options.setdefault("local_reparam", False) is not False:
+            raise ValueError(
+                "`local_reparam` must be False for a guide that draws each layer given the ones before, "
+                f"but got {brief(options['local_reparam'])}. Leave it out."
+            )
+        own = GlobalInducing(join_bias=join_bias)
+        super().__init__(model, {**(families or {}), "*": own}, **options)
+        self._given_inputs, self._trains_inputs = inputs, train_inputs
+        self._first_layer = MatrixNormalFamily() if first_layer is None else first_layer
+        self.inducing_inputs: Tensor | None = None
+        if isinstance(inputs, Tensor) and self._uses:
+            self._place(inputs)
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Do as :meth:`StructuredGuide.initialize` does, and take the inducing points, once.
+
+        Raises:
+            NotImplementedError: As a part of an ``AutoGuideList``.
+        """
+        if self.master is not None:
+            raise NotImplementedError(
+                "A GlobalInducingGuide runs the whole net, and cannot be a part of an AutoGuideList, "
+                "which hides sites. Pass `families=` for the other sites instead."
+            )
+        super().initialize(*args, **kwargs)
+        if self.inducing_inputs is None:
+            inputs = self._given_inputs
+            points = inputs if isinstance(inputs, Tensor) else self._first_of_batch(inputs, args)
+            with self.warning_of_new_parameters():
+                self._place(points)
+
+    @staticmethod
+    def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:
+        """Return the first inputs of the model's arguments."""
+        if not (args and isinstance(args[0], Tensor) and args[0].dim()):
+            got = brief(args[0]) if args else "no argument"
+            raise ValueError(
+                "`inputs` can be a number where the model's first argument is a tensor of examples, but "
+                f"it is {got}. Pass the inducing points themselves."
+            )
+        return args[0][:count]
+
+    def _place(self, inputs: Tensor) -> None:
+        """Make the parameters that belong to the points, all of them or none on an error."""
+        if not (inputs.dim() and len(inputs)):
+            raise ValueError(
+                "`inputs` must hold at least one inducing point, as (M, *input), but got a tensor of "
+                f"shape {tuple(inputs.shape)}. Pass some inputs of the data, such as `x[:100]`."
+            )
+        own, others = list[SitePosterior](), list[SitePosterior]()
+        for each in self._own_posteriors():
+            (own if isinstance(each.family, GlobalInducing) else others).append(each)
+        with torch.no_grad():
+            values = self._check_others(others)
+        behind = self._rows_of_layers_behind_others(own, values, inputs)
+        first = [each for each in own if each.site.name not in behind]
+        made = {each.site.name: self._make_first(each) for each in first}
+        for name, posterior in made.items():
+            self.posteriors[module_key(name)] = posterior
+        for name, rows in behind.items():
+            posterior = self[name]
+            start = posterior.release("loc").flatten(1)
+            with autocast_off(start):
+                posterior.put("target", rows.to(start) @ start.mT)
+            outputs = [len(start)] if len(start) in OWN_PRECISIONS else []
+            precision = start.new_full([len(rows), *outputs], -2 * math.log(self.init_scale))
+            posterior.put("log_precision", precision)
+        points = inputs.detach().clone()
+        if self._trains_inputs and points.is_floating_point():
+            self.inducing_inputs = nn.Parameter(points)
+        else:
+            del self.inducing_inputs
+            self.register_buffer("inducing_inputs", points)
+
+    def _rows_of_layers_behind_others(
+        self, own: list[SitePosterior], others: Mapping[str, Tensor], inputs: Tensor
+    ) -> dict[str, Tensor]:
+        """Run the net at its start; return the rows that weights meet which other weights decide.
+
+        Raises:
+            RuntimeError: If a weight meets none.
+        """
+        assert self.model is not None
+        starts = {each.site.name: each.value("loc").detach().requires_grad_() for each in own}
+        values = {name: value.detach().requires_grad_() for name, value in others.items()}
+        met: dict[str, Tensor] = {}
+
+        def draw(name: str, rows: Tensor) -> Tensor:
+            if torch.is_grad_enabled():  # and not inside a function with a gradient of its own
+                met[name] = rows
+            return starts[name]
+
+        with naming("inputs", inputs), separate_randomness(), torch.enable_grad():
+            self._run_at(own, draw, values, inputs)
+        missing = [name for name in starts if name not in met]
+        if missing:
+            raise RuntimeError(
+                f"The model meets no input at the weights {missing} when it runs on the inducing "
+                "points. Give these sites another family, as by `families={'name': MeanField()}`."
+            )
+        random = [*starts.values(), *values.values()]
+        return {name: rows.detach() for name, rows in met.items() if _depends_on(rows, random)}
+
+    def _run_at(self, own: list[SitePosterior], draw: Any, values: Any, inputs: Tensor) -> None:
+        """Run the net, and again without each weight that it uses in another way, to name all."""
+        wrong: dict[str, RuntimeError] = {}
+        parts = [each.site.split(each.value("loc").detach()) for each in own]
+        starts = {name: value for part in parts for name, value in part.items()}
+        while True:
+            run = Run((each for each in own if each.site.name not in wrong), draw, starts | values)
+            try:
+                run.run(self.model, inputs)  # type: ignore[arg-type]
+                break
+            except RuntimeError as error:
+                failed = [name for name, each in run.meetings.items() if each.has_failed]
+                if not failed:
+                    raise
+                wrong |= dict.fromkeys(failed, error)
+        if len(wrong) == 1:
+            raise wrong.popitem()[1]
+        if wrong:
+            names, families = [*wrong], ", ".join(f"'{name}': MeanField()" for name in wrong)
+            raise RuntimeError(
+                f"The weights at the sites {names} are drawn given the inputs of a plain linear layer "
+                "or convolution, but the net uses them in another way first. Give them another family, "
+                f"`families={{{families}}}`."
+            )
+
+    def _check_others(self, others: Iterable[SitePosterior]) -> dict[str, Tensor]:
+        """Return where the sites with families by themselves start, if they can stand beside the layers.
+
+        Raises:
+            ValueError: If they are drawn together, or belong to single examples.
+        """
+        together = [name for each in super()._couplings() for name in each.sites]
+        if together or self.local_site_names:
+            wrong = together or self.local_site_names
+            why = "are drawn together" if together else "belong to single examples"
+            raise ValueError(
+                f"The sites {wrong} {why}, which this guide cannot draw beside the layers. Give them a "
+                "family whose sites are independent, such as MeanField()."
+            )
+        medians = (each.site.split(median_of(each())) for each in others)
+        return {name: value for values in medians for name, value in values.items()}
+
+    def _make_first(self, posterior: SitePosterior) -> SitePosterior:
+        """Return the posterior of a layer that meets the inputs themselves."""
+        family, site = self._first_layer, posterior.site
+        if not family.fits(site) or couple(family, {}, self.init_scale) is not None:
+            raise TypeError(
+                "`first_layer` must be a family of one weight, such as MatrixNormalFamily(), but got "
+                f"{family} for the site '{site.name}' of shape {tuple(site.shape)}."
+            )
+        return SitePosterior(
+            family, site, family.init(site, posterior.value("loc").detach(), self.init_scale)
+        )
+
+    def _couplings(self) -> Iterable[Coupling]:  # type: ignore[override]
+        if self.inducing_inputs is None:
+            return
+        yield Propagation([*self._own_posteriors()], self.model, self.inducing_inputs)
+
+
+def _depends_on(rows: Tensor, values: list[Tensor]) -> bool:
+    """Whether inputs are a function of any of these values."""
+    if not rows.requires_grad:
+        return False
+    with torch.enable_grad():
+        total = rows.sum()
+    found = torch.autograd.grad(total, values, retain_graph=True, allow_unused=True)
+    return any(each is not None for each in found)

@@ -1,0 +1,3 @@
+"""Inducing weights."""
+
+from pyro_structvi.structures.inducing import kl as kl  # registers the divergences

@@ -1,0 +1,267 @@
+"""Matheron's rule: a weight, or a layer's outputs, without the weight being formed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from pyro_structvi.linalg.fused import add_scaled_noise
+from pyro_structvi.linalg.matrices import standard_normal
+from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
+from pyro_structvi.maps.dense import DenseMap
+from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
+from pyro_structvi.weights.weight_distribution import WeightDistribution
+
+
+@dataclass(frozen=True)
+class MatheronBases:
+    r"""What Matheron's rule needs to know of a weight.
+
+    .. math:: W = B_r^\top \tilde U C + \lambda \sigma N, \qquad C = \sigma B_c
+
+    Attributes:
+        rows: :math:`B_r`, ``(*batch, M_out, out)``.
+        remainder: :math:`H_r`, ``(*batch, M_out, M_out)``.
+        columns: :math:`C`, ``(*batch, M_in, in)``.
+        prior_scale: :math:`\sigma`, ``(*batch, 1, 1)``, or ``(*batch, 1, in)`` by column.
+        conditional_scale: :math:`\lambda`, ``(*batch,)``.
+    """
+
+    rows: Tensor
+    remainder: Tensor
+    columns: Tensor
+    prior_scale: Tensor
+    conditional_scale: Tensor
+
+    @property
+    def squared_scale(self) -> Tensor:
+        """The squared scale of the conditional noise, ``(*batch, 1, 1)``."""
+        return self.conditional_scale.square()[..., None, None]
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all columns have one prior."""
+        return self.prior_scale.shape[-1] == 1
+
+    def project(self, inducing: Tensor) -> Tensor:
+        """Return the conditional mean, as a matrix, for whitened inducing weights."""
+        with autocast_off(inducing):
+            projected: Tensor = self.rows.mT @ inducing @ self.columns
+        return projected
+
+    def variance(self, inducing: WeightDistribution, hidden: Tensor, squared: Tensor) -> Tensor:
+        r"""Return the variances of outputs ``(..., positions, out)``.
+
+        Inducing weights see the inputs x by ``hidden``, :math:`C x`, ``(..., positions, M_in)``.
+        ``squared`` is :math:`|\sigma x|^2`, ``(..., positions, 1)``.
+        """
+        squares = self.rows.square()
+        if inducing.has_independent_elements:
+            spread = hidden.square() @ inducing.variance.mT @ squares
+        else:
+            seen = inducing.image_under(DenseMap(False), hidden.movedim(-2, 0)).covariance_matrix
+            spread = (self.rows * (seen @ self.rows)).sum(-2).movedim(0, -2)
+        overlap = hidden.square().sum(-1, keepdim=True) * squares.sum(-2, keepdim=True)
+        variance: Tensor = spread + self.squared_scale * (squared - overlap)
+        return variance
+
+    def squared_norm(self, linear_map: LinearMap, x: Tensor, squared: Tensor) -> Tensor:
+        """Return the squared length of an input times the prior's scale, from its own squared length."""
+        prior = self.prior_scale.square()
+        if self.has_one_scale:
+            return squared * prior[..., 0]
+        if linear_map.has_bias_column:
+            return (squared - 1) * prior[..., 0, :1] + prior[..., 0, -1:]
+        return linear_map.bank(x.square(), prior)
+
+
+@dataclass(frozen=True)
+class MatheronDraw:
+    """A draw of a weight as a low-rank part and noise that takes no gradient.
+
+    Attributes:
+        bases: The bases of the weight.
+        inducing: The whitened inducing weights of the low-rank part, ``(*sample, M_out, M_in)``.
+        noise: Standard normal, ``(*sample, out, in)``.
+        event_shape: The weight's own shape.
+    """
+
+    bases: MatheronBases
+    inducing: Tensor
+    noise: Tensor
+    event_shape: torch.Size
+
+    def weight(self) -> Tensor:
+        """Return the weight."""
+        coefficient = self.bases.conditional_scale[..., None, None] * self.bases.prior_scale
+        weight = add_scaled_noise(self.bases.project(self.inducing), coefficient, self.noise)
+        return weight.reshape(*weight.shape[:-2], *self.event_shape)
+
+    def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``linear_map(x, W) + bias``: two products of the weight's size in place of three."""
+        bases, noise = self.bases, self.noise
+        hidden = linear_map.bank(x, bases.columns)
+        low_rank = linear_map.mix(linear_map.mix(hidden, self.inducing), bases.rows.mT, bias)
+        coefficient = bases.conditional_scale
+        if bases.has_one_scale:
+            coefficient = coefficient * bases.prior_scale[..., 0, 0]
+        else:
+            noise = noise * bases.prior_scale
+        return torch.addcmul(low_rank, coefficient, linear_map(x, noise))
+
+
+class MatheronOutputs(GaussianOutputs):
+    r"""Outputs of a weight with inducing weights; a draw never forms the weight.
+
+    With :math:`h = B_c (\sigma x)`, an output is
+
+    .. math:: y = B_r^\top (\tilde U h) + \lambda n, \qquad n \sim N(0, |\sigma x|^2 I - |h|^2 P_r),
+
+    .. math:: n = a e - \left(a - \sqrt{a^2 - |h|^2}\right) B_r^\top (B_r e - H_r g), \qquad
+        a = |\sigma x|,
+
+    with standard normal e of size ``out`` and g of size ``M_out``: :math:`B_r e - H_r g` is standard
+    normal again. For each example it costs ``in M_in + M_in M_out + 2 out M_out`` multiplications.
+
+    Args:
+        bases: The bases of the weight.
+        inducing: The distribution of the whitened inducing weights.
+        linear_map: A dense map, or a convolution without groups.
+        x: Its input.
+        bias_loc: The mean of a bias ``(out,)``, or None.
+        bias_variance: Its variances ``(out,)``, or None.
+    """
+
+    def __init__(
+        self,
+        bases: MatheronBases,
+        inducing: WeightDistribution,
+        linear_map: LinearMap,
+        x: Tensor,
+        bias_loc: Tensor | None,
+        bias_variance: Tensor | None,
+    ) -> None:
+        self._bases, self._inducing, self._map = bases, inducing, linear_map
+        self._bias_loc, self._bias_variance = bias_loc, bias_variance
+        self._hidden, squared = linear_map.bank_and_squared_norm(x, bases.columns)
+        self._squared = bases.squared_norm(linear_map, x, squared)
+        self._set_shapes(
+            self._with_channels(self._hidden, bases.rows.shape[-1]),
+            linear_map.event_dim(self._hidden),
+        )
+
+    @property
+    def loc(self) -> Tensor:  # type: ignore[override]
+        """The mean of each output, ``(*batch_shape, *event_shape)``."""
+        inner = self._map.mix(self._hidden, self._inducing.mean)
+        return self._map.mix(inner, self._bases.rows.mT, self._bias_loc)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
+        sample, rows = torch.Size(sample_shape), self._bases.rows
+        hidden, squared = self._repeat(self._hidden, sample), self._repeat(self._squared, sample)
+        mix, scale = self._map.mix, self._bases.conditional_scale.unsqueeze(-1)
+        overlap = hidden.square().sum(self._map.channel_dim, keepdim=True)
+        least = 8 * torch.finfo(squared.dtype).eps * squared  # rounding leaves no less
+        length = floored_sqrt(squared)
+        known = length - floored_sqrt(torch.maximum(squared - overlap, least))
+        noise = standard_normal(self._with_channels(hidden, rows.shape[-1]), hidden)
+        inner = self._apply_inducing(hidden)
+        seen = mix(noise, rows) - mix(torch.randn_like(inner), self._bases.remainder)
+        inner = torch.addcmul(inner, scale * known, seen, value=-1)
+        outputs = mix(inner, rows.mT, self._bias_loc)
+        outputs = add_scaled_noise(outputs, scale * length, noise)
+        if self._bias_variance is not None:
+            spread = meet_channels(self._map, floored_sqrt(self._bias_variance))
+            outputs = add_scaled_noise(outputs, spread, torch.randn_like(outputs))
+        draws: Tensor = outputs.reshape(self._extended_shape(sample))
+        return draws
+
+    def _with_channels(self, hidden: Tensor, channels: int) -> torch.Size:
+        """Return the shape of ``hidden`` with another number of channels."""
+        shape = list(hidden.shape)
+        shape[self._map.channel_dim] = channels
+        return torch.Size(shape)
+
+    def _apply_inducing(self, hidden: Tensor) -> Tensor:
+        """Draw the inducing weights times ``hidden``, one draw for all positions of an example."""
+        event_dim, channel = len(self.event_shape), self._map.channel_dim
+        if event_dim == 1:
+            drawn: Tensor = self._inducing.image_under(DenseMap(False), hidden).rsample()
+            return drawn
+        draws = self._inducing.rsample(hidden.shape[: hidden.dim() - event_dim])
+        if channel == -1:
+            return (hidden.flatten(-event_dim, -2) @ draws.mT).reshape(*hidden.shape[:-1], -1)
+        columns = draws @ hidden.flatten(channel + 1)
+        images: Tensor = columns.unflatten(-1, hidden.shape[channel + 1 :])
+        return images
+
+    def _repeat(self, tensor: Tensor, sample: torch.Size) -> Tensor:
+        """Repeat for each draw; where examples have positions, draws join the batch."""
+        if not sample:
+            return tensor
+        repeated = tensor.expand(*sample, *tensor.shape)
+        event_dim = len(self.event_shape)
+        return repeated if event_dim == 1 else repeated.reshape(-1, *tensor.shape[-event_dim:])
+
+    # ---- moments ---------------------------------------------------------------------------------
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
+        variance = self._bases.variance(self._inducing, hidden, squared)
+        if self._bias_variance is not None:
+            variance = variance + self._bias_variance
+        native = variance if self._map.channel_dim == -1 else variance.mT
+        return native.reshape(self._extended_shape())
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs; for small sizes."""
+        if len(self.event_shape) == 1:
+            return self._covariance_at_one_position
+        hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
+        gain = torch.einsum("...ai,...pb->...piab", self._bases.rows, hidden).flatten(-2)
+        own = (self._bases.squared_scale * squared).expand(gain.shape[:-1])
+        if self._bias_variance is not None:
+            own = own + self._bias_variance
+        seen = self._bases.squared_scale.unsqueeze(-1) * (gain @ gain.mT)
+        noise = torch.diag_embed(own) - seen
+        positions = torch.eye(hidden.shape[-2], dtype=hidden.dtype, device=hidden.device)
+        order = "piqk" if self._map.channel_dim == -1 else "ipkq"
+        shared = self._inducing.covariance_matrix
+        covariance: Tensor = torch.einsum(f"...pik,pq->...{order}", noise, positions)
+        covariance = covariance + torch.einsum(
+            f"...pim,...mn,...qkn->...{order}", gain, shared, gain
+        )
+        return covariance.flatten(-2).flatten(-3, -2)
+
+    @property
+    def _covariance_at_one_position(self) -> Tensor:
+        """The covariance where an example has one position: that of what is seen, and of the rest."""
+        rows, scale = self._bases.rows, self._bases.squared_scale
+        seen = self._inducing.image_under(DenseMap(False), self._hidden).covariance_matrix
+        overlap = scale * self._hidden.square().sum(-1, keepdim=True).unsqueeze(-1)
+        known = seen - overlap * torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
+        own = (scale[..., 0] * self._squared).expand(*self.batch_shape, rows.shape[-1])
+        if self._bias_variance is not None:
+            own = own + self._bias_variance
+        covariance: Tensor = rows.mT @ known @ rows + torch.diag_embed(own)
+        return covariance
+
+    def _at_positions(self, tensor: Tensor) -> Tensor:
+        """View ``(*batch, *event)`` as ``(*batch, positions, channels)``; a vector has one position."""
+        channels_last = tensor.movedim(self._map.channel_dim, -1).unsqueeze(-2)
+        return channels_last.flatten(-len(self.event_shape) - 1, -2)
+
+    @property
+    def _dense(self) -> MultivariateNormal:
+        if getattr(self._inducing, "is_mixture", False):
+            raise NotImplementedError(
+                "Outputs of a mixture of normals have draws and moments only."
+            )
+        return super()._dense

@@ -1,0 +1,216 @@
+"""The KL between two Gaussians over a weight, by which the posterior of earlier data is a prior."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributions import (
+    LowRankMultivariateNormal,
+    MultivariateNormal,
+    TransformedDistribution,
+    kl_divergence,
+    register_kl,
+)
+from torch.distributions.transforms import ReshapeTransform
+
+from pyro_structvi.linalg.matrices import event_sum, identity_like
+from pyro_structvi.structures.full_covariance import FullNormal
+from pyro_structvi.structures.low_rank import LowRankNormal
+from pyro_structvi.structures.matrix_normal import MatrixNormal
+from pyro_structvi.structures.pruned import PrunedNormal
+from pyro_structvi.structures.rowwise import RowwiseNormal
+from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight, noise_columns
+from pyro_structvi.weights.kl import kl_weight_independent
+
+W = TypeVar("W", bound=GaussianWeight)
+
+
+@register_kl(GaussianWeight, GaussianWeight)
+def kl_between(q: Any, p: Any) -> Tensor:
+    r"""KL between two Gaussians over weights of one shape, in nats; batches broadcast.
+
+    .. math:: \tfrac12 \left[ \operatorname{tr}(\Sigma_p^{-1} \Sigma_q)
+        + (\mu_q - \mu_p)^\top \Sigma_p^{-1} (\mu_q - \mu_p) - D
+        + \log\det\Sigma_p - \log\det\Sigma_q \right]
+
+    Only the trace depends on the pair. Where no rule knows it, all columns of ``A_q`` are whitened by p:
+    D solves or more, and memory for D columns of D numbers, for small weights.
+
+    Raises:
+        ValueError: If the shapes of the weights differ.
+    """
+    if q.event_shape != p.event_shape:
+        raise ValueError(
+            f"The posterior and the prior must be over weights of one shape, but got "
+            f"{tuple(q.event_shape)} and {tuple(p.event_shape)}. Reshape the prior's arguments."
+        )
+    q, p = _in_one_batch(q, p)
+    rules = (rule for kinds, rule in _TRACES if all(map(isinstance, (q, p), kinds)))
+    moment = next(rules, _trace_of_columns)(q, p) + p.mahalanobis(q.mean - p.mean)
+    log_dets = p.log_det_covariance - q.log_det_covariance
+    divergence: Tensor = 0.5 * (moment + log_dets - q.event_shape.numel())
+    return divergence
+
+
+@register_kl(PrunedNormal, IndependentWeight)
+@register_kl(GaussianWeight, IndependentWeight)
+def kl_to_independent(q: Any, p: Any) -> Tensor:
+    """KL to a Gaussian with independent elements, which takes the variances of q only."""
+    nats: Tensor = kl_weight_independent(*_in_one_batch(q, p))
+    return nats
+
+
+@register_kl(PrunedNormal, GaussianWeight)
+def no_closed_form(q: Any, p: Any) -> Tensor:
+    """Leave a pair to its densities.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError
+
+
+def _in_one_batch(*weights: Any) -> Iterator[Any]:
+    batch = torch.broadcast_shapes(*(each.batch_shape for each in weights))
+    return (each if each.batch_shape == batch else each.expand(batch) for each in weights)
+
+
+# ---- priors of torch ---------------------------------------------------------------------------------
+
+
+@register_kl(GaussianWeight, MultivariateNormal)
+def _kl_to_multivariate(q: GaussianWeight, p: Any) -> Tensor:
+    """KL to a normal over all elements, row by row, or to one over each row.
+
+    Raises:
+        NotImplementedError: If the prior is neither.
+    """
+    if _is_over_rows(q, p):
+        return kl_divergence(q, RowwiseNormal(p.loc, p.scale_tril, validate_args=False))
+    loc = _in_shape_of(q, p)
+    return kl_divergence(q, FullNormal(loc, p.scale_tril, validate_args=False))
+
+
+@register_kl(GaussianWeight, LowRankMultivariateNormal)
+def _kl_to_low_rank(q: GaussianWeight, p: Any) -> Tensor:
+    """The same for one with few directions."""
+    if _is_over_rows(q, p):
+        return kl_divergence(q, RowwiseNormal(p.loc, p.scale_tril, validate_args=False))
+    loc, shape = _in_shape_of(q, p), (*p.batch_shape, -1, *q.event_shape)
+    scale = p.cov_diag.sqrt().reshape(loc.shape)
+    factors = p.cov_factor.mT.reshape(shape)
+    prior = LowRankNormal(loc, factors, scale, 1.0, len(q.event_shape), validate_args=False)
+    return kl_divergence(q, prior)
+
+
+@register_kl(GaussianWeight, TransformedDistribution)
+def _kl_to_reshaped(q: GaussianWeight, p: Any) -> Tensor:
+    """KL to a normal over all elements, reshaped to a weight.
+
+    Raises:
+        NotImplementedError: If the prior is another one.
+    """
+    is_reshaped = all(isinstance(transform, ReshapeTransform) for transform in p.transforms)
+    is_normal = isinstance(p.base_dist, (MultivariateNormal, LowRankMultivariateNormal))
+    if not (is_reshaped and is_normal and p.event_shape == q.event_shape):
+        raise NotImplementedError
+    return kl_divergence(q, p.base_dist)
+
+
+def _is_over_rows(q: GaussianWeight, p: Any) -> bool:
+    return len(q.event_shape) == 2 and p.loc.shape[-2:] == q.event_shape
+
+
+def _in_shape_of(q: GaussianWeight, p: Any) -> Tensor:
+    if p.event_shape.numel() != q.event_shape.numel():
+        raise NotImplementedError
+    loc: Tensor = p.loc.reshape(*p.batch_shape, *q.event_shape)
+    return loc
+
+
+# ---- the trace of p's precision times q's covariance -------------------------------------------------
+
+
+def _trace_of_columns(q: GaussianWeight, p: GaussianWeight) -> Tensor:
+    """Return the squares of all columns of ``A_q``, whitened by p."""
+    return p.mahalanobis(noise_columns(q)).sum(0)
+
+
+def _trace_of_matrix_normals(q: MatrixNormal, p: MatrixNormal) -> Tensor:
+    """Return the product of the traces for rows and for columns: ``out^3 + in^3`` products."""
+    rows = _whitened(p.scale_tril_row, q.scale_tril_row)
+    columns = _whitened(p.scale_tril_column, q.scale_tril_column)
+    return rows.square().sum((-2, -1)) * columns.square().sum((-2, -1))
+
+
+def _trace_of_rows(q: RowwiseNormal, p: RowwiseNormal) -> Tensor:
+    """Return the sum over rows: ``out in^3`` products."""
+    squares = _whitened(p.scale_tril, q.scale_tril).square()
+    return squares.sum((-3, -2, -1))
+
+
+def _trace_of_diagonal(q: IndependentWeight, p: Any) -> Tensor:
+    """Return the sum of q's variances times the diagonal of p's precision."""
+    return event_sum(q.variance * _precision_diagonal(p), len(q.event_shape))
+
+
+def _trace_of_low_rank(q: LowRankNormal, p: Any) -> Tensor:
+    """Return that of the diagonal part, and K directions whitened by p."""
+    event_dim = len(q.event_shape)
+    trace = event_sum(q.scale.square() * _precision_diagonal(p), event_dim)
+    trace += q.alpha * p.mahalanobis(q.factors.movedim(-event_dim - 1, 0)).sum(0)
+    return trace
+
+
+def _trace_by_woodbury(q: GaussianWeight, p: LowRankNormal) -> Tensor:
+    r"""Return that of p's diagonal part, less the variance of q along K directions.
+
+    That variance of a direction u is :math:`|A_q^\top u|^2`, by the transpose of what scales noise. The
+    two cancel where p's directions matter, so they are in double precision.
+    """
+    dtype, event_dim = q.loc.dtype, len(q.event_shape)
+    q, p = _in_double(q), _in_double(p)
+    of_diagonal = event_sum(q.variance / p.scale.square(), event_dim)
+    directions = p.precision_directions.movedim(-event_dim - 1, 0)
+    noise = directions.new_zeros(len(directions), *q.batch_shape, *q.noise_shape)
+    (scaled,) = torch.func.vjp(q.scale_noise, noise)[1](directions)
+    of_directions = event_sum(scaled.square(), len(q.noise_shape)).sum(0)
+    trace: Tensor = of_diagonal - of_directions
+    return trace.to(dtype)
+
+
+def _in_double(q: W) -> W:
+    """Return a distribution of the same arguments in double precision."""
+    new = q.expand(q.batch_shape)
+    for name in q.argument_names:
+        setattr(new, name, getattr(q, name).double())
+    return new
+
+
+def _precision_diagonal(p: MatrixNormal | RowwiseNormal | FullNormal) -> Tensor:
+    """Return the diagonal of the inverse covariance, ``(*batch_shape, *event_shape)``."""
+    if isinstance(p, MatrixNormal):
+        rows, columns = map(_inverse_squares, (p.scale_tril_row, p.scale_tril_column))
+        return p.as_weight(rows.unsqueeze(-1) * columns.unsqueeze(-2))
+    return _inverse_squares(p.scale_tril).reshape(p.loc.shape)
+
+
+def _inverse_squares(tril: Tensor) -> Tensor:
+    """Return the diagonal of ``(L L')^-1``, the squared norms of the columns of ``L^-1``."""
+    return _whitened(tril, identity_like(tril).expand_as(tril)).square().sum(-2)
+
+
+def _whitened(tril: Tensor, columns: Tensor) -> Tensor:
+    whitened: Tensor = torch.linalg.solve_triangular(tril, columns, upper=False)
+    return whitened
+
+
+_BY_TRIANGLES = (MatrixNormal, RowwiseNormal, FullNormal)
+_TRACES: list[tuple[tuple[Any, Any], Callable[[Any, Any], Tensor]]] = [
+    ((MatrixNormal, MatrixNormal), _trace_of_matrix_normals),
+    ((RowwiseNormal, RowwiseNormal), _trace_of_rows),
+    ((GaussianWeight, LowRankNormal), _trace_by_woodbury),
+    ((IndependentWeight, _BY_TRIANGLES), _trace_of_diagonal),
+    ((LowRankNormal, _BY_TRIANGLES), _trace_of_low_rank),
+]

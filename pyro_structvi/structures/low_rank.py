@@ -1,0 +1,518 @@
+"""Low rank plus diagonal."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import (
+    Count,
+    Positive,
+    check_broadcastable,
+    check_positive,
+    checked,
+    shape_text,
+)
+from pyro_structvi.linalg.factorizations import log_det, tril_or_nan
+from pyro_structvi.linalg.matrices import identity_like, shrink, standard_normal
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.reductions import row_gram
+from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.maps.readings import Arrangement
+from pyro_structvi.sites.choosing import GuideOptions
+from pyro_structvi.sites.family import MatrixFamily
+from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.mean_field import MeanFieldNormal
+from pyro_structvi.weights.arguments import check_index
+from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels, square
+from pyro_structvi.weights.weight_distribution import WeightDistribution
+
+
+class LowRankNormal(GaussianWeight):
+    r"""A normal whose covariance is low rank plus diagonal.
+
+    .. math:: \Sigma = \alpha \sum_{k=1}^K v_k v_k^\top + \operatorname{diag}(\sigma^2)
+
+    Its image under ``x`` is again one of these, with factors :math:`V_k x` and the diagonal
+    :math:`\sum_j \sigma_{ij}^2 x_j^2`: for every example one number for each factor and one for each
+    output, and no weight. The low-rank part is exact over the positions of an example.
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        factors: The directions ``v_k``, ``(*batch, K, out, *rest)``.
+        scale: Standard deviations of the diagonal part, a positive number or tensor, broadcastable
+            to ``loc``; one number is an isotropic part, which is cheaper.
+        alpha: What multiplies the low-rank part, a positive number; 1/K when None.
+        event_dim: How many trailing dimensions of ``loc`` are the weight. When None, what the shapes
+            of ``loc`` and ``factors`` say; two dimensions are then one matrix, without a batch.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or ``scale`` or ``alpha`` is not positive.
+
+    Example:
+        >>> q = LowRankNormal(torch.zeros(2, 2), torch.ones(1, 2, 2), torch.tensor(1.0))
+        >>> q.image(torch.tensor([3.0, 4.0])).covariance_matrix
+        tensor([[74., 49.],
+                [49., 74.]])
+
+    References:
+        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
+        neural networks", Lemmas 1 and 2.
+    """
+
+    arg_constraints: ClassVar = {
+        "loc": constraints.real,
+        "factors": constraints.real,
+        "scale": constraints.positive,
+    }
+    factors: Tensor
+    scale: Tensor
+
+    @checked
+    def __init__(
+        self,
+        loc: Tensor,
+        factors: Tensor,
+        scale: Tensor | float,
+        alpha: Positive | None = None,
+        event_dim: int | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        event_dim = _read_event_dim(loc, factors, event_dim)
+        scale = torch.as_tensor(scale).to(loc) if isinstance(scale, (int, float)) else scale
+        parameters = {"loc": loc, "factors": factors, "scale": scale}
+        super().__init__(parameters, event_dim, validate_args)
+        if self._validate_args:
+            check_broadcastable("scale", scale, loc.shape, "the shape of `loc`")
+            check_positive("scale", scale)
+        self.alpha = 1 / self.rank if alpha is None else float(alpha)
+        scale = scale.reshape(*(1 for _ in range(loc.dim() - scale.dim())), *scale.shape)
+        isotropic = scale.shape[-event_dim:].numel() == 1
+        self.scale = scale.expand(
+            self.batch_shape + (scale if isotropic else loc).shape[-event_dim:]
+        )
+
+    @property
+    def rank(self) -> int:
+        """The number K of directions."""
+        return int(self.factors.shape[len(self.batch_shape)])
+
+    @property
+    def is_isotropic(self) -> bool:
+        """Whether one standard deviation serves the whole diagonal part."""
+        return self.scale.shape[len(self.batch_shape) :].numel() == 1
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.alpha * self.factors.square().sum(len(self.batch_shape)) + self.scale.square()
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, ``(*batch_shape,)``."""
+        return self._trace(self._gram(self.factors))
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        r"""The log determinant of the covariance, ``(*batch_shape,)``, in nats.
+
+        It is :math:`\sum_d \log\sigma_d^2 + \log\det(I + \alpha V^\top\operatorname{diag}(\sigma^{-2})
+        V)`, of a K x K matrix.
+        """
+        return self._log_det(self._whitened_gram)
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
+        if not self.is_isotropic:
+            return super().trace_and_log_det()
+        gram = self._gram(self.factors)
+        return self._trace(gram), self._log_det(gram / self._unit_variance)
+
+    @property
+    def _flat_factors(self) -> Tensor:
+        return self.factors.flatten(len(self.batch_shape) + 1)
+
+    def _diagonal_sum(self, diagonal: Tensor) -> Tensor:
+        """Sum over the event what may be one number for all of it."""
+        total = diagonal.flatten(len(self.batch_shape)).sum(-1)
+        return self.event_shape.numel() * total if self.is_isotropic else total
+
+    def _gram(self, factors: Tensor) -> Tensor:
+        return row_gram(factors, len(self.batch_shape))
+
+    @property
+    def _unit_variance(self) -> Tensor:
+        """The variance of an isotropic diagonal part, double, ``(*batch_shape, 1, 1)``."""
+        return self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+
+    @property
+    def _whitened_gram(self) -> Tensor:
+        r""":math:`V^\top \operatorname{diag}(\sigma^{-2}) V`, double, ``(*batch_shape, K, K)``."""
+        if self.is_isotropic:
+            return self._gram(self.factors) / self._unit_variance
+        return self._gram(self.factors / self.scale.unsqueeze(len(self.batch_shape)))
+
+    def _capacitance(self, whitened_gram: Tensor) -> Tensor:
+        r"""Return :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`."""
+        return identity_like(whitened_gram) + self.alpha * whitened_gram
+
+    def _trace(self, gram: Tensor) -> Tensor:
+        low_rank = gram.diagonal(dim1=-2, dim2=-1).sum(-1).to(self.loc.dtype)
+        return self.alpha * low_rank + self._diagonal_sum(self.scale.square())
+
+    def _log_det(self, whitened_gram: Tensor) -> Tensor:
+        low_rank = log_det(self._capacitance(whitened_gram)).to(self.loc.dtype)
+        return 2 * self._diagonal_sum(self.scale.log()) + low_rank
+
+    @property
+    def precision_directions(self) -> Tensor:
+        r"""The u in the precision :math:`\operatorname{diag}(\sigma^{-2}) - \sum_k u_k u_k^\top`.
+
+        In double precision, ``(*batch_shape, K, out, *rest)``.
+        """
+        scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
+        factors = self._flat_factors.double() / scale.unsqueeze(-2)
+        tril = tril_or_nan(self._capacitance(factors @ factors.mT))
+        directions = torch.linalg.solve_triangular(tril, factors, upper=False)
+        scaled: Tensor = self.alpha**0.5 * directions / scale.unsqueeze(-2)
+        return scaled.reshape(self.factors.shape)
+
+    def mahalanobis(self, difference: Tensor) -> Tensor:
+        """Return ``d' Sigma^-1 d``, by the inverse of a K x K matrix, in double precision."""
+        scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
+        whitened = difference.double().flatten(-len(self.event_shape)) / scale
+        factors = self._flat_factors.double() / scale.unsqueeze(-2)
+        explained = torch.linalg.solve_triangular(
+            tril_or_nan(self._capacitance(factors @ factors.mT)),
+            factors @ whitened.unsqueeze(-1),
+            upper=False,
+        )
+        squares = whitened.square().sum(-1) - self.alpha * explained.square().sum((-2, -1))
+        distance: Tensor = squares.to(self.loc.dtype)
+        return distance
+
+    @property
+    def noise_shape(self) -> torch.Size:
+        """The shape of the noise of one weight: K numbers, and one for each element."""
+        return torch.Size([self.rank + self.event_shape.numel()])
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return the K directions times the first numbers, plus the diagonal part."""
+        of_factors, of_diagonal = noise.split([self.rank, self.event_shape.numel()], -1)
+        shape = noise.shape[:-1] + self.event_shape
+        low_rank = self._combine(of_factors).reshape(shape)
+        return torch.addcmul(low_rank, of_diagonal.reshape(shape), self.scale)
+
+    def _combine(self, noise: Tensor) -> Tensor:
+        """Return ``sqrt(alpha) V e`` for ``e (*sample_shape, *batch_shape, K)``, flat."""
+        combined: Tensor = self.alpha**0.5 * (noise.unsqueeze(-2) @ self._flat_factors).squeeze(-2)
+        return combined
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
+        """Return this distribution with a larger batch shape, sharing memory."""
+        new = super().expand(batch_shape, _instance)
+        new.alpha = self.alpha
+        return new
+
+    def split_noise(self, sample_shape: torch.Size) -> tuple[WeightDistribution, Tensor]:
+        """Return the diagonal part with the mean, and draws of the low-rank part."""
+        scale = self.scale.expand(self.loc.shape)
+        diagonal = MeanFieldNormal(self.loc, scale, len(self.event_shape), validate_args=False)
+        shape = self._extended_shape(sample_shape)
+        lead = shape[: len(shape) - len(self.event_shape)]
+        noise = standard_normal((*lead, self.rank), self.loc)
+        return diagonal, self._combine(noise).reshape(shape)
+
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> GaussianOutputs:
+        """Return the distribution of the outputs: low rank plus diagonal."""
+        if self.is_isotropic:
+            variance = self._isotropic_image_variance(linear_map, x, bias_variance)
+        else:
+            variance = linear_map(square(x), self.as_matrix(self.scale.square()), bias_variance)
+        return _LowRankOutputs(self, linear_map, x, mean, variance)
+
+    def spread(self, moment: Tensor) -> Tensor:
+        """Return ``alpha sum_k V_k S V_k'``, plus the diagonal part's variances."""
+        directions = self.factors.reshape(self.rank, self.event_shape[0], -1)
+        low_rank = torch.einsum("kia,...ab,kjb->...ij", directions, moment, directions)
+        unit = self.as_matrix(self.scale.square().expand(self.loc.shape))
+        diagonal = moment.diagonal(dim1=-2, dim2=-1) @ unit.mT
+        return self.alpha * low_rank + torch.diag_embed(diagonal)
+
+    def rows(self, index: Tensor) -> "LowRankNormal":
+        """Return the distribution of rows ``W[index]``: low rank plus diagonal."""
+        check_index(self, index)
+        loc = F.embedding(index, self.loc)
+        scale = self.scale if self.is_isotropic else F.embedding(index, self.scale)
+        factors = torch.stack([F.embedding(index, factor) for factor in self.factors], 1)
+        return LowRankNormal(loc, factors, scale, self.alpha, event_dim=2, validate_args=False)
+
+    @checked
+    def rearranged(self, arrangement: Arrangement) -> "LowRankNormal | None":
+        """Return the distribution in another order: low rank plus diagonal, unless it is a stack."""
+        if arrangement.stack:
+            return None
+        loc, factors = arrangement(self.loc), arrangement(self.factors)
+        scale = self.scale.reshape(()) if self.is_isotropic else arrangement(self.scale)
+        event_dim = arrangement.event_dim
+        return LowRankNormal(loc, factors, scale, self.alpha, event_dim, validate_args=False)
+
+    def _isotropic_image_variance(
+        self, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> Tensor:
+        """Return the diagonal part's variance, which is one number where inputs are shared."""
+        unit = meet_channels(linear_map, self.scale.square().reshape(*self.batch_shape, 1))
+        variance = unit * linear_map.squared_norm(x, self.event_shape[0])
+        if bias_variance is None:
+            return variance
+        return variance + meet_channels(linear_map, shrink(bias_variance, 1))
+
+
+class _LowRankOutputs(GaussianOutputs):
+    """Outputs of a low-rank weight; the images of its directions are formed only for moments."""
+
+    def __init__(
+        self, weight: LowRankNormal, linear_map: LinearMap, x: Tensor, loc: Tensor, diagonal: Tensor
+    ) -> None:
+        super().__init__(loc, linear_map.event_dim(loc))
+        out = weight.event_shape[0]
+        self._matrices = weight.factors.reshape(*weight.batch_shape, weight.rank, out, -1)
+        self._alpha, self._linear_map, self._x = weight.alpha, linear_map, x
+        self._diagonal = diagonal.expand(loc.shape)
+
+    @property
+    def factors(self) -> Tensor:
+        """The images ``V_k x`` of the directions, ``(*batch_shape, K, *event_shape)``."""
+        images = self._linear_map.stack(self._x, self._matrices)
+        return images.expand(*self.batch_shape, self._matrices.shape[-3], *self.event_shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        low_rank = self.factors.square().sum(len(self.batch_shape))
+        return self._alpha * low_rank + self._diagonal
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
+        factors = self.factors.flatten(len(self.batch_shape) + 1)
+        diagonal = torch.diag_embed(self._diagonal.flatten(len(self.batch_shape)))
+        return self._alpha * factors.mT @ factors + diagonal
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        shape = self._extended_shape(torch.Size(sample_shape))
+        lead = shape[: len(shape) - len(self.event_shape)]
+        rank = self._matrices.shape[-3]
+        coefficients = self._alpha**0.5 * standard_normal((*lead, rank), self.loc)
+        if sample_shape:
+            flat = self.factors.flatten(len(self.batch_shape) + 1)
+            low_rank = (coefficients.unsqueeze(-2) @ flat).squeeze(-2)
+            draws = self.loc + low_rank.reshape(shape)
+        else:
+            draws = self._linear_map.combine(self._x, coefficients, self._matrices, onto=self.loc)
+        return torch.addcmul(draws, standard_normal(shape, self.loc), floored_sqrt(self._diagonal))
+
+
+def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
+    """Return how many trailing dimensions are one weight, or raise if the shapes do not tell."""
+    found = []
+    for batch_dim in range(loc.dim()):
+        batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]
+        rank = factors.shape[batch_dim : batch_dim + 1]
+        if factors.shape == batch + rank + event and rank.numel() > 0:
+            found.append(len(event))
+    if event_dim in found:
+        return event_dim
+    given = f"{shape_text(factors.shape)} for {shape_text(loc.shape)}"
+    if not found or event_dim is not None:
+        raise ValueError(
+            "`factors` must have shape (*batch, K, out, *rest) for `loc` (*batch, out, *rest)"
+            f"{'' if event_dim is None else f' with `event_dim={event_dim}`'}, but "
+            f"got {given}."
+        )
+    if len(found) > 1 and loc.dim() > 2:
+        raise ValueError(
+            f"`event_dim` must be given, one of {found}, since K is also the size of a dimension "
+            f"beside it: `factors` have shape {given}. A matrix has event_dim=2."
+        )
+    return found[0]
+
+
+Diagonal = Literal["constant", "isotropic", "full"]
+
+CONSTANT = 0.1  # what a constant diagonal has of 1 / sqrt(fan-in), and at most of the prior
+
+
+@dataclass(frozen=True)
+class LowRank(MatrixFamily):
+    """Normals with K directions in which all elements of a site vary together, and a diagonal.
+
+    Parameters are ``loc``, ``factors (K, *shape)`` and, where it is learned, ``log_scale`` of the
+    diagonal part: one number, or ``(*shape)``.
+
+    Args:
+        rank: The number K of directions, at least 1.
+        diagonal: The diagonal part of the covariance: "constant" is ELRG-VI, "full" ELRG-D-VI;
+            "isotropic" learns one variance for each site.
+        diagonal_variance: The variance of a constant diagonal; that of the paper is exp(-10). When None,
+            its standard deviation is 0.1 over the root of the fan-in, so that outputs have little noise,
+            and at most a tenth of the prior's.
+        alpha: What multiplies the low-rank part; 1/K when None, as in the paper.
+        join_bias: Whether a layer's bias is a further column of its weight.
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"*.weight": LowRank(rank=2, join_bias=True)})
+        >>> guide["net.weight"]().covariance_matrix.shape
+        torch.Size([15, 15])
+
+    References:
+        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
+        neural networks", section 3. The constant exp(-10) is that of the authors' code.
+    """
+
+    rank: Count = 1
+    diagonal: Diagonal = "constant"
+    diagonal_variance: Positive | None = None
+    alpha: Positive | None = None
+    delayed: ClassVar[tuple[str, ...]] = ("factors",)
+    needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
+
+    @property
+    def moves_in_own_coordinates(self) -> bool:  # type: ignore[override]
+        """Not with a constant diagonal, which leaves ``rank`` directions; docs/design.md has figures."""
+        return self.diagonal != "constant"
+
+    @property
+    def constants(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The name of the constant diagonal's scale, where it follows from the site."""
+        follows = self.diagonal == "constant" and self.diagonal_variance is None
+        return ("diagonal_scale",) if follows else ()
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if self.diagonal_variance is not None and self.diagonal != "constant":
+            raise ValueError(
+                f'`diagonal_variance` is for diagonal="constant"; with "{self.diagonal}" it is '
+                "learned. Leave it out, and set its start by the guide's `init_scale`."
+            )
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site is a weight or a vector."""
+        return site.is_real and not site.is_batch and len(site.shape) >= 1
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start so that elements have the variance ``scale^2`` on average.
+
+        A learned diagonal takes half of it, the directions the other half; a constant one is added.
+        """
+        constant = self.diagonal == "constant"
+        part = scale if constant else scale / math.sqrt(2)
+        spread = part / math.sqrt(self.rank * self._alpha)
+        parameters = {
+            "loc": loc.clone(),
+            "factors": spread * loc.new_empty(self.rank, *loc.shape).normal_(),
+        }
+        if self.constants:
+            parameters["diagonal_scale"] = loc.new_tensor(_constant_scale(site))
+        if not constant:
+            shape = loc.shape if self.diagonal == "full" else ()
+            parameters["log_scale"] = loc.new_full(shape, math.log(part))
+        return parameters
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> LowRankNormal:
+        """Return the low-rank Normal."""
+        loc = parameters["loc"]
+        if self.constants:
+            scale = parameters["diagonal_scale"]
+        elif self.diagonal_variance is not None:
+            scale = loc.new_full((), math.sqrt(self.diagonal_variance))
+        else:
+            scale = parameters["log_scale"].exp()
+        return LowRankNormal(
+            loc, parameters["factors"], scale, self._alpha, site.event_dim, validate_args=False
+        )
+
+    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
+        """Return a tenth of the site's unit for the directions, which are deviations from the mean."""
+        return 0.1 * site.unit if name == "factors" else super().unit(site, name, value)
+
+    @property
+    def _alpha(self) -> float:
+        return 1 / self.rank if self.alpha is None else self.alpha
+
+
+def _constant_scale(site: LatentSite) -> float:
+    """Return the standard deviation of a constant diagonal that nobody has chosen."""
+    inputs = site.fan_in or site.shape[1:].numel()
+    most = math.inf if site.prior_scale is None else site.prior_scale
+    return CONSTANT * min(1 / math.sqrt(inputs), most)
+
+
+class AutoLowRankLRT(StructuredGuide):
+    """Low rank plus diagonal at every weight and vector, drawn by local reparameterization.
+
+    With a constant diagonal this is ELRG-VI, for which the paper takes ``diagonal_variance=exp(-10)``;
+    with a full one it is ELRG-D-VI.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        rank: The number K of directions in which the elements of a site vary together.
+        diagonal: The diagonal part: "constant", "isotropic" (one learned number for each site) or
+            "full".
+        diagonal_variance: The variance of a constant diagonal; that of the paper is exp(-10), which
+            costs a nat for each element and factor of e by which the posterior is wider. When None, the
+            standard deviation is 0.1 over the root of the fan-in, and at most a tenth of the prior's.
+        alpha: What multiplies the low-rank part; 1/K when None.
+        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
+            together.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> net = torch.nn.Linear(400, 400, bias=False)
+        >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
+        >>> sum(parameter.numel() for parameter in AutoLowRankLRT(model, rank=2).parameters())
+        480000
+
+    References:
+        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
+        neural networks".
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        rank: int = 1,
+        diagonal: Diagonal = "constant",
+        *,
+        diagonal_variance: float | None = None,
+        alpha: float | None = None,
+        join_bias: bool = False,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        family = LowRank(rank, diagonal, diagonal_variance, alpha, join_bias=join_bias)
+        super().__init__(model, {"*": family}, **options)

@@ -1,0 +1,260 @@
+"""Mean field: independent normals."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import (
+    Positive,
+    check_broadcastable,
+    check_positive,
+    check_shape,
+    checked,
+)
+from pyro_structvi.linalg.formed_once import formed_once
+from pyro_structvi.linalg.fused import variance_and_sums
+from pyro_structvi.linalg.matrices import shrink
+from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.maps.readings import Arrangement
+from pyro_structvi.sites.choosing import DEFAULTS, GuideOptions
+from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.parameterization import capped_log, uncapped
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.arguments import check_index
+from pyro_structvi.weights.gaussian import IndependentWeight
+from pyro_structvi.weights.outputs import NormalOutputs, square
+
+
+class MeanFieldNormal(IndependentWeight):
+    r"""Independent normals, :math:`W_{ij} \sim N(\mu_{ij}, \sigma_{ij}^2)`.
+
+    Its image under ``x`` is again one of these, with variance :math:`\sum_j \sigma_{ij}^2 x_j^2`
+    (local reparameterization).
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        scale: Standard deviations, positive, broadcastable to ``loc``.
+        event_dim: How many trailing dimensions are the weight; all of them when None.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If ``scale`` does not broadcast to ``loc``, or is not positive.
+
+    Example:
+        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(0.5))
+        >>> q.image(torch.tensor([3.0, 0.0, 4.0])).variance
+        tensor([6.2500, 6.2500])
+
+    References:
+        Kingma, Salimans and Welling (2015), "Variational dropout and the local reparameterization
+        trick", Eq. 6.
+    """
+
+    arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
+    scale: Tensor
+
+    @checked
+    def __init__(
+        self,
+        loc: Tensor,
+        scale: Tensor | float,
+        event_dim: int | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        scale = torch.as_tensor(scale).to(loc) if isinstance(scale, (int, float)) else scale
+        super().__init__(
+            {"loc": loc, "scale": scale},
+            loc.dim() if event_dim is None else event_dim,
+            validate_args,
+        )
+        if self._validate_args:
+            check_broadcastable("scale", scale, loc.shape, "the shape of `loc`")
+            check_positive("scale", scale)
+        self.scale = scale.expand(loc.shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return shrink(self.scale, len(self.event_shape)).square().expand(self.scale.shape)
+
+    @property
+    def stddev(self) -> Tensor:
+        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.scale
+
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> NormalOutputs:
+        """Return the distribution of the outputs: independent normals."""
+        variance = linear_map(square(x), self.as_matrix(self.variance), bias_variance)
+        return NormalOutputs(linear_map, mean, variance)
+
+    def rows(self, index: Tensor) -> "MeanFieldNormal":
+        """Return the distribution of rows ``W[index]``: independent normals."""
+        check_index(self, index)
+        loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
+        return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
+
+    @checked
+    def rearranged(self, arrangement: Arrangement) -> "MeanFieldNormal":
+        """Return the distribution of the weight in another order of its dimensions."""
+        loc, scale = arrangement(self.loc), arrangement(self.scale)
+        return MeanFieldNormal(loc, scale, arrangement.event_dim, validate_args=False)
+
+
+class LogScaleNormal(MeanFieldNormal):
+    """Independent normals by the logarithms of their standard deviations.
+
+    Variances are formed once for the outputs and the divergence, with all their gradients in one pass;
+    standard deviations only where weights are drawn. Variances are kept with their graph: make a new one
+    for each backward pass.
+
+    Args:
+        loc: Means, ``(*batch, out, *rest)``.
+        log_scale: Logarithms of the standard deviations, of the same shape.
+        event_dim: How many trailing dimensions are the weight; all of them when None.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If the shapes of ``log_scale`` and ``loc`` differ.
+
+    Example:
+        >>> q = LogScaleNormal(torch.zeros(2, 3), torch.zeros(2, 3))
+        >>> q.scale
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+
+    arg_constraints: ClassVar = {"loc": constraints.real, "log_scale": constraints.real}
+    log_scale: Tensor
+
+    @checked
+    def __init__(
+        self,
+        loc: Tensor,
+        log_scale: Tensor,
+        event_dim: int | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        event_dim = loc.dim() if event_dim is None else event_dim
+        parameters = {"loc": loc, "log_scale": log_scale}
+        IndependentWeight.__init__(self, parameters, event_dim, validate_args)
+        if self._validate_args:
+            check_shape("log_scale", log_scale, loc.shape, "that of `loc`")
+
+    @property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.log_scale.exp()
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self._variance_and_sums[0] if self._with_grad else self._variance_alone
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, ``(*batch_shape,)``."""
+        return self._variance_and_sums[1] if self._with_grad else super().variance_sum
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        if self._with_grad:
+            return self._variance_and_sums[2]
+        return 2 * self._event_sum(self.log_scale)
+
+    def rows(self, index: Tensor) -> MeanFieldNormal:
+        """Return the distribution of rows ``W[index]``: independent normals."""
+        check_index(self, index)
+        loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
+        return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
+
+    @checked
+    def rearranged(self, arrangement: Arrangement) -> MeanFieldNormal:
+        """Return the distribution of the weight in another order of its dimensions."""
+        loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)
+        return LogScaleNormal(loc, log_scale, arrangement.event_dim, validate_args=False)
+
+    @formed_once
+    def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        return variance_and_sums(self.log_scale, len(self.event_shape))
+
+    @formed_once
+    def _variance_alone(self) -> Tensor:
+        return (2 * self.log_scale).exp_()  # a prediction has no use for the sums
+
+
+@dataclass(frozen=True)
+class MeanField(Family):
+    """Independent normals; two parameters for each element, ``loc`` and ``log_scale``.
+
+    Args:
+        max_scale: The most that a standard deviation may be; no bound when None. A bound keeps a
+            posterior from underfitting where its prior is wide.
+
+    Raises:
+        ValueError: If ``max_scale`` is not a positive number.
+
+    Example:
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> import pyro
+        >>> model = lambda: pyro.sample("w", pyro.distributions.Normal(torch.zeros(3), 1).to_event())
+        >>> guide = StructuredGuide(model, {"w": MeanField()})
+        >>> guide.initialize()
+        >>> guide.draw()["w"].shape
+        torch.Size([3])
+    """
+
+    max_scale: Positive | None = field(default=None, repr=False)
+    needs: ClassVar[str] = "a site with real values"
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site takes every real value."""
+        return site.is_real
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start at ``loc`` with the same standard deviation everywhere, at most half the bound."""
+        return {
+            "loc": loc.clone(),
+            "log_scale": torch.full_like(loc, uncapped(scale, self.max_scale)),
+        }
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> LogScaleNormal:
+        """Return the normals; batch dimensions are those of the site's plates."""
+        log_scale = capped_log(parameters["log_scale"], self.max_scale)
+        return LogScaleNormal(parameters["loc"], log_scale, site.event_dim, validate_args=False)
+
+
+DEFAULTS.append(MeanField())
+
+
+class MeanFieldGuide(StructuredGuide):
+    """Mean field at every site: independent normals, drawn by local reparameterization.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Regressor, bayesianize
+        >>> model = Regressor(bayesianize(torch.nn.Linear(2, 1), prior=1.0), num_data=8, noise_scale=0.1)
+        >>> sum(parameter.numel() for parameter in MeanFieldGuide(model).parameters())
+        6
+
+    References:
+        Blundell et al. (2015), "Weight uncertainty in neural networks"; Kingma, Salimans and
+        Welling (2015) for the local reparameterization.
+    """
+
+    def __init__(self, model: Callable[..., Any], **options: Unpack[GuideOptions]) -> None:
+        super().__init__(model, {"*": MeanField()}, **options)

@@ -1,0 +1,131 @@
+"""A mixture of normals around zero with several scales: a spike and a slab."""
+
+import math
+from typing import Any, ClassVar, Self
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+
+from pyro_structvi._checks import check_positive, check_same_kind, checked, shape_text
+from pyro_structvi.linalg.matrices import shrink
+from pyro_structvi.weights.arguments import as_expanded, as_size, check_value
+
+
+class ScaleMixtureNormal(TorchDistribution):
+    r"""A number from one of K normals around zero, chosen with known probabilities.
+
+    .. math:: p(w) = \sum_k \pi_k\, N(w; 0, \sigma_k^2)
+
+    With a small and a large scale it is the "spike and slab" of Blundell et al. (2015): most weights are
+    next to nothing, some are not. A prior of single elements, for ``bayesianize``. The KL of a normal
+    from it has no closed form; :class:`~pyro_structvi.StructuredELBO` samples it.
+
+    Args:
+        scales: The standard deviations, positive, ``(*batch, K)``.
+        probs: The probabilities, positive, of the same shape or broadcasting to it; scaled to add up to
+            one.
+        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
+            setting when None.
+
+    Raises:
+        ValueError: If the shapes do not fit each other, a scale or a probability is not positive, or
+            dtypes or devices differ.
+
+    Example:
+        >>> prior = ScaleMixtureNormal(torch.tensor([1.0, 0.1]), torch.tensor([0.25, 0.75]))
+        >>> prior.variance
+        tensor(0.2575)
+        >>> from pyro_structvi import bayesianize
+        >>> bayesianize(torch.nn.Linear(3, 2), prior=prior).weight.shape
+        torch.Size([2, 3])
+
+    References:
+        Blundell, Cornebise, Kavukcuoglu and Wierstra (2015), "Weight uncertainty in neural networks",
+        section 3.3.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {
+        "scales": constraints.independent(constraints.positive, 1),
+        "probs": constraints.simplex,
+    }
+    support = constraints.real
+    scales: Tensor
+    probs: Tensor
+
+    @checked
+    def __init__(self, scales: Tensor, probs: Tensor, validate_args: bool | None = None) -> None:
+        if validate_args is None:
+            validate_args = Distribution._validate_args
+        if validate_args:
+            check_same_kind("probs", probs, "scales", scales)
+            check_positive("scales", scales)
+            check_positive("probs", probs)
+            if not scales.dim() or scales.shape[-1:] != probs.shape[-1:]:
+                raise ValueError(
+                    "`scales` and `probs` must have shape (*batch, K) with one K, but got "
+                    f"{shape_text(scales.shape)} and {shape_text(probs.shape)}."
+                )
+        self.scales, self.probs = torch.broadcast_tensors(
+            scales, probs / probs.sum(-1, keepdim=True)
+        )
+        super().__init__(self.scales.shape[:-1], validate_args=False)
+        self._validate_args: bool = validate_args
+
+    @property
+    def mean(self) -> Tensor:
+        """Zero, ``(*batch_shape,)``."""
+        return self.scales.new_zeros(()).expand(self.batch_shape)
+
+    @property
+    def mode(self) -> Tensor:
+        """Zero, where every component has its mode, ``(*batch_shape,)``."""
+        return self.mean
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance, ``(*batch_shape,)``."""
+        scales, probs = self._components
+        return (probs * scales.square()).sum(-1).expand(self.batch_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density, in nats, with shape ``(*sample, *batch_shape)``."""
+        if self._validate_args:
+            check_value(value, "scales", self.scales, self.batch_shape, torch.Size())
+        scales, probs = self._components
+        exponents = -0.5 * (value.unsqueeze(-1) / scales).square()
+        logs = exponents + (probs / scales).log()
+        # Torch's logsumexp has gradients off by a factor where the logs are large.
+        largest = logs.detach().amax(-1, keepdim=True)
+        total = largest.squeeze(-1) + (logs - largest).exp().sum(-1).log()
+        return total - 0.5 * math.log(2 * math.pi)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw numbers ``(*sample_shape, *batch_shape)``; they carry no gradients."""
+        shape = self._extended_shape(as_size("sample_shape", sample_shape))
+        scales, probs = (value.detach() for value in self._components)
+        uniform = torch.rand((*shape, 1), dtype=scales.dtype, device=scales.device)
+        chosen = (uniform >= probs.cumsum(-1)[..., :-1]).sum(-1, keepdim=True)
+        scale = scales.expand(*shape, -1).gather(-1, chosen).squeeze(-1)
+        return scale * torch.randn_like(scale)
+
+    @property
+    def _components(self) -> tuple[Tensor, Tensor]:
+        """Scales and probabilities, with batch dimensions that repeat one entry at size 1."""
+        scales, probs = (
+            shrink(value.movedim(-1, 0), len(self.batch_shape)).movedim(0, -1)
+            for value in (self.scales, self.probs)
+        )
+        return scales, probs
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
+        """Return this distribution with a larger batch shape, sharing memory."""
+        batch_shape = as_expanded(batch_shape, self.batch_shape)
+        new: Self = self._get_checked_instance(type(self), _instance)
+        new.scales, new.probs = (
+            value.expand(*batch_shape, -1) for value in (self.scales, self.probs)
+        )
+        TorchDistribution.__init__(new, batch_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new

@@ -1,0 +1,259 @@
+"""A posterior over chosen elements, with points elsewhere."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import check_mask, check_shape, checked
+from pyro_structvi.sites.choosing import GuideOptions
+from pyro_structvi.sites.coupling import Coupling, SharedPosterior, couple
+from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.ensemble import PointMixture
+from pyro_structvi.structures.full_covariance import FullCovariance
+from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.weight_distribution import WeightDistribution
+
+
+@dataclass(frozen=True, eq=False)
+class Subnetwork(Family):
+    """One posterior over chosen elements of several sites together; the others are points.
+
+    A site has the buffers ``rest``, its values, and ``index``, which elements are chosen; the S
+    chosen elements of all sites of this family are one vector, whose parameters are in the guide's
+    ``couplings``.
+
+    Args:
+        chosen: Which elements, a mask of booleans for each site by name; a site without one has none
+            that is chosen. All elements of all sites when None.
+        posterior: The family of the vector's posterior.
+        train_rest: Whether the other elements are trained along, as point estimates.
+
+    Raises:
+        TypeError: If a mask is not a tensor of booleans, or the posterior is not a family of vectors.
+        ValueError: When a guide is made: if a mask has not its site's shape, or nothing is chosen.
+        MemoryError: When a guide is made, if a full covariance would take too much.
+
+    Example:
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi.families import PointEstimate
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> model = Classifier(bayesianize(net, prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"net.2.*": Subnetwork(), "*": PointEstimate()})
+        >>> sum(parameter.numel() for parameter in guide.parameters()) == 40 + 27 + 27 * 28 // 2
+        True
+
+    References:
+        Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato (2021), "Bayesian deep learning
+        via subnetwork inference".
+    """
+
+    chosen: Mapping[str, Tensor] | None = field(default=None, repr=False, compare=False)
+    posterior: Family = field(default_factory=FullCovariance)
+    train_rest: bool = False
+    needs: ClassVar[str] = "a site with real values, in no plate"
+
+    def __post_init__(self) -> None:
+        """Check the types; masks' shapes are checked at the sites."""
+        super().__post_init__()
+        for name, mask in (self.chosen or {}).items():
+            check_mask(f"chosen['{name}']", mask)
+
+    @property
+    def constants(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of what is not trained."""
+        return ("index",) if self.train_rest else ("rest", "index")
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site takes every real value."""
+        return site.is_real and not site.is_batch
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start at ``loc``, where the chosen elements have the standard deviation ``scale``."""
+        if self.chosen is None:
+            return {"rest": loc.clone(), "index": torch.arange(loc.numel(), device=loc.device)}
+        mask = self.chosen.get(site.name, torch.zeros(loc.shape, dtype=torch.bool))
+        check_shape(f"chosen['{site.name}']", mask, loc.shape, "that of the site")
+        return {"rest": loc.clone(), "index": mask.flatten().nonzero().squeeze(-1).to(loc.device)}
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> "PartlyChosen":
+        """Return the values, into which the chosen ones are to be put."""
+        return PartlyChosen(parameters["rest"], site.event_dim, parameters["index"])
+
+
+@dataclass(frozen=True)
+class ChosenPart:
+    """A site's part of the vector of chosen elements: its value, mean and variance, ``(size,)``."""
+
+    value: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+class PartlyChosen(PointMass):
+    """The values of a site, of which some are yet to come."""
+
+    def __init__(self, rest: Tensor, event_dim: int, index: Tensor) -> None:
+        super().__init__(rest, event_dim, validate_args=False)
+        self._index = index
+
+    def given(self, part: ChosenPart) -> PointMass:
+        """Return the distribution of the site where the chosen elements are drawn elsewhere."""
+        value, mean = (self._put(self.v, chosen) for chosen in (part.value, part.mean))
+        variance = self._put(torch.zeros_like(self.v), part.variance)
+        return PointMass(value, self.event_dim, mean, variance, validate_args=False)
+
+    def _put(self, values: Tensor, chosen: Tensor) -> Tensor:
+        flat: Tensor = values.flatten().scatter(0, self._index, chosen)
+        return flat.reshape(values.shape)
+
+
+class JointSubnetwork(SharedPosterior):
+    """The posterior of the chosen elements of several sites, one after another in a vector.
+
+    Its auxiliary site counts the entropy; the sites count their priors.
+
+    Args:
+        family: Its family.
+        posteriors: The sites.
+        scale: The standard deviation that each element starts with.
+    """
+
+    def __init__(
+        self, family: Family, posteriors: Mapping[str, SitePosterior], scale: float
+    ) -> None:
+        starts = {
+            name: post.value("rest").flatten()[post.value("index")]
+            for name, post in posteriors.items()
+        }
+        loc = torch.cat(list(starts.values()))
+        if not len(loc):
+            raise ValueError(
+                f"`chosen` must choose at least one element of the sites {list(starts)}, but all its "
+                "masks there are false."
+            )
+        site = LatentSite(f"subnetwork of {next(iter(starts))}", loc.shape, 1, constraints.real)
+        if not family.fits(site):
+            raise TypeError(
+                f"{family} needs {family.needs}, but the chosen elements are one vector. Use "
+                "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
+            )
+        super().__init__(posteriors, SitePosterior(family, site, family.init(site, loc, scale)))
+        q = self.posterior()
+        if not isinstance(q, WeightDistribution) or isinstance(q, PointMixture):
+            raise TypeError(
+                f"The chosen elements need a posterior with a density, but got {family}. Use "
+                "`FullCovariance()`, `LowRank(rank=2)` or `MeanField()`."
+            )
+        self.sizes = {name: len(start) for name, start in starts.items()}
+
+    @property
+    def coupled(self) -> tuple[str, ...]:
+        """The sites of which something is chosen."""
+        return tuple(name for name, size in self.sizes.items() if size)
+
+    def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
+        """Whether sites that are found late may join: those of which nothing is chosen."""
+        return not any(len(post.value("index")) for post in posteriors.values())
+
+    def split(self, value: Tensor, q: Any) -> dict[str, Any]:
+        """Return each site's chosen elements, with their means and variances."""
+        parts = (vector.split(list(self.sizes.values())) for vector in (value, q.mean, q.variance))
+        return {
+            name: ChosenPart(*part)
+            for name, part in zip(self.sizes, zip(*parts, strict=True), strict=True)
+        }
+
+
+@couple.register
+def _(family: Subnetwork, posteriors: Mapping[str, SitePosterior], scale: float) -> Coupling | None:
+    return JointSubnetwork(family.posterior, posteriors, scale)
+
+
+class SubnetworkGuide(StructuredGuide):
+    """A full covariance over chosen elements of all layers together, points for the others.
+
+    Sites on part of the real line, such as a noise scale, and sites in plates get mean field.
+
+    Fit a :class:`MAPGuide` first, choose elements with :mod:`pyro_structvi.subnetwork`, and fit this
+    guide around it. To choose whole layers, write :class:`StructuredGuide` with the family
+    :class:`~pyro_structvi.families.Subnetwork` for their pattern.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        chosen: Which elements of each site, masks of booleans by site; all of none that is missing.
+        center: The guide whose medians this one starts at, and keeps for what is not chosen.
+        posterior: The family of the vector of chosen elements; a :class:`FullCovariance` when None.
+        train_rest: Whether the other elements are trained along, as point estimates.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Raises:
+        TypeError: If a mask is not a tensor of booleans.
+        ValueError: If a mask has not its site's shape or, at the first call, fits no site; if nothing
+            is chosen; or if both ``center`` and ``init_loc_fn`` are given.
+        MemoryError: If the full covariance would take too much.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, MAPGuide, bayesianize, subnetwork
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> center = MAPGuide(model)  # to be fitted
+        >>> x = torch.randn(10, 4)
+        >>> chosen = subnetwork.largest(subnetwork.laplace_variances(model, center, x), size=6)
+        >>> guide = SubnetworkGuide(model, chosen, center)
+        >>> sum(parameter.numel() for parameter in guide.parameters())
+        27
+
+    References:
+        Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato (2021), "Bayesian deep learning
+        via subnetwork inference", ICML.
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        chosen: Mapping[str, Tensor],
+        center: StructuredGuide | None = None,
+        *,
+        posterior: Family | None = None,
+        train_rest: bool = False,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        if center is not None:
+            if options.get("init_loc_fn") is not None:
+                raise ValueError("Give one of `center` and `init_loc_fn`, but got both.")
+            values = center.median()
+            if not chosen.keys() <= values.keys():
+                raise ValueError(
+                    f"`center` must be a guide of the same model, but of the sites of `chosen`, "
+                    f"{list(chosen)}, it has only {[name for name in chosen if name in values]}."
+                )
+            options["init_loc_fn"] = lambda site: values.get(site["name"])
+        family = Subnetwork(
+            chosen, FullCovariance() if posterior is None else posterior, train_rest
+        )
+        super().__init__(model, {"*": family}, **options)
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Do as :meth:`StructuredGuide.initialize` does, and check that every mask has a site."""
+        super().initialize(*args, **kwargs)
+        family = self.families["*"]
+        assert isinstance(family, Subnetwork)
+        chosen = family.chosen or {}
+        served = [
+            name for name in chosen if name in self and isinstance(self[name].family, Subnetwork)
+        ]
+        missing = [name for name in chosen if name not in served]
+        if missing:
+            raise ValueError(
+                f"`chosen` has masks for {missing}, but of the model's sites {self.site_names} only "
+                "those with real values, in no plate, can be chosen from."
+            )

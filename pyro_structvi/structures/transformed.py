@@ -1,0 +1,131 @@
+"""Mean field in the unconstrained space of a site."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import TransformedDistribution
+from pyro.distributions.torch_distribution import ExpandedDistribution
+from torch import Tensor
+from torch.distributions import Distribution, Independent, kl_divergence, register_kl
+
+from pyro_structvi.linalg.matrices import event_sum
+from pyro_structvi.linalg.quadrature import gauss_hermite
+from pyro_structvi.sites.choosing import DEFAULTS
+from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
+from pyro_structvi.structures.mean_field import MeanFieldNormal
+
+_NODES = (
+    32  # exact for polynomials of degree 63 in the normal; of exp(z), to 1e-12 up to a scale of 1
+)
+
+
+class TransformedNormal(TransformedDistribution):
+    r"""Independent normals pushed onto the support of a site by a bijection f.
+
+    Against a prior p with independent elements, where f acts on each element alone,
+
+    .. math:: \mathrm{KL} = \mathrm{E}_z[-\log p(f(z)) - \log |f'(z)|] - \mathrm{H}[z],
+
+    one-dimensional expectations under the normals z, by Gauss-Hermite quadrature with 32 nodes. For a
+    log-normal posterior they are exact to rounding against log-normal, half-normal and gamma priors; the
+    error against a half-Cauchy is below 1e-5 nats up to a scale of 2 of the logarithm. Other priors have
+    no KL here.
+
+    Args:
+        base_dist: The normals, an independent weight with its elements as event dimensions.
+        transforms: The bijection, as a list.
+
+    Example:
+        >>> from pyro.distributions import HalfNormal
+        >>> from torch.distributions import ExpTransform, kl_divergence
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> normal = MeanFieldNormal(torch.zeros(3), torch.tensor(0.1))
+        >>> q = TransformedNormal(normal, [ExpTransform()])
+        >>> kl_divergence(q, HalfNormal(torch.ones(3)).to_event(1)).shape
+        torch.Size([])
+    """
+
+    def at(self, nodes: Tensor) -> Tensor:
+        """Return the values ``(count, *shape)`` at numbers of the standard normal, ``(count,)``."""
+        normal = self.base_dist
+        value = normal.mean + normal.stddev * nodes.reshape(-1, *(1 for _ in normal.mean.shape))
+        for transform in self.transforms:
+            value = transform(value)
+        found: Tensor = value
+        return found
+
+
+@register_kl(TransformedNormal, torch.distributions.TransformedDistribution)
+@register_kl(TransformedNormal, Distribution)
+def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
+    """KL to a prior with independent elements.
+
+    Raises:
+        NotImplementedError: If elements of the prior, or of the bijection, depend on each other.
+    """
+    if isinstance(p, torch.distributions.TransformedDistribution) and q.transforms == p.transforms:
+        return kl_divergence(q.base_dist, p.base_dist)
+    element = p
+    while isinstance(element, (Independent, ExpandedDistribution)):
+        element = element.base_dist
+    is_of_elements = all(transform.codomain.event_dim == 0 for transform in q.transforms)
+    if element.event_shape or not is_of_elements or p.event_shape != q.event_shape:
+        raise NotImplementedError
+    normal = q.base_dist
+    nodes, weights = (
+        part.reshape(-1, *[1] * normal.mean.dim()) for part in gauss_hermite(_NODES, normal.mean)
+    )
+    value = normal.mean + normal.stddev * nodes
+    log_derivative = torch.zeros_like(value)
+    for transform in q.transforms:
+        before, value = value, transform(value)
+        log_derivative = log_derivative + transform.log_abs_det_jacobian(before, value)
+    expected = (weights * (element.log_prob(value) + log_derivative)).sum(0)
+    entropy = normal.stddev.log() + 0.5 * math.log(2 * math.pi * math.e)
+    return event_sum(-expected - entropy, len(q.event_shape))
+
+
+@dataclass(frozen=True)
+class TransformedMeanField(Family):
+    """Independent normals pushed onto the site's support; a log-normal where that is positive.
+
+    The density carries the Jacobian, so every ELBO is unbiased. Against a prior with independent
+    elements the KL is computed by quadrature, exactly for a log-normal one; against others
+    :class:`~pyro_structvi.StructuredELBO` samples it.
+
+    Example:
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> import pyro
+        >>> model = lambda: pyro.sample("noise", pyro.distributions.HalfNormal(1.0))
+        >>> guide = StructuredGuide(model, {})
+        >>> guide.initialize()
+        >>> bool(guide.draw()["noise"] > 0)
+        True
+    """
+
+    needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
+
+    def fits(self, site: LatentSite) -> bool:
+        """Whether the site is continuous, with a bijection onto its support."""
+        return has_bijection(site.support)
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start at ``loc``, with the same standard deviation for each unconstrained element."""
+        unconstrained = bijection_onto(site.support).inv(loc).clone()
+        return {
+            "loc": unconstrained,
+            "log_scale": torch.full_like(unconstrained, scale).log(),
+        }
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> Any:
+        """Return the transformed normal; batch dimensions are those of the site's plates."""
+        loc, scale = parameters["loc"], parameters["log_scale"].exp()
+        plates = len(site.shape) - site.event_dim
+        base = MeanFieldNormal(loc, scale, loc.dim() - plates, validate_args=False)
+        return TransformedNormal(base, [bijection_onto(site.support)], validate_args=False)
+
+
+DEFAULTS.append(TransformedMeanField())

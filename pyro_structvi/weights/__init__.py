@@ -1,0 +1,1 @@
+"""Distributions over weights, and lazily sampled weights."""

@@ -1,0 +1,216 @@
+"""Tensor arguments of distributions, and the members that a structure must define."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import (
+    Whole,
+    brief,
+    check,
+    check_cholesky_factor,
+    check_finite,
+    check_no_nan,
+    check_positive,
+    check_real,
+    check_same_kind,
+    check_shape,
+    shape_text,
+)
+from pyro_structvi._torch import inside_jit_trace
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What the annotation of a tensor argument says of it, beside its type.
+
+    Args:
+        shape: Its dimensions behind those of the batch, such as ``"out, in, in"``. ``out`` and ``in``
+            are those of the weight as a matrix, and ``D`` is their product; ``in / g`` is a quotient;
+            any other letter is a size of its own, the same in all arguments.
+        constraint: Where its values lie.
+    """
+
+    shape: str
+    constraint: Any = constraints.real
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """The dimensions one by one."""
+        return tuple(self.shape.split(", "))
+
+
+def declared(cls: type) -> dict[str, Argument]:
+    """Return what the annotations of a class itself say of its arguments, by name.
+
+    Raises:
+        NameError: If annotations are strings, by ``from __future__ import annotations``, and one that
+            has an :class:`Argument` names what the class's file does not know.
+    """
+    annotations = inspect.get_annotations(cls)
+    if any(
+        isinstance(hint, str) and f"{Argument.__name__}(" in hint for hint in annotations.values()
+    ):
+        annotations = inspect.get_annotations(cls, eval_str=True)
+    found = {name: getattr(hint, "__metadata__", ()) for name, hint in annotations.items()}
+    return {
+        name: metadata[0]
+        for name, metadata in found.items()
+        if metadata and isinstance(metadata[0], Argument)
+    }
+
+
+def event_dim_of(parameters: Mapping[str, Tensor], arguments: Mapping[str, Argument]) -> int:
+    """Return how many dimensions of the mean are the weight, by the first of the other arguments.
+
+    Raises:
+        ValueError: If there are too few.
+    """
+    name, argument = next(iter(arguments.items()))
+    for each in ("loc", name):
+        check(each, parameters[each], Tensor)
+    loc, other = parameters["loc"], parameters[name]
+    batch_dim = other.dim() - len(argument.letters)
+    if batch_dim < 0 or loc.dim() <= batch_dim:
+        raise ValueError(
+            f"`loc` must have shape (*batch, out, *rest) and `{name}` (*batch, {argument.shape}), "
+            f"but got {shape_text(loc.shape)} and {shape_text(other.shape)}."
+        )
+    return loc.dim() - batch_dim
+
+
+def check_declared(q: Any, arguments: Mapping[str, Argument]) -> None:
+    """Raise unless the arguments of a distribution over weights are what its annotations say."""
+    out, size = q.as_matrix(q.loc).shape[-2:]
+    sizes = {"out": out, "in": size, "D": out * size}
+    owners = dict.fromkeys(sizes, "loc")
+    values = {name: getattr(q, name) for name in arguments}
+    for name, argument in arguments.items():
+        for letter, own in zip(argument.letters[::-1], values[name].shape[::-1], strict=False):
+            sizes.setdefault(letter, own)
+            owners.setdefault(letter, name)
+
+    def size_of(letter: str) -> Any:
+        whole, _, part = letter.partition(" / ")
+        return Fraction(sizes[whole], sizes[part] or 1) if part else sizes.get(letter, 1)
+
+    for name, argument in arguments.items():
+        expected = (*q.batch_shape, *map(size_of, argument.letters))
+        others = {owners.get(letter, name) for letter in argument.letters} - {"loc", name}
+        by = " and ".join(["loc", *sorted(others)])
+        check_shape(name, values[name], expected, f"(*batch, {argument.shape})", by=by)
+    for name, argument in arguments.items():
+        if argument.constraint is constraints.positive:
+            check_positive(name, values[name])
+        if argument.constraint is constraints.lower_cholesky:
+            check_cholesky_factor(name, values[name])
+
+
+def check_parameters(q: Any, parameters: Mapping[str, Tensor], event_dim: int) -> None:
+    """Raise unless all tensors are of the first one's real dtype and device, and finite numbers."""
+    reference_name, reference = next(iter(parameters.items()))
+    if not reference.numel():
+        raise ValueError(f"`{reference_name}` must have elements, but got {brief(reference)}.")
+    if not 0 <= event_dim <= reference.dim():
+        raise ValueError(
+            f"`event_dim` must be at least 0 and at most the {reference.dim()} dimensions of "
+            f"`{reference_name}`, but got {event_dim!r}."
+        )
+    for name, value in parameters.items():
+        check_same_kind(name, value, reference_name, reference)
+        check_real(name, value)
+        if q.arg_constraints.get(name) is constraints.real:
+            check_finite(name, value)
+
+
+def check_input(q: Any, x: Tensor) -> None:
+    """Raise unless ``x (*batch, in)`` is an input of a weight."""
+    check("x", x, Tensor)
+    size = q.event_shape[1:].numel()
+    if x.dim() < 1 or x.shape[-1] != size:
+        raise ValueError(
+            f"`x` must have shape (*batch, in) with in = {size}, but got {tuple(x.shape)}."
+        )
+    check_same_kind("x", x, q.argument_names[0], q._first_parameter)
+
+
+def check_index(q: Any, index: Tensor) -> None:
+    """Raise, where a distribution validates, unless ``index`` is a tensor on its device."""
+    if q._validate_args:
+        check("index", index, Tensor)
+        if index.device != q._first_parameter.device:
+            raise ValueError(
+                f"`index` must be on {q._first_parameter.device}, but is on {index.device}."
+            )
+
+
+def check_value(
+    value: Tensor, name: str, parameter: Tensor, batch_shape: torch.Size, event_shape: torch.Size
+) -> None:
+    """Check the ``value`` of a density against a parameter, and against the shapes."""
+    check("value", value, Tensor)
+    check_same_kind("value", value, name, parameter)
+    check_no_nan("value", value)
+    shape, event_dim = batch_shape + event_shape, len(event_shape)
+    pairs = enumerate(zip(reversed(value.shape), reversed(shape), strict=False))
+    fits = all(one == own or (dim >= event_dim and 1 in (one, own)) for dim, (one, own) in pairs)
+    if not fits or value.dim() < event_dim:
+        raise ValueError(
+            "`value` must have shape (*sample, *batch, *event), where (*batch, *event) is "
+            f"{shape_text(shape)}, but got {shape_text(value.shape)}."
+        )
+
+
+def as_size(name: str, shape: Any) -> torch.Size:
+    """Return a shape, or raise unless it is a sequence of sizes or, in a tracer, of tensors for them."""
+    if not inside_jit_trace() and (not isinstance(shape, tuple) or shape):
+        check(name, shape, Sequence[Whole])
+    return torch.Size(shape)
+
+
+def as_expanded(shape: Any, own: torch.Size) -> torch.Size:
+    """Return a ``batch_shape`` to which one's own can be expanded, or raise."""
+    size = as_size("batch_shape", shape)
+    pairs = zip(reversed(own), reversed(size), strict=False)
+    if len(size) < len(own) or not all(mine in (1, new) for mine, new in pairs):
+        raise ValueError(
+            f"`batch_shape` must be a shape to which {shape_text(own)} can be expanded, but got "
+            f"{shape_text(size)}."
+        )
+    return size
+
+
+def check_required_members(
+    cls: type, contract: tuple[type, ...], required: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Raise a ``TypeError`` that names the members which a class must define and does not.
+
+    Args:
+        cls: The class.
+        contract: The bases that state it, the most specific one first.
+        required: Each required member, with what may be overridden in its place: a member of the
+            contract, or several of them with spaces between.
+
+    Raises:
+        TypeError: If a member is missing.
+    """
+    order = cls.__mro__
+    own = order[: order.index(contract[0])]
+
+    def is_overridden(name: str) -> bool:
+        return any(name in vars(base) for base in own)
+
+    missing = [
+        name
+        for name, others in required.items()
+        if not any(all(map(is_overridden, way.split())) for way in (name, *others))
+    ]
+    if missing:
+        names = ", ".join(f"`{name}`" for name in missing)
+        raise TypeError(f"{cls.__name__} must define {names}; see `{contract[0].__name__}`.")

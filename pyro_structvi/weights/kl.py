@@ -1,0 +1,250 @@
+"""KL divergences from distributions over weights to independent priors."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent, Laplace, Normal, register_kl
+from torch.distributions.kl import kl_divergence
+
+from pyro_structvi._checks import check_shape, checked
+from pyro_structvi.linalg.matrices import event_sum, shrink
+from pyro_structvi.linalg.reductions import squared_distance
+from pyro_structvi.weights.arguments import check_value
+from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
+from pyro_structvi.weights.torch_distributions import base_of
+from pyro_structvi.weights.weight_distribution import WeightDistribution
+
+_FAR = 40.0  # standard deviations, at which a normal's density is zero in double precision
+
+
+def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
+    r"""Return :math:`E[-\log p(w)]` of each element of a normal, for normal and Laplace priors.
+
+    For a normal prior that holds for any distribution with these moments. For a Laplace prior it uses
+    the mean distance from its center m, with :math:`d = \mu - m`,
+
+    .. math:: E|w - m| = \sigma \sqrt{2 / \pi}\, e^{-d^2 / 2 \sigma^2}
+        + d\, \mathrm{erf}\left( \frac{d}{\sigma \sqrt 2} \right)
+
+    Args:
+        mean: Of each element, ``(*batch, *event)``.
+        variance: Likewise; zero for an element that is known.
+        prior: The prior, of the same shape, or one that defines ``expected_neg_log_prob``.
+
+    Returns:
+        Nats, of the shape of the mean, with finite gradients where the variance is zero too.
+
+    Raises:
+        NotImplementedError: If the prior is another one.
+
+    Example:
+        >>> zero, one = torch.zeros(()), torch.ones(())
+        >>> expected_neg_log_prob(zero, one, Laplace(zero, one))  # log 2 + sqrt(2 / pi)
+        tensor(1.4910)
+    """
+    prior = base_of(prior)
+    if hasattr(prior, "expected_neg_log_prob"):
+        own: Tensor = prior.expected_neg_log_prob(mean, variance)
+        return own
+    if isinstance(prior, Normal):
+        nats: Tensor = variance / (2 * prior.scale.square()) - prior.log_prob(mean)
+        return nats
+    if isinstance(prior, Laplace):
+        distance = _mean_distance(mean - prior.loc, variance)
+        return (2 * prior.scale).log() + distance / prior.scale
+    raise NotImplementedError
+
+
+def _mean_distance(difference: Tensor, variance: Tensor) -> Tensor:
+    """Return ``E|x|`` for a normal x with this mean and variance."""
+    scale = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+    # Nothing is lost by a wider normal where its mean is far out, and quotients stay small.
+    scale = torch.maximum(scale, difference.detach().abs() / _FAR)
+    ratio = difference / scale
+    spread = math.sqrt(2 / math.pi) * scale * torch.exp(-0.5 * ratio.square())
+    distance: Tensor = spread + difference * torch.erf(ratio / math.sqrt(2))
+    return distance
+
+
+class JoinedPrior(Distribution):
+    """Independent priors of a weight ``(out, *rest)`` and a bias, over ``(out, in + 1)``.
+
+    The KL from a :class:`WeightDistribution` is in closed form where each of them is independent
+    normals or independent Laplace distributions.
+
+    Args:
+        weight: The weight's prior.
+        bias: The bias's prior, over ``(out,)``.
+
+    Example:
+        >>> from pyro.distributions import Normal
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> weight = Normal(torch.zeros(2, 3), 1.0).to_event(2)
+        >>> prior = JoinedPrior(weight, Normal(torch.zeros(2), 1.0).to_event(1))
+        >>> q = MeanFieldNormal(torch.zeros(2, 4), torch.tensor(1.0))
+        >>> torch.distributions.kl_divergence(q, prior)
+        tensor(0.)
+    """
+
+    @checked
+    def __init__(self, weight: Distribution, bias: Distribution) -> None:
+        self.weight: Any = weight
+        self.bias: Any = bias
+        self.weight_shape = weight.batch_shape + weight.event_shape
+        joined = torch.Size([self.weight_shape[0], self.weight_shape[1:].numel() + 1])
+        super().__init__(torch.Size(), joined, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of ``(out, in + 1)``, in nats."""
+        if self.weight._validate_args:
+            check_value(value, "weight", self.weight.mean, self.batch_shape, self.event_shape)
+            check_shape("value", value, self.event_shape, "(out, in + 1)")
+        weight, bias = value[..., :-1].reshape(self.weight_shape), value[..., -1]
+        total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
+        return total
+
+    def expected_neg_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return :func:`expected_neg_log_prob` of weight and bias, ``(*batch, out, in + 1)``."""
+        shape = (*mean.shape[:-2], *self.weight_shape)
+        first, second = (moment[..., :-1].reshape(shape) for moment in (mean, variance))
+        of_weight = expected_neg_log_prob(first, second, self.weight)
+        of_bias = expected_neg_log_prob(mean[..., -1], variance[..., -1], self.bias)
+        flat = of_weight.reshape(mean[..., :-1].shape)
+        return torch.cat([flat, of_bias.unsqueeze(-1)], -1)
+
+    def normals(self) -> tuple[Any, Any] | None:
+        """Return both priors as plain normals, or None if one of them is not normal."""
+        weight, bias = _base(self.weight), _base(self.bias)
+        if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
+            return None
+        return weight, bias
+
+    def scalars(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Return mean and scale of two normals as one number each, or None if they are more."""
+        normals, pairs = self.normals(), []
+        if normals is None:
+            return None
+        for normal in normals:
+            loc, scale = (shrink(value, value.dim()) for value in (normal.loc, normal.scale))
+            if loc.numel() > 1 or scale.numel() > 1:
+                return None
+            pairs.append((loc.reshape(()), scale.reshape(())))
+        return pairs
+
+
+@register_kl(GaussianWeight, Normal)
+def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
+    r"""KL from any Gaussian to independent normals, in nats, ``(*batch_shape,)``.
+
+    .. math:: \tfrac12 \sum_i \left[ \frac{\Sigma_{ii} + (\mu_i - m_i)^2}{s_i^2} - 1
+        + \log s_i^2 \right] - \tfrac12 \log\det\Sigma
+
+    so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
+    """
+    scale = _one_number(p.scale, q)
+    spread, log_det = (None, q.log_det_covariance) if scale is None else q.trace_and_log_det()
+    moment, log_det_of_prior = _squares_and_logs(q, p, scale, spread)
+    divergence: Tensor = 0.5 * (moment + log_det_of_prior - log_det - q.event_shape.numel())
+    return divergence
+
+
+def normal_cross_entropy(q: Any, p: Any) -> Tensor:
+    """Return ``E[-log p(w)]`` of any distribution with moments, for independent normals p.
+
+    Args:
+        q: The distribution, with ``mean``, ``variance`` and ``variance_sum``.
+        p: Independent normals.
+
+    Returns:
+        Nats, ``(*batch_shape,)``.
+    """
+    moment, log_det = _squares_and_logs(q, p, _one_number(p.scale, q))
+    nats: Tensor = 0.5 * (moment + log_det + q.event_shape.numel() * math.log(2 * math.pi))
+    return nats
+
+
+def _squares_and_logs(
+    q: Any, p: Any, one_scale: Tensor | None, variance_sum: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\sum_i (\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2` and :math:`\sum_i \log s_i^2`.
+
+    Where the prior has one scale in memory, nothing of the weight's size is kept for the gradient but
+    the mean.
+    """
+    event_dim, size = len(q.event_shape), q.event_shape.numel()
+    loc = shrink(p.loc.expand(q.mean.shape), event_dim)
+    if one_scale is not None:
+        spread = q.variance_sum if variance_sum is None else variance_sum
+        distance = squared_distance(q.mean, loc, event_dim)
+        return (spread + distance) / one_scale.square(), 2 * size * one_scale.log()
+    scale = shrink(p.scale.expand(q.mean.shape), event_dim)
+    count = scale.shape[scale.dim() - event_dim :].numel()
+    moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
+    return moment, 2 * size / count * event_sum(scale.log(), event_dim)
+
+
+def _one_number(scale: Tensor, q: Any) -> Tensor | None:
+    """Return a prior's scale, ``(*batch_shape,)``, if it is one number in memory for each weight."""
+    event_dim = len(q.event_shape)
+    small = shrink(scale.expand(q.mean.shape), event_dim)
+    if small.shape[small.dim() - event_dim :].numel() > 1:
+        return None
+    number: Tensor = small.reshape(q.batch_shape)
+    return number
+
+
+@register_kl(GaussianWeight, Laplace)
+def kl_from_moments(q: GaussianWeight, p: Any) -> Tensor:
+    """KL to independent priors of which the mean log density is known, in nats, ``(*batch_shape,)``.
+
+    Raises:
+        NotImplementedError: If it is not known.
+    """
+    return q._event_sum(expected_neg_log_prob(q.mean, q.variance, p)) - q.entropy()
+
+
+@register_kl(WeightDistribution, Independent)
+def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
+    """Unwrap ``Independent``, whose base distribution then finds its own rule or none."""
+    return kl_divergence(q, p.base_dist)
+
+
+@register_kl(WeightDistribution, IndependentWeight)
+def kl_weight_independent(q: WeightDistribution, p: IndependentWeight) -> Tensor:
+    """A posterior with independent elements in the place of the prior is a set of normals."""
+    return kl_divergence(q, _plain(p))
+
+
+@register_kl(GaussianWeight, JoinedPrior)
+def kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
+    """KL to independent priors, of which the last column has its own."""
+    normals = p.normals()
+    if normals is None:
+        divergence: Tensor = kl_from_moments(q, p)
+        return divergence
+    weight, bias = normals
+    loc, scale = (
+        _join(getattr(weight, name), getattr(bias, name), p.weight_shape)
+        for name in ("loc", "scale")
+    )
+    return kl_divergence(q, Normal(loc, scale, validate_args=False))
+
+
+def _base(prior: Any) -> Any:
+    prior = base_of(prior)
+    return _plain(prior) if isinstance(prior, IndependentWeight) else prior
+
+
+def _plain(p: IndependentWeight) -> Normal:
+    return Normal(p.loc, p.stddev, validate_args=False)
+
+
+def _join(weight: Tensor, bias: Tensor, weight_shape: torch.Size) -> Tensor:
+    """Return ``(out, in + 1)``, or ``(1, in + 1)`` where both repeat one number."""
+    weight = shrink(weight.expand(weight_shape), len(weight_shape))
+    bias = shrink(bias.expand(weight_shape[:1]), 1)
+    rows = 1 if weight.numel() == bias.numel() == 1 else weight_shape[0]
+    full = weight.expand(rows, *weight_shape[1:]).flatten(1)
+    return torch.cat([full, bias.expand(rows).unsqueeze(-1)], -1)
