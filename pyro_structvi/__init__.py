@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from pyro_structvi import moments
+from pyro_structvi import distributions, families, moments
 from pyro_structvi.guides import (
     AutoLowRankLRT,
     EnsembleGuide,
@@ -88,6 +88,9 @@ __all__ = [
     "StructuredELBO",
     "TensorBoard",
     "fit",
+    # for models and guides of your own
+    "distributions",
+    "families",
     # using the posterior
     "moments",
     "predict",

@@ -16,7 +16,7 @@ OPTIONAL = {"reference", "metrics", "plots", "diagnostics"}
 
 # Each part may import those before it.
 ORDER = [
-    *("_checks", "_nested", "_patterns", "_torch", "_torch_steps", "_pyro"),
+    *("_checks", "_nested", "_torch", "_torch_steps", "_pyro"),
     *("linalg", "maps", "weights", "nn", "sites", "structures", "moments"),
     *("posterior", "infer", "distributions", "families", "guides"),
     *("reference", "metrics", "plots", "diagnostics", "testing"),

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pyro_structvi._checks import check_elements, checked, naming, warn_user
-from pyro_structvi._patterns import matches
 from pyro_structvi._torch import BatchOrInstanceNorm
-from pyro_structvi.nn.priors import Prior, check_patterns, leaves_out, resolve_prior
+from pyro_structvi.nn.priors import Prior, check_patterns, leaves_out, matches, resolve_prior
 from pyro_structvi.nn.rank_one import RankOne
 from pyro_structvi.nn.sampled_copy import (
     FACTOR_LAYERS,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 import pyro.distributions as dist
@@ -22,9 +23,13 @@ from pyro_structvi._checks import (
     check_positive,
     check_positive_number,
 )
-from pyro_structvi._patterns import matches
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.weights.torch_distributions import map_tensors, median, tensors_of, unwrapped
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern is the name itself, or matches it with wildcards as in a shell."""
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypedDict
 from torch import Tensor
 
 from pyro_structvi._checks import NO_CLASS, shape_text
-from pyro_structvi._patterns import matches
+from pyro_structvi.nn.priors import matches
 from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite, bijection_at
 from pyro_structvi.weights.site_role import LocalReparam
