@@ -123,7 +123,7 @@ def measure(
     for region, x in problem.regions.items():
         y = problem.scored.get(region)
         ours, theirs = (
-            ps.predict(problem.model, draws, x, options.draws, y=y)
+            ps.predict(problem.model, draws, x, num_samples=options.draws, y=y)
             for draws in (posterior, reference)
         )
         values = distances(problem.compares, ours, theirs)

@@ -109,7 +109,7 @@ def step_of_fit(
     """As ``fit`` does it, with its optimizer, once it has traced a step or compiled it by a backend."""
     guide.initialize(x, y)
     loss = CheckedLoss(model, guide, ps.StructuredELBO())
-    optimizer = OneOptimizer(ps.StructuredAdam(guide, [*loss.trained.values()], lr=1e-4))
+    optimizer = OneOptimizer(ps.StructuredAdam([*loss.trained.values()], guide, lr=1e-4))
     check = FiniteCheck(loss, optimizer, is_shared=False)
     step = CompiledStep(loss, optimizer, check, backend=backend, watches=False)
     return lambda: step(x, y).loss
@@ -179,7 +179,7 @@ def make_guided(
         def predict(count: int) -> Prediction:
             with in_own_store(own):
                 if in_one_pass:
-                    return ps.predict(model, guide, x, method="moments")
+                    return ps.predict_moments(model, guide, x)
                 return ps.predict(model, guide, x, num_samples=count)
 
         return Method(step, predict)
@@ -193,7 +193,7 @@ def make_guided(
 def make_subnetwork(model: ps.Classifier) -> ps.StructuredGuide:
     center = ps.MAPGuide(model)
     scores = {name: value.abs() for name, value in center.draw().items()}
-    return ps.SubnetworkGuide(model, ps.subnetwork.largest(scores, 200), center)
+    return ps.SubnetworkGuide(model, ps.element_scores.largest(scores, 200), center)
 
 
 GUIDES: dict[str, MakeGuide] = {

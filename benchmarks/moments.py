@@ -180,7 +180,7 @@ def compare(
     guide.initialize(x)
     for parameter in guide.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
-    functions = ps.predict(model, guide, x, draws).functions
+    functions = ps.predict(model, guide, x, num_samples=draws).functions
     mean, scale = functions.mean(0), functions.std(0)
     found = {}
     for kind in kinds:
@@ -255,16 +255,17 @@ def predictions(
     problem: LeagueProblem, guide: Any, x: Tensor, y: Tensor | None, draws: int
 ) -> dict[str, dict[str, float]]:
     """Return scores and milliseconds of CPU of a hundred draws and of one pass, against many draws."""
-    many = ps.predict(problem.model, guide, x, draws, y=y, stream=True)
+    many = ps.predict(problem.model, guide, x, num_samples=draws, y=y, stream=True)
     ways: dict[str, dict[str, Any]] = {
         "100 draws": {"num_samples": 100, "stream": True},
-        "one pass": {"method": "moments"},
-        "one pass, full": {"method": "moments", "covariance": "full"},
+        "one pass": {},
+        "one pass, full": {"covariance": "full"},
     }
     found: dict[str, dict[str, float]] = {}
     for way, keywords in ways.items():
         start = time.process_time()
-        own = ps.predict(problem.model, guide, x, y=y, **keywords)
+        predict = ps.predict_moments if way.startswith("one pass") else ps.predict
+        own = predict(problem.model, guide, x, y=y, **keywords)
         milliseconds = 1e3 * (time.process_time() - start)
         found[way] = distances(problem, own, many)
         if y is not None:

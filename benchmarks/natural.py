@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_structvi.families import MeanField, SitePosterior
+from pyro_structvi.extend import SitePosterior
+from pyro_structvi.families import MeanField
 
 
 class NaturalSteps(torch.optim.Optimizer):

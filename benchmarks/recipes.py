@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from benchmarks.natural import NaturalSteps
-from pyro_structvi.families import LatentSite, SitePosterior
+from pyro_structvi.extend import LatentSite, SitePosterior
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.training import WARM_UP
 
@@ -77,7 +77,7 @@ class Recipe(NamedTuple):
             options["optimizer"] = partial(adam_by_kind, guide, dict(self.rates))
         elif self.structured:
             own = {"warm_up": WARM_UP * num_steps} | self.structured
-            options["optimizer"] = partial(ps.StructuredAdam, guide, **own)
+            options["optimizer"] = partial(ps.StructuredAdam, guide=guide, **own)
         if self.natural is not None:
             options["optimizer"] = lambda _, lr: NaturalSteps(guide, lr, self.natural)
         return options

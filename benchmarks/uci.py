@@ -175,7 +175,7 @@ def measure(
     )
     seconds = time.process_time() - start
     x, y = split.test
-    prediction = ps.predict(model, guide, x, draws, y=y, stream=True)
+    prediction = ps.predict(model, guide, x, num_samples=draws, y=y, stream=True)
     return {
         "log likelihood": float(prediction.log_density.mean()) - math.log(split.target_scale),
         "RMSE": float((prediction.mean - y).square().mean().sqrt()) * split.target_scale,

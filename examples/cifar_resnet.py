@@ -128,7 +128,7 @@ def evaluate(
 ) -> None:
     x, y = (values.to(device) for values in test)
     prediction = ps.predict(
-        model, guide, x, num_samples, batch_size=1000, stream=True, progress=True
+        model, guide, x, num_samples=num_samples, batch_size=1000, stream=True, progress=True
     )
     scores = classification_scores(prediction.mean, y)
     print(f"test accuracy      {scores.accuracy:.4f}")

@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import pyro_structvi as ps
-from pyro_structvi import subnetwork
+from pyro_structvi import element_scores
 from pyro_structvi.families import Dropout, PointEstimate
 from pyro_structvi.testing import guides_for, layered_for, points_for
 
@@ -216,8 +216,8 @@ def make_guide(
     if title != SUBNETWORK:
         return METHODS[title](model)
     best = fit(METHODS["MAP"](model))
-    variances = subnetwork.laplace_variances(model, best, x, num_samples=10)
-    return ps.SubnetworkGuide(model, subnetwork.largest(variances, size=50), best)
+    variances = element_scores.laplace_variances(model, best, x, num_samples=10)
+    return ps.SubnetworkGuide(model, element_scores.largest(variances, size=50), best)
 
 
 def make_regression(size: int = 100) -> tuple[Any, Tensor, Tensor]:

@@ -270,7 +270,7 @@ def laplace(
 ) -> dict[str, Tensor]:
     """Return draws of the diagonal Laplace approximation around a maximum a posteriori estimate."""
     # Words see only what comes before them, and the padding comes last: it needs no mask.
-    variances = ps.subnetwork.laplace_variances(model, center, train.tokens, batch_size=200)
+    variances = ps.element_scores.laplace_variances(model, center, train.tokens, batch_size=200)
     return {
         name: median + variances[name].sqrt() * torch.randn(num_samples, *median.shape).to(median)
         for name, median in center.median().items()
@@ -285,7 +285,9 @@ def predict(
     options: argparse.Namespace,
 ) -> Any:
     num_samples = method.num_samples or options.num_samples
-    return ps.predict(model, posterior, reviews.inputs, num_samples, batch_size=500, stream=True)
+    return ps.predict(
+        model, posterior, reviews.inputs, num_samples=num_samples, batch_size=500, stream=True
+    )
 
 
 def summary(values: list[float]) -> str:

@@ -65,7 +65,13 @@ def main() -> None:
     )
     minutes = (time.perf_counter() - start) / 60
     prediction = ps.predict(
-        model, guide, x_test, options.num_samples, batch_size=2000, stream=True, progress=True
+        model,
+        guide,
+        x_test,
+        num_samples=options.num_samples,
+        batch_size=2000,
+        stream=True,
+        progress=True,
     )
     scores = classification_scores(prediction.mean, y_test)
     last = history.elbo[-steps // options.epochs :]

@@ -2,8 +2,22 @@
 
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from pyro_structvi import distributions, families, moments
+from pyro_structvi import distributions, extend, families, guides, moments
+from pyro_structvi.families import (
+    Dropout,
+    FullCovariance,
+    InducingWeights,
+    KTied,
+    LowRank,
+    MatrixNormalFamily,
+    MeanField,
+    Members,
+    PointEstimate,
+    Rowwise,
+    Subnetwork,
+)
 from pyro_structvi.guides import (
     AutoLowRankLRT,
     EnsembleGuide,
@@ -11,6 +25,7 @@ from pyro_structvi.guides import (
     GlobalInducingGuide,
     InducingWeightGuide,
     KTiedGuide,
+    LowRankGuide,
     MAPGuide,
     MatrixNormalGuide,
     MCDropoutGuide,
@@ -42,19 +57,21 @@ from pyro_structvi.nn import (
     bayesianize,
 )
 from pyro_structvi.posterior import (
-    element_scores as subnetwork,
-)
-from pyro_structvi.posterior import (
+    element_scores,
     predict,
+    predict_moments,
     pruning,
     to_inference_data,
     warm_start,
 )
 
+if TYPE_CHECKING:
+    from pyro_structvi import diagnostics, metrics, plots, reference, testing
+
 __version__ = "0.1.0"
 
 __all__ = [
-    # making a model
+    # models
     "BinaryClassifier",
     "Classifier",
     "FanIn",
@@ -68,44 +85,69 @@ __all__ = [
     "bayesianize",
     # guides
     "AutoLowRankLRT",
+    "EnsembleGuide",
     "FullCovarianceGuide",
+    "GlobalInducingGuide",
+    "InducingWeightGuide",
     "KTiedGuide",
+    "LowRankGuide",
+    "MAPGuide",
+    "MCDropoutGuide",
     "MatrixNormalGuide",
     "MeanFieldGuide",
     "RowwiseGuide",
-    "EnsembleGuide",
-    "GlobalInducingGuide",
-    "InducingWeightGuide",
-    "MAPGuide",
-    "MCDropoutGuide",
     "StructuredGuide",
     "SubnetworkGuide",
     "estimate_memory",
-    # fitting
+    # families, for `StructuredGuide`
+    "Dropout",
+    "FullCovariance",
+    "InducingWeights",
+    "KTied",
+    "LowRank",
+    "MatrixNormalFamily",
+    "MeanField",
+    "Members",
+    "PointEstimate",
+    "Rowwise",
+    "Subnetwork",
+    # inference
     "CompiledSVI",
     "LinearAnnealing",
     "StructuredAdam",
     "StructuredELBO",
     "TensorBoard",
     "fit",
-    # for models and guides of your own
-    "distributions",
-    "families",
-    # using the posterior
+    # posteriors
+    "element_scores",
     "moments",
     "predict",
+    "predict_moments",
     "pruning",
-    "subnetwork",
     "to_inference_data",
     "warm_start",
+    # lists of names
+    "distributions",
+    "extend",
+    "families",
+    "guides",
+    # parts with optional packages
+    "diagnostics",
+    "metrics",
+    "plots",
+    "reference",
+    "testing",
 ]
 
-# These need optional packages, so they are imported when they are first asked for.
-_OPTIONAL = ("diagnostics", "metrics", "plots", "reference")
+_OPTIONAL = ("diagnostics", "metrics", "plots", "reference", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import an optional submodule, such as ``pyro_structvi.reference``."""
+    """Import a part that needs optional packages, when it is first asked for."""
     if name in _OPTIONAL:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OPTIONAL})

@@ -1,21 +1,5 @@
-"""Families: the variational parameters of one site, one family per file."""
+"""Families of posteriors, for :class:`~pyro_structvi.StructuredGuide`."""
 
-from pyro_structvi.sites.family import Family, MatrixFamily, MemoryLimitedFamily
-from pyro_structvi.sites.latent_site import (
-    JoinedBias,
-    LatentSite,
-    Plate,
-    bijection_at,
-    bijection_onto,
-)
-from pyro_structvi.sites.parameterization import (
-    capped,
-    capped_log,
-    cholesky_factor,
-    initial_factor,
-    uncapped,
-)
-from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.structures.dropout import Dropout
 from pyro_structvi.structures.ensemble import Members
 from pyro_structvi.structures.full_covariance import FullCovariance
@@ -31,7 +15,6 @@ from pyro_structvi.structures.subnetwork import Subnetwork
 from pyro_structvi.structures.transformed import TransformedMeanField
 
 __all__ = [
-    # for users
     "Dropout",
     "FullCovariance",
     "InducingWeights",
@@ -45,19 +28,4 @@ __all__ = [
     "Rowwise",
     "Subnetwork",
     "TransformedMeanField",
-    # for authors of families
-    "Family",
-    "JoinedBias",
-    "LatentSite",
-    "MatrixFamily",
-    "MemoryLimitedFamily",
-    "Plate",
-    "SitePosterior",
-    "bijection_at",
-    "bijection_onto",
-    "capped",
-    "capped_log",
-    "cholesky_factor",
-    "initial_factor",
-    "uncapped",
 ]

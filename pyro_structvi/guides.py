@@ -15,7 +15,7 @@ from pyro_structvi.structures.full_covariance import FullCovarianceGuide
 from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
 from pyro_structvi.structures.inducing.family import InducingWeightGuide
 from pyro_structvi.structures.k_tied import KTiedGuide
-from pyro_structvi.structures.low_rank import AutoLowRankLRT
+from pyro_structvi.structures.low_rank import AutoLowRankLRT, LowRankGuide
 from pyro_structvi.structures.matrix_normal import MatrixNormalGuide
 from pyro_structvi.structures.mean_field import MeanFieldGuide
 from pyro_structvi.structures.point_estimate import MAPGuide
@@ -26,6 +26,7 @@ __all__ = [
     "AutoLowRankLRT",
     "FullCovarianceGuide",
     "KTiedGuide",
+    "LowRankGuide",
     "MatrixNormalGuide",
     "MeanFieldGuide",
     "RowwiseGuide",

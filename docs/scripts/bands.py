@@ -66,7 +66,7 @@ def predict(
         else:
             posterior = fit(name, problem, options.steps)
         torch.manual_seed(0)
-        functions = ps.predict(problem.model, posterior, grid, options.draws).functions
+        functions = ps.predict(problem.model, posterior, grid, num_samples=options.draws).functions
         torch.save((functions.mean(0).flatten(), functions.std(0).flatten()), path)
     mean, scale = torch.load(path)
     return mean, scale

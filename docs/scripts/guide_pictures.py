@@ -196,7 +196,7 @@ def predicted(picture: Picture, steps: int) -> Arrays:
 
 
 def moments(model: Any, posterior: Any, num_draws: int = NUM_DRAWS) -> Arrays:
-    prediction = ps.predict(model, posterior, GRID, num_draws)
+    prediction = ps.predict(model, posterior, GRID, num_samples=num_draws)
     mean, scale = prediction.mean, prediction.variance.sqrt()
     return {"mean": mean.detach().flatten().numpy(), "scale": scale.detach().flatten().numpy()}
 
@@ -207,8 +207,8 @@ def fitted(picture: Picture, make: Callable[..., Any], index: int, steps: int) -
     guide = picture.make(model)
     ps.fit(model, guide, (x, y), num_steps=steps, progress=False)
     if picture.num_chosen is not None:
-        variances = ps.subnetwork.laplace_variances(model, guide, x, num_samples=10)
-        chosen = ps.subnetwork.largest(variances, picture.num_chosen[index])
+        variances = ps.element_scores.laplace_variances(model, guide, x, num_samples=10)
+        chosen = ps.element_scores.largest(variances, picture.num_chosen[index])
         guide = ps.SubnetworkGuide(model, chosen, guide)
         ps.fit(model, guide, (x, y), num_steps=steps, progress=False)
     return model, guide

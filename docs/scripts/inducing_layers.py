@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi.families import InducingWeights, LatentSite, SitePosterior
+from pyro_structvi.extend import LatentSite, SitePosterior
+from pyro_structvi.families import InducingWeights
 from pyro_structvi.maps import ConvolutionMap, DenseMap, LinearMap
 
 Ways = dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]  # outputs, and what takes gradients

@@ -57,7 +57,9 @@ def regression(steps: int, nuts: int, folder: Path) -> None:
         posteriors["NUTS"] = ps.reference.nuts(
             model, *data, num_samples=nuts // 4, num_warmup=500, progress=False
         )
-    predictions = {name: ps.predict(model, own, x, 300, y=y) for name, own in posteriors.items()}
+    predictions = {
+        name: ps.predict(model, own, x, num_samples=300, y=y) for name, own in posteriors.items()
+    }
     for name, own in predictions.items():
         show(name, asdict(metrics.regression_scores(own, y)))
     levels = [level / 10 for level in range(1, 10)]
@@ -71,7 +73,7 @@ def regression(steps: int, nuts: int, folder: Path) -> None:
     save(coverage, folder / "is_it_any_good_coverage.svg")
     bands = make_panels(1, len(banded), 4.5 * len(banded), 3.0)
     for ax, name in zip(bands, banded, strict=True):
-        prediction = ps.predict(model, posteriors[name], grid, 300)
+        prediction = ps.predict(model, posteriors[name], grid, num_samples=300)
         draw_band(ax, prediction, grid, data)
         ax.set_title(name)
         ax.set_ylim(-3, 3)

@@ -53,7 +53,7 @@ def measure(net: Net, make_guide: Callable[[Any], Any], rounds: int, compiles: b
     guide = make_guide(model)
     guide.initialize(x, y)
     loss = CheckedLoss(model, guide, ps.StructuredELBO())
-    optimizer = OneOptimizer(ps.StructuredAdam(guide, loss.trained.values(), lr=1e-4))
+    optimizer = OneOptimizer(ps.StructuredAdam(loss.trained.values(), guide, lr=1e-4))
     parts = loss, optimizer, FiniteCheck(loss, optimizer)
     eager, engine = EagerStep(*parts), CompiledStep(*parts, watches=False, backend=None)
     ordinary = median(lambda: eager(x, y), rounds)

@@ -103,5 +103,10 @@ class Fitted:
     def predict(self, args: tuple[Any, ...], y: Tensor | None = None) -> Prediction:
         """Return the prediction at inputs."""
         return predict(
-            self.model, self.guide, args, self.num_samples, y=y, batch_size=self.batch_size
+            self.model,
+            self.guide,
+            args,
+            num_samples=self.num_samples,
+            y=y,
+            batch_size=self.batch_size,
         )

@@ -49,9 +49,9 @@ class StructuredAdam(torch.optim.Optimizer):
     first: at step t its rate is multiplied by the smaller of 1 and the square of ``t / warm_up``.
 
     Args:
+        parameters: The trained parameters: those of the guide, and others.
         guide: The guide, initialized: a :class:`~pyro_structvi.guides.StructuredGuide` or a module with
             such guides in it.
-        parameters: What is trained: those of the guide, and others.
         lr: Learning rate, a share of the unit.
         betas: Decay rates of the averages of gradients and of their squares.
         eps: Added to the root of the average square.
@@ -69,7 +69,7 @@ class StructuredAdam(torch.optim.Optimizer):
         >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
         >>> model = Regressor(bayesianize(nn.Linear(1, 1), prior=1.0), num_data=32, noise_scale=0.1)
         >>> guide = RowwiseGuide(model, join_bias=True)
-        >>> optimizer = StructuredAdam(guide, guide.parameters(), lr=0.1)
+        >>> optimizer = StructuredAdam(guide.parameters(), guide, lr=0.1)
         >>> for _ in range(100):
         ...     optimizer.zero_grad()
         ...     loss = StructuredELBO().differentiable_loss(model, guide, x, 2 * x)
@@ -87,8 +87,8 @@ class StructuredAdam(torch.optim.Optimizer):
     @checked
     def __init__(
         self,
-        guide: nn.Module,
         parameters: Iterable[nn.Parameter],
+        guide: nn.Module,
         lr: Positive = 0.1,
         betas: tuple[Share, Share] = (0.9, 0.99),
         eps: NonNegative = 1e-12,

@@ -199,7 +199,7 @@ def fit(
             "`kl_weight`": "annealed" if is_annealed else "a number or a function",
         }
         run.check(total, loader, settings)
-    default = partial(StructuredAdam, guide, warm_up=WARM_UP * total)
+    default = partial(StructuredAdam, guide=guide, warm_up=WARM_UP * total)
     make_optimizer = partial(optimizer or default, **own_lr)
     set_num_data(model, guide, size)
     with training_mode(model, guide), noise_of_rank(device):

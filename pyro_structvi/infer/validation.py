@@ -170,7 +170,7 @@ class Validation:
                     model,
                     guide,
                     self._x,
-                    draws,
+                    num_samples=draws,
                     y=self._y,
                     batch_size=self._batch_size,
                     stream=True,

@@ -196,7 +196,8 @@ def detect(
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize, predict
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3)), num_data=10)
         >>> guide = MeanFieldGuide(model)
-        >>> near, far = (predict(model, guide, size * torch.randn(9, 4), 20) for size in (1, 9))
+        >>> x = torch.randn(9, 4)
+        >>> near, far = (predict(model, guide, size * x, num_samples=20) for size in (1, 9))
         >>> [*detect(near, far)]
         ['max_probability', 'entropy', 'mutual_information']
     """

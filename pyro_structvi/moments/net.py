@@ -157,7 +157,7 @@ class NetMoments(nn.Module):
         if guide.ensemble is not None:
             raise ValueError(
                 "`guide` must be no ensemble, whose members have moments of their own, but got "
-                f'{type(guide).__name__}. Call `predict(..., method="moments")`, which mixes them.'
+                f"{type(guide).__name__}. Call `predict_moments(...)`, which mixes them."
             )
         self.model: Likelihood = model
         self.guide: StructuredGuide = guide

@@ -304,7 +304,7 @@ class LastLayer(PyroModule):
 
     The outputs are then normal under any posterior of the layer whose image is, so the bound has no
     noise with ``fit(..., estimator="moments")``, or ``"bound"`` for classes, and predictions by
-    ``predict(..., method="moments")`` are exact up to quadrature over the likelihood.
+    ``predict_moments(...)`` are exact up to quadrature over the likelihood.
 
     Args:
         features: From inputs to features ``(batch, ..., in)``; trained along with the posterior.

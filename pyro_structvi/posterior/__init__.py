@@ -3,7 +3,7 @@
 from pyro_structvi.posterior import element_scores, pruning, warm_start
 from pyro_structvi.posterior.inference_data import to_inference_data
 from pyro_structvi.posterior.passes import SharedStatisticsWarning
-from pyro_structvi.posterior.predicting import predict
+from pyro_structvi.posterior.predicting import predict, predict_moments
 from pyro_structvi.posterior.prediction import Prediction
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "SharedStatisticsWarning",
     "element_scores",
     "predict",
+    "predict_moments",
     "pruning",
     "to_inference_data",
     "warm_start",

@@ -84,9 +84,7 @@ def predict_in_one_pass(
     batches = batches_of(x, y, batch_size, guide)
     args = batches[0][0]
     if len(args) != 1:
-        raise TypeError(
-            f'`x` must be the one input of the net with `method="moments"`, but got {len(args)}.'
-        )
+        raise TypeError(f"`inputs` must be the one input of the net, but got {len(args)}.")
     with evaluation_mode(model, differentiable):
         joint = guide.joint_posterior(*args)
         _warn_of_shared(model, guide)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_structvi._checks import Count, Positive, Program, checked
+from pyro_structvi._checks import Count, Positive, Program, brief, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi._torch import put_together, take_apart
 from pyro_structvi.moments.random_tensor import Settings
@@ -27,6 +27,7 @@ from pyro_structvi.posterior.prediction import (
     observation_moments,
 )
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
+from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
@@ -36,9 +37,8 @@ MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
 def predict(
     model: Program,
     posterior: Posterior,
-    x: Any,
+    *inputs: Any,
     num_samples: Count | None = None,
-    *,
     y: Tensor | None = None,
     batch_size: Count | None = None,
     stream: bool = False,
@@ -46,12 +46,9 @@ def predict(
     max_memory: Positive = 1 / 32,
     batch_statistics: Any = None,
     progress: bool = False,
-    method: Literal["draws", "moments"] = "draws",
-    covariance: Literal["diagonal", "full"] = "diagonal",
-    linearize: bool = False,
     differentiable: bool = False,
 ) -> Prediction:
-    """Predict with draws of a posterior, or in one pass by the moments of its functions.
+    """Predict with draws of a posterior.
 
     Each draw fixes all global sites, so that the model is one function over all inputs and all
     mini-batches. Latents of single examples (in a plate with observations) take the posterior's values
@@ -63,9 +60,9 @@ def predict(
         model: A model that samples its observations when called with inputs only.
         posterior: A guide, or draws by site ``(draws, *shape)``, such as those of
             ``reference.nuts``.
-        x: Inputs, first dimension the N examples; a tuple for a model of several inputs. An input is a
-            tensor, or a mapping of tensors, such as a ``BatchEncoding``. Or a ``DataLoader`` or another
-            iterable of mini-batches, inputs or tuples ``(*inputs, y)``, all of which are kept in memory.
+        *inputs: The model's inputs, first dimension the N examples, each a tensor or a mapping of
+            tensors, such as a ``BatchEncoding``. Or one ``DataLoader`` or another iterable of
+            mini-batches, inputs or tuples ``(*inputs, y)``, which are all kept in memory.
         num_samples: Number of draws; None for all that are given, or 100 of a guide.
         y: Observations at which to evaluate the predictive density.
         batch_size: How many inputs to run at once; None for all.
@@ -77,31 +74,22 @@ def predict(
             run in one pass: by default 32 MiB. What torch needs beside, such as noise, may take as much
             again. More is often faster on a GPU. Draws run one by one where a single one takes more, or
             where torch cannot vectorize the model; only the time differs.
-        batch_statistics: Inputs as ``x`` is, such as some hundred of the training's: at each draw batch
-            normalizations use the mean and variance that they meet when the model runs on these, in
-            place of running statistics. Members of an ensemble need it, and those who want the
-            statistics of each draw and not of an average one.
+        batch_statistics: Inputs, some hundred of the training's, a tuple where there are several. At
+            each draw batch normalizations use the mean and variance that they meet on these, in place of
+            running statistics. Members of an ensemble need it.
         progress: Whether to show a progress bar.
-        method: "draws", or "moments" for one pass without draws: the moments of each layer's output from
-            those of its input, and quadrature over the likelihood. It is an approximation, with no
-            function values; the page "One pass" of the documentation says how good.
-        covariance: With moments, "full" to keep the covariance between the units of dense layers, in
-            place of their variances.
-        differentiable: Whether the prediction can be differentiated, by ``x`` and by the parameters.
-        linearize: With moments, whether a function without a rule is replaced by its tangent at the
-            mean, in place of an error.
+        differentiable: Whether the prediction can be differentiated, by the inputs and the parameters.
 
     Returns:
         Moments, entropies and densities, computed online and in single precision at least (a net in
         half precision, or autocast, too), and the function values unless streamed.
 
     Raises:
-        NotImplementedError: With moments, if a function of the net has no rule.
-        TypeError: If ``posterior`` is neither a guide nor draws.
-        ValueError: If an argument of the other ``method`` is given, or ``batch_statistics`` for a model
-            without batch normalization; if a number is not positive, lengths differ, the observed site
-            is ambiguous, ``posterior`` does not have exactly the model's global sites, or the model
-            returns tensors without the examples first in mini-batches.
+        TypeError: If ``posterior`` is neither a guide nor draws, or an input is a number.
+        ValueError: If ``batch_statistics`` are given for a model without batch normalization, a number
+            is not positive, lengths differ, the observed site is ambiguous, ``posterior`` does not have
+            exactly the model's global sites, or the model returns tensors without the examples first in
+            mini-batches.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -111,20 +99,7 @@ def predict(
         (torch.Size([5, 3]), torch.Size([20, 5, 3]))
     """
     check_posterior(model, posterior)
-    if method == "moments":
-        _refuse_of_draws(
-            num_samples=num_samples,
-            stream=stream or None,
-            site=site,
-            batch_statistics=batch_statistics,
-        )
-        settings = Settings(covariance == "full", linearize)
-        return predict_in_one_pass(model, posterior, x, y, batch_size, settings, differentiable)
-    if covariance != "diagonal" or linearize:
-        raise ValueError(
-            "`covariance` and `linearize` say how moments are propagated, and draws need neither. Pass "
-            '`method="moments"`, or leave them out.'
-        )
+    x = _one_or_several(inputs)
     statistics = statistics_for(model, posterior, batch_statistics)
     batches = batches_of(x, y, batch_size, posterior)
     total = count_draws(posterior, num_samples)
@@ -142,14 +117,65 @@ def predict(
     return Prediction(**joined, **reader.draws(kept), num_samples=total)
 
 
-def _refuse_of_draws(**given: Any) -> None:
-    """Raise a ``ValueError`` if arguments were given that only draws have."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f'`{name}` must be left out with `method="moments"`, which draws nothing, but got '
-                f"{value!r}."
-            )
+@checked
+def predict_moments(
+    model: Program,
+    guide: StructuredGuide,
+    *inputs: Any,
+    y: Tensor | None = None,
+    batch_size: Count | None = None,
+    covariance: Literal["diagonal", "full"] = "diagonal",
+    linearize: bool = False,
+    differentiable: bool = False,
+) -> Prediction:
+    """Predict in one pass, by the moments of each layer's output given those of its input.
+
+    The expectation of the likelihood is a quadrature. It is an approximation, with no function values;
+    the page "One pass" of the documentation says how good.
+
+    Args:
+        model: A likelihood around a net, such as a :class:`~pyro_structvi.Regressor`.
+        guide: A guide of this package.
+        *inputs: The one input of the net, ``(N, ...)``.
+        y: Observations at which to evaluate the predictive density.
+        batch_size: How many inputs to run at once; None for all.
+        covariance: "full" to keep the covariance between the units of dense layers, in place of their
+            variances.
+        linearize: Whether a function without a rule is replaced by its tangent at the mean, in place of
+            an error.
+        differentiable: Whether the prediction can be differentiated, by the input and the parameters.
+
+    Returns:
+        Moments, entropies and densities.
+
+    Raises:
+        NotImplementedError: If a function of the net has no rule.
+        TypeError: If the model is no likelihood around a net of one input, or the guide is another.
+        ValueError: If lengths differ.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> predict_moments(model, MeanFieldGuide(model), torch.zeros(5, 4)).mean.shape
+        torch.Size([5, 3])
+
+    References:
+        Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
+    """
+    check_posterior(model, guide)
+    settings = Settings(covariance == "full", linearize)
+    x = _one_or_several(inputs)
+    return predict_in_one_pass(model, guide, x, y, batch_size, settings, differentiable)
+
+
+def _one_or_several(inputs: tuple[Any, ...]) -> Any:
+    """Return the input of a model, or the tuple of several."""
+    if not inputs or any(isinstance(each, (int, float)) for each in inputs):
+        raise TypeError(
+            f"`inputs` must be tensors or mini-batches, but got {brief(inputs)}. Write "
+            "`predict(model, guide, x, num_samples=100)`."
+        )
+    return inputs[0] if len(inputs) == 1 else inputs
 
 
 def _bar(total: int, progress: bool) -> Any:

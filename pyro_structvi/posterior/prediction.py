@@ -216,7 +216,7 @@ class Prediction:
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
             >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), 20)
+            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
             >>> prediction.sample_observations(3).shape
             torch.Size([60, 5, 1])
         """
@@ -243,7 +243,7 @@ class Prediction:
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
             >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), 20)
+            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
             >>> prediction.quantile(0.5).shape
             torch.Size([5, 1])
         """
@@ -281,7 +281,7 @@ class Prediction:
         Example:
             >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
             >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), 20)
+            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
             >>> lower, upper = prediction.interval(0.9)
             >>> bool((lower < upper).all())
             True

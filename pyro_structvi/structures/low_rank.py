@@ -516,3 +516,6 @@ class AutoLowRankLRT(StructuredGuide):
     ) -> None:
         family = LowRank(rank, diagonal, diagonal_variance, alpha, join_bias=join_bias)
         super().__init__(model, {"*": family}, **options)
+
+
+LowRankGuide = AutoLowRankLRT

@@ -202,11 +202,11 @@ class SubnetworkGuide(StructuredGuide):
 
     Example:
         >>> import torch
-        >>> from pyro_structvi import Classifier, MAPGuide, bayesianize, subnetwork
+        >>> from pyro_structvi import Classifier, MAPGuide, bayesianize, element_scores
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> center = MAPGuide(model)  # to be fitted
         >>> x = torch.randn(10, 4)
-        >>> chosen = subnetwork.largest(subnetwork.laplace_variances(model, center, x), size=6)
+        >>> chosen = element_scores.largest(element_scores.laplace_variances(model, center, x), size=6)
         >>> guide = SubnetworkGuide(model, chosen, center)
         >>> sum(parameter.numel() for parameter in guide.parameters())
         27

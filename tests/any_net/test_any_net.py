@@ -56,7 +56,7 @@ def accuracy(mean, y):
 def test_it_learns_a_few_examples_by_heart_and_is_saved(name, guide):
     case, net, model, posterior, x, y = make(name, guide)
     adapters = case.prior != 0.3  # which cannot learn as much
-    before = accuracy(ps.predict(model, posterior, x, 2).mean, y)
+    before = accuracy(ps.predict(model, posterior, x, num_samples=2).mean, y)
     history = ps.fit(
         model,
         posterior,
@@ -68,7 +68,7 @@ def test_it_learns_a_few_examples_by_heart_and_is_saved(name, guide):
         compiled=False,
     )
     assert all(map(torch.isfinite, torch.tensor([history.elbo, history.kl]).flatten()))
-    prediction = ps.predict(model, posterior, x, 8)
+    prediction = ps.predict(model, posterior, x, num_samples=8)
     assert prediction.mean.isfinite().all()
     assert accuracy(prediction.mean, y) > (before if adapters else case.by_heart)
     again = case.model(net)
@@ -91,7 +91,7 @@ def test_with_a_vanishing_posterior_it_is_the_net_drawn_or_local(name):
     with torch.no_grad():
         logits = read_output(call_net(net, x), None)
     torch.testing.assert_close(
-        ps.predict(model, guide, x, 1).mean, logits.softmax(-1), rtol=1e-3, atol=1e-4
+        ps.predict(model, guide, x, num_samples=1).mean, logits.softmax(-1), rtol=1e-3, atol=1e-4
     )
     expected = -nn.functional.cross_entropy(
         logits.flatten(0, -2), y.flatten(), ignore_index=-100, reduction="sum"

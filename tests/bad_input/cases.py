@@ -152,6 +152,17 @@ def nuts_without_sampling(**arguments):
         reference.nuts(**arguments)
 
 
+def with_one_input(function):
+    """Return a function of any number of inputs as one of a single input, ``x``."""
+
+    @functools.wraps(function)
+    def call(*, x, **arguments):
+        first = [arguments.pop(name) for name in [*arguments][:2]]
+        return function(*first, x, **arguments)
+
+    return call
+
+
 def by_default(function):
     """Return the arguments of a guide or a family whose defaults are examples of what they take."""
     parameters = inspect.signature(function).parameters.items()
@@ -177,6 +188,8 @@ def case_of(name):
     function = CALLABLES[name]
     if name == "nuts":
         return Case(name, nuts_without_sampling, VALID[name])
+    if name in ("predict", "predict_moments"):
+        return Case(name, with_one_input(function), VALID[name])
     if name in VALID or "." not in name.removeprefix("families."):
         return Case(name, function, functools.partial(valid, name))
     owner, method = name.rsplit(".", 1)

@@ -56,7 +56,7 @@ def test_tokens_have_a_log_density_only(tmp_path, quick):
     guide = ps.MeanFieldGuide(model)
     found = written(tmp_path / "page.html", model, guide, data, num_samples=7)
     with separate_randomness():
-        density = ps.predict(model, guide, data[0], 7, y=data[1]).log_density.mean()
+        density = ps.predict(model, guide, data[0], num_samples=7, y=data[1]).log_density.mean()
     assert found.column("Scores") == {"log density": cell_text(float(density))}
     assert len(left_out(found, "Predictions")) == 1
 

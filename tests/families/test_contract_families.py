@@ -13,15 +13,13 @@ from torch.distributions import constraints
 
 import pyro_structvi as ps
 from pyro_structvi import families
+from pyro_structvi.extend import Family, LatentSite, MatrixFamily
 from pyro_structvi.families import (
     Dropout,
-    Family,
     FullCovariance,
     InducingWeights,
     KTied,
-    LatentSite,
     LowRank,
-    MatrixFamily,
     MeanField,
     Members,
     PrunedMeanField,

@@ -24,7 +24,7 @@ from pyro.infer.autoguide import (
 from torch.distributions import Normal
 
 import pyro_structvi as ps
-from pyro_structvi.families import Family
+from pyro_structvi.extend import Family
 from tests.guides.autoguide_models import GUIDES, PROBS, every_guide, train
 
 pytestmark = [

@@ -17,13 +17,8 @@ from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import JoinedPrior
-from pyro_structvi.families import (
-    FullCovariance,
-    LatentSite,
-    LowRank,
-    MeanField,
-    TransformedMeanField,
-)
+from pyro_structvi.extend import LatentSite
+from pyro_structvi.families import FullCovariance, LowRank, MeanField, TransformedMeanField
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.sites.parameterization import parameters_of_rows

@@ -35,19 +35,19 @@ def test_predictions_without_the_models_own_state(make):
     guide = ps.MeanFieldGuide(model)
     ps.fit(model, guide, (x, 1 + x[:, :1]), num_steps=5, progress=False)
     states = saved(guide), saved(model)
-    ps.predict(model, guide, x, 2)  # warnings are errors
+    ps.predict(model, guide, x, num_samples=2)  # warnings are errors
     new_model = make()
     new = ps.MeanFieldGuide(new_model)
     new.load_state_dict(states[0])
     with pytest.warns(ModelStateWarning, match=r"Load them too, `model.load_state_dict\(...\)`"):
-        ps.predict(new_model, new, x, 2)
+        ps.predict(new_model, new, x, num_samples=2)
     again = ps.MeanFieldGuide(make())
     again.load_state_dict(new.state_dict())
     new_model.load_state_dict(states[1])
     torch.manual_seed(0)
-    found = ps.predict(new_model, new, x, 2).mean
+    found = ps.predict(new_model, new, x, num_samples=2).mean
     torch.manual_seed(0)
-    torch.testing.assert_close(found, ps.predict(model, guide, x, 2).mean)
+    torch.testing.assert_close(found, ps.predict(model, guide, x, num_samples=2).mean)
 
 
 def test_a_model_that_is_loaded_before_its_guide_or_trained_after_it_is_as_it_should_be():
@@ -64,7 +64,7 @@ def test_a_model_that_is_loaded_before_its_guide_or_trained_after_it_is_as_it_sh
             ps.fit(other, new, (x, 1 + x[:, :1]), num_steps=5, progress=False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            ps.predict(other, new, x, 2)
+            ps.predict(other, new, x, num_samples=2)
 
 
 def test_a_model_of_sites_alone_leaves_nothing_in_the_state():

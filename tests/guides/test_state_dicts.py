@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import pyro_structvi as ps
+from pyro_structvi.extend import Family
 from pyro_structvi.families import (
     Dropout,
-    Family,
     FullCovariance,
     InducingWeights,
     KTied,

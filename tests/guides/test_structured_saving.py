@@ -204,7 +204,7 @@ def test_group_effects_are_drawn_and_local_latents_left_to_the_model():
     ps.fit(model, guide, (group, y), num_steps=800, lr=0.05, progress=False)
     assert guide.local_site_names == ["local"]
     with pytest.warns(LocalLatentWarning, match=r"\['local'\] of single examples are drawn"):
-        prediction = ps.predict(model, guide, torch.arange(4).repeat(3), 100)
+        prediction = ps.predict(model, guide, torch.arange(4).repeat(3), num_samples=100)
     assert (prediction.mean - torch.tensor([-3.0, -1.0, 1.0, 3.0]).repeat(3)).abs().max() < 0.3
     assert guide.draw(local=True)["local"].shape == (40,)
     with pytest.raises(ValueError, match=r"sites \['local'\] belong to single examples"):

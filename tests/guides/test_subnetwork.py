@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
-from pyro_structvi import subnetwork
+from pyro_structvi import element_scores
 from pyro_structvi.families import (
     LowRank,
     MeanField,
@@ -195,7 +195,7 @@ def test_sites_that_are_found_late():
     center = ps.MAPGuide(model)
     with pytest.warns(UnusedSiteWarning, match=r"\['unused.weight', 'unused.bias'\]"):
         ps.fit(model, center, data, num_steps=3, progress=False)
-    variances = subnetwork.laplace_variances(model, center, data[0])
+    variances = element_scores.laplace_variances(model, center, data[0])
     assert set(variances) == set(center.site_names) - {"own"}
     torch.testing.assert_close(variances["unused.bias"], torch.ones(2))  # the prior's
     guide = ps.SubnetworkGuide(model, {"layer.bias": chosen}, center)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi import subnetwork
+from pyro_structvi import element_scores
 from pyro_structvi.families import (
     FullCovariance,
     KTied,
@@ -24,7 +24,7 @@ def test_laplace_variances_of_a_linear_regression():
     x = regression_data(30, 4)[0].repeat(1000, 1)
     model = ps.Regressor(ps.bayesianize(nn.Linear(4, 1), prior=PRIOR), NUM_DATA, NOISE)
     center, options = ps.MAPGuide(model), {"num_samples": 2, "batch_size": 7001}
-    variances = subnetwork.laplace_variances(model, center, x, **options)
+    variances = element_scores.laplace_variances(model, center, x, **options)
     inputs = torch.cat([x, torch.ones(len(x), 1)], -1)
     expected = 1 / (inputs.square().sum(0) / NOISE**2 + 1 / PRIOR**2)
     found = torch.cat([variances["net.weight"][0], variances["net.bias"]])
@@ -36,7 +36,7 @@ def test_laplace_variances_of_a_classifier():
     x = regression_data(20, 3)[0].repeat(1000, 1)
     model = ps.Classifier(ps.bayesianize(nn.Linear(3, 4, bias=False), prior=PRIOR), 20)
     center = ps.MAPGuide(model)
-    variances = subnetwork.laplace_variances(model, center, x, num_samples=2, batch_size=5000)
+    variances = element_scores.laplace_variances(model, center, x, num_samples=2, batch_size=5000)
     p = (x @ center.median()["net.weight"].mT).softmax(-1)
     information = (p * (1 - p)).mT @ x.square()
     torch.testing.assert_close(
@@ -48,7 +48,7 @@ def test_laplace_leaves_the_model_in_its_mode_and_other_sites_out():
     net = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5), nn.Linear(2, 1))
     model = ps.Regressor(ps.bayesianize(net), 12, dist.HalfNormal(1.0))
     center = ps.MAPGuide(model)
-    variances = subnetwork.laplace_variances(model, center, torch.randn(12, 3))
+    variances = element_scores.laplace_variances(model, center, torch.randn(12, 3))
     assert model.training
     assert "noise_scale" not in variances
     assert len(variances) == 4
@@ -56,26 +56,26 @@ def test_laplace_leaves_the_model_in_its_mode_and_other_sites_out():
 
 def test_marginal_variances_are_those_of_a_guide():
     guide = ps.KTiedGuide(make_regressor(), join_bias=True)
-    variances = subnetwork.marginal_variances(guide)
+    variances = element_scores.marginal_variances(guide)
     q = guide["net.0.weight"]()
     assert torch.equal(variances["net.0.weight"], q.variance[:, :-1])
     assert torch.equal(variances["net.0.bias"], q.variance[:, -1])
     guide = make_guide()
     law, index = joint(guide)
-    variances = subnetwork.marginal_variances(guide)
+    variances = element_scores.marginal_variances(guide)
     flat = torch.cat([variances[name].flatten() for name in guide.site_names])
     close(flat[index], law.variance.detach())
     assert (flat != 0).sum() == SIZE
     ensemble = ps.EnsembleGuide(make_regressor(), 3)
-    assert subnetwork.marginal_variances(ensemble)["net.0.weight"].min() > 0
+    assert element_scores.marginal_variances(ensemble)["net.0.weight"].min() > 0
     shared = ps.InducingWeightGuide(make_regressor(), (3, 2), "full", shared=True)
     with pytest.raises(RuntimeError, match="have one posterior with those of others"):
-        subnetwork.marginal_variances(shared)
+        element_scores.marginal_variances(shared)
 
 
 def test_the_largest_of_all_sites_are_chosen():
     variances = {name: torch.rand(shape) for name, shape in (("a", (4, 3)), ("b", (5,)))}
-    masks = subnetwork.largest(variances, 6)
+    masks = element_scores.largest(variances, 6)
     assert sum(mask.sum() for mask in masks.values()) == 6
     inside = torch.cat([variances[name][mask] for name, mask in masks.items()])
     outside = torch.cat([variances[name][~mask] for name, mask in masks.items()])
@@ -138,18 +138,18 @@ def test_too_many_elements_are_refused_before_anything_is_allocated():
 @pytest.mark.parametrize("size", [0, 6, 1.5])
 def test_a_size_is_within_the_elements(size):
     with pytest.raises(ValueError, match="`size` must be"):
-        subnetwork.largest({"a": torch.rand(5)}, size)
+        element_scores.largest({"a": torch.rand(5)}, size)
 
 
 def test_a_score_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match="`variances` holds 1 NaN"):
-        subnetwork.largest({"a": torch.tensor([1.0, torch.nan])}, 1)
+        element_scores.largest({"a": torch.tensor([1.0, torch.nan])}, 1)
 
 
 def test_a_prior_without_a_variance_adds_no_precision():
     net = ps.bayesianize(nn.Linear(3, 1, bias=False), prior=dist.StudentT(1.0, 0.0, 1.0))
     model, x = ps.Regressor(net, NUM_DATA, NOISE), regression_data(20_000)[0]
-    variances = subnetwork.laplace_variances(model, ps.MAPGuide(model), x, batch_size=5000)
+    variances = element_scores.laplace_variances(model, ps.MAPGuide(model), x, batch_size=5000)
     expected = NOISE**2 / x.square().sum(0)
     torch.testing.assert_close(variances["net.weight"][0], expected, rtol=0.05, atol=0)
 
@@ -157,7 +157,9 @@ def test_a_prior_without_a_variance_adds_no_precision():
 def test_numbers_are_checked():
     model = make_classifier()
     with pytest.raises(TypeError, match=r"`x` must be a tensor, .* but got"):
-        subnetwork.laplace_variances(model, ps.MAPGuide(model), [1.0])
+        element_scores.laplace_variances(model, ps.MAPGuide(model), [1.0])
     for name in ("num_samples", "batch_size"):
         with pytest.raises(ValueError, match=f"`{name}` must be a whole number"):
-            subnetwork.laplace_variances(model, ps.MAPGuide(model), torch.ones(2, 3), **{name: 0})
+            element_scores.laplace_variances(
+                model, ps.MAPGuide(model), torch.ones(2, 3), **{name: 0}
+            )

@@ -3,7 +3,7 @@
 import torch
 
 import pyro_structvi as ps
-from pyro_structvi.families import SitePosterior
+from pyro_structvi.extend import SitePosterior
 from tests.models import make_regressor, regression_data
 
 

@@ -123,7 +123,7 @@ def test_a_captured_update_is_left_out_where_a_gradient_is_not_finite(make_guide
         model = make_linear_regressor()
         guide = make_guide(model)
         guide.initialize(x, y)
-        optimizer = ps.StructuredAdam(guide, guide.parameters())
+        optimizer = ps.StructuredAdam(guide.parameters(), guide)
         svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=None)
         for number in range(10):
             if number == bad_at:

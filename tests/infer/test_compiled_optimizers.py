@@ -90,7 +90,7 @@ def fused_adam(guide):
 
 
 def structured_adam(guide):
-    return ps.StructuredAdam(guide, guide.parameters(), clip=0.5, warm_up=10)
+    return ps.StructuredAdam(guide.parameters(), guide, clip=0.5, warm_up=10)
 
 
 @pytest.mark.parametrize("backend", [None, slow("inductor")])

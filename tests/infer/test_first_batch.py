@@ -168,7 +168,7 @@ def test_representations_are_short():
     history = fit(model, x, torch.randn(50, 1), guide, num_steps=30)
     assert repr(history) == f"History(30 steps, elbo={history.elbo[-1]:.6g})"
     assert repr(ps.infer.History()) == "History(0 steps)"
-    text = repr(ps.predict(model, guide, x, 20))
+    text = repr(ps.predict(model, guide, x, num_samples=20))
     assert text.startswith(
         "Prediction(mean: (50, 1), variance: (50, 1), function_variance: (50, 1)"
     )

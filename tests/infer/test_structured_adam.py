@@ -8,7 +8,8 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import GaussianWeight
-from pyro_structvi.families import LowRank, SitePosterior
+from pyro_structvi.extend import SitePosterior
+from pyro_structvi.families import LowRank
 from pyro_structvi.infer import training
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.structured_steps import gradients, make, posteriors, rates_of, snapshot
@@ -33,7 +34,7 @@ def test_a_step_is_adam_in_units_and_in_the_posteriors_own_coordinates(name):
         {"params": [plain[name]], "lr": lr * units[id(value)]} for name, value in trained.items()
     ]
     reference = torch.optim.Adam(groups, betas=(0.9, 0.99), eps=1e-12)
-    optimizer = ps.StructuredAdam(guide, trained.values(), lr=lr, posterior_lr=share)
+    optimizer = ps.StructuredAdam(trained.values(), guide, lr=lr, posterior_lr=share)
     averages = {}
     for number in (1, 2, 3):
         gradients(guide, model, number)
@@ -84,7 +85,7 @@ def test_units_are_those_of_the_prior_and_of_the_fan_in():
     net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
     model = ps.Regressor(ps.bayesianize(net, ps.FanIn(1.0, 0.7)), 10, 0.3)
     guide = ps.FullCovarianceGuide(model, join_bias=False)
-    optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=1.0)
+    optimizer = ps.StructuredAdam(guide.parameters(), guide, lr=1.0)
     rates = rates_of(optimizer)
     found = {name: rates[value] for name, value in guide.named_parameters()}
     assert found == pytest.approx({
@@ -119,7 +120,7 @@ def test_inducing_weights_move_a_weight_by_its_own_unit(prior, size, expected):
 def test_short_rows_of_a_factor_move_by_the_root_of_their_length():
     model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2), prior=1.0), 10, 0.3)
     guide = ps.RowwiseGuide(model, join_bias=True)
-    rates = rates_of(ps.StructuredAdam(guide, guide.parameters(), lr=1.0))
+    rates = rates_of(ps.StructuredAdam(guide.parameters(), guide, lr=1.0))
     found = [rates[value] for name, value in guide.named_parameters() if name.endswith("lower")]
     assert found == pytest.approx([0.5])  # of three inputs and a bias
 
@@ -143,7 +144,7 @@ def test_the_move_along_the_posterior_is_at_most_as_large_as_adams_own(share):
         posterior = posteriors(guide)[0]
         a = columns(posterior()).detach()
         wanted = -share * lr * (a @ (a.mT @ posterior.loc.grad.flatten()).sign())
-        optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=lr, posterior_lr=posterior_lr)
+        optimizer = ps.StructuredAdam(guide.parameters(), guide, lr=lr, posterior_lr=posterior_lr)
         optimizer.step()
         locs.append(posterior.loc.detach().flatten())
         limit = rates_of(optimizer)[posterior.loc]
@@ -158,7 +159,7 @@ def test_parameters_of_no_posterior_have_the_size_of_their_start():
     _, guide = make(ps.MAPGuide)
     weight, bias = nn.Parameter(torch.full((3, 2), 0.25)), nn.Parameter(torch.full((3,), 5.0))
     zeros = nn.Parameter(torch.zeros(2, 2))
-    optimizer = ps.StructuredAdam(guide, [weight, bias, zeros], lr=2.0)
+    optimizer = ps.StructuredAdam([weight, bias, zeros], guide, lr=2.0)
     rates = rates_of(optimizer)
     assert [rates[each] for each in (weight, bias, zeros)] == pytest.approx([0.5, 0.2, 0.2])
 
@@ -171,7 +172,7 @@ def test_correlations_move_slowly_first(make_guide):
     """By the square of the share of the steps; all else moves as without."""
     model, guide = make(make_guide)
     waiting, plain = (
-        ps.StructuredAdam(guide, guide.parameters(), posterior_lr=0, warm_up=steps)
+        ps.StructuredAdam(guide.parameters(), guide, posterior_lr=0, warm_up=steps)
         for steps in (4, 0)
     )
     for number in range(6):
@@ -191,7 +192,7 @@ def test_correlations_move_slowly_first(make_guide):
 
 def test_the_factors_of_a_matrix_normal_do_not_wait():
     _, guide = make(ps.MatrixNormalGuide)
-    optimizer = ps.StructuredAdam(guide, guide.parameters(), warm_up=100)
+    optimizer = ps.StructuredAdam(guide.parameters(), guide, warm_up=100)
     assert {group["warm_up"] for group in optimizer.param_groups} == {0}
 
 

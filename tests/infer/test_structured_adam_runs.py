@@ -29,7 +29,7 @@ def test_gradients_far_above_their_usual_norm_are_divided_by_the_excess(make_gui
     other[0].load_state_dict(own[0].state_dict())
     other[1].load_state_dict(own[1].state_dict())
     clipping, plain = (
-        ps.StructuredAdam(guide, guide.parameters(), clip=bound)
+        ps.StructuredAdam(guide.parameters(), guide, clip=bound)
         for (_, guide), bound in ((own, clip), (other, None))
     )
     divided = []
@@ -53,7 +53,7 @@ def test_gradients_far_above_their_usual_norm_are_divided_by_the_excess(make_gui
 
 def test_a_first_gradient_of_zero_does_not_clip_the_others_to_it():
     model, guide = make(ps.MeanFieldGuide)
-    optimizer = ps.StructuredAdam(guide, guide.parameters())
+    optimizer = ps.StructuredAdam(guide.parameters(), guide)
     for number, factor in enumerate((0.0, 1.0)):
         gradients(guide, model, number)
         for value in guide.parameters():
@@ -76,7 +76,7 @@ def test_the_limit_of_the_norm_is_one_on_every_device(square, before):
 
 def test_a_step_that_is_skipped_leaves_the_usual_norm():
     model, guide = make(ps.MeanFieldGuide)
-    optimizer = ps.StructuredAdam(guide, guide.parameters())
+    optimizer = ps.StructuredAdam(guide.parameters(), guide)
     gradients(guide, model, 0)
     optimizer.step()
     [norm] = [state["norm"] for state in optimizer.state.values() if "norm" in state]
@@ -94,7 +94,7 @@ def test_a_step_that_is_skipped_leaves_the_usual_norm():
 
 def test_a_state_dict_goes_on():
     model, guide = make(GUIDES["rowwise, joined"])
-    optimizer = ps.StructuredAdam(guide, guide.parameters())
+    optimizer = ps.StructuredAdam(guide.parameters(), guide)
     for number in range(3):
         gradients(guide, model, number)
         optimizer.step()
@@ -109,7 +109,7 @@ def test_a_state_dict_goes_on():
     with torch.no_grad():
         for name, value in guide.named_parameters():
             value.copy_(kept[name])
-    other = ps.StructuredAdam(guide, guide.parameters(), lr=0.5)
+    other = ps.StructuredAdam(guide.parameters(), guide, lr=0.5)
     other.load_state_dict(state)
     gradients(guide, model, 9)
     other.step()
@@ -122,14 +122,14 @@ def test_parameters_without_a_gradient_stay():
     first = posteriors(guide)[0]
     first.loc.grad = None
     before = snapshot(first)
-    ps.StructuredAdam(guide, guide.parameters()).step()
+    ps.StructuredAdam(guide.parameters(), guide).step()
     assert torch.equal(first.loc, before["loc"])
     assert not torch.equal(first.lower, before["lower"])
 
 
 def test_a_closure_is_called_with_gradients():
     model, guide = make(ps.MeanFieldGuide)
-    optimizer = ps.StructuredAdam(guide, guide.parameters())
+    optimizer = ps.StructuredAdam(guide.parameters(), guide)
 
     def closure():
         gradients(guide, model, 0)
@@ -143,7 +143,7 @@ def test_a_closure_is_called_with_gradients():
 def test_groups_of_parameters_are_refused():
     _, guide = make(ps.MeanFieldGuide)
     with pytest.raises(TypeError, match="`parameters` must be"):
-        ps.StructuredAdam(guide, [{"params": [*guide.parameters()]}])
+        ps.StructuredAdam([{"params": [*guide.parameters()]}], guide)
 
 
 # ---- where it goes -------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_it_finds_the_posterior_of_a_conjugate_model():
 
     guide = ps.StructuredGuide(model, {"w": FullCovariance()})
     guide.initialize()
-    optimizer = ps.StructuredAdam(guide, guide.parameters(), lr=0.1)
+    optimizer = ps.StructuredAdam(guide.parameters(), guide, lr=0.1)
     steps, objective = 300, ps.StructuredELBO(num_particles=32, vectorize_particles=True)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, CosineDecay(steps))
     for _ in range(steps):
@@ -188,7 +188,7 @@ def test_fit_takes_it_with_a_rate_that_falls_to_zero():
     assert history.lr == pytest.approx([0.1 * CosineDecay(5)(step) for step in range(5)])
 
     def made(parameters, lr):
-        return ps.StructuredAdam(made.guide, parameters, lr=lr)
+        return ps.StructuredAdam(parameters, made.guide, lr=lr)
 
     pyro.set_rng_seed(0)
     model, made.guide = make(ps.RowwiseGuide)
@@ -241,7 +241,7 @@ def test_scaled_gradients_are_divided_by_their_scale(make_guide):
     def train(scales):
         torch.manual_seed(0)
         model, guide = make(make_guide)
-        optimizer = ps.StructuredAdam(guide, guide.parameters())
+        optimizer = ps.StructuredAdam(guide.parameters(), guide)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales is not None)
         for number in range(3):
             torch.manual_seed(number)

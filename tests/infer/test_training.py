@@ -123,7 +123,9 @@ def test_deep_posteriors_do_not_collapse():
         torch.manual_seed(0)
         options = {"num_steps": 400, "kl_weight": kl_weight, "progress": False}
         ps.fit(model, guide, (x, y), **options)
-        error[kl_weight] = float((ps.predict(model, guide, x, 50).mean - y).std() / y.std())
+        error[kl_weight] = float(
+            (ps.predict(model, guide, x, num_samples=50).mean - y).std() / y.std()
+        )
     assert error["annealed"] < 0.3
     assert error[1.0] > 0.9
 

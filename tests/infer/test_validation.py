@@ -24,7 +24,7 @@ def test_the_default_is_the_mean_log_predictive_density(batch_size):
     assert history.validation_steps == [0, 3]
     x, y = held_out()
     torch.default_generator.manual_seed(0)  # as the validation does
-    expected = ps.predict(model, guide, x, NUM_DRAWS, y=y).log_density.mean().item()
+    expected = ps.predict(model, guide, x, num_samples=NUM_DRAWS, y=y).log_density.mean().item()
     assert history.validation[-1] == pytest.approx(expected, rel=1e-9)
 
 
@@ -34,7 +34,7 @@ def test_it_is_the_density_by_hand():
     history = ps.fit(model, guide, data, num_steps=2, validation=held_out(), progress=False)
     x, y = held_out()
     with torch.no_grad():
-        mean = ps.predict(model, guide, x, 1).functions[0]
+        mean = ps.predict(model, guide, x, num_samples=1).functions[0]
     expected = torch.distributions.Normal(mean, 0.3).log_prob(y).sum(-1).mean().item()
     assert history.validation[-1] == pytest.approx(expected, rel=1e-9)
 

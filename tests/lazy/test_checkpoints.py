@@ -168,7 +168,7 @@ def test_nothing_is_kept_at_a_parameter_that_is_an_output():
 def test_no_gradients_no_values_are_kept():
     model, guide = make("reentrant", MeanField())
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):  # torch's own
-        prediction = ps.predict(model, guide, regression_data()[0], 2)
+        prediction = ps.predict(model, guide, regression_data()[0], num_samples=2)
     assert torch.isfinite(prediction.mean).all()
     with pytest.raises(RuntimeError, match="in a backward pass"):
         read_in_backward(model)

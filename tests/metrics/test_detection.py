@@ -95,7 +95,9 @@ def test_mutual_information_is_the_average_divergence_from_the_mean():
 def predictions():
     model = ps.Classifier(ps.bayesianize(torch.nn.Linear(4, 3)), num_data=10)
     guide = ps.MeanFieldGuide(model, init_scale=1.0)
-    return [ps.predict(model, guide, size * torch.randn(20, 4), 30) for size in (0.1, 3.0)]
+    return [
+        ps.predict(model, guide, size * torch.randn(20, 4), num_samples=30) for size in (0.1, 3.0)
+    ]
 
 
 def test_of_predictions():

@@ -38,7 +38,7 @@ def test_an_output_that_is_changed_in_place_has_the_covariance_of_what_it_became
     guide.initialize(x)
     sites = posteriors_of(guide.joint_posterior())
     output = output_moments(model, random_values(sites, Settings()), x, Settings())
-    found = ps.predict(model, guide, x, method="moments")
+    found = ps.predict_moments(model, guide, x)
     assert output.form_covariance is None
     difference = output.loc[:, 0] - output.loc[:, 1]
     nodes, weights = gauss_hermite(64, x)
@@ -52,7 +52,7 @@ def test_the_covariance_of_outputs_is_formed_once_for_all_parts_of_a_batch(monke
     guide = ps.MatrixNormalGuide(model)
     x = torch.randn(50, 3)
     guide.initialize(x)
-    whole = ps.predict(model, guide, x, method="moments").mean
+    whole = ps.predict_moments(model, guide, x).mean
     formed = []
     image_under = MatrixNormal.image_under
 
@@ -62,16 +62,8 @@ def test_the_covariance_of_outputs_is_formed_once_for_all_parts_of_a_batch(monke
 
     monkeypatch.setattr(one_pass, "LARGEST", 40)  # five parts
     monkeypatch.setattr(MatrixNormal, "image_under", counted)
-    torch.testing.assert_close(ps.predict(model, guide, x, method="moments").mean, whole)
+    torch.testing.assert_close(ps.predict_moments(model, guide, x).mean, whole)
     assert len(formed) == 1
-
-
-def test_arguments_of_the_other_method_are_refused():
-    model = ps.Classifier(ps.bayesianize(nn.Linear(3, 2), prior=1.0), SIZE)
-    guide, x = ps.MeanFieldGuide(model), torch.randn(SIZE, 3)
-    for given in ({"covariance": "full"}, {"linearize": True}):
-        with pytest.raises(ValueError, match="say how moments are propagated"):
-            ps.predict(model, guide, x, 2, **given)
 
 
 def test_a_weight_that_is_changed_in_place_is_refused():

@@ -1,5 +1,7 @@
 """Moments as a module: exported, differentiated, and of a net whose last layer alone is random."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -49,14 +51,13 @@ def test_moments_say_what_they_do_not_take():
         ps.moments.NetMoments(model.net, ps.MeanFieldGuide(model))
 
 
-@pytest.mark.parametrize("method", ["draws", "moments"])
-def test_a_prediction_can_be_differentiated(method):
+@pytest.mark.parametrize("predict", [partial(ps.predict, num_samples=3), ps.predict_moments])
+def test_a_prediction_can_be_differentiated(predict):
     model, guide = make(ps.MeanFieldGuide)
-    count = {"num_samples": 3} if method == "draws" else {}
 
     def variance(x):
         torch.manual_seed(0)
-        found = ps.predict(model, guide, x, method=method, differentiable=True, **count)
+        found = predict(model, guide, x, differentiable=True)
         return found.mean.sum(-1), found.function_variance.sum(-1), found.entropy
 
     x = (X[:2] + 0.05).requires_grad_(True)
@@ -64,7 +65,7 @@ def test_a_prediction_can_be_differentiated(method):
     weight = guide["net.0.weight"].loc
     (gradient,) = torch.autograd.grad(variance(x)[1].sum(), weight)
     assert bool(gradient.any())
-    assert not ps.predict(model, guide, x, method=method, **count).mean.requires_grad
+    assert not predict(model, guide, x).mean.requires_grad
 
 
 def last_layer(frozen):

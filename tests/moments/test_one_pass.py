@@ -36,7 +36,7 @@ def test_a_random_last_layer_has_exact_moments_under_every_guide(name, covarianc
     net = ps.bayesianize(nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), prior=1.0)
     model = ps.Regressor(net, SIZE, 0.3)
     guide = spread_out(GUIDES[name].guide(model, **GUIDES[name].options), x)
-    found = ps.predict(model, guide, x, method="moments", covariance=covariance)
+    found = ps.predict_moments(model, guide, x, covariance=covariance)
     with torch.no_grad():
         hidden = x.tanh()
         if not hasattr(next(iter(posteriors_of(guide.joint_posterior(x))))[1], "covariance_matrix"):
@@ -54,7 +54,7 @@ def test_a_random_last_layer_has_exact_moments_under_every_guide(name, covarianc
 def test_normal_noise_has_closed_forms(x):
     model, y = ps.Regressor(linear(), 7 * SIZE, 0.3), torch.randn(SIZE, 2)
     guide = fitted(model)
-    found = ps.predict(model, guide, x, y=y, method="moments")
+    found = ps.predict_moments(model, guide, x, y=y)
     loc, covariance = output_moments(guide, x)
     scale = (0.09 + variances(covariance)).sqrt()
     torch.testing.assert_close(found.mean, loc)
@@ -72,7 +72,7 @@ def test_normal_noise_has_closed_forms(x):
 def test_learned_noise_is_averaged_over_its_log_normal(shape, x):
     model = ps.Regressor(linear(), SIZE, noise=dist.LogNormal(torch.zeros(shape), 1.0))
     guide, y = fitted(model, scale=0.3), torch.randn(SIZE, 2)
-    found = ps.predict(model, guide, x, y=y, method="moments")
+    found = ps.predict_moments(model, guide, x, y=y)
     loc, covariance = output_moments(guide, x)
     variance = variances(covariance)
     m, s = noise_posterior(guide, x)
@@ -96,7 +96,7 @@ def test_learned_noise_is_averaged_over_its_log_normal(shape, x):
 def test_heteroscedastic_noise_is_integrated_over_both_variables(df, x):
     model = ps.Regressor(linear(4), SIZE, noise="heteroscedastic", df=df)
     guide, y = fitted(model, scale=0.2), torch.randn(SIZE, 2)
-    found = ps.predict(model, guide, x, y=y, method="moments")
+    found = ps.predict_moments(model, guide, x, y=y)
     loc, covariance = output_moments(guide, x)
     scale = variances(covariance).sqrt()
     mean, weights = grid_of(loc[:, :2], scale[:, :2], 201)
@@ -147,7 +147,7 @@ def test_likelihoods_of_single_outputs_are_integrated_over_each(name, x):
     make, likelihood, targets = ELEMENTS[name]
     model, y = make(), targets()
     guide = fitted(model, scale=0.2)
-    found = ps.predict(model, guide, x, y=y, method="moments")
+    found = ps.predict_moments(model, guide, x, y=y)
     loc, covariance = output_moments(guide, x)
     outputs, weights = grid_of(loc, variances(covariance).sqrt())
     made = likelihood(outputs)
@@ -175,7 +175,7 @@ def test_likelihoods_of_single_outputs_are_integrated_over_each(name, x):
 def test_two_classes_are_integrated_over_the_difference_of_their_logits(covariance, x):
     model, y = ps.Classifier(linear(), SIZE), torch.tensor([0, 1, 1, 0, 1])
     guide = spread_out(ps.MatrixNormalGuide(model, init_scale=0.3, join_bias=True), x)
-    found = ps.predict(model, guide, x, y=y, method="moments", covariance=covariance)
+    found = ps.predict_moments(model, guide, x, y=y, covariance=covariance)
     loc, dense_covariance = output_moments(guide, x)  # of a last layer it is known in any case
     difference = torch.tensor([-1.0, 1.0])
     scale = (difference @ dense_covariance @ difference).sqrt()
@@ -198,7 +198,7 @@ def test_more_classes_are_integrated_by_quasi_random_points(x):
     """With an error of a few thousandths, against a hundred thousand draws of the exact logits."""
     model, y = ps.Classifier(linear(5), SIZE), torch.tensor([0, 1, 4, 3, 2])
     guide = spread_out(ps.FullCovarianceGuide(model, init_scale=0.3), x)
-    found = ps.predict(model, guide, x, y=y, method="moments", covariance="full")
+    found = ps.predict_moments(model, guide, x, y=y, covariance="full")
     loc, covariance = output_moments(guide, x)
     logits = dist.MultivariateNormal(loc, covariance).sample((100_000,))
     probs = logits.softmax(-1)
@@ -224,7 +224,7 @@ def test_tokens_are_independent_given_the_weights_moments(x):
     model = ps.TokenClassifier(net, 2)
     tokens, y = torch.tensor([[0, 1, 2], [3, 3, 1]]), torch.tensor([[0, 1, -100], [1, 1, 0]])
     guide = ps.MeanFieldGuide(model, init_scale=0.5)
-    found = ps.predict(model, spread_out(guide, tokens), tokens, y=y, method="moments")
+    found = ps.predict_moments(model, spread_out(guide, tokens), tokens, y=y)
     loc, covariance = output_moments(guide, net[0](tokens).flatten(0, 1))
     difference = torch.tensor([-1.0, 1.0])
     scale = (difference.square() * variances(covariance)).sum(-1).sqrt()

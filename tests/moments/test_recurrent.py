@@ -124,7 +124,7 @@ def test_a_layer_has_the_moments_of_its_equations(kind, join_bias):
         for value, other in zip(*(part.parameters() for part in parts), strict=True):
             value.data = other.data = 0.3 * torch.randn_like(value)
     for guide in guides:
-        prediction = ps.predict(guide.model, guide, x, method="moments")
+        prediction = ps.predict_moments(guide.model, guide, x)
         found.append((prediction.mean, prediction.function_variance))
     assert found[0][1].min() > 1e-3
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
@@ -137,7 +137,7 @@ def test_one_step_is_the_function_of_a_normal():
     model = ps.Regressor(ps.bayesianize(Last("RNN"), prior=1.0), 2, 0.1)
     guide = ps.MeanFieldGuide(model, init_scale=0.3)
     x = torch.randn(2, 1, 3)
-    found = ps.predict(model, guide, x, method="moments")
+    found = ps.predict_moments(model, guide, x)
     sites = {site.name: q for site, q in guide.joint_posterior().given("marginals")}
     name = "net.layer.{}_l0"
     w, b, own = (sites[name.format(part)] for part in ("weight_ih", "bias_ih", "bias_hh"))
@@ -213,11 +213,11 @@ def test_a_packed_sequence_is_refused():
         with pytest.raises(
             NotImplementedError, match=r"A packed sequence has no moments.*net\.layer"
         ):
-            ps.predict(model, guide, x, method="moments")
+            ps.predict_moments(model, guide, x)
 
 
 @pytest.mark.filterwarnings("default")
 def test_a_recurrent_layer_is_told_of_as_used_at_each_step():
     model = ps.Regressor(ps.bayesianize(Last("GRU"), prior=1.0), 2, 0.1)
     with pytest.warns(MomentsWarning, match=r"net\.layer\.weight_hh_l0.*as recurrent layers do"):
-        ps.predict(model, ps.MeanFieldGuide(model), torch.randn(2, STEPS, 3), method="moments")
+        ps.predict_moments(model, ps.MeanFieldGuide(model), torch.randn(2, STEPS, 3))

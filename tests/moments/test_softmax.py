@@ -38,8 +38,8 @@ def test_blocks_are_the_likelihood_at_all_nodes(x, classes, covariance, monkeypa
     own, guide = run_at_nodes(known), fitted(known)
     found, gradients = [], []
     for model in (known, own):
-        prediction = ps.predict(
-            model, guide, x, y=y, method="moments", covariance=covariance, differentiable=True
+        prediction = ps.predict_moments(
+            model, guide, x, y=y, covariance=covariance, differentiable=True
         )
         names = ("mean", "function_variance", "entropy", "mutual_information", "log_density")
         fields = [getattr(prediction, name) for name in names]
@@ -93,14 +93,14 @@ def test_a_class_that_observes_otherwise_is_run_at_the_nodes(x):
 
     plain = ps.Classifier(linear(3), SIZE)
     tempered, guide = run_at_nodes(plain, Tempered), fitted(plain)
-    means = [ps.predict(model, guide, x, method="moments").mean for model in (plain, tempered)]
+    means = [ps.predict_moments(model, guide, x).mean for model in (plain, tempered)]
     assert (means[0] - means[1]).abs().max() > 0.05
 
 
 def test_observations_that_are_no_classes_are_refused(x):
     model = ps.Classifier(linear(3), SIZE)
     with pytest.raises(ValueError, match="within the support"):
-        ps.predict(model, fitted(model), x, y=torch.full((SIZE,), 9), method="moments")
+        ps.predict_moments(model, fitted(model), x, y=torch.full((SIZE,), 9))
 
 
 def test_a_step_by_moments_draws_no_weight(x):

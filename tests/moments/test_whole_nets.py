@@ -18,8 +18,8 @@ def test_an_ensemble_is_the_mixture_of_its_members(x):
     net = ps.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)), prior=1.0)
     model, y = ps.Classifier(net, SIZE), torch.tensor([0, 1, 2, 0, 1])
     guide = spread_out(ps.EnsembleGuide(model, size=3), x, y)
-    found = ps.predict(model, guide, x, y=y, method="moments")
-    expected = ps.predict(model, guide, x, 3, y=y)
+    found = ps.predict_moments(model, guide, x, y=y)
+    expected = ps.predict(model, guide, x, num_samples=3, y=y)
     for name in ("mean", "variance", "function_variance", "entropy", "log_density"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), msg=name)
     torch.testing.assert_close(found.mutual_information, expected.mutual_information)
@@ -28,9 +28,9 @@ def test_an_ensemble_is_the_mixture_of_its_members(x):
 def test_mini_batches_and_parts_of_them_change_nothing(x, monkeypatch):
     model, y = ps.Regressor(linear(), SIZE, noise="learned"), torch.randn(SIZE, 2)
     guide = fitted(model)
-    whole = ps.predict(model, guide, x, y=y, method="moments", covariance="full")
+    whole = ps.predict_moments(model, guide, x, y=y, covariance="full")
     monkeypatch.setattr("pyro_structvi.posterior.one_pass.LARGEST", 4)
-    parts = ps.predict(model, guide, x, y=y, method="moments", covariance="full", batch_size=3)
+    parts = ps.predict_moments(model, guide, x, y=y, covariance="full", batch_size=3)
     for name in ("mean", "variance", "function_variance", "log_density"):
         torch.testing.assert_close(getattr(whole, name), getattr(parts, name))
     assert (whole.num_samples, whole.functions) == (0, None)
@@ -63,7 +63,7 @@ def test_fit_goes_to_the_exact_posterior_of_a_linear_model():
         torch.zeros(12), design @ design.mT + 0.09 * torch.eye(12)
     ).log_prob(y.squeeze())
     assert history.elbo[-1] <= evidence + 1e-6
-    found = ps.predict(model, guide, x, method="moments")
+    found = ps.predict_moments(model, guide, x)
     precision = torch.linalg.inv(design.mT @ design / 0.09 + torch.eye(3))
     exact = design @ precision @ design.mT @ y / 0.09
     assert (found.mean - exact).abs().max() < 0.05
@@ -101,8 +101,8 @@ def test_moments_of_whole_nets_are_near_those_of_draws(name, covariance):
     model, x = ps.Regressor(make(), SIZE, 0.1), torch.randn(SIZE, *shape)
     guide = ps.MeanFieldGuide(model, init_scale=0.1)
     guide(x)
-    found = ps.predict(model, guide, x, method="moments", covariance=covariance)
-    drawn = ps.predict(model, guide, x, 1500)
+    found = ps.predict_moments(model, guide, x, covariance=covariance)
+    drawn = ps.predict(model, guide, x, num_samples=1500)
     scale = drawn.function_variance.sqrt()
     assert ((found.mean - drawn.mean).abs() / scale).max() < 0.2
     assert (found.function_variance.sqrt() / scale - 1).abs().max() < 0.33

@@ -48,7 +48,7 @@ def test_inputs_are_keywords_and_outputs_are_found(x, result, options):
     history = ps.fit(model, guide, (x, Y), num_epochs=2, batch_size=4, progress=False)
     assert model.num_data == 6
     assert len(history.elbo) == 4
-    whole = ps.predict(model, guide, x, 3)
+    whole = ps.predict(model, guide, x, num_samples=3)
     assert whole.mean.shape == (6, 3)
     shapes = {"net.words.weight": (5, 3), "net.head.weight": (3, 3), "net.head.bias": (3,)}
     draws = {name: torch.randn(2, *shape) for name, shape in shapes.items()}
@@ -82,7 +82,7 @@ def test_laplace_variances_take_a_mapping():
         guide = ps.MAPGuide(model)
         guide.initialize(x, Y)
         torch.manual_seed(0)
-        found.append(ps.subnetwork.laplace_variances(model, guide, x, batch_size=4))
+        found.append(ps.element_scores.laplace_variances(model, guide, x, batch_size=4))
     torch.testing.assert_close(found[0], found[2])
     torch.testing.assert_close(found[1], found[2])
 
@@ -118,7 +118,7 @@ def test_data_of_two_lengths_are_refused():
     with pytest.raises(ValueError, match=r"data\[0\]\['mask'\]` holds 24 NaN"):
         ps.fit(model, guide, (X | {"mask": X["mask"] * torch.nan}, Y), num_steps=1, progress=False)
     with pytest.raises(ValueError, match=r"\(6,\), but got \(5,\)"):
-        ps.predict(model, guide, X, 2, y=Y[:5])
+        ps.predict(model, guide, X, num_samples=2, y=Y[:5])
 
 
 # ---- parts ---------------------------------------------------------------------------------------

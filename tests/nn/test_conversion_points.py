@@ -148,7 +148,7 @@ def test_nets_of_any_class_become_bayesian(kind):
     guide.initialize(x, y)
     assert len(guide.site_names) == 4
     torch.testing.assert_close(
-        ps.predict(model, guide, x, 1).mean, net(x).detach(), rtol=1e-6, atol=1e-6
+        ps.predict(model, guide, x, num_samples=1).mean, net(x).detach(), rtol=1e-6, atol=1e-6
     )
     again = pickle.loads(pickle.dumps(bayes_net))
     assert type(again[0]) is type(bayes_net[0])

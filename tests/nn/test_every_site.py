@@ -156,7 +156,7 @@ def test_predictions_take_the_posterior_of_layers_that_training_skipped(make):
         torch.nn.init.constant_(posterior.loc, 5.0)
         torch.nn.init.constant_(posterior.log_scale, -20.0)
     net.taken = (1, 2)
-    functions = ps.predict(model, guide, x, 3).functions
+    functions = ps.predict(model, guide, x, num_samples=3).functions
     expected = 2 * (5 * x.sum(-1, keepdim=True) + 5)
     torch.testing.assert_close(functions, expected.expand(3, 12, 1), atol=1e-6, rtol=0)
 

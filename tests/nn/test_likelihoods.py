@@ -206,7 +206,7 @@ def test_class_weights_are_those_of_torch():
         logits = nn.functional.linear(x, *guide.median().values())
         loss = nn.functional.cross_entropy(logits, y, weights, reduction="sum")
         torch.testing.assert_close(terms.log_likelihood["obs"], -10 * loss, rtol=1e-6, atol=0)
-    density = ps.predict(model, guide, x, 2, y=y).log_density
+    density = ps.predict(model, guide, x, num_samples=2, y=y).log_density
     torch.testing.assert_close(
         density, -nn.functional.cross_entropy(logits, y, reduction="none"), rtol=1e-6, atol=1e-6
     )

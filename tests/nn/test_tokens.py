@@ -66,7 +66,7 @@ def test_it_trains_and_predicts_with_its_padding():
     x, y = data()
     history = ps.fit(model, guide, (x, y), num_epochs=15, batch_size=3, progress=False)
     assert history.elbo[-1] > history.elbo[0]
-    prediction = ps.predict(model, guide, x, 4, y=y)
+    prediction = ps.predict(model, guide, x, num_samples=4, y=y)
     assert prediction.mean.shape == (BATCH, LENGTH, CLASSES)
     assert prediction.functions.shape == (4, BATCH, LENGTH, CLASSES)
     median = {name: value.unsqueeze(0) for name, value in guide.median().items()}

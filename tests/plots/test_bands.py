@@ -69,7 +69,7 @@ def test_wrong_bands(options, message):
 
 def test_one_panel_a_method_with_three_bands(tmp_path):
     model, grid = make_regressor(), torch.randn(7, 3)
-    prediction = ps.predict(model, ps.MeanFieldGuide(model), grid, 5)
+    prediction = ps.predict(model, ps.MeanFieldGuide(model), grid, num_samples=5)
     line = torch.linspace(0, 1, 7)
     titles = [f"method {index}" for index in range(5)]
     figure = plot_regressions(dict.fromkeys(titles, prediction), line, line, line, truth=line)

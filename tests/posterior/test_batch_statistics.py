@@ -73,7 +73,8 @@ def draws_of(guide, model):
 def test_each_member_has_statistics_of_its_own(max_memory, batch_size):
     model, guide, x, reference = make(ensemble)
     found = ps.predict(
-        *(model, guide, x, SIZE),
+        *(model, guide, x),
+        num_samples=SIZE,
         batch_statistics=reference,
         batch_size=batch_size,
         max_memory=max_memory,
@@ -89,7 +90,7 @@ def test_they_are_measured_once_for_all_mini_batches(max_memory, passes):
     sizes = []
     model.net.conv.register_forward_pre_hook(lambda layer, args: sizes.append(len(args[0])))
     options = {"batch_size": 2, "max_memory": max_memory, "batch_statistics": reference}
-    ps.predict(model, guide, x, SIZE, **options)
+    ps.predict(model, guide, x, num_samples=SIZE, **options)
     assert sizes.count(len(reference)) == passes
     assert len(sizes) == passes * (1 + 3)  # of five examples
 
@@ -110,7 +111,7 @@ def test_given_draws_have_them_too():
 
 def test_inputs_that_are_their_own_reference_are_normalized_as_in_training():
     model, guide, x, _ = make(ps.MAPGuide)
-    found = ps.predict(model, guide, x, 1, batch_statistics=x).functions[0]
+    found = ps.predict(model, guide, x, num_samples=1, batch_statistics=x).functions[0]
     own = {f"net.{name}": value for name, value in model.net.named_parameters()} | guide.draw()
     net = Twice().train()
     net.load_state_dict({name.removeprefix("net."): own[name] for name in own}, strict=False)
@@ -132,9 +133,9 @@ def test_inference_data_has_them_too():
 def test_running_statistics_stay_also_after_an_error():
     model, guide, x, reference = make(ps.MAPGuide)
     before = {name: value.clone() for name, value in model.net.named_buffers()}
-    ps.predict(model, guide, x, 2, batch_statistics=reference)
+    ps.predict(model, guide, x, num_samples=2, batch_statistics=reference)
     with pytest.raises(RuntimeError, match="expected input"):
-        ps.predict(model, guide, x, 2, batch_statistics=reference[:, :1])
+        ps.predict(model, guide, x, num_samples=2, batch_statistics=reference[:, :1])
     after = dict(model.net.named_buffers())
     assert all(torch.equal(value, before[name]) for name, value in after.items())
     assert not model.net.norm._forward_pre_hooks
@@ -144,10 +145,12 @@ def test_members_that_share_running_statistics_are_warned_of():
     for make_guide in (ensemble, inducing_ensemble):
         model, guide, x, reference = make(make_guide)
         with pytest.warns(SharedStatisticsWarning, match="statistics of 1 batch normalizations"):
-            ps.predict(model, guide, x, 2)
-        ps.predict(model, guide, x, 2, batch_statistics=reference)  # warnings are errors in tests
+            ps.predict(model, guide, x, num_samples=2)
+        ps.predict(
+            model, guide, x, num_samples=2, batch_statistics=reference
+        )  # warnings are errors in tests
     model, guide, x, _ = make(ps.MeanFieldGuide)
-    ps.predict(model, guide, x, 2)
+    ps.predict(model, guide, x, num_samples=2)
 
 
 def test_a_model_without_such_layers_refuses_them():
@@ -155,6 +158,4 @@ def test_a_model_without_such_layers_refuses_them():
     model = ps.Classifier(ps.bayesianize(net, prior=1.0, normalization=False), num_data=4)
     guide, x = ps.MAPGuide(model), torch.randn(4, 2)
     with pytest.raises(ValueError, match="with batch normalization that has running statistics"):
-        ps.predict(model, guide, x, 1, batch_statistics=x)
-    with pytest.raises(ValueError, match="`batch_statistics` must be left out"):
-        ps.predict(model, guide, x, method="moments", batch_statistics=x)
+        ps.predict(model, guide, x, num_samples=1, batch_statistics=x)

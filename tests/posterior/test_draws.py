@@ -74,7 +74,12 @@ def test_what_is_no_posterior_of_the_model_is_refused():
 
 def test_a_copy_of_the_model_has_the_same_posterior():
     model = make_regressor()
-    assert ps.predict(make_regressor(), ps.KTiedGuide(model), torch.zeros(5, 3), 2).num_samples == 2
+    assert (
+        ps.predict(
+            make_regressor(), ps.KTiedGuide(model), torch.zeros(5, 3), num_samples=2
+        ).num_samples
+        == 2
+    )
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.DataScaleWarning")  # of the bias
@@ -83,12 +88,12 @@ def test_what_a_model_is_conditioned_on_wins():
     value = torch.full((1,), 100.0)
     conditioned = poutine.condition(model, data={"net.2.bias": value})
     guide = ps.MeanFieldGuide(model)
-    assert (ps.predict(conditioned, guide, x, 5).mean > 80).all()
+    assert (ps.predict(conditioned, guide, x, num_samples=5).mean > 80).all()
     data = ps.to_inference_data(conditioned, guide, x, torch.zeros(5, 1), 5)
     assert (data.posterior_predictive["obs"].values > 80).all()
     fitted = ps.MeanFieldGuide(conditioned)
     ps.fit(conditioned, fitted, (x, x[:, :1]), num_steps=1, progress=False)
-    assert (ps.predict(conditioned, fitted, x, 5).mean > 80).all()
+    assert (ps.predict(conditioned, fitted, x, num_samples=5).mean > 80).all()
 
 
 # ---- latents of single examples ------------------------------------------------------------------
@@ -136,12 +141,14 @@ def test_predict_takes_local_posteriors_of_as_many_examples(guide_of_schools, is
     draws = {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
     posterior = guide_of_schools if is_guide else draws
     with pytest.warns(LocalLatentWarning, match="take the values"):
-        whole = ps.predict(schools, posterior, ERRORS, 3).functions
+        whole = ps.predict(schools, posterior, ERRORS, num_samples=3).functions
     torch.testing.assert_close(whole, SCHOOLS.expand(3, 8), atol=1e-4, rtol=0)
     # Batches of eight are not the eight examples, though they are as many.
     for x, batch_size in [(ERRORS.repeat(2), 8), (ERRORS[:5], None)]:
         with pytest.warns(LocalLatentWarning, match="drawn from the model"):
-            functions = ps.predict(schools, posterior, x, 3, batch_size=batch_size).functions
+            functions = ps.predict(
+                schools, posterior, x, num_samples=3, batch_size=batch_size
+            ).functions
         assert functions.std(0).min() > 0.1
     with pytest.warns(LocalLatentWarning, match="take the values"):
         data = ps.to_inference_data(schools, posterior, ERRORS, SCHOOLS, 3)
@@ -182,7 +189,7 @@ def test_only_data_make_the_latents_of_a_plate_local(model, site, make_guide):
     if make_guide is ps.MeanFieldGuide:
         assert guide.local_site_names == []
         assert {"scale", site} <= guide.median().keys() & guide.draw().keys()
-    prediction = ps.predict(model, guide, torch.tensor([0, 1, 2, 2]), 50, site="obs")
+    prediction = ps.predict(model, guide, torch.tensor([0, 1, 2, 2]), num_samples=50, site="obs")
     assert (prediction.mean - truth[[0, 1, 2, 2]]).abs().max() < 0.3
 
 

@@ -44,7 +44,7 @@ def test_moments_over_many_draws_are_those_in_double(kind):
     model, guide, x, context = in_half(kind, make)
     y = torch.randn(20, 1)
     with context:
-        prediction = ps.predict(model, guide, x, 1000, y=y)
+        prediction = ps.predict(model, guide, x, num_samples=1000, y=y)
     functions = prediction.functions.double()
     noise = model.noise_scale.double()
     assert noise.item() == 0.5
@@ -72,7 +72,7 @@ def test_probabilities_and_information(kind):
 
     model, guide, x, context = in_half(kind, make)
     with context:
-        prediction = ps.predict(model, guide, x, 300, y=torch.randint(4, (20,)))
+        prediction = ps.predict(model, guide, x, num_samples=300, y=torch.randint(4, (20,)))
     probabilities = prediction.functions.double().softmax(-1)
     torch.testing.assert_close(prediction.mean.double(), probabilities.mean(0), rtol=0, atol=1e-6)
     entropies = torch.special.entr(probabilities).sum(-1).mean(0)
@@ -106,7 +106,7 @@ def test_a_users_own_likelihood_in_half_precision(by):
     guide = ps.MeanFieldGuide(model)
     x = torch.randn(20, 3).to(HALF)
     guide.initialize(x, torch.zeros(20).long())
-    mean = ps.predict(model, guide, x, 10).mean
+    mean = ps.predict(model, guide, x, num_samples=10).mean
     assert mean.dtype == torch.float32
     torch.testing.assert_close(mean.sum(-1), torch.ones(20), rtol=0, atol=1e-6)
 

@@ -92,7 +92,7 @@ def test_loo_is_the_log_density_for_a_posterior_without_spread():
     model, (x, y) = make_regressor(), regression_data()
     guide = ps.MeanFieldGuide(model, init_scale=1e-9)
     data = ps.to_inference_data(model, guide, x, y, num_samples=100)
-    exact = ps.predict(model, guide, x, 2, y=y).log_density.sum().item()
+    exact = ps.predict(model, guide, x, num_samples=2, y=y).log_density.sum().item()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = az.loo(data)

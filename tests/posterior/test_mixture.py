@@ -14,7 +14,7 @@ from tests.statistics import assert_mean
 
 def predicted(model, num_samples=7, size=5, **options):
     guide = ps.MeanFieldGuide(model, init_scale=0.3)
-    return ps.predict(model, guide, torch.randn(size, 3), num_samples, **options)
+    return ps.predict(model, guide, torch.randn(size, 3), num_samples=num_samples, **options)
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
@@ -40,7 +40,7 @@ def test_quantiles_of_normal_noise_are_those_of_the_mixture(noise, batch_size):
 
 def test_the_likelihood_at_each_draw_gives_the_density():
     model, (x, y) = make_regressor(), regression_data()
-    prediction = ps.predict(model, ps.KTiedGuide(model), x, 9, y=y, batch_size=5)
+    prediction = ps.predict(model, ps.KTiedGuide(model), x, num_samples=9, y=y, batch_size=5)
     assert prediction.likelihood.batch_shape == (9, 12)
     densities = prediction.likelihood.log_prob(y).logsumexp(0) - torch.tensor(9.0).log()
     torch.testing.assert_close(densities, prediction.log_density)
@@ -96,7 +96,7 @@ def test_labels_have_entropies_one_by_one():
 def test_labels_of_any_dtype_have_a_density(dtype):
     model = ps.BinaryClassifier(ps.bayesianize(nn.Linear(3, 2)), 60)
     x, y = torch.randn(5, 3), torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0], [0, 1]])
-    prediction = ps.predict(model, ps.MAPGuide(model), x, 1, y=y.to(dtype))
+    prediction = ps.predict(model, ps.MAPGuide(model), x, num_samples=1, y=y.to(dtype))
     right = torch.where(y == 1, prediction.mean, 1 - prediction.mean)
     torch.testing.assert_close(prediction.log_density, right.log().sum(-1), rtol=0, atol=1e-12)
 
@@ -118,7 +118,7 @@ def test_functions_are_nested_as_the_model_returns_them(batch_size):
         Returning(lambda mean: {"mean": mean, "both": (mean.exp(), -mean)}),
         regression_data(),
     )
-    prediction = ps.predict(model, ps.KTiedGuide(model), x, 6, batch_size=batch_size)
+    prediction = ps.predict(model, ps.KTiedGuide(model), x, num_samples=6, batch_size=batch_size)
     mean = prediction.functions["mean"]
     assert mean.shape == (6, 12, 1)
     torch.testing.assert_close(mean, prediction.likelihood.mean)
@@ -128,24 +128,27 @@ def test_functions_are_nested_as_the_model_returns_them(batch_size):
 
 def test_a_model_that_returns_nothing_has_the_conditional_mean():
     model, (x, _) = Returning(lambda mean: None), regression_data()
-    prediction = ps.predict(model, ps.KTiedGuide(model), x, 6)
+    prediction = ps.predict(model, ps.KTiedGuide(model), x, num_samples=6)
     torch.testing.assert_close(prediction.functions, prediction.likelihood.mean)
 
 
 def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
     model, (x, _) = Returning(lambda mean: mean.sum()), regression_data()
     guide = ps.KTiedGuide(model)
-    prediction = ps.predict(model, guide, x, 6)
+    prediction = ps.predict(model, guide, x, num_samples=6)
     torch.testing.assert_close(prediction.functions, prediction.likelihood.mean.sum((1, 2)))
     with pytest.raises(ValueError, match=r"With `batch_size`, what the model returns must have"):
-        ps.predict(model, guide, x, 6, batch_size=5)
-    assert ps.predict(model, guide, x, 6, batch_size=5, stream=True).mean.shape == (12, 1)
+        ps.predict(model, guide, x, num_samples=6, batch_size=5)
+    assert ps.predict(model, guide, x, num_samples=6, batch_size=5, stream=True).mean.shape == (
+        12,
+        1,
+    )
 
 
 def test_what_is_no_tensor_cannot_be_stacked():
     model, (x, _) = Returning(lambda mean: (mean, "text")), regression_data()
     with pytest.raises(TypeError, match=r"must return a tensor, .* but returns Tensor, str"):
-        ps.predict(model, ps.KTiedGuide(model), x, 6)
+        ps.predict(model, ps.KTiedGuide(model), x, num_samples=6)
 
 
 @pytest.mark.parametrize(("count", "stride"), [(80, 1), (250, 3)])

@@ -116,7 +116,7 @@ def test_draws_of_a_guide_are_those_of_a_loop(guide_name, make_model):
 def test_members_of_an_ensemble_take_turns_over_passes():
     model, x = make_regressor(), torch.randn(5, 3)
     guide = ps.EnsembleGuide(model, size=3)
-    functions = ps.predict(model, guide, x, 8).functions
+    functions = ps.predict(model, guide, x, num_samples=8).functions
     members = ps.predict(model, draws_of(guide, 3), x).functions
     torch.testing.assert_close(functions, members[[0, 1, 2, 0, 1, 2, 0, 1]])
     assert (members[0] - members[1]).abs().max() > 1e-3
@@ -152,7 +152,7 @@ def test_a_seed_gives_the_same_functions_for_any_mini_batches(max_memory):
     def functions(batch_size):
         torch.manual_seed(3)
         return ps.predict(
-            model, guide, x, 20, batch_size=batch_size, max_memory=max_memory
+            model, guide, x, num_samples=20, batch_size=batch_size, max_memory=max_memory
         ).functions
 
     whole = functions(None)
@@ -208,7 +208,9 @@ def test_streaming_keeps_no_function(monkeypatch):
             assert sum(reference() is not None for reference in alive) <= 2
 
     monkeypatch.setattr(Passes, "run", watched)
-    ps.predict(model, ps.MeanFieldGuide(model), x, 8, stream=True, max_memory=ONE_BY_ONE)
+    ps.predict(
+        model, ps.MeanFieldGuide(model), x, num_samples=8, stream=True, max_memory=ONE_BY_ONE
+    )
     assert len(alive) == 8
     with pytest.raises(AssertionError):
-        ps.predict(model, ps.MeanFieldGuide(model), x, 8, max_memory=ONE_BY_ONE)
+        ps.predict(model, ps.MeanFieldGuide(model), x, num_samples=8, max_memory=ONE_BY_ONE)

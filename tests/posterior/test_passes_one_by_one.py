@@ -83,7 +83,7 @@ def test_a_guide_that_cannot_be_vectorized_draws_one_by_one(monkeypatch):
 
     monkeypatch.setattr(joint, "draw", choosy)
     monkeypatch.setattr(guide, "joint_posterior", lambda: joint)
-    functions = ps.predict(model, guide, x, 6).functions
+    functions = ps.predict(model, guide, x, num_samples=6).functions
     assert joint._draws_in_turn
     assert len(functions.flatten().unique()) == functions.numel() == 30
 
@@ -186,4 +186,4 @@ def test_tensors_of_a_subclass_never_meet_vmap(where, monkeypatch):
         posterior, own = guide, guide["net.0.weight"]
         own.loc = nn.Parameter(mark(own.loc.detach()))
     monkeypatch.setattr(torch.func, "vmap", lambda *args, **options: pytest.fail("vmap was called"))
-    assert ps.predict(model, posterior, x, 6).functions.shape == (6, 12, 1)
+    assert ps.predict(model, posterior, x, num_samples=6).functions.shape == (6, 12, 1)

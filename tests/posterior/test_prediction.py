@@ -26,9 +26,9 @@ def wide_guide(model):
     return ps.KTiedGuide(model, init_scale=0.3)
 
 
-def seeded(seed, *args, **options):
+def seeded(seed, *args, predict=ps.predict, **options):
     torch.manual_seed(seed)
-    return ps.predict(*args, **options)
+    return predict(*args, **options)
 
 
 def test_regression_moments_are_those_of_the_function_values():
@@ -63,8 +63,8 @@ def test_classification_moments_are_those_of_the_logits():
 def test_batches_and_streaming_change_nothing(batch_size):
     model, (x, y) = make_regressor(), regression_data()
     guide = wide_guide(model)
-    whole = seeded(1, model, guide, x, 20, y=y)
-    streamed = seeded(1, model, guide, x, 20, y=y, batch_size=batch_size, stream=True)
+    whole = seeded(1, model, guide, x, num_samples=20, y=y)
+    streamed = seeded(1, model, guide, x, num_samples=20, y=y, batch_size=batch_size, stream=True)
     assert streamed.functions is None
     for name in ("mean", "variance", "function_variance", "log_density"):
         torch.testing.assert_close(getattr(streamed, name), getattr(whole, name))
@@ -74,22 +74,25 @@ def test_batches_and_streaming_change_nothing(batch_size):
 def test_a_loader_gives_inputs_or_pairs(method):
     model, (x, y) = make_regressor(), regression_data()
     guide = wide_guide(model)
-    options = {"num_samples": 20} if method == "draws" else {"method": "moments"}
-    whole = seeded(1, model, guide, x, y=y, **options)
+    predict = ps.predict if method == "draws" else ps.predict_moments
+    options = {"num_samples": 20} if method == "draws" else {}
+    whole = seeded(1, model, guide, x, y=y, predict=predict, **options)
     for data in (torch.utils.data.TensorDataset(x, y), x):
         loader = torch.utils.data.DataLoader(data, batch_size=5)
-        found = seeded(1, model, guide, loader, **options)
+        found = seeded(1, model, guide, loader, predict=predict, **options)
         torch.testing.assert_close(found.mean, whole.mean)
         torch.testing.assert_close(found.variance, whole.variance)
         assert (found.log_density is None) == (data is x)
-    pairs = seeded(1, model, guide, iter([(x[:7], y[:7]), [x[7:], y[7:]]]), **options)
+    pairs = seeded(
+        1, model, guide, iter([(x[:7], y[:7]), [x[7:], y[7:]]]), predict=predict, **options
+    )
     torch.testing.assert_close(pairs.log_density, whole.log_density)
     with pytest.raises(
         ValueError, match=r"`y` and `batch_size` must be left out where `x` is a loader"
     ):
-        ps.predict(model, guide, loader, y=y, **options)
+        predict(model, guide, loader, y=y, **options)
     with pytest.raises(ValueError, match=r"`x` must give at least one mini-batch"):
-        ps.predict(model, guide, iter([]), **options)
+        predict(model, guide, iter([]), **options)
 
 
 def test_the_predictive_of_a_linear_model_is_the_closed_form():
@@ -109,7 +112,7 @@ def test_the_predictive_of_a_linear_model_is_the_closed_form():
 def test_each_draw_is_one_function():
     # Repeating an input must repeat the output, within a batch and across batches.
     model, x = make_regressor(), torch.randn(1, 3)
-    prediction = ps.predict(model, wide_guide(model), x.repeat(6, 1), 10, batch_size=2)
+    prediction = ps.predict(model, wide_guide(model), x.repeat(6, 1), num_samples=10, batch_size=2)
     functions = prediction.functions
     torch.testing.assert_close(functions, functions[:, :1].expand_as(functions))
     assert functions[:, 0].std() > 0.01
@@ -134,7 +137,9 @@ def test_local_latents_are_drawn_from_the_model():
     ps.fit(local_latent_function, guide, (x, y), num_steps=3, progress=False)
     with pytest.warns(LocalLatentWarning, match=r"\['shift'\] of single examples are drawn"):
         assert_draws(
-            lambda: ps.predict(local_latent_function, guide, torch.zeros(5, 3), 1).functions[0],
+            lambda: ps.predict(
+                local_latent_function, guide, torch.zeros(5, 3), num_samples=1
+            ).functions[0],
             torch.zeros(5),
             0.5**2 * torch.eye(5),
         )
@@ -175,12 +180,16 @@ def test_several_inputs():
 
     model = Two()
     a, b = torch.randn(5, 3), torch.randn(5, 3)
-    assert ps.predict(model, ps.MeanFieldGuide(model), (a, b), 4, batch_size=2).mean.shape == (5,)
+    assert ps.predict(
+        model, ps.MeanFieldGuide(model), (a, b), num_samples=4, batch_size=2
+    ).mean.shape == (5,)
 
 
 def test_no_gradients():
     model = make_regressor()
-    assert not ps.predict(model, ps.KTiedGuide(model), torch.randn(2, 3), 2).mean.requires_grad
+    assert not ps.predict(
+        model, ps.KTiedGuide(model), torch.randn(2, 3), num_samples=2
+    ).mean.requires_grad
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -232,7 +241,12 @@ def test_inputs_of_another_dtype(posterior):
     draws = {name: value.unsqueeze(0) for name, value in guide.draw().items()}
     message = r"`x` must have the dtype of `net.0.weight`, torch.float64, but got torch.float32"
     with pytest.raises(ValueError, match=message):
-        ps.predict(model, guide if posterior == "guide" else draws, torch.zeros(5, 3).float(), 1)
+        ps.predict(
+            model,
+            guide if posterior == "guide" else draws,
+            torch.zeros(5, 3).float(),
+            num_samples=1,
+        )
 
 
 @pytest.mark.parametrize("shape", [(12,), (12, 2), (12, 1, 1)])
@@ -241,7 +255,7 @@ def test_observations_must_have_the_shape_of_the_predictions(shape):
     guide = ps.MeanFieldGuide(model)
     message = r"`y` must have shape that of the predictions = \(12, 1\), but got"
     with pytest.raises(ValueError, match=message):
-        ps.predict(model, guide, x, 2, y=torch.zeros(shape))
+        ps.predict(model, guide, x, num_samples=2, y=torch.zeros(shape))
     with pytest.raises(ValueError, match=message):
         ps.to_inference_data(model, guide, x, torch.zeros(shape), 2)
 
@@ -254,7 +268,9 @@ def test_a_wrapped_model_is_evaluated_like_a_bare_one():
     ps.fit(wrapped, guide, regression_data(), num_steps=2, progress=False)
     assert not torch.equal(model.net[1].weight, torch.ones(4))
     before = model.net[1].running_mean.clone()
-    assert ps.predict(wrapped, guide, torch.randn(6, 3), 5).function_variance.max() < 1e-10
+    assert (
+        ps.predict(wrapped, guide, torch.randn(6, 3), num_samples=5).function_variance.max() < 1e-10
+    )
     assert torch.equal(model.net[1].running_mean, before)
 
 

@@ -35,7 +35,7 @@ def test_fits_and_predictions_in_several_threads():
         guide = ps.KTiedGuide(model)
         target = y if kind == "regressor" else torch.zeros(12, dtype=torch.long)
         history = ps.fit(model, guide, (x, target), num_steps=40, lr=0.05, progress=False)
-        ps.predict(model, guide, x, 20)
+        ps.predict(model, guide, x, num_samples=20)
         return history.elbo
 
     with ThreadPoolExecutor(3) as pool:

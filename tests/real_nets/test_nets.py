@@ -47,7 +47,9 @@ def assert_learns(model, guide, data, **options):
 def assert_draws_are_functions(model, guide, inputs, draws_differ=True):
     """The same inputs again, in other mini-batches, give the same outputs; another draw others."""
     twice = tuple(torch.cat([value, value]) for value in inputs)
-    functions = ps.predict(model, guide, twice, 5, batch_size=len(inputs[0]) - 1).functions
+    functions = ps.predict(
+        model, guide, twice, num_samples=5, batch_size=len(inputs[0]) - 1
+    ).functions
     first, again = functions.split(len(inputs[0]), 1)
     tolerance = 1e-10 if functions.dtype == torch.float64 else 1e-4
     torch.testing.assert_close(first, again, rtol=tolerance, atol=tolerance)

@@ -112,12 +112,12 @@ def measure(
     torch.manual_seed(seed)
     for region in QUANTITIES:
         ours, theirs = (
-            ps.predict(problem.model, draws, problem.regions[region], options.draws)
+            ps.predict(problem.model, draws, problem.regions[region], num_samples=options.draws)
             for draws in (posterior, reference)
         )
         own = distances(problem.compares, ours, theirs)
         found |= {f"{region}: {key}": own[key] for key in QUANTITIES[region]}
-    return found, ps.predict(problem.model, posterior, grid(), options.draws)
+    return found, ps.predict(problem.model, posterior, grid(), num_samples=options.draws)
 
 
 def train(
@@ -149,7 +149,7 @@ def draw(predictions: dict[str, Prediction], options: Any) -> None:
     torch.manual_seed(0)
     problem = cosine_regression()
     reference, _ = reference_draws("cosine", problem, 0, options)
-    panels = {"NUTS": ps.predict(problem.model, reference, grid(), options.draws)}
+    panels = {"NUTS": ps.predict(problem.model, reference, grid(), num_samples=options.draws)}
     panels |= {row: each for row, each in predictions.items() if row != AGAIN}
     truth = torch.cos(4 * grid() + 0.8)
     figure = plot_regressions(panels, grid(), problem.x, problem.y, truth, limits=(-3, 3))

@@ -106,7 +106,9 @@ def train(model: Any, guide: Any, images: Images, epochs: int, anneals: bool = T
 
 
 def score(model: Any, guide: Any, images: Images, draws: int) -> dict[str, float]:
-    prediction = ps.predict(model, guide, images.x_test, draws, batch_size=1000, stream=True)
+    prediction = ps.predict(
+        model, guide, images.x_test, num_samples=draws, batch_size=1000, stream=True
+    )
     own = classification_scores(prediction.mean, images.y_test)
     return {
         "accuracy (%)": 100 * own.accuracy,
@@ -202,7 +204,7 @@ def seconds(model: Any, guide: Any, x: Any, count: int, rounds: int = 5) -> floa
     found = []
     for _ in range(rounds):
         start = time.perf_counter()
-        ps.predict(model, guide, x, count)
+        ps.predict(model, guide, x, num_samples=count)
         found.append(time.perf_counter() - start)
     return min(found)
 

@@ -13,7 +13,8 @@ import pyro_structvi as ps
 from benchmarks.paper_tables import HEADER, paper_tables
 from benchmarks.rows import ResultsFile
 from pyro_structvi.diagnostics import compress_scales, spectra
-from pyro_structvi.families import Family, KTied, MeanField
+from pyro_structvi.extend import Family
+from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.weights.site_role import LocalReparam
 
 Rows = list[tuple[str, str, str, float]]  # table, row, quantity, value
@@ -206,7 +207,7 @@ def scores_of(
     examples. The NLL is that of the mean of the draws' probabilities.
     """
     x, y = part
-    prediction = ps.predict(model, guide, x, draws, y=y, batch_size=1000)
+    prediction = ps.predict(model, guide, x, num_samples=draws, y=y, batch_size=1000)
     with torch.no_grad():
         terms = ps.StructuredELBO().terms(model, guide, x[:2], y[:2])
     kl = float(sum(terms.kl.values())) / len(experiment.train[0])

@@ -103,7 +103,9 @@ def measure(net: Net, name: str, seed: int, images: Images, options: Any) -> dic
     ps.fit(model, guide, (x, y), progress=False, **training(net, options))
     seconds = time.process_time() - start
     draws = net.draws if options.paper_size else options.draws
-    prediction = ps.predict(model, guide, x_test, draws, batch_size=PER_PASS, stream=True)
+    prediction = ps.predict(
+        model, guide, x_test, num_samples=draws, batch_size=PER_PASS, stream=True
+    )
     scores = classification_scores(prediction.mean, y_test)
     found = {"test log likelihood": -scores.nll, "error (%)": 100 * (1 - scores.accuracy)}
     if name != "MAP":

@@ -68,7 +68,7 @@ def measure(split: Split, name: str, options: Any) -> dict[str, str]:
     )
     seconds = time.process_time() - start
     x, y = split.test
-    prediction = ps.predict(model, guide, x, options.draws, y=y, stream=True)
+    prediction = ps.predict(model, guide, x, num_samples=options.draws, y=y, stream=True)
     bound, divergence = expected_bound(model, guide, split.train, batch_size, PASSES)
     found = {
         "test log likelihood": float(prediction.log_density.mean()) - math.log(split.target_scale),

@@ -118,7 +118,7 @@ def measure(
     ps.fit(model, guide, data, num_steps=steps, batch_size=1000, progress=False)
     with torch.no_grad():
         bound = float(ps.StructuredELBO(num_particles=20).terms(model, guide, *data).elbo)
-    prediction = ps.predict(model, guide, images.x_test, 100, stream=True)
+    prediction = ps.predict(model, guide, images.x_test, num_samples=100, stream=True)
     scores = classification_scores(prediction.mean, images.y_test)
     covariance = covariance_of_product(posterior, guide, images.x_test[0])
     found = {

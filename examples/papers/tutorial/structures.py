@@ -130,7 +130,9 @@ def classify(structure: Structure, data: Images, options: Any) -> dict[str, floa
     model = ps.Classifier(bayes_net, num_data=len(x))
     size = {"num_epochs": options.epochs, "batch_size": options.batch_size}
     guide, seconds = train(structure, model, (x, y), **size)
-    prediction = ps.predict(model, guide, x_test, options.draws, batch_size=1000, stream=True)
+    prediction = ps.predict(
+        model, guide, x_test, num_samples=options.draws, batch_size=1000, stream=True
+    )
     scores = classification_scores(prediction.mean, y_test)
     return {
         "accuracy (%)": 100 * scores.accuracy,
@@ -147,7 +149,7 @@ def regress(structure: Structure, split: Split, options: Any) -> dict[str, float
     model = ps.Regressor(bayes_net, noise=dist.LogNormal(-1.0, 1.0))
     guide, seconds = train(structure, model, split.train, num_steps=options.steps)
     x, y = split.test
-    prediction = ps.predict(model, guide, x, 10 * options.draws, y=y, stream=True)
+    prediction = ps.predict(model, guide, x, num_samples=10 * options.draws, y=y, stream=True)
     return {
         "test log likelihood": float(prediction.log_density.mean()) - math.log(split.target_scale),
         "RMSE": float((prediction.mean - y).square().mean().sqrt()) * split.target_scale,
