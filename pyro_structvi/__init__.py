@@ -17,11 +17,12 @@ from pyro_structvi.guides import (
 from pyro_structvi.guides import short_forms as _short_forms
 from pyro_structvi.guides.short_forms import *  # noqa: F403  (its `__all__`: one line for a new guide)
 from pyro_structvi.infer import (
+    Checkpoint,
     CompiledSVI,
     LinearAnnealing,
     StructuredAdam,
     StructuredELBO,
-    TensorBoard,
+    Validation,
     fit,
 )
 from pyro_structvi.nn import (
@@ -73,11 +74,12 @@ __all__ = [
     "SubnetworkGuide",
     "estimate_memory",
     # fitting
+    "Checkpoint",
     "CompiledSVI",
     "LinearAnnealing",
     "StructuredAdam",
     "StructuredELBO",
-    "TensorBoard",
+    "Validation",
     "fit",
     # using the posterior
     "moments",
@@ -89,7 +91,7 @@ __all__ = [
 ]
 
 # These need optional packages, so they are imported when they are first asked for.
-_OPTIONAL = ("diagnostics", "metrics", "plots", "reference")
+_OPTIONAL = ("diagnostics", "lightning", "metrics", "plots", "reference")
 
 
 def __getattr__(name: str) -> ModuleType:
