@@ -26,9 +26,11 @@ from pyro_structvi.infer.training import (
 )
 from pyro_structvi.infer.validation import NUM_DRAWS
 from pyro_structvi.posterior import predict
-from pyro_structvi.posterior.prediction import Prediction
 
 __all__ = ["StructuredModule"]
+
+# Of a prediction; Lightning moves these to the host, and no others.
+TENSORS = ("mean", "variance", "function_variance", "entropy", "mutual_information", "functions")
 
 
 class StructuredModule(LightningModule):
@@ -36,8 +38,9 @@ class StructuredModule(LightningModule):
 
     A mini-batch is a tuple of the model's arguments, the observations last, or a dict of its keyword
     arguments. Training logs ``elbo``, ``log_likelihood``, ``kl`` (in nats) and ``kl_weight``; validation
-    logs ``val_log_density``, the mean log predictive density of an example. Predictions are objects of
-    :func:`~pyro_structvi.predict`, one for each batch of inputs or of ``(*inputs, y)``.
+    logs ``val_log_density``, the mean log predictive density of an example. A prediction, for each batch
+    of inputs or of ``(*inputs, y)``, is a dict of the tensors that a
+    :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and ``functions``.
 
     On several devices each process has its share of the data and noise of its own. It scales its
     likelihood by ``num_data`` over its own batch, so the mean of the processes' gradients is unbiased. A
@@ -161,12 +164,13 @@ class StructuredModule(LightningModule):
         mean = prediction.log_density.mean()
         self.log("val_log_density", mean, batch_size=len(y), sync_dist=True, prog_bar=True)
 
-    def predict_step(self, batch: Any, batch_idx: int = 0) -> Prediction:
+    def predict_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
         """Predict for a mini-batch of inputs, or of ``(*inputs, y)``, whose ``y`` is not used."""
         inputs = [batch] if isinstance(batch, (Tensor, Mapping)) else [*batch]
         inputs = inputs[:-1] or inputs
         x = inputs[0] if len(inputs) == 1 else tuple(inputs)
-        return predict(self.model, self.guide, x, self.num_samples)
+        found = vars(predict(self.model, self.guide, x, self.num_samples))
+        return {name: found[name] for name in TENSORS if found[name] is not None}
 
 
 def _values_of(batch: Any) -> list[Any]:

@@ -98,7 +98,8 @@ def warn_of_first_batch(
         try:
             for _ in range(PRIOR_DRAWS):
                 model(*args, **kwargs)
-        except (ValueError, torch.linalg.LinAlgError):  # of a prior draw far from the posterior
+        # Of a prior draw far from the posterior, whose parameters no distribution takes.
+        except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
             return
     if not any(msg["is_observed"] for draws in seen.sites.values() for msg in draws):
         raise ValueError(

@@ -88,12 +88,12 @@ def random_states(device: torch.device | None) -> dict[str, Any]:
     """
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002, the one that data sets share
     of_numpy = numpy | {"state": numpy["state"] | {"key": numpy["state"]["key"].tolist()}}
-    is_gpu = device is not None and device.type == "cuda"
+    gpu = device if device is not None and device.type == "cuda" else None
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": of_numpy,
-        "gpu": torch.cuda.get_rng_state(device) if is_gpu else None,
+        "gpu": None if gpu is None else torch.cuda.get_rng_state(gpu),
     }
 
 
@@ -103,7 +103,7 @@ def set_random_states(states: Mapping[str, Any], device: torch.device | None) ->
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(states["numpy"])  # noqa: NPY002
-    if states["gpu"] is not None:
+    if states["gpu"] is not None and device is not None:
         torch.cuda.set_rng_state(states["gpu"], device)
 
 

@@ -25,7 +25,6 @@ from pyro_structvi.families import (
     TransformedMeanField,
 )
 from pyro_structvi.families.cholesky_parameters import parameters_of_rows
-from pyro_structvi.infer import CosineDecay
 from pyro_structvi.lazy.messenger import DelayDraws
 from pyro_structvi.maps import DenseMap
 from tests.models import (
@@ -126,7 +125,6 @@ def test_without_the_bias_joined_a_bound_is_left(model, regression):
         (regression.x, regression.y),
         num_steps=500,
         lr=0.05,
-        lr_schedule=CosineDecay(500),
         progress=False,
     )
     covariance = guide["net.weight"]().covariance_matrix
@@ -165,7 +163,6 @@ def test_training_by_draws_arrives_near_the_exact_posterior(model, regression):
         (regression.x, regression.y),
         num_steps=1500,
         lr=0.03,
-        lr_schedule=CosineDecay(1500),
         progress=False,
     )
     q = guide["net.weight"]()
