@@ -42,14 +42,14 @@ class StructuredModule(LightningModule):
     of inputs or of ``(*inputs, y)``, is a dict of the tensors that a
     :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and ``functions``.
 
-    On several devices each process has its share of the data and noise of its own. It scales its
+    On several devices each process has its share of the data, and separate noise. It scales its
     likelihood by ``num_data`` over its own batch, so the mean of the processes' gradients is unbiased. A
     step of the schedules is a step of the optimizer, also where gradients are accumulated.
 
     Args:
         model: The model.
-        guide: The guide, with its parameters: a :class:`~pyro_structvi.StructuredGuide` is initialized
-            beforehand, since Lightning places modules on devices before it has data.
+        guide: The guide, with its parameters: call ``guide.initialize(*batch)`` where it is a
+            :class:`~pyro_structvi.StructuredGuide`. Lightning makes the optimizer before it has data.
         elbo: The objective; ``StructuredELBO()`` when None. It is not changed.
         kl_weight: Weight of the KL, as in :func:`~pyro_structvi.fit`: "annealed" rises to 1 over the
             first half of the trainer's steps.
@@ -120,7 +120,7 @@ class StructuredModule(LightningModule):
         return {"optimizer": made, "lr_scheduler": schedule}
 
     def on_train_start(self) -> None:
-        """Tell the model how many examples there are, and give each process noise of its own."""
+        """Tell the model how many examples there are, and give each process separate noise."""
         set_num_data(self.model, self.guide, num_examples(self.trainer.train_dataloader))
         if self.trainer.world_size > 1:  # whose generators have one seed
             place = self.global_rank + self.trainer.world_size * (1 + self.global_step)

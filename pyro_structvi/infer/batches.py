@@ -24,7 +24,7 @@ class EpochSampler(Sampler[int]):
 
     Args:
         size: How many examples there are.
-        shuffle: Whether each epoch has an order of its own.
+        shuffle: Whether the order of each epoch is random.
         seed: The seed of these orders.
 
     Attributes:
@@ -86,7 +86,7 @@ def as_batches(
     Args:
         data: Tensors or mappings of them, a data set, or mini-batches, which are returned as they are.
         batch_size: How many examples a mini-batch has; None for all.
-        device: The guide's device, to which tensors are moved if they fit.
+        device: The guide's device; tensors are moved to it if they fit.
         seed: The seed of the orders of the examples.
 
     Raises:
@@ -174,8 +174,8 @@ def arguments_of(batch: Any, device: torch.device | None) -> Arguments:
 class Feed:
     """The arguments of each step, pass after pass, from a place in the data on.
 
-    Mini-batches in the order of an :class:`EpochSampler` go on at exactly that place, those of a loader
-    of the caller's at the start of an epoch.
+    The mini-batches of an :class:`EpochSampler` go on at exactly that place. Any other loader begins the
+    epoch again.
 
     Args:
         loader: The mini-batches.
@@ -207,7 +207,7 @@ class Feed:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What has to be the same in a run that is resumed, by its name in the error."""
+        """Conditions of a resumed run, by their names in errors."""
         return {
             "the kind of `data`": type(self._loader).__name__,
             "the number of examples in `data`": num_examples(self._loader),

@@ -1,4 +1,4 @@
-"""Checkpoints, from which a fit is resumed as if it had not been interrupted."""
+"""Checkpoints of a fit: a resumed run equals an uninterrupted one."""
 
 import math
 import os
@@ -35,19 +35,19 @@ NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable", "warm_up"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file from which :func:`~pyro_structvi.fit` is resumed as if it had not been interrupted.
+    """A file that resumes a :func:`~pyro_structvi.fit` after an interruption, bit for bit.
 
     The file is written before the first step, every so many steps, at the end, and at an interrupt from
-    the keyboard, which then waits for the end of a step. It is whole at any time: a new one is written
-    beside it and takes its place. See "Training that loses nothing" in the documentation.
+    the keyboard, which then waits for the end of a step. It is whole at any time: each write goes to a
+    temporary file, which then replaces it. See "Training that loses nothing" in the documentation.
 
     Args:
         path: The path of the file, in a folder that exists.
         every: How many steps two writes are apart.
         resume: Whether to go on from the file where there is one; otherwise it must be new. Data, batch
-            size, parameters, optimizer and schedules must be those of the beginning; ``num_steps`` or
-            ``num_epochs`` count from there, and may be larger. Parameters are the same to the last bit
-            for tensors and a ``Dataset``; a loader of the caller's begins its epoch again.
+            size, parameters, optimizer and schedules must be the same as at first; ``num_steps`` or
+            ``num_epochs`` count from the first step, and may be larger. Parameters are the same to the
+            last bit for tensors and a ``Dataset``; any other loader begins its epoch again.
 
     Raises:
         TypeError: If an argument has another type.
@@ -85,7 +85,7 @@ class Run:
 
     Args:
         loss: The loss, with model and guide.
-        optimizer: What updates the parameters.
+        optimizer: The optimizer of the parameters.
         feed: The data.
         measured: The measurements on validation data, if there are any.
         total: The number of steps.
@@ -93,7 +93,7 @@ class Run:
 
     Attributes:
         history: The steps that were taken.
-        settings: What a run must be resumed with, by its name in the error.
+        settings: Conditions of a resumed run, by their names in errors.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class CheckpointFile:
         device: The guide's device.
 
     Attributes:
-        saved: What the file held at first; None where there is nothing to go on from.
+        saved: The contents of the file before this run; None where there is nothing to go on from.
         place: The seed of the order of the data, the epoch, and the mini-batches that were used of it.
 
     Raises:
@@ -230,7 +230,7 @@ class CheckpointFile:
         Handlers of others are left in place, and threads, which Python does not interrupt, as they are.
 
         Yields:
-            A function that says whether there was an interrupt.
+            A function that returns whether there was an interrupt.
         """
         asked: list[int] = []
         usual = signal.default_int_handler
@@ -300,7 +300,7 @@ class CheckpointFile:
 
 
 def write_atomically(path: Path, state: Any) -> None:
-    """Write a file beside the one at a path, have it on the disk, and let it take that one's place.
+    """Write a temporary file, flush it to the disk, and rename it to a path.
 
     Raises:
         OSError: If there is no room, say; the file at the path is then what it was.
@@ -328,7 +328,7 @@ def write_atomically(path: Path, state: Any) -> None:
 
 
 def _lists_of(history: History) -> dict[str, Any]:
-    """Return the lists of a history, those of numbers as tensors, which are read much faster."""
+    """Return the lists of a history; lists of numbers become tensors, which are read much faster."""
     lists = {field.name: getattr(history, field.name) for field in fields(history)}
     return {name: _as_tensor(values) for name, values in lists.items() if isinstance(values, list)}
 

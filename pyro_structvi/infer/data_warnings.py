@@ -127,7 +127,7 @@ def warn_of_ignored_data(history: History) -> None:
     The steps under a small weight are a short maximum-likelihood fit. A posterior of a model that fits
     loses about half a nat of its expected log likelihood for each direction that the data determine, and
     pays more KL than that for it. A fit of noise is lost too, and rightly, but not most of what was
-    learned since the start. So a posterior that lost more than both has given up the fit.
+    learned since the start. A posterior that lost more than both has given up the fit.
     """
     rises = sum(weight < history.kl_weight[-1] for weight in history.kl_weight)
     size = len(history.elbo) // WINDOWS

@@ -96,22 +96,22 @@ def fit(
         lr: Learning rate at the first step, which falls to zero along a cosine over all steps of this
             call; the optimizer's own when None, 0.1 for :class:`StructuredAdam`. Or a function of the
             step that returns the rate itself: ``lambda step: 1e-3`` is a constant rate.
-        optimizer: Called with ``(parameters, lr=lr)``, without ``lr`` where that is None, and with 1 for
-            a function, by which its rates are then multiplied. :class:`StructuredAdam` of the guide
-            when None, with 15 % of the steps for ``warm_up``.
+        optimizer: Called with ``(parameters, lr=lr)``, without ``lr`` where that is None. For a function
+            ``lr`` it is called with a rate of 1, and the function multiplies its rates.
+            :class:`StructuredAdam` of the guide when None, with 15 % of the steps for ``warm_up``.
         elbo: The objective, with its number of particles and its estimator; ``StructuredELBO()`` when
             None. It is not changed.
         kl_weight: Weight of the KL, a number or a function of the step, such as
             ``LinearAnnealing(1000)``; "annealed" rises linearly to 1 over the first half of the steps of
             this call. A weight other than 1 that ``elbo`` has is used where this is left out.
-        compiled: Whether steps run without Python, as those of :class:`CompiledSVI`. "auto" traces them
-            after a few ordinary ones and lets inductor compile the trace, each if the measured times say
-            that it pays for the steps to come; what cannot be traced runs as Python, and the history
-            says why. "traced" only traces, needs no compiler, and keeps a trace whose first step has
-            Python's loss, terms and norm of gradients to the last bit; so does "auto" with
+        compiled: Whether steps run without Python, as in :class:`CompiledSVI`. "auto" traces them
+            after a few ordinary ones and lets inductor compile the trace, each if by the measured times
+            it pays for the steps to come; a step that cannot be traced runs as Python, for the reason in
+            ``history.compilation``. "traced" only traces, needs no compiler, and keeps a trace whose
+            first step has Python's loss, terms and norm of gradients to the last bit; so does "auto" with
             ``checkpoint``. True traces and compiles at once, and raises where it cannot. False runs
             Python in each step.
-        checkpoint: The file from which the fit is resumed.
+        checkpoint: The file of a fit that can be resumed.
         validation: Measurements on other data, and early stopping by them.
         progress: Whether to show a progress bar with the ELBO.
 
@@ -121,8 +121,8 @@ def fit(
     Raises:
         TypeError: If an argument has another type, or the guide was sharded; if an optimizer's state
             cannot be kept.
-        ValueError: If an argument is out of range, lengths differ, the data hold NaN, nothing tells the
-            model's ``num_data``, or a checkpoint was begun with something else.
+        ValueError: If an argument is out of range, lengths differ, the data hold NaN, the model's
+            ``num_data`` is unknown, or a checkpoint was begun with something else.
         FileExistsError: If there is a checkpoint that is not to be resumed from.
         OSError: If a checkpoint cannot be written; the last one is still there.
         RuntimeError: If the guide of a checkpoint has parameters of other shapes, or families of other

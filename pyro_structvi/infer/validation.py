@@ -43,7 +43,7 @@ _DATA = Annotated[
 
 @dataclass(frozen=True, eq=False)
 class Validation:
-    """Measurements of the guide between the steps of :func:`~pyro_structvi.fit`, on data of their own.
+    """Measurements of the guide between the steps of :func:`~pyro_structvi.fit`, on other data.
 
     They are taken before the first step, every so many steps, and after the last step. The draws have
     separate random numbers, the same at each time, so that differences come from the parameters.
@@ -108,7 +108,7 @@ class Measurements:
     """The measurements of a fit, with the best parameters.
 
     Args:
-        options: What is measured and when.
+        options: The data, the metric, and its times.
         loss: The loss, with model and guide.
         batch_size: How many inputs are run at once.
         device: The guide's device, on which the data are kept.
@@ -166,7 +166,7 @@ class Measurements:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What has to be the same in a run that is resumed, by its name in the error."""
+        """Conditions of a resumed run, by their names in errors."""
         name = getattr(self._metric, "__qualname__", type(self._metric).__name__)
         return {
             "the number of examples in `validation`": len(self._y),
@@ -174,7 +174,7 @@ class Measurements:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what a run needs to be resumed."""
+        """Return the state of a run that can be resumed."""
         best = plain("model", self._best_state)
         return {"value": self._best, "waited": self._waited, "best": best}
 

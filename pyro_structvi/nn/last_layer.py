@@ -32,7 +32,7 @@ class LastLayer(PyroModule):
 
     Example:
         >>> import torch
-        >>> from pyro_structvi import Classifier, FullCovarianceGuide, fit
+        >>> from pyro_structvi import Classifier, FullCovarianceGuide, StructuredELBO, fit
         >>> net = LastLayer(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 3), prior=1.0)
         >>> model = Classifier(net)
         >>> guide = FullCovarianceGuide(model)
