@@ -108,8 +108,8 @@ def fit(
             after a few ordinary ones and lets inductor compile the trace, each if by the measured times
             it pays for the steps to come; a step that cannot be traced runs as Python, for the reason in
             ``history.compilation``. "traced" only traces, needs no compiler, and keeps a trace whose
-            first step has Python's loss, terms and norm of gradients to the last bit; so does "auto" with
-            ``checkpoint``. True traces and compiles at once, and raises where it cannot. False runs
+            first step has Python's loss, terms and norm of gradients to the last bit; so does "auto"
+            with ``checkpoint``. True traces and compiles at once, and raises where it cannot. False runs
             Python in each step.
         checkpoint: The file of a fit that can be resumed.
         validation: Measurements on other data, and early stopping by them.
