@@ -4,17 +4,18 @@
     make convergence BENCH="--problem cosine --guide rowwise --recipe default --steps 2000"
     make convergence BENCH="--data FILE.npz"                # a regression from a file, too
 
-The ELBO is that of all examples, averaged over many particles after a share of the steps; beside it is
-its standard error over these particles. Then, for each recipe and pair of a posterior and one that
-contains it, whether the larger one ends at least as high, within twice the standard error of the
-difference. A file of data has ``x``, ``y`` and ``train_idx (splits, examples)``; its first split is
-taken. Seconds are those of the steps alone.
+The ELBO is that of all examples, averaged over many particles after a fit of so many steps, one for each
+number; beside it is its standard error over these particles. Then, for each recipe and pair of a
+posterior and one that contains it, whether the larger one ends at least as high, within twice the
+standard error of the difference. A file of data has ``x``, ``y`` and ``train_idx (splits, examples)``;
+its first split is taken. Seconds are those of the steps alone.
 """
 
 import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -28,7 +29,7 @@ from benchmarks.problems import PROBLEMS, Problem, from_file
 from benchmarks.recipes import GUIDES, RECIPES, TOO_LARGE, Recipe
 from benchmarks.tables import convergence_tables, write_results
 
-SHARES = (0.1, 0.3, 1.0)  # of the steps, at which the ELBO is measured
+SHARES = (0.1, 0.3, 1.0)  # of the steps, for each of which there is a fit
 BLOCK = 10  # particles that run in one pass
 
 
@@ -63,13 +64,10 @@ def main() -> None:
         ]
         for guide, recipe in product(guides, options.recipe or RECIPES):
             if RECIPES[recipe].only in (None, guide):
-                runs = []
-                for seed in range(options.seeds):
-                    torch.manual_seed(0)  # of data and net
-                    problem = make()
-                    torch.manual_seed(seed)
-                    runs.append(train(problem, guide, RECIPES[recipe], results))
-                row = mean_of(runs)
+                seeds = range(options.seeds)
+                row = mean_of([
+                    train(make, guide, RECIPES[recipe], results, seed) for seed in seeds
+                ])
                 recipes.setdefault(recipe, {})[guide] = row
                 print(f"{name} | {recipe} | {guide} | {row}", flush=True)
                 if options.output:
@@ -77,37 +75,37 @@ def main() -> None:
     print(convergence_tables(results))
 
 
-def train(problem: Problem, guide_name: str, recipe: Recipe, results: dict[str, Any]) -> Any:
-    """Return the ELBOs with their standard errors, and the seconds, after numbers of steps."""
-    model, x, y = problem.model, problem.x, problem.y
-    guide = GUIDES[recipe.widens or guide_name](model)
-    recipe.prepare(guide)
-    steps = results["steps"][-1]
+def train(
+    make: Callable[[], Problem], guide_name: str, recipe: Recipe, results: dict[str, Any], seed: int
+) -> Any:
+    """Return the ELBOs, their standard errors and the seconds of a fit for each number of steps."""
     row: dict[str, list[float]] = {"elbo": [], "error": [], "seconds": []}
-    average = Average(guide, 3 * steps // 4) if recipe.averages else None
-    spent, begin, before = 0.0, time.perf_counter(), 0
-
-    def after_step(history: Any) -> None:
-        nonlocal spent, begin
-        if average is not None:
-            average.add(len(history.elbo), steps)
-        if before + len(history.elbo) in results["steps"]:
-            spent += time.perf_counter() - begin
-            elbo, error = bound(problem, guide, results["particles"])
-            for key, value in (("elbo", elbo), ("error", error), ("seconds", spent)):
-                row[key].append(round(value, 2))
-            begin = time.perf_counter()
-
-    own = {"batch_size": problem.batch_size, "callbacks": [after_step], "progress": False}
     try:
-        if recipe.widens is not None:
-            ps.fit(model, guide, (x, y), num_steps=steps // 2, **own)
-            guide, before = ps.warm_start.full_covariance_from(guide), steps // 2
-        own |= recipe.options(guide, steps - before)
-        ps.fit(model, guide, (x, y), num_steps=steps - before, **own)
+        for steps in results["steps"]:
+            torch.manual_seed(0)  # of data and net
+            problem = make()
+            torch.manual_seed(seed)
+            guide, seconds = fitted(problem, guide_name, recipe, steps)
+            elbo, error = bound(problem, guide, results["particles"])
+            for key, value in (("elbo", elbo), ("error", error), ("seconds", seconds)):
+                row[key].append(round(value, 2))
     except FloatingPointError as error:  # the row stays short, and the table says that it diverged
         print(error, flush=True)
     return row
+
+
+def fitted(problem: Problem, guide_name: str, recipe: Recipe, steps: int) -> tuple[Any, float]:
+    """Return a guide after so many steps, and the seconds that they took."""
+    model, data = problem.model, (problem.x, problem.y)
+    guide = GUIDES[recipe.widens or guide_name](model)
+    recipe.prepare(guide)
+    own = {"batch_size": problem.batch_size, "progress": False}
+    begin = time.perf_counter()
+    if recipe.widens is not None:
+        ps.fit(model, guide, data, num_steps=steps // 2, **own)
+        guide, steps = ps.warm_start.full_covariance_from(guide), steps - steps // 2
+    ps.fit(model, guide, data, num_steps=steps, **own, **recipe.options(guide, steps))
+    return guide, time.perf_counter() - begin
 
 
 def mean_of(runs: list[dict[str, list[float]]]) -> dict[str, Any]:
@@ -124,25 +122,6 @@ def mean_of(runs: list[dict[str, list[float]]]) -> dict[str, Any]:
         "seconds": [round(mean(run["seconds"][i] for run in runs), 2) for i in whole],
         "runs": elbos,
     }
-
-
-class Average:
-    """The mean of a guide's parameters from a step on, which takes their place in the last one."""
-
-    def __init__(self, guide: torch.nn.Module, first: int) -> None:
-        self.parameters = [*guide.parameters()]
-        self.first = first
-        self.sums = [torch.zeros_like(each) for each in self.parameters]
-
-    @torch.no_grad()
-    def add(self, step: int, last: int) -> None:
-        """Count the parameters after a step."""
-        if step <= self.first:
-            return
-        for total, parameter in zip(self.sums, self.parameters, strict=True):
-            total += parameter
-            if step == last:
-                parameter.copy_(total / (last - self.first))
 
 
 @torch.no_grad()

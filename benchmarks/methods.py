@@ -110,7 +110,7 @@ def step_of_fit(
     guide.initialize(x, y)
     loss = CheckedLoss(model, guide, ps.StructuredELBO())
     optimizer = OneOptimizer(ps.StructuredAdam([*loss.trained.values()], guide, lr=1e-4))
-    check = FiniteCheck(loss, optimizer, is_shared=False)
+    check = FiniteCheck(loss, optimizer)
     step = CompiledStep(loss, optimizer, check, backend=backend, watches=False)
     return lambda: step(x, y).loss
 

@@ -66,13 +66,12 @@ class Recipe(NamedTuple):
 
     def options(self, guide: nn.Module, num_steps: int) -> dict[str, Any]:
         """Return the arguments of ``fit``."""
-        options: dict[str, Any] = {} if self.lr is None else {"lr": self.lr}
+        rate = self.lr if self.decays or self.lr is None else lambda step: self.lr
+        options: dict[str, Any] = {} if rate is None else {"lr": rate}
         if self.particles > 1:
-            options |= {"num_particles": self.particles, "vectorize_particles": True}
+            options["elbo"] = ps.StructuredELBO(1.0, self.particles, vectorize_particles=True)
         if not self.anneals:
             options["kl_weight"] = 1.0
-        if not self.decays:
-            options["lr_schedule"] = None
         if self.structured is None:
             options["optimizer"] = partial(adam_by_kind, guide, dict(self.rates))
         elif self.structured:
@@ -80,7 +79,38 @@ class Recipe(NamedTuple):
             options["optimizer"] = partial(ps.StructuredAdam, guide=guide, **own)
         if self.natural is not None:
             options["optimizer"] = lambda _, lr: NaturalSteps(guide, lr, self.natural)
+        if self.averages:
+            average = Average(guide, 3 * num_steps // 4, num_steps)
+            options["optimizer"] = partial(average.after_steps_of, options["optimizer"])
         return options
+
+
+class Average:
+    """The mean of a guide's parameters from a step on, which takes their place in the last step."""
+
+    def __init__(self, guide: nn.Module, first: int, last: int) -> None:
+        self.parameters = [*guide.parameters()]
+        self.first, self.last, self.step = first, last, 0
+        self.sums = [torch.zeros_like(each) for each in self.parameters]
+
+    def after_steps_of(
+        self, make: Callable[..., torch.optim.Optimizer], *args: Any, **own: Any
+    ) -> Any:
+        """Return an optimizer after whose steps the parameters are counted."""
+        optimizer = make(*args, **own)
+        optimizer.register_step_post_hook(lambda *_: self.add())
+        return optimizer
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Count the parameters after a step."""
+        self.step += 1
+        if self.step <= self.first:
+            return
+        for total, parameter in zip(self.sums, self.parameters, strict=True):
+            total += parameter
+            if self.step == self.last:
+                parameter.copy_(total / (self.last - self.first))
 
 
 def adam_by_kind(

@@ -50,7 +50,7 @@ POINTS_PRIOR = {"*.weight": ps.FanIn(1.0), "*": 1.0}
 ESTIMATORS = {"draws": "", "moments": ", by moments"}  # and what a row's name then ends in
 NOISES = (HETEROSCEDASTIC, "learned")
 LARGEST_BATCH = 500
-EARLY = {"kl_weight": 1.0, "validate_every": 50, "patience": 10}  # of points, which stop early
+EARLY = {"every": 50, "patience": 10}  # of points, which stop early
 
 
 class Split(NamedTuple):
@@ -89,7 +89,7 @@ def main() -> None:
                         found = measure(
                             *(split, model, GUIDES[guide](model), options.steps, options.draws),
                             stops_early=guide in POINTS,
-                            estimator=options.estimator,
+                            elbo=ps.StructuredELBO(estimator=options.estimator),
                         )
                         results.add((*key, *(digits(found[name]) for name in HEADER[4:])))
     print(uci_tables(results.rows))
@@ -162,7 +162,8 @@ def measure(
     if stops_early:
         order = torch.randperm(len(train[0]))
         kept, held = order[len(order) // 10 :], order[: len(order) // 10]
-        options |= EARLY | {"validation": tuple(part[held] for part in train)}
+        other = tuple(part[held] for part in train)
+        options |= {"kl_weight": 1.0, "validation": ps.Validation(other, **EARLY)}
         train = tuple(part[kept] for part in train)
     size = len(train[0])
     start = time.process_time()

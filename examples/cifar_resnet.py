@@ -1,22 +1,18 @@
-"""A ResNet-18 on CIFAR-10, with a guide of your choice, on one device or several.
+"""A ResNet-18 on CIFAR-10, with a guide of your choice.
 
     python examples/cifar_resnet.py --data DIR
-    torchrun --nproc-per-node 4 examples/cifar_resnet.py --data DIR
 
 downloads CIFAR-10 by torchvision into ``DIR`` if it is not there. ``--random-images N`` trains on noise
-instead, to try things out without a network. Under ``torchrun`` each process takes a GPU of its own, or
-one CPU thread where there is none.
+instead, to try things out without a network.
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pyro
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
@@ -40,7 +36,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data"), help="where CIFAR-10 is kept")
     parser.add_argument("--random-images", type=int, help="train on so many images of noise")
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=256, help="on each process")
+    parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, help="unless the default of fit")
     parser.add_argument("--kl-weight", type=float, default=1.0, help="weight of the KL at the end")
     parser.add_argument("--num-samples", type=int, default=20, help="posterior draws at the end")
@@ -49,11 +45,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    device, rank, processes = join_group()
-    if rank == 0 and not options.random_images:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not options.random_images:
         CIFAR10(options.data, download=True)
-    if processes > 1:
-        dist.barrier()
     pyro.set_rng_seed(options.seed)
     x, y = load(options, train=True)
     net = bayesian_resnet().to(device)
@@ -63,7 +57,7 @@ def main() -> None:
     if options.load:
         parts.load_state_dict(torch.load(options.load, map_location=device))
 
-    steps = options.epochs * -(-len(x) // (options.batch_size * processes))
+    steps = options.epochs * -(-len(x) // options.batch_size)
     start = time.perf_counter()
     history = ps.fit(
         model,
@@ -75,29 +69,14 @@ def main() -> None:
         kl_weight=ps.LinearAnnealing(-(-steps // 2), end=options.kl_weight),
     )
     seconds = time.perf_counter() - start
-    if rank == 0:
-        if options.save:
-            torch.save(parts.state_dict(), options.save)
-        print(f"guide              {options.guide}, on {processes} x {device.type}")
-        print(f"parameters         {sum(p.numel() for p in guide.parameters())}")
-        print(f"training           {seconds / 60:.2f} min, {1e3 * seconds / steps:.1f} ms a step")
-        last = history.elbo[-steps // options.epochs :]
-        print(f"-ELBO / example    {-sum(last) / len(last) / len(x):.4f} nats")
-        evaluate(model, guide, load(options, train=False), device, options.num_samples)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def join_group() -> tuple[torch.device, int, int]:
-    """Join the processes that torchrun started, if it did; return device, rank and their number."""
-    backend, device = "gloo", torch.device("cpu")
-    if torch.cuda.is_available():
-        backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
-        return device, 0, 1
-    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
-    return device, dist.get_rank(), dist.get_world_size()
+    if options.save:
+        torch.save(parts.state_dict(), options.save)
+    print(f"guide              {options.guide}, on {device.type}")
+    print(f"parameters         {sum(p.numel() for p in guide.parameters())}")
+    print(f"training           {seconds / 60:.2f} min, {1e3 * seconds / steps:.1f} ms a step")
+    last = history.elbo[-steps // options.epochs :]
+    print(f"-ELBO / example    {-sum(last) / len(last) / len(x):.4f} nats")
+    evaluate(model, guide, load(options, train=False), device, options.num_samples)
 
 
 def load(options: argparse.Namespace, train: bool) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from progress import Progress, Table, as_they_come, begin_process, count_step
+from progress import Progress, Table, as_they_come, begin_process, count_steps
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -124,12 +124,7 @@ def fit_regression(title: str, smoke: bool, output: Path) -> Regression:
     steps, draws = (20, 80) if smoke else (REGRESSION_STEPS, 4 * NUTS_DRAWS)
 
     def fit(guide: nn.Module) -> nn.Module:
-        ps.fit(
-            *(model, guide, (x, y)),
-            num_steps=steps,
-            callbacks=[count_step],
-            progress=False,
-        )
+        count_steps(ps.fit(model, guide, (x, y), num_steps=steps, progress=False))
         return guide
 
     guide = make_guide(title, model, fit, x)
@@ -275,14 +270,14 @@ def fit_digits(title: str, smoke: bool) -> Digits:
     epochs = 1 if smoke else DIGITS_EPOCHS
 
     def fit(guide: nn.Module) -> nn.Module:
-        ps.fit(
+        history = ps.fit(
             *(model, guide, (x[train], y[train])),
             num_epochs=epochs,
             batch_size=128,
             kl_weight=ps.LinearAnnealing(STEPS_PER_EPOCH * epochs // 2),
-            callbacks=[count_step],
             progress=False,
         )
+        count_steps(history)
         return guide
 
     is_layer = title in LAYERS

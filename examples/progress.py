@@ -79,10 +79,10 @@ def begin_process(counter: Any) -> None:
     torch.set_num_threads(1)  # nets this small only lose by more
 
 
-def count_step(history: Any) -> None:
-    """Count a step; a callback of ``fit``."""
+def count_steps(history: Any) -> None:
+    """Count the steps of a fit."""
     with steps_taken.get_lock():
-        steps_taken.value += 1
+        steps_taken.value += len(history.elbo)
 
 
 def as_they_come(fits: dict[str, Future[Any]], progress: Progress) -> Iterator[tuple[str, Any]]:

@@ -36,11 +36,12 @@ from pyro_structvi.guides import (
     estimate_memory,
 )
 from pyro_structvi.infer import (
+    Checkpoint,
     CompiledSVI,
     LinearAnnealing,
     StructuredAdam,
     StructuredELBO,
-    TensorBoard,
+    Validation,
     fit,
 )
 from pyro_structvi.nn import (
@@ -66,7 +67,7 @@ from pyro_structvi.posterior import (
 )
 
 if TYPE_CHECKING:
-    from pyro_structvi import diagnostics, metrics, plots, reference, testing
+    from pyro_structvi import diagnostics, lightning, metrics, plots, reference, testing
 
 __version__ = "0.1.0"
 
@@ -112,11 +113,12 @@ __all__ = [
     "Rowwise",
     "Subnetwork",
     # inference
+    "Checkpoint",
     "CompiledSVI",
     "LinearAnnealing",
     "StructuredAdam",
     "StructuredELBO",
-    "TensorBoard",
+    "Validation",
     "fit",
     # posteriors
     "element_scores",
@@ -133,13 +135,15 @@ __all__ = [
     "guides",
     # parts with optional packages
     "diagnostics",
+    "lightning",
     "metrics",
     "plots",
     "reference",
     "testing",
 ]
 
-_OPTIONAL = ("diagnostics", "metrics", "plots", "reference", "testing")
+# These need optional packages, so they are imported when they are first asked for.
+_OPTIONAL = ("diagnostics", "lightning", "metrics", "plots", "reference", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

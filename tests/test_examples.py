@@ -1,6 +1,5 @@
 """Every example runs in smoke size; none can be forgotten."""
 
-import os
 import re
 import subprocess
 import sys
@@ -171,28 +170,3 @@ def test_a_script_runs(script, tmp_path):
     assert result.returncode == 0, result.stderr
     guides = "k-tied|low rank|inducing|local|mean field|matrix normal|FFG-U"
     assert re.search(f"{guides}|family", result.stdout)
-
-
-@pytest.mark.slow
-def test_a_script_runs_in_two_processes_and_loads_what_one_saved(tmp_path):
-    checkpoints = [str(tmp_path / name) for name in ("one.pt", "two.pt")]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "examples/cifar_resnet.py"), *RANDOM_IMAGES, "--batch-size", "4"]
-    runs = [
-        [*script, "--save", checkpoints[0]],
-        [*torchrun, *script, "--load", checkpoints[0], "--save", checkpoints[1]],
-        [*script, "--load", checkpoints[1]],
-    ]
-    for arguments in runs:
-        result = subprocess.run(
-            [sys.executable, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert result.returncode == 0, result.stderr
-        assert "Warning" not in result.stderr
-        assert result.stdout.count("test accuracy") == 1, "only rank 0 reports"
-        assert ("on 2 x" in result.stdout) == (arguments[0] == "-m")

@@ -1,18 +1,19 @@
 """The objective and its optimization."""
 
+from pyro_structvi.infer.checkpoint import Checkpoint
 from pyro_structvi.infer.compiled_svi import CompiledSVI
-from pyro_structvi.infer.data.data_size import NumDataWarning
-from pyro_structvi.infer.data.first_batch import DataScaleWarning, SlowFamilyWarning
+from pyro_structvi.infer.data_warnings import DataScaleWarning, NumDataWarning, SlowFamilyWarning
 from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
 from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
 from pyro_structvi.infer.structured_adam import StructuredAdam
-from pyro_structvi.infer.tensorboard import TensorBoard
 from pyro_structvi.infer.terms import ELBOTerms
 from pyro_structvi.infer.training import fit
+from pyro_structvi.infer.validation import Validation
 
 __all__ = [
+    "Checkpoint",
     "CompileFallbackWarning",
     "CompiledSVI",
     "CosineDecay",
@@ -25,6 +26,6 @@ __all__ = [
     "SlowFamilyWarning",
     "StructuredELBO",
     "StructuredAdam",
-    "TensorBoard",
+    "Validation",
     "fit",
 ]

@@ -83,7 +83,7 @@ class CompiledSVI:
         self.model, self.guide, self.loss = model, guide, loss
         optimizer = OneOptimizer(optim)
         own = (CheckedLoss if check_finite else Loss)(model, guide, loss)
-        check = FiniteCheck(own, optimizer, is_shared=False) if check_finite else None
+        check = FiniteCheck(own, optimizer) if check_finite else None
         self._step = CompiledStep(own, optimizer, check, backend=backend, fallback=fallback)
 
     @property

@@ -1,4 +1,4 @@
-"""What happened in the steps of a fit."""
+"""The history of a fit."""
 
 from dataclasses import dataclass, field
 
@@ -7,9 +7,7 @@ from pyro_structvi.infer.steps.step import StepTerms
 
 @dataclass(repr=False)
 class History:
-    """What happened in each step of a fit; lists have one entry a step, those of validations one each.
-
-    On several processes the terms are means over them.
+    """The history of a fit: lists with one entry a step, and of validations one entry each.
 
     Attributes:
         elbo: The estimated evidence lower bound, in nats, with the KL at full weight.
@@ -20,7 +18,7 @@ class History:
         validation: The values of the metric on the validation data.
         validation_steps: After how many steps each was measured.
         interrupted: Whether the fit was stopped from the keyboard.
-        compilation: What was traced or compiled, when and why, or why not, a line each.
+        compilation: Notes on tracing and compilation, with the step and the reason, a line each.
     """
 
     elbo: list[float] = field(default_factory=list)

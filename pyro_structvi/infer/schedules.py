@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pyro_structvi._checks import NO_CLASS, Count, NonNegative, check_fields, checked
 
 Schedule = Annotated[Callable[[int], float], NO_CLASS]
-RateSchedule = Schedule | Literal["cosine"] | None  # "cosine" falls to zero over the steps of a fit
 
 
 @dataclass(frozen=True)
@@ -49,22 +48,24 @@ class LinearAnnealing:
 
 @dataclass(frozen=True)
 class CosineDecay:
-    """Fall from 1 at step 0 to ``end`` at step ``num_steps`` along half a cosine, and stay there.
+    """Fall from ``start`` at step 0 to ``end`` at step ``num_steps`` by half a cosine, and stay there.
 
     Args:
         num_steps: How many steps the fall takes.
+        start: The value at step 0.
         end: The value from step ``num_steps`` on.
 
     Raises:
-        ValueError: If ``num_steps`` is not a whole number of at least 1.
+        ValueError: If ``num_steps`` is not a whole number of at least 1, or a value is negative.
 
     Example:
-        >>> decay = CosineDecay(num_steps=100, end=0.1)
-        >>> decay(0), round(decay(50), 3), decay(100)
-        (1.0, 0.55, 0.1)
+        >>> rate = CosineDecay(num_steps=100, start=0.1)
+        >>> rate(0), round(rate(50), 3), rate(100)
+        (0.1, 0.05, 0.0)
     """
 
     num_steps: Count
+    start: NonNegative = 1.0
     end: NonNegative = 0.0
 
     def __post_init__(self) -> None:
@@ -75,4 +76,4 @@ class CosineDecay:
     def __call__(self, step: int) -> float:
         """Return the value at a step, counted from 0."""
         fraction = min(step / self.num_steps, 1.0)
-        return self.end + (1 - self.end) * (1 + math.cos(math.pi * fraction)) / 2
+        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * fraction)) / 2

@@ -303,7 +303,7 @@ class LastLayer(PyroModule):
     """A net whose features are points and whose last layer has a prior: a Bayesian last layer.
 
     The outputs are then normal under any posterior of the layer whose image is, so the bound has no
-    noise with ``fit(..., estimator="moments")``, or ``"bound"`` for classes, and predictions by
+    noise with ``StructuredELBO(estimator="moments")``, or ``"bound"`` for classes, and predictions by
     ``predict_moments(...)`` are exact up to quadrature over the likelihood.
 
     Args:
@@ -321,12 +321,13 @@ class LastLayer(PyroModule):
 
     Example:
         >>> import torch
-        >>> from pyro_structvi import Classifier, FullCovarianceGuide, fit
+        >>> from pyro_structvi import Classifier, FullCovarianceGuide, StructuredELBO, fit
         >>> net = LastLayer(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 3), prior=1.0)
         >>> model = Classifier(net)
         >>> guide = FullCovarianceGuide(model)
         >>> data = torch.randn(20, 4), torch.arange(20) % 3
-        >>> history = fit(model, guide, data, num_steps=5, estimator="bound", progress=False)
+        >>> elbo = StructuredELBO(estimator="bound")
+        >>> history = fit(model, guide, data, num_steps=5, elbo=elbo, progress=False)
         >>> list(guide.median())
         ['net.head.weight', 'net.head.bias']
 

@@ -6,19 +6,17 @@ from typing import Any
 
 import torch
 
-from pyro_structvi.guides import (
-    AutoLowRankLRT,
-    EnsembleGuide,
-    FullCovarianceGuide,
-    KTiedGuide,
-    MAPGuide,
-    MatrixNormalGuide,
-    MCDropoutGuide,
-    MeanFieldGuide,
-    RowwiseGuide,
-)
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.dropout import MCDropoutGuide
+from pyro_structvi.structures.ensemble import EnsembleGuide
+from pyro_structvi.structures.full_covariance import FullCovarianceGuide
 from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
+from pyro_structvi.structures.k_tied import KTiedGuide
+from pyro_structvi.structures.low_rank import AutoLowRankLRT
+from pyro_structvi.structures.matrix_normal import MatrixNormalGuide
+from pyro_structvi.structures.mean_field import MeanFieldGuide
+from pyro_structvi.structures.point_estimate import MAPGuide
+from pyro_structvi.structures.rowwise import RowwiseGuide
 from pyro_structvi.testing.definitions import (
     full_covariance,
     k_tied_covariance,

@@ -11,7 +11,7 @@ from unittest import mock
 import pyro.poutine as poutine
 import torch
 
-from pyro_structvi import infer, reference
+from pyro_structvi import reference
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.maps import Arrangement
 from pyro_structvi.reference import sampling
@@ -72,7 +72,6 @@ OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "FanIn.standard_deviation": lambda: {"parameter": torch.randn(4, 3), "fan_in": None},
     "LinearAnnealing.__call__": lambda: {"step": 3},
     "CosineDecay.__call__": lambda: {"step": 3},
-    "TensorBoard.__call__": lambda: {"history": infer.History(*[[1.0]] * 5)},
     "StructuredAdam.step": lambda: {"closure": lambda: None},
     "CompiledSVI.step": lambda: {"x": inputs(), "y": targets()},
     "CompiledSVI.evaluate_loss": lambda: {"x": inputs(), "y": targets()},

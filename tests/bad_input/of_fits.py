@@ -9,7 +9,6 @@ import pyro
 import torch
 
 import pyro_structvi as ps
-from pyro_structvi import infer
 from tests.bad_input.samples import (
     FILES,
     inputs,
@@ -20,7 +19,7 @@ from tests.bad_input.samples import (
     targets,
 )
 
-PERIOD = {"num_steps": 10, "end": 0.5}
+PERIOD = {"num_steps": 10, "start": 0.0, "end": 0.5}
 
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "StructuredELBO": lambda: {
@@ -29,7 +28,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "vectorize_particles": False,
         "estimator": "draws",
     },
-    "LinearAnnealing": lambda: {**PERIOD, "start": 0.0},
+    "LinearAnnealing": lambda: dict(PERIOD),
     "CosineDecay": lambda: dict(PERIOD),
     "CompiledSVI": lambda: {
         **model_and_guide(),
@@ -46,24 +45,21 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "num_steps": 2,
         "batch_size": 3,
         "lr": 0.01,
-        "lr_schedule": infer.CosineDecay(10),
-        "kl_weight": 1.0,
-        "num_particles": 1,
-        "vectorize_particles": False,
-        "estimator": "draws",
         "optimizer": torch.optim.SGD,
+        "elbo": ps.StructuredELBO(),
+        "kl_weight": 1.0,
         "compiled": "auto",
         "progress": False,
-        "checkpoint": Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt",
-        "every": 5,
-        "resume": True,
-        "validation": (inputs(), targets()),
-        "metric": lambda prediction, y: 0.0,
-        "validate_every": 2,
-        "patience": 5,
-        "callbacks": [lambda history: None],
+        "checkpoint": ps.Checkpoint(Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt"),
+        "validation": ps.Validation((inputs(), targets())),
     },
-    "TensorBoard": lambda: {"folder": FILES.name, "every": 2},
+    "Checkpoint": lambda: {"path": "run.pt", "every": 5, "resume": True},
+    "Validation": lambda: {
+        "data": (inputs(), targets()),
+        "metric": lambda prediction, y: 0.0,
+        "every": 2,
+        "patience": 5,
+    },
     "StructuredAdam": lambda: {
         "guide": (guide := ps.MeanFieldGuide(regressor())),
         "parameters": [*guide.parameters()],

@@ -19,7 +19,6 @@ import pyro_structvi as ps
 from pyro_structvi.distributions import JoinedPrior
 from pyro_structvi.extend import LatentSite
 from pyro_structvi.families import FullCovariance, LowRank, MeanField, TransformedMeanField
-from pyro_structvi.infer import CosineDecay
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.sites.parameterization import parameters_of_rows
 from pyro_structvi.weights.handlers import DelayDraws
@@ -121,7 +120,6 @@ def test_without_the_bias_joined_a_bound_is_left(model, regression):
         (regression.x, regression.y),
         num_steps=500,
         lr=0.05,
-        lr_schedule=CosineDecay(500),
         progress=False,
     )
     covariance = guide["net.weight"]().covariance_matrix
@@ -160,7 +158,6 @@ def test_training_by_draws_arrives_near_the_exact_posterior(model, regression):
         (regression.x, regression.y),
         num_steps=1500,
         lr=0.03,
-        lr_schedule=CosineDecay(1500),
         progress=False,
     )
     q = guide["net.weight"]()

@@ -197,7 +197,7 @@ def test_what_cannot_stand_beside_the_layers_is_refused():
     model, x = make_model(2, 3, 1), torch.randn(5, 2)
     with pytest.raises(ValueError, match="are drawn together"):
         ps.GlobalInducingGuide(model, x, families={"net.0.*": Members(3)})
-    with pytest.raises(TypeError, match="`first_layer` must be a family of a single weight"):
+    with pytest.raises(TypeError, match="`first_layer` must be a family of one weight"):
         ps.GlobalInducingGuide(model, x, first_layer=Members(3))
     with pytest.raises(ValueError, match="`local_reparam` must be False"):
         ps.GlobalInducingGuide(model, x, local_reparam=True)

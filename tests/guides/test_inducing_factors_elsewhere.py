@@ -8,12 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import (
-    InducingWeights,
-    KTied,
-    MeanField,
-    Members,
-)
+from pyro_structvi.families import InducingWeights, KTied, MeanField, Members
 from tests.guides.inducing_copies import assert_same_draws, draw, randomize
 from tests.guides.inducing_guides import KINDS, make_guide
 from tests.models import make_regressor, regression_data

@@ -17,7 +17,6 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 
 import pyro_structvi as ps
 from pyro_structvi.families import MatrixNormalFamily, MeanField
-from pyro_structvi.infer import CosineDecay
 from tests.guides.matrix_guides import (
     assert_starts_at_the_identity,
     assert_trains_without_a_drawn_weight,
@@ -121,8 +120,8 @@ def test_training_by_draws_arrives_near_the_exact_posterior():
     Over six seeds the worst were 0.061 and 9.8 %.
     """
     regression, (model, guide) = make_regression(EQUAL), make_guide()
-    data, schedule = (regression.x, regression.y), CosineDecay(1500)
-    ps.fit(model, guide, data, num_steps=1500, lr=0.03, lr_schedule=schedule, progress=False)
+    data = regression.x, regression.y
+    ps.fit(model, guide, data, num_steps=1500, lr=0.03, progress=False)
     q, deviation = guide["net.weight"](), regression.covariance.diagonal().sqrt()
     assert ((q.mean.flatten() - regression.mean) / deviation).abs().max() < 0.2
     error = (q.covariance_matrix - regression.covariance).abs().max()

@@ -57,8 +57,7 @@ def test_it_finds_ridge_regression():
     net = ps.bayesianize(nn.Linear(3, 1, bias=False), prior=PRIOR)
     model = ps.Regressor(net, num_data=30, noise_scale=NOISE)
     guide = ps.MAPGuide(model)
-    schedule = ps.infer.CosineDecay(300)
-    ps.fit(model, guide, (x, y), num_steps=300, lr=0.1, lr_schedule=schedule, progress=False)
+    ps.fit(model, guide, (x, y), num_steps=300, lr=0.1, progress=False)
     ridge = torch.linalg.solve(x.mT @ x + (NOISE / PRIOR) ** 2 * torch.eye(3), x.mT @ y)
     torch.testing.assert_close(guide.median()["net.weight"], ridge.mT, rtol=1e-5, atol=1e-6)
 

@@ -15,12 +15,7 @@ from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
 from pyro_structvi import element_scores
-from pyro_structvi.families import (
-    LowRank,
-    MeanField,
-    PointEstimate,
-    Subnetwork,
-)
+from pyro_structvi.families import LowRank, MeanField, PointEstimate, Subnetwork
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from tests.guides.subnetworks import CHOSEN, NOISE, NUM_DATA, PRIOR, SIZE, close, joint, make_guide
 from tests.models import linear_function, make_regressor, regression_data

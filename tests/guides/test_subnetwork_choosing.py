@@ -7,12 +7,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi import element_scores
-from pyro_structvi.families import (
-    FullCovariance,
-    KTied,
-    Members,
-    PointEstimate,
-)
+from pyro_structvi.families import FullCovariance, KTied, Members, PointEstimate
 from tests.guides.subnetworks import CHOSEN, NOISE, NUM_DATA, PRIOR, SIZE, close, joint, make_guide
 from tests.models import make_classifier, make_regressor, regression_data
 

@@ -132,7 +132,7 @@ def test_learning_rates_must_be_finite_and_not_negative(rate):
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan])
-@pytest.mark.parametrize("name", ["lr_schedule", "kl_weight"])
+@pytest.mark.parametrize("name", ["lr", "kl_weight"])
 def test_schedules_must_return_finite_numbers_of_at_least_zero(name, bad):
     model = make_linear_regressor()
     guide, data = ps.MeanFieldGuide(model), regression_data()

@@ -1,6 +1,8 @@
 """Checkpoints of a fit: what goes on from one is, bit for bit, what was never interrupted."""
 
+import multiprocessing
 import os
+import random
 import signal
 import time
 from functools import partial
@@ -9,15 +11,13 @@ import pyro
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
-from torch.utils.data import DataLoader, IterableDataset
 
 import pyro_structvi as ps
-from pyro_structvi.infer.data import feed
+from pyro_structvi.infer import checkpoint
 from pyro_structvi.infer.steps.eager import EagerStep
 from tests.infer.checkpointed_runs import (
     DATA,
     STEPS,
-    Noisy,
     assert_same,
     make_data,
     make_model,
@@ -26,18 +26,7 @@ from tests.infer.checkpointed_runs import (
 )
 from tests.models import linear_function
 
-
-class Drawn(IterableDataset):
-    """Draws its order at each start, and says a wrong length."""
-
-    def __iter__(self):
-        yield from (make_data()[0][i] for i in torch.randperm(25).tolist())
-
-    def __len__(self):
-        return 50
-
-
-KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "workers")) for kind in DATA]
+PROCESSES = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture
@@ -48,91 +37,65 @@ def path(tmp_path):
 # ---- going on ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DATA)
 def test_it_goes_on_bit_for_bit_from_every_step(kind, path):
     """Fits in several parts, with models that start elsewhere, are the fit in one part."""
     expected = train(kind=kind)
-    stops = [4, STEPS] if kind == "workers" else [1, 2, 3, 4, 8, STEPS]
-    for seed, stop in enumerate(stops):
-        found = train(stop, kind, seed, checkpoint=path, every=3, resume=True)
+    for seed, stop in enumerate([1, 2, 3, 4, 8, STEPS]):
+        run = ps.Checkpoint(path, every=3, resume=True)
+        found = train(stop, kind, seed, checkpoint=run)
         assert len(found["elbo"]) == stop
     assert_same(found, expected)
 
 
-def test_an_iterable_dataset_goes_on_whatever_length_it_says(path):
-    def fit(steps, **options):
-        pyro.set_rng_seed(0)
-        model = make_model()
-        guide = ps.MAPGuide(model)
-        batches = [DataLoader(Drawn(), batch_size=10)]
-        data = [{"x": x, "y": x.sum(-1, keepdim=True)} for x in batches[0]]
-        options |= {"num_steps": steps, "lr_schedule": None, "kl_weight": 1.0, "progress": False}
-        return ps.fit(model, guide, data, **options).elbo
+class Recorded:
+    """Mini-batches of the user's own, which write down the order in which they are loaded."""
 
-    expected = fit(7)
-    fit(3, checkpoint=path)
-    assert fit(7, checkpoint=path, resume=True) == expected
+    def __iter__(self):
+        x, y = make_data()
+        for number, chosen in enumerate(torch.arange(25).split(10)):
+            self.seen.append(number)
+            yield x[chosen], y[chosen]
+
+    def __len__(self):
+        return 3
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "seeded", "own"])
-def test_what_a_thread_has_loaded_ahead_comes_back(kind, path, monkeypatch):
-    """As on a GPU; the thread and the step must not draw from one generator at once, so it waits."""
-
-    class Waiting(feed.OneAhead):
-        def start(self):
-            super().start()
-            self.wait()
-
-    monkeypatch.setattr(feed, "OneAhead", Waiting)
-    monkeypatch.setattr(feed, "_are_copied", lambda *_: True)
-    monkeypatch.setattr(
-        feed, "_copies", lambda batches, _: (feed._arguments(each, lambda v: v) for each in batches)
-    )
-    expected = train(kind=kind)
-    for stop in (1, 2, 3, 5, 6):
-        with pytest.raises(ZeroDivisionError):
-            train(
-                kind=kind,
-                seed=stop - 1,
-                checkpoint=path,
-                every=1,
-                resume=True,
-                lr_schedule=until(stop),
-            )
-    assert_same(train(kind=kind, checkpoint=path, every=1, resume=True), expected)
-
-
-@pytest.mark.parametrize(("stop", "loaded"), [(3, 25), (4, 25), (6, 0)])
-def test_no_more_is_loaded_again_than_the_pass_needs(stop, loaded, path, monkeypatch):
-    """Of three batches a pass: none of one that had come to its end, and all of one that had not."""
-    train(stop, "epochs", checkpoint=path)
-    seen, original = [], Noisy.__getitem__
-    monkeypatch.setattr(Noisy, "__getitem__", lambda *args: seen.append(1) or original(*args))
-    train(max(6, stop), "epochs", checkpoint=path, resume=True)
-    assert len(seen) == (loaded or 10), "a batch for the guide to find its sites by"
+@pytest.mark.parametrize(("stop", "seen"), [(3, [0, 1, 2]), (4, [0, 1, 2, 0, 1])])
+def test_a_loader_of_others_begins_its_epoch_again(stop, seen, path):
+    batches, model = Recorded(), make_model()
+    guide = ps.KTiedGuide(model)
+    options = {"kl_weight": 1.0, "lr": lambda step: 0.01, "progress": False}
+    batches.seen = []
+    run = ps.Checkpoint(path, resume=True)
+    ps.fit(model, guide, batches, num_steps=stop, checkpoint=run, **options)
+    batches.seen = []
+    history = ps.fit(model, guide, batches, num_steps=stop + len(seen), checkpoint=run, **options)
+    assert batches.seen == seen
+    assert len(history.elbo) == stop + len(seen)
 
 
 def test_checkpoints_change_nothing(path):
-    assert_same(train(checkpoint=path, every=2), train())
+    assert_same(train(checkpoint=ps.Checkpoint(path, every=2)), train())
 
 
 def test_a_finished_run_returns_what_it_was(path):
-    expected = train(checkpoint=path)
-    assert_same(train(seed=3, checkpoint=path, resume=True), expected)
+    expected = train(checkpoint=ps.Checkpoint(path))
+    assert_same(train(seed=3, checkpoint=ps.Checkpoint(path, resume=True)), expected)
 
 
 def test_an_error_loses_the_steps_since_the_last_checkpoint_alone(path):
     with pytest.raises(ZeroDivisionError):
-        train(checkpoint=path, every=3, lr_schedule=until(8))
+        train(checkpoint=ps.Checkpoint(path, every=3), lr=until(8))
     assert torch.load(path, weights_only=True)["steps"] == 6
-    assert_same(train(seed=1, checkpoint=path, resume=True), train())
+    assert_same(train(seed=1, checkpoint=ps.Checkpoint(path, resume=True)), train())
 
 
 def test_a_run_that_was_killed_before_the_first_interval_has_its_start(path):
     with pytest.raises(ZeroDivisionError):
-        train(checkpoint=path, lr_schedule=until(2))
+        train(checkpoint=ps.Checkpoint(path), lr=until(2))
     assert torch.load(path, weights_only=True)["steps"] == 0
-    assert_same(train(seed=1, checkpoint=path, resume=True), train())
+    assert_same(train(seed=1, checkpoint=ps.Checkpoint(path, resume=True)), train())
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
@@ -144,13 +107,14 @@ def test_guides_of_functions_and_of_pyro_go_on(guide, path):
         own = guide(model)
         x, y = make_data()
         data = x, y.repeat(1, 2)
-        options |= {"num_particles": 2, "lr_schedule": None, "kl_weight": 1.0, "progress": False}
+        options |= {"elbo": ps.StructuredELBO(num_particles=2), "lr": lambda step: 0.01}
+        options |= {"kl_weight": 1.0, "progress": False}
         ps.fit(model, own, data, num_steps=steps, **options)
         return own.state_dict()
 
     expected = fit(6)
-    fit(4, checkpoint=path)
-    found = fit(6, seed=1, checkpoint=path, resume=True)
+    fit(4, checkpoint=ps.Checkpoint(path))
+    found = fit(6, seed=1, checkpoint=ps.Checkpoint(path, resume=True))
     assert_same(found, expected)
 
 
@@ -163,14 +127,19 @@ def test_guides_of_functions_and_of_pyro_go_on(guide, path):
     ],
 )
 def test_other_optimizers_go_on(optimizer, path):
-    expected = train(optimizer=optimizer, lr=1e-3)
-    train(5, optimizer=optimizer, lr=1e-3, checkpoint=path)
-    found = train(seed=1, optimizer=optimizer, lr=1e-3, checkpoint=path, resume=True)
+    expected = train(optimizer=optimizer, lr=lambda step: 1e-3)
+    train(5, optimizer=optimizer, lr=lambda step: 1e-3, checkpoint=ps.Checkpoint(path))
+    found = train(
+        seed=1,
+        optimizer=optimizer,
+        lr=lambda step: 1e-3,
+        checkpoint=ps.Checkpoint(path, resume=True),
+    )
     assert_same(found, expected)
 
 
 def test_a_user_loads_guide_and_model_from_the_file(path):
-    expected = train(checkpoint=path)
+    expected = train(checkpoint=ps.Checkpoint(path))
     model = make_model()
     guide = ps.KTiedGuide(model)
     state = torch.load(path, weights_only=True)
@@ -198,10 +167,10 @@ def test_an_interrupt_waits_for_the_step_and_keeps_it(path, monkeypatch, usual_i
         return original(self, *batch)
 
     monkeypatch.setattr(EagerStep, "take", interrupted)
-    assert len(train(checkpoint=path)["elbo"]) == 6
+    assert len(train(checkpoint=ps.Checkpoint(path))["elbo"]) == 6
     assert torch.load(path, weights_only=True)["steps"] == 6
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert_same(train(seed=1, checkpoint=path, resume=True), expected)
+    assert_same(train(seed=1, checkpoint=ps.Checkpoint(path, resume=True)), expected)
 
 
 def test_a_second_interrupt_does_not_wait(path, monkeypatch, usual_interrupts):
@@ -211,4 +180,93 @@ def test_a_second_interrupt_does_not_wait(path, monkeypatch, usual_interrupts):
         time.sleep(5)
 
     monkeypatch.setattr(EagerStep, "take", interrupted)
-    assert train(checkpoint=path)["elbo"] == []
+    assert train(checkpoint=ps.Checkpoint(path))["elbo"] == []
+
+
+# ---- killed --------------------------------------------------------------------------------------
+
+
+def start(function, *args):
+    process = PROCESSES.Process(target=in_process, args=(function, *args))
+    process.start()
+    return process
+
+
+def in_process(function, *args):
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    pyro.enable_validation(True)
+    function(*args)
+
+
+def train_and_save(path, steps, seed):
+    found = train(steps, seed=seed, checkpoint=ps.Checkpoint(path, every=1, resume=True))
+    torch.save(found, path.with_name("found.pt"))
+
+
+def kill_at_random_times(path, steps, most):
+    chance, seed = random.Random(3), 0
+    while not path.with_name("found.pt").exists():
+        process = start(train_and_save, path, steps, seed)
+        if seed < most:
+            while not path.exists() and process.is_alive():
+                time.sleep(0.001)
+            time.sleep(chance.uniform(0.0, 0.15))
+            process.kill()
+        process.join()
+        seed += 1
+    assert_same(torch.load(path.with_name("found.pt")), train(steps))
+    return seed
+
+
+def test_a_run_that_is_killed_again_and_again_is_the_run_in_one_part(path):
+    assert kill_at_random_times(path, 40, 2) >= 2
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_many_times_is_the_run_in_one_part(path):
+    assert kill_at_random_times(path, 600, 30) >= 10
+
+
+def train_and_die(path, where, count):
+    """Kill this process within its write of a checkpoint, at the time of this number."""
+    left = [count]
+
+    def dies():
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def half(state, file):
+        before = file.tell()
+        original["save"](state, file)
+        size = file.tell()
+        if left[0] == 1:
+            file.truncate(before + size // 2)
+            file.flush()
+        dies()
+
+    def replace(*paths):
+        if where == "before":
+            dies()
+        original["replace"](*paths)
+        if where == "after":
+            dies()
+
+    original = {"save": torch.save, "replace": os.replace}
+    checkpoint.torch.save = half if where == "middle" else torch.save
+    checkpoint.os.replace = replace
+    train_and_save(path, STEPS, int(path.exists()))
+
+
+@pytest.mark.parametrize("where", ["middle", "before", "after"])
+def test_a_write_that_is_killed_leaves_the_file_whole(where, path):
+    expected = train()
+    for count in (1, 4):  # of a new run the first, of the one that goes on the fourth
+        process = start(train_and_die, path, where, count)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        if path.exists():
+            assert torch.load(path, weights_only=True)["steps"] <= 4
+    assert_same(train(seed=2, checkpoint=ps.Checkpoint(path, resume=True)), expected)
+    assert not path.with_name("run.pt.partial").exists()

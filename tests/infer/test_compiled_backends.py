@@ -99,7 +99,7 @@ def test_a_captured_step_of_fit_is_the_eager_one(can_skip, as_on_a_gpu):
         pyro.set_rng_seed(0)
         model, guide = make_k_tied()
         data = regression_data()
-        options = {"lr": 0.01, "lr_schedule": ps.infer.CosineDecay(9), "progress": False}
+        options = {"lr": 0.01, "progress": False}
         options |= {"optimizer": make_optimizer, "compiled": compiled}
         history = ps.fit(model, guide, data, num_steps=9, **options)
         return history.elbo, history.lr, dict(guide.state_dict())

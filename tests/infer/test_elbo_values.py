@@ -304,8 +304,7 @@ def test_the_exact_posterior_is_the_optimum(make_guide, inputs, set_posterior, l
 def test_training_finds_the_exact_posterior():
     model, data, mean, covariance, evidence = conjugate_regression(orthogonal_inputs())
     for guide in (ps.MeanFieldGuide(model), ps.KTiedGuide(model, rank=1)):
-        schedule = ps.infer.CosineDecay(3000)
-        ps.fit(model, guide, data, num_steps=3000, lr=0.02, lr_schedule=schedule, progress=False)
+        ps.fit(model, guide, data, num_steps=3000, lr=0.02, progress=False)
         posterior, scale = guide["net.weight"](), covariance.diagonal().sqrt()
         assert ((posterior.mean - mean).abs() < 0.1 * scale).all()
         torch.testing.assert_close(posterior.stddev.squeeze(0), scale, rtol=5e-2, atol=0)

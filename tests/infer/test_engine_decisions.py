@@ -98,7 +98,7 @@ def test_a_fit_that_is_asked_to_or_has_checkpoints_only_traces(asked, monkeypatc
     """With checkpoints it would go on with other roundings than without a break."""
     let_compiling_take(0.0, monkeypatch)
     timed = Timed(monkeypatch)
-    path = {} if asked == "traced" else {"checkpoint": tmp_path / "fit.pt"}
+    path = {} if asked == "traced" else {"checkpoint": ps.Checkpoint(tmp_path / "fit.pt")}
     assert ways(fit_timed(timed, 390, compiled=asked, **path)) == ["traced"]
     assert timed.backends == []
 

@@ -52,7 +52,13 @@ def by_engines(make_guide, dtype=torch.float64, make_model=make_linear_regressor
         guide = make_guide(model)
         data = tuple(value.to(dtype) for value in regression_data(20))
         history = ps.fit(
-            model, guide, data, num_steps=6, lr=0.1, compiled=compiled, progress=False, **options
+            model,
+            guide,
+            data,
+            num_steps=6,
+            compiled=compiled,
+            progress=False,
+            **{"lr": 0.1} | options,
         )
         found.append((vars(history), snapshot(guide)))
     return found
@@ -84,7 +90,7 @@ def test_a_fit_with_traced_steps_is_that_with_eager_ones_to_the_last_bit(
 ):
     """Large weights go by blocks."""
     monkeypatch.setattr(blocks, "BLOCK", 8)
-    options = {"lr_schedule": CosineDecay(6, 0.1), "kl_weight": ps.LinearAnnealing(5)}
+    options = {"lr": CosineDecay(6, 0.05, 0.005), "kl_weight": ps.LinearAnnealing(5)}
     assert_same_bits(*by_engines((GUIDES | POINTS)[name], dtype, make_regressor, **options))
 
 
@@ -113,14 +119,15 @@ def test_a_run_that_goes_on_is_the_same_to_the_last_bit(traced_fit, tmp_path):
         pyro.set_rng_seed(0)
         model, data = make_linear_regressor(20), regression_data(20)
         guide = ps.KTiedGuide(model)
-        options |= {"lr": 0.1, "lr_schedule": None, "kl_weight": 1.0, "progress": False}
+        options |= {"lr": lambda step: 0.1, "kl_weight": 1.0, "progress": False}
         pyro.set_rng_seed(seed)
         history = ps.fit(model, guide, data, num_steps=num_steps, **options)
         return history.elbo, snapshot(guide)
 
     elbo, state = fit(8)
-    fit(4, checkpoint=tmp_path / "fit.pt")
-    own_elbo, own_state = fit(8, seed=1, checkpoint=tmp_path / "fit.pt", resume=True)
+    checkpoint = ps.Checkpoint(tmp_path / "fit.pt", resume=True)
+    fit(4, checkpoint=checkpoint)
+    own_elbo, own_state = fit(8, seed=1, checkpoint=checkpoint)
     assert own_elbo == elbo
     assert all(torch.equal(value, own_state[name]) for name, value in state.items())
 
@@ -294,7 +301,7 @@ class Batches:
 
 @pytest.mark.parametrize(
     "place",
-    ["callback", "data", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rate", "weight"))],
+    ["rate", "data", pytest.param("weight", marks=pytest.mark.slow)],
 )
 def test_a_fit_sees_what_other_code_changes_between_its_steps(place, traced_fit):
     """Replays ask for nothing where no such code runs; here the data grow in the middle."""
@@ -309,8 +316,7 @@ def test_a_fit_sees_what_other_code_changes_between_its_steps(place, traced_fit)
             return 1.0
 
         options = {
-            "callback": {"callbacks": [lambda history: grow() and None]},
-            "rate": {"lr_schedule": grow},
+            "rate": {"lr": lambda step: 0.1 * grow()},
             "weight": {"kl_weight": grow},
             "data": {},
         }[place]

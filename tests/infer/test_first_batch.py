@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.infer.data.first_batch import (
+from pyro_structvi.infer.data_warnings import (
     DataScaleWarning,
     SlowFamilyWarning,
     warn_of_first_batch,

@@ -42,7 +42,7 @@ def test_the_log_likelihood_is_not_rounded(autocast):
     torch.testing.assert_close(ours.double(), -1200 * losses, rtol=1e-6, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.data.data_size.NumDataWarning")
+@pytest.mark.filterwarnings("ignore::pyro_structvi.infer.data_warnings.NumDataWarning")
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("noise_scale", [0.1, dist.LogNormal(-1.0, 0.1)])
 def test_a_regressor_takes_targets_in_single_precision(autocast, noise_scale):

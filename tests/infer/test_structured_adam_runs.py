@@ -198,7 +198,6 @@ def test_fit_takes_it_with_a_rate_that_falls_to_zero():
         regression_data(),
         num_steps=5,
         lr=0.1,
-        lr_schedule=CosineDecay(5),
         optimizer=made,
         compiled=False,
         progress=False,
@@ -209,28 +208,22 @@ def test_fit_takes_it_with_a_rate_that_falls_to_zero():
 def test_a_longer_run_goes_on_with_its_own_cosine(tmp_path):
     def fit(num_steps, **options):
         model, guide = make(ps.MeanFieldGuide)
-        options |= {"num_steps": num_steps, "checkpoint": tmp_path / "run.pt", "progress": False}
+        checkpoint = ps.Checkpoint(tmp_path / "run.pt", resume=True)
+        options |= {"num_steps": num_steps, "checkpoint": checkpoint, "progress": False}
         return ps.fit(model, guide, regression_data(), **options).lr
 
     fit(4)
     rates = [CosineDecay(4)(step) for step in range(4)] + [CosineDecay(6)(4), CosineDecay(6)(5)]
-    assert fit(6, resume=True) == pytest.approx([0.1 * rate for rate in rates])
+    assert fit(6) == pytest.approx([0.1 * rate for rate in rates])
     with pytest.raises(ValueError, match=r"at step 0 is 0.2 here, and 0.1 in"):
-        fit(6, resume=True, lr=0.2)
-    with pytest.raises(
-        ValueError, match=r"`lr_schedule` is 'a function or None' here, and 'cosine' in"
-    ):
-        fit(6, resume=True, lr_schedule=CosineDecay(6))
+        fit(6, lr=0.2)
+    with pytest.raises(ValueError, match=r"`lr` is 'a function' here, and 'a number or None' in"):
+        fit(6, lr=CosineDecay(6, 0.1))
 
 
 def test_without_a_rate_an_optimizer_has_its_own():
     model, guide = make(ps.MeanFieldGuide)
-    options = {
-        "optimizer": torch.optim.Adam,
-        "lr_schedule": None,
-        "kl_weight": 1.0,
-        "progress": False,
-    }
+    options = {"optimizer": torch.optim.Adam, "kl_weight": 1.0, "progress": False}
     assert ps.fit(model, guide, regression_data(), num_steps=1, **options).lr == [1e-3]
 
 

@@ -1,5 +1,7 @@
 """fit: what it accepts, what it trains, what it returns, and how it stops."""
 
+import inspect
+
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
@@ -8,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay, History
-from pyro_structvi.infer.data.first_batch import PRIOR_DRAWS
+from pyro_structvi.infer.data_warnings import PRIOR_DRAWS
 from pyro_structvi.infer.steps.eager import EagerStep
 from tests.models import linear_function, make_classifier, make_regressor, regression_data
 
@@ -80,14 +82,13 @@ def test_the_history_adds_up():
         guide,
         data,
         num_steps=10,
-        lr=0.1,
-        lr_schedule=CosineDecay(10),
+        lr=CosineDecay(10, start=0.1),
         kl_weight=ps.LinearAnnealing(5),
         progress=False,
     )
     assert isinstance(history, History)
     assert history.kl_weight == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1])
-    assert history.lr == pytest.approx([0.1 * CosineDecay(10)(step) for step in range(10)])
+    assert history.lr == pytest.approx([CosineDecay(10, 0.1)(step) for step in range(10)])
     parts = zip(history.log_likelihood, history.kl, strict=True)
     assert history.elbo == pytest.approx([likelihood - kl for likelihood, kl in parts])
     assert not history.interrupted
@@ -107,6 +108,50 @@ def test_a_weight_of_the_kl_that_is_given_stays():
     model, guide, data = make()
     history = ps.fit(model, guide, data, num_steps=4, kl_weight=1.0, progress=False)
     assert history.kl_weight == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_the_weight_of_the_objective_is_taken_where_fit_has_none_and_not_changed():
+    model, guide, data = make()
+    elbo = ps.StructuredELBO(0.5, num_particles=2)
+    history = ps.fit(model, guide, data, num_steps=2, elbo=elbo, progress=False)
+    assert history.kl_weight == [0.5, 0.5]
+    assert (elbo.kl_weight, elbo.step) == (0.5, 0)
+    message = "Give one of `kl_weight` and a `kl_weight` of `elbo`, but got 0.1 and 0.5"
+    with pytest.raises(ValueError, match=message):
+        ps.fit(model, guide, data, num_steps=2, elbo=elbo, kl_weight=0.1, progress=False)
+    plain = ps.StructuredELBO(num_particles=2)
+    history = ps.fit(model, guide, data, num_steps=2, elbo=plain, kl_weight=0.1, progress=False)
+    assert history.kl_weight == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("lr", "rates"), [(0.2, [0.2, 0.15, 0.05]), (lambda step: 0.2 * step, [0.0, 0.2, 0.4])]
+)
+def test_a_rate_is_a_number_that_falls_to_zero_or_a_function_of_the_step(optimizer, lr, rates):
+    model, guide, data = make()
+    options = {"num_steps": 3, "lr": lr, "optimizer": optimizer, "progress": False}
+    assert ps.fit(model, guide, data, **options).lr == pytest.approx(rates)
+
+
+def test_groups_of_an_optimizer_keep_their_ratio_under_a_function():
+    model, guide, data = make()
+
+    def grouped(parameters, lr):
+        first, *others = parameters
+        made = torch.optim.SGD([{"params": [first], "lr": 0.5 * lr}, {"params": others, "lr": lr}])
+        made.register_step_post_hook(lambda *_: rates.append([g["lr"] for g in made.param_groups]))
+        return made
+
+    rates = []
+    ps.fit(model, guide, data, num_steps=1, lr=lambda step: 1e-4, optimizer=grouped, progress=False)
+    assert rates == [[0.5e-4, 1e-4]]
+
+
+def test_the_signature_is_short():
+    text = str(inspect.signature(ps.fit))
+    assert "Annotated" not in text
+    assert len(text) < 800
 
 
 def test_deep_posteriors_do_not_collapse():

@@ -1,4 +1,4 @@
-"""Validation and callbacks of fit: what is measured and when, what stops it, and what it changes."""
+"""Validation of fit: what is measured and when, what stops it, and what it changes."""
 
 import math
 
@@ -8,9 +8,17 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
+from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.validation import NUM_DRAWS
-from tests.infer.two_ranks import assert_equal
-from tests.infer.validated_fits import Recorder, held_out, make, noisy_model, numbers, snapshot
+from tests.infer.validated_fits import (
+    Recorder,
+    assert_equal,
+    held_out,
+    make,
+    noisy_model,
+    numbers,
+    snapshot,
+)
 from tests.models import make_classifier, regression_data
 
 # ---- what is measured ----------------------------------------------------------------------------
@@ -20,7 +28,7 @@ from tests.models import make_classifier, regression_data
 def test_the_default_is_the_mean_log_predictive_density(batch_size):
     model, guide, data = make()
     options = {"num_steps": 3, "batch_size": batch_size, "progress": False}
-    history = ps.fit(model, guide, data, validation=held_out(), **options)
+    history = ps.fit(model, guide, data, validation=ps.Validation(held_out()), **options)
     assert history.validation_steps == [0, 3]
     x, y = held_out()
     torch.default_generator.manual_seed(0)  # as the validation does
@@ -31,7 +39,9 @@ def test_the_default_is_the_mean_log_predictive_density(batch_size):
 def test_it_is_the_density_by_hand():
     """Of a point and Gaussian noise: the normal log density at the residuals."""
     model, guide, data = make(guide=ps.MAPGuide)
-    history = ps.fit(model, guide, data, num_steps=2, validation=held_out(), progress=False)
+    history = ps.fit(
+        model, guide, data, num_steps=2, validation=ps.Validation(held_out()), progress=False
+    )
     x, y = held_out()
     with torch.no_grad():
         mean = ps.predict(model, guide, x, num_samples=1).functions[0]
@@ -43,7 +53,7 @@ def test_a_metric_of_the_users_own():
     model, guide, (x, _) = make(12, model=make_classifier)
     y = torch.randint(4, (12,))
     accuracy = lambda prediction, y: (prediction.mean.argmax(-1) == y).double().mean()  # noqa: E731
-    options = {"validation": (x, y), "metric": accuracy, "progress": False}
+    options = {"validation": ps.Validation((x, y), accuracy), "progress": False}
     history = ps.fit(model, guide, (x, y), num_steps=101, lr=0.1, **options)
     assert history.validation_steps == [0, 100, 101]
     assert all(0 <= value <= 1 for value in history.validation)
@@ -54,7 +64,8 @@ def test_each_member_of_an_ensemble_is_measured_once():
     seen = []
     metric = lambda prediction, y: seen.append(prediction.num_samples) or 0.0  # noqa: E731
     model, guide, data = make(guide=lambda model: ps.EnsembleGuide(model, 3))
-    ps.fit(model, guide, data, num_steps=1, validation=held_out(), metric=metric, progress=False)
+    measured = ps.Validation(held_out(), metric)
+    ps.fit(model, guide, data, num_steps=1, validation=measured, progress=False)
     assert seen == [3, 3]
 
 
@@ -74,7 +85,8 @@ def test_several_inputs():
     model = Sum(ps.bayesianize(Two(), prior=1.0), 24, 0.3)
     guide, (x, y) = ps.MAPGuide(model), regression_data(24)
     a, b = held_out()
-    history = ps.fit(model, guide, (x, x, y), num_steps=2, validation=((a, a), b), progress=False)
+    options = {"validation": ps.Validation(((a, a), b)), "progress": False}
+    history = ps.fit(model, guide, (x, x, y), num_steps=2, **options)
     assert len(history.validation) == 2
 
 
@@ -85,9 +97,9 @@ def test_several_inputs():
     ("options", "steps"),
     [
         ({"num_steps": 101}, [0, 100, 101]),
-        ({"num_steps": 5, "validate_every": 2}, [0, 2, 4, 5]),
-        ({"num_steps": 4, "validate_every": 2}, [0, 2, 4]),
-        ({"num_steps": 1, "validate_every": 50}, [0, 1]),
+        ({"num_steps": 5, "every": 2}, [0, 2, 4, 5]),
+        ({"num_steps": 4, "every": 2}, [0, 2, 4]),
+        ({"num_steps": 1, "every": 50}, [0, 1]),
         ({"num_epochs": 1, "batch_size": 1, "size": 110}, [0, 110]),
     ],
 )
@@ -98,8 +110,7 @@ def test_how_often(options, steps):
         model,
         guide,
         data,
-        validation=held_out(1),
-        metric=metric,
+        validation=ps.Validation(held_out(1), metric, options.pop("every", None)),
         progress=False,
         compiled=False,
         **options,
@@ -113,13 +124,13 @@ def test_how_often(options, steps):
 
 def test_it_changes_neither_the_training_nor_its_random_numbers_nor_modes():
     found = []
-    for options in ({}, {"validation": held_out(), "validate_every": 1}):
+    for measures in (False, True):
         pyro.set_rng_seed(0)
         model, guide, data = make(model=noisy_model)
         guide.eval()
         model.net[1].eval()
-        if options:
-            options["metric"] = Recorder([0.0] * 20, model)
+        metric = Recorder([0.0] * 20, model)
+        options = {"validation": ps.Validation(held_out(), metric, every=1)} if measures else {}
         modes = []
         hook = guide.register_forward_pre_hook(
             lambda *_, modes=modes, model=model, guide=guide: modes.append([
@@ -143,14 +154,15 @@ def test_validation_data_are_run_in_mini_batches():
     model.register_forward_pre_hook(
         lambda module, args: None if module.training else sizes.append(len(args[0]))
     )
-    options = {"validation": held_out(), "batch_size": 5, "progress": False}
+    options = {"validation": ps.Validation(held_out()), "batch_size": 5, "progress": False}
     ps.fit(model, guide, data, num_steps=1, **options)
     assert {*sizes} == {5, 4}
 
 
 def test_model_and_guide_are_evaluated_in_evaluation_mode():
     model, guide, data = make(model=noisy_model)
-    options = {"validation": held_out(), "metric": lambda prediction, y: float(guide.training)}
+    metric = lambda prediction, y: float(guide.training)  # noqa: E731
+    options = {"validation": ps.Validation(held_out(), metric)}
     history = ps.fit(model, guide, data, num_steps=2, progress=False, **options)
     assert history.validation == [0.0, 0.0]
     assert guide.training
@@ -159,14 +171,12 @@ def test_model_and_guide_are_evaluated_in_evaluation_mode():
 # ---- patience ------------------------------------------------------------------------------------
 
 
-def fit_with(values, steps=20, model=None, **options):
+def fit_with(values, steps=20, model=None, patience=3, **options):
     model, guide, data = make(model=model)
     metric = Recorder(values, model, guide)
-    options = {"validate_every": 2, "patience": 3, "progress": False, "lr": 0.05} | options
-    options = {"kl_weight": 1.0} | options
-    history = ps.fit(
-        model, guide, data, num_steps=steps, validation=held_out(), metric=metric, **options
-    )
+    options = {"kl_weight": 1.0, "progress": False, "lr": 0.05} | options
+    options["validation"] = ps.Validation(held_out(), metric, 2, patience)
+    history = ps.fit(model, guide, data, num_steps=steps, **options)
     return history, metric, snapshot(model, guide)
 
 
@@ -215,14 +225,131 @@ def test_an_interrupted_fit_goes_back_to_the_best(monkeypatch):
     model, guide, data = make()
     metric = Recorder([1, 5, 2], model, guide)
 
-    def interrupt(history):
-        if len(history.elbo) == 5:
+    def interrupt(step):
+        if step == 5:
             raise KeyboardInterrupt
+        return 0.05
 
-    options = {"validation": held_out(), "metric": metric, "validate_every": 2, "patience": 9}
-    options["kl_weight"] = 1.0
-    history = ps.fit(
-        model, guide, data, num_steps=20, callbacks=[interrupt], progress=False, **options
-    )
+    options = {"validation": ps.Validation(held_out(), metric, 2, 9), "kl_weight": 1.0}
+    history = ps.fit(model, guide, data, num_steps=20, lr=interrupt, progress=False, **options)
     assert history.interrupted
     assert_equal(snapshot(model, guide), metric.states[1])
+
+
+# ---- with checkpoints ----------------------------------------------------------------------------
+
+
+def fit_in_part(values, path, stop, patience=3, seed=0, **options):
+    model, guide, data = make(model=noisy_model)
+    pyro.set_rng_seed(seed)
+    lr = lambda step: 1 / 0 if step == stop else CosineDecay(30, 0.05)(step)  # noqa: E731
+    validation = ps.Validation(held_out(), Recorder(values, model, guide), 2, patience)
+    options = {"kl_weight": 1.0, "batch_size": 10, "validation": validation} | options
+    if path is not None:
+        options["checkpoint"] = ps.Checkpoint(path, every=1, resume=True)
+    try:
+        history = ps.fit(model, guide, data, num_steps=20, lr=lr, progress=False, **options)
+    except ZeroDivisionError:
+        return None
+    return history, snapshot(model, guide), numbers()
+
+
+VALUES = [0.0, 1.0, 3.0, 2.0, 1.0, 2.5, 9.0, 8.0, 8.0, 8.0, 7.0]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 8, 9])
+def test_a_run_that_goes_on_knows_the_best(stop, tmp_path):
+    expected, state, drawn = fit_in_part(VALUES, None, None)
+    assert fit_in_part(VALUES, tmp_path / "run.pt", stop) is None
+    left = VALUES[stop // 2 + 1 :]
+    found, found_state, found_drawn = fit_in_part(left, tmp_path / "run.pt", None, seed=4)
+    assert vars(found) == vars(expected)
+    assert_equal(found_state, state)
+    assert found_drawn == drawn
+
+
+def test_a_run_that_has_stopped_stays_so_and_goes_on_with_more_patience(tmp_path):
+    path = tmp_path / "run.pt"
+    expected, state, _ = fit_in_part(VALUES, path, None)
+    again, same, _ = fit_in_part([], path, None, seed=3)
+    assert vars(again) == vars(expected)
+    assert_equal(same, state)
+    more, _, _ = fit_in_part(VALUES[6:], path, None, patience=4, seed=3)
+    whole, _, _ = fit_in_part(VALUES, None, None, patience=4)
+    assert vars(more) == vars(whole)
+
+
+def test_patience_that_is_asked_for_later_begins_then(tmp_path):
+    path = tmp_path / "run.pt"
+    assert fit_in_part(VALUES, path, 5, patience=None) is None
+    history, _, _ = fit_in_part([2.0, 1.0, 1.0, 1.0], path, None)
+    assert history.validation == [0.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0]
+
+
+def test_the_best_is_in_the_file(tmp_path):
+    _, state, _ = fit_in_part(VALUES, tmp_path / "run.pt", None)
+    best = torch.load(tmp_path / "run.pt")["validation"]["best"]
+    found = {f"1.{name}": value for name, value in best["guide"].items()}
+    assert_equal(found, {name: value for name, value in state.items() if name[0] == "1"})
+
+
+def test_another_metric_or_other_data_are_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    fit_in_part(VALUES, path, None)
+    model, guide, data = make(model=noisy_model)
+    options = {"checkpoint": ps.Checkpoint(path, resume=True), "batch_size": 10, "num_steps": 20}
+    options |= {"lr": CosineDecay(30, 0.05), "progress": False, "kl_weight": 1.0}
+    message = "`metric` of `validation` is 'mean_log_density' here, and 'Recorder' in"
+    with pytest.raises(ValueError, match=message):
+        ps.fit(model, guide, data, validation=ps.Validation(held_out()), **options)
+    measured = ps.Validation(held_out(8), Recorder([], guide))
+    message = "the number of examples in `validation` is 8 here, and 9 in"
+    with pytest.raises(ValueError, match=message):
+        ps.fit(model, guide, data, validation=measured, **options)
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((held_out(), None, 0), ValueError, "`every` must be a whole number of at least 1"),
+        ((held_out(), None, 1, 0), ValueError, "`patience` must be a whole number of at least 1"),
+        ((held_out(), max, 1, 0.5), ValueError, "`patience` must be a whole number"),
+        ((held_out(), Recorder), TypeError, "`metric` must be a function"),
+        ((held_out()[0],), ValueError, r"`data` must be a tuple `\(x, y\)` of inputs"),
+        (
+            ((held_out()[0], held_out(8)[1]),),
+            ValueError,
+            r"must have one length for validation, but got \[9, 8\]",
+        ),
+        (((held_out()[0] * math.nan, held_out()[1]),), ValueError, "`data` holds 27 NaN"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ps.Validation(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ("good", TypeError, r"`metric\(prediction, y\)` must return a number"),
+        (math.nan, ValueError, "returned NaN"),
+    ],
+)
+def test_a_metric_that_is_no_number(value, error, message):
+    model, guide, data = make()
+    measured = ps.Validation(held_out(), lambda prediction, y: value)
+    before = snapshot(guide)
+    with pytest.raises(error, match=message):
+        ps.fit(model, guide, data, num_steps=3, validation=measured, progress=False)
+    assert_equal(snapshot(guide), before)
+
+
+@pytest.mark.parametrize(("name", "value"), [("validation", held_out()), ("checkpoint", "run.pt")])
+def test_options_are_objects(name, value):
+    model, guide, data = make()
+    with pytest.raises(TypeError, match=f"`{name}` must be a {name.capitalize()}, but got"):
+        ps.fit(model, guide, data, num_steps=3, progress=False, **{name: value})

@@ -119,7 +119,8 @@ def test_fit_takes_the_option(monkeypatch):
         return together(run, count, *args)
 
     monkeypatch.setattr(elbo_module, "_run_together", counted)
-    options = {"num_particles": PARTICLES, "vectorize_particles": True, "progress": False}
+    elbo = ps.StructuredELBO(num_particles=PARTICLES, vectorize_particles=True)
+    options = {"elbo": elbo, "progress": False}
     history = ps.fit(model, ps.KTiedGuide(model), data, num_steps=3, **options)
     assert counts == 3 * [PARTICLES]
     assert len(history.elbo) == 3

@@ -68,12 +68,6 @@ def make_fit(guide=ps.KTiedGuide, size=24, **options):
     return model, guide(model, **options), regression_data(size)
 
 
-def assert_equal(first, second):
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
 def assert_close(first, second):
     assert first.keys() == second.keys()
     for name, value in first.items():

@@ -35,6 +35,12 @@ def numbers():
     return [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
 
 
+def assert_equal(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
 class Recorder:
     """A metric that returns given values and writes down the parameters at each call."""
 

@@ -107,7 +107,8 @@ def test_features_are_frozen_or_trained_along(frozen):
     model, guide = last_layer(frozen)
     model.num_data = len(X)
     before = [value.clone() for value in model.net.features.parameters()]
-    ps.fit(model, guide, (X, Y), num_steps=3, estimator="bound", progress=False)
+    elbo = ps.StructuredELBO(estimator="bound")
+    ps.fit(model, guide, (X, Y), num_steps=3, elbo=elbo, progress=False)
     after = list(model.net.features.parameters())
     same = [torch.equal(*pair) for pair in zip(before, after, strict=True)]
     assert all(same) if frozen else not any(same)

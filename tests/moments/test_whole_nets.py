@@ -55,9 +55,8 @@ def test_fit_goes_to_the_exact_posterior_of_a_linear_model():
     net = ps.bayesianize(nn.Linear(2, 1), prior=1.0)
     model = ps.Regressor(net, 12, 0.3)
     guide = ps.FullCovarianceGuide(model)
-    history = ps.fit(
-        model, guide, (x, y), num_steps=100, lr=0.1, estimator="moments", progress=False
-    )
+    elbo = ps.StructuredELBO(estimator="moments")
+    history = ps.fit(model, guide, (x, y), num_steps=100, lr=0.1, elbo=elbo, progress=False)
     design = F.pad(x, (0, 1), value=1.0)
     evidence = dist.MultivariateNormal(
         torch.zeros(12), design @ design.mT + 0.09 * torch.eye(12)

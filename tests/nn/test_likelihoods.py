@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_structvi as ps
-from pyro_structvi.infer.data.data_size import NumDataWarning
+from pyro_structvi.infer.data_warnings import NumDataWarning
 
 
 def log_likelihood(model, values, x, y):

@@ -119,8 +119,8 @@ def training(net: Net, options: Any) -> dict[str, Any]:
     """Return the arguments of ``fit``: its own optimizer and schedule, or the authors' Adam."""
     if not options.paper_size:
         return {"num_epochs": options.epochs, "batch_size": options.batch_size}
-    own = {"num_steps": net.steps, "batch_size": net.batch_size, "lr": net.lr}
-    return {**own, "optimizer": torch.optim.Adam, "lr_schedule": None}
+    own = {"num_steps": net.steps, "batch_size": net.batch_size, "lr": lambda step: net.lr}
+    return {**own, "optimizer": torch.optim.Adam}
 
 
 if __name__ == "__main__":

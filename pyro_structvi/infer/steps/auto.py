@@ -75,7 +75,6 @@ class AutoStep(Step):
         loss: The loss.
         optimizer: What updates the parameters.
         check: See :class:`Step`.
-        is_shared: Likewise.
         num_steps: How many steps there will be.
         may_compile: Whether inductor may compile; its roundings are others.
         watches: See :class:`CompiledStep`.
@@ -87,13 +86,12 @@ class AutoStep(Step):
         optimizer: OneOptimizer,
         check: Check | None = None,
         *,
-        is_shared: bool = False,
         num_steps: int,
         may_compile: bool = True,
         watches: bool = True,
     ) -> None:
-        super().__init__(loss, optimizer, check, is_shared=is_shared)
-        own: dict[str, Any] = {"is_shared": is_shared, "watches": watches}
+        super().__init__(loss, optimizer, check)
+        own: dict[str, Any] = {"watches": watches}
         self._engine = CompiledStep(
             loss, optimizer, check, backend=None, is_exact=not may_compile, **own
         )

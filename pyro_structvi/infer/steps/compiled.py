@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_structvi._checks import shape_text, warn_user
 from pyro_structvi._pyro import stored_parameter
-from pyro_structvi.infer.data.batches import Arguments
+from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.steps.call import Call
 from pyro_structvi.infer.steps.eager import EagerStep
 from pyro_structvi.infer.steps.loss import Loss
@@ -49,7 +49,6 @@ class CompiledStep(Step):
         loss: The loss.
         optimizer: What updates the parameters.
         check: See :class:`Step`.
-        is_shared: Likewise.
         backend: A backend of ``torch.compile``, None, or "auto".
         fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
         watches: Whether other code may change model and guide between steps, so that each step looks.
@@ -66,18 +65,17 @@ class CompiledStep(Step):
         optimizer: OneOptimizer,
         check: Check | None = None,
         *,
-        is_shared: bool = False,
         backend: str | None = "auto",
         fallback: bool = False,
         watches: bool = True,
         is_exact: bool = False,
     ) -> None:
-        super().__init__(loss, optimizer, check, is_shared=is_shared)
+        super().__init__(loss, optimizer, check)
         self._watches, self._is_exact = watches, is_exact
         self._numbers = torch.zeros(4)  # of the last eager step, on this rank
         self._last_state: Hashable = None
         self._has_replayed = False  # whether the last step ran no Python but this package's
-        self.eager = EagerStep(loss, optimizer, self._check_first, is_shared=is_shared)
+        self.eager = EagerStep(loss, optimizer, self._check_first)
         self._backend, self._fallback = backend, fallback
         self._stored: list[str] = []  # names of what is found in Pyro's store
         self.kinds: dict[Hashable, ReplayedStep] = {}
@@ -130,7 +128,7 @@ class CompiledStep(Step):
             self._fall_back(call, f"{type(self.loss.elbo).__name__} cannot be compiled.")
             return numbers
         checks = self._check is not None
-        alone = not (self.is_shared or self.optimizer.runs_hooks)
+        alone = not self.optimizer.runs_hooks
         updates = alone and (not checks or self.optimizer.can_skip)
         step = ReplayedStep(
             self.loss, self.optimizer, recorder.draws, self._backend, updates, checks

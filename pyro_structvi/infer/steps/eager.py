@@ -19,7 +19,6 @@ class EagerStep(Step):
         loss: The loss.
         optimizer: What updates the parameters; one made of Pyro's adopts those that a step meets.
         check: See :class:`Step`.
-        is_shared: Likewise.
     """
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:

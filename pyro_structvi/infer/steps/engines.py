@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from pyro_structvi.infer.ranks import world
 from pyro_structvi.infer.steps.auto import AutoStep
 from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.eager import EagerStep
@@ -31,10 +30,9 @@ def engine_of_fit(
         has_checkpoints: Whether the run may go on from a file.
         watches: Whether other code may change model and guide between steps.
     """
-    own: dict[str, Any] = {"is_shared": world()[1] > 1}
     if not compiled:
-        return partial(EagerStep, **own)
-    own["watches"] = watches
+        return EagerStep
+    own: dict[str, Any] = {"watches": watches}
     if compiled is True:
         return partial(CompiledStep, **own)
     may_compile = compiled == "auto" and not has_checkpoints

@@ -85,9 +85,7 @@ class OneOptimizer:
             ValueError: If the factor is negative or not finite.
         """
         if not 0 <= factor < math.inf:
-            raise ValueError(
-                f"`lr_schedule` must return a finite number of at least 0, but got {factor}."
-            )
+            raise ValueError(f"`lr` must return a finite number of at least 0, but got {factor}.")
         for group, rate in zip(self._current_groups, self._rates, strict=True):
             group["lr"] = rate * factor
 

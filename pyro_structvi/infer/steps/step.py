@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi.infer.data.batches import Arguments
-from pyro_structvi.infer.ranks import average_gradients, share_buffers
+from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.modules import Modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
@@ -43,7 +42,6 @@ class Step(ABC):
         optimizer: What updates the parameters.
         check: Sees arguments, numbers, terms and the gradients before each update, returns the numbers
             and may raise; None to only read them.
-        is_shared: Whether all processes of a group take this step together, each with its own data.
 
     Attributes:
         notes: What was traced or compiled, when and why, or why not.
@@ -54,10 +52,8 @@ class Step(ABC):
         loss: Loss,
         optimizer: OneOptimizer,
         check: Check | None = None,
-        *,
-        is_shared: bool = False,
     ) -> None:
-        self.loss, self.optimizer, self.is_shared = loss, optimizer, is_shared
+        self.loss, self.optimizer = loss, optimizer
         self.notes: list[str] = []
         self._check = check
         self._modules = Modules(loss.parts)
@@ -69,8 +65,6 @@ class Step(ABC):
         """
         weight = self.loss.elbo.current_kl_weight if self.loss.is_structured else 1.0
         self.optimizer.check_rates()
-        if self.is_shared:
-            share_buffers(self.loss)
         try:
             with ONE_THREAD, self._modules.buffers_kept_on_error():
                 numbers = self.take(args, kwargs)
@@ -91,8 +85,6 @@ class Step(ABC):
         self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
     ) -> list[float]:
         """Check numbers and gradients, then update the parameters; return the numbers."""
-        if self.is_shared:
-            average_gradients(self.optimizer.parameters)
         read = self._read(batch, numbers, terms)
         self.optimizer.step()
         return read

@@ -4,11 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_structvi.distributions import (
-    AugmentedMatrixNormal,
-    InducingNormal,
-    MeanFieldNormal,
-)
+from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, MeanFieldNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from pyro_structvi.structures.inducing import normal as augmented
 from tests import dense_oracles as dense

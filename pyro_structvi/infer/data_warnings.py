@@ -1,18 +1,19 @@
-"""What the first mini-batch shows of a fit before its first step, and is no error."""
+"""Warnings of data that a fit will not do well with: before its first step, and after its last."""
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pyro_structvi._checks import warn_user
+from pyro_structvi._checks import brief, warn_user
 from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import declared_samples
-from pyro_structvi.infer.data.data_size import NumDataWarning
+from pyro_structvi.infer.history import History
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.sites.finding import trial_run
 from pyro_structvi.sites.starts import separate_randomness
@@ -26,6 +27,12 @@ LARGE_INPUT = 1000.0
 # Products for each of the layer's, which take less long: a hundred times the layer's time.
 SLOW = 400
 NOTICED = 2e10  # products, about half a second of one core
+WINDOWS = 20  # of a fit, over each of which the terms of the bound are averaged
+LEAST = 10  # steps in a window, fewer of which are too noisy to compare
+
+
+class NumDataWarning(UserWarning):
+    """The model counts another number of examples than the data have."""
 
 
 class DataScaleWarning(UserWarning):
@@ -34,6 +41,42 @@ class DataScaleWarning(UserWarning):
 
 class SlowFamilyWarning(UserWarning):
     """A posterior takes hundreds of times as long as its layer."""
+
+
+def set_num_data(model: Any, guide: Any, found: int | None) -> None:
+    """Tell a model how many examples there are, or compare with what it was told.
+
+    Args:
+        model: The model; only a :class:`~pyro_structvi.nn.likelihoods.Likelihood` takes the number.
+        guide: The guide, which must be of this model.
+        found: How many examples the data have; None where that is not known.
+
+    Raises:
+        ValueError: If neither model nor data say how many, or the guide is of another model.
+    """
+    model = poutine.unwrap(model)
+    own = poutine.unwrap(guide.model) if isinstance(guide, StructuredGuide) else None
+    are_modules = isinstance(own, nn.Module) and isinstance(model, nn.Module)
+    if are_modules and not any(part is own for part in model.modules()):
+        raise ValueError(
+            f"`guide` must be made of `model`, {brief(model)}, but was made of another module, "
+            f"{brief(own)}. Write `fit(guide.model, guide, data)`, or `{type(guide).__name__}(model)`."
+        )
+    if not isinstance(model, Likelihood):
+        return
+    if not model.is_num_data_given:
+        if found is None:
+            raise ValueError(
+                "`num_data` must be given to the model, since `data` does not tell how many examples "
+                f"it has: `{type(model).__name__}(net, num_data=...)`."
+            )
+        model.num_data = found
+    elif found not in (None, model.num_data):
+        warn_user(
+            f"The model was told of num_data={model.num_data} examples, and `data` has {found}. The "
+            "likelihood counts as that of the former; leave `num_data` out to have it set.",
+            NumDataWarning,
+        )
 
 
 def warn_of_first_batch(
@@ -55,7 +98,9 @@ def warn_of_first_batch(
         try:
             for _ in range(PRIOR_DRAWS):
                 model(*args, **kwargs)
-        except Exception:  # the first step raises it too, and in better words
+        # A prior draw may have values that no distribution takes, and a net may need gradients, which a
+        # trial run has not. An error of net or data comes again in the first step, which words it.
+        except (ValueError, RuntimeError):
             return
     if not any(msg["is_observed"] for draws in seen.sites.values() for msg in draws):
         raise ValueError(
@@ -75,6 +120,32 @@ def warn_of_first_batch(
     if isinstance(guide, StructuredGuide):
         sizes = [len(each) for each in nested_tensors((args, kwargs)) if each.dim()]
         _warn_of_slow(guide, max(sizes, default=1))
+
+
+def warn_of_ignored_data(history: History) -> None:
+    """Warn where the KL's rise cost more log likelihood than what is kept, and than the KL that is left.
+
+    The steps under a small weight are a short maximum-likelihood fit. A posterior of a model that fits
+    loses about half a nat of its expected log likelihood for each direction that the data determine, and
+    pays more KL than that for it. A fit of noise is lost too, and rightly, but not most of what was
+    learned since the start. A posterior that lost more than both has given up the fit.
+    """
+    rises = sum(weight < history.kl_weight[-1] for weight in history.kl_weight)
+    size = len(history.elbo) // WINDOWS
+    if size < LEAST or rises < size:
+        return
+    sums = [0.0, *accumulate(history.log_likelihood)]
+    best = max((sums[end] - sums[end - size]) / size for end in range(size, rises + 1))
+    last = (sums[-1] - sums[-1 - size]) / size
+    kl = sum(history.kl[-size:]) / size
+    if best - last > max(kl, last - sums[1]) and kl > 0:
+        warn_user(
+            f"The expected log likelihood ends at {last:.4g} nats, and was {best:.4g} while the weight "
+            f"of the KL rose. The loss is above the KL of {kl:.4g}: the posterior ignores most of the "
+            "data. Take a guide whose layers depend on each other (`GlobalInducingGuide`), more steps, "
+            "another prior or a smaller `kl_weight`.",
+            UserWarning,
+        )
 
 
 class _PriorPredictive(Messenger):

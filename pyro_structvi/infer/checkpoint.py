@@ -1,0 +1,340 @@
+"""Checkpoints of a fit: a resumed run equals an uninterrupted one."""
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyro_structvi._checks import Count, check, naming
+from pyro_structvi.infer.batches import Feed
+from pyro_structvi.infer.history import History
+from pyro_structvi.infer.states import (
+    load_parts,
+    parts_state,
+    plain,
+    random_states,
+    set_random_states,
+)
+from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.validation import Measurements
+
+FORMAT = 2
+
+# Options of an optimizer that say how it computes, depend on the number of steps, or are compared
+# otherwise.
+NOT_COMPARED = {"params", "lr", "fused", "foreach", "capturable", "warm_up"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file that resumes a :func:`~pyro_structvi.fit` after an interruption, bit for bit.
+
+    The file is written before the first step, every so many steps, at the end, and at an interrupt from
+    the keyboard, which then waits for the end of a step. It is whole at any time: each write goes to a
+    temporary file, which then replaces it. See "Training that loses nothing" in the documentation.
+
+    Args:
+        path: The path of the file, in a folder that exists.
+        every: How many steps two writes are apart.
+        resume: Whether to go on from the file where there is one; otherwise it must be new. Data, batch
+            size, parameters, optimizer and schedules must be the same as at first; ``num_steps`` or
+            ``num_epochs`` count from the first step, and may be larger. Parameters are the same to the
+            last bit for tensors and a ``Dataset``; any other loader begins its epoch again.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If ``every`` is not a whole number of at least 1.
+
+    Example:
+        >>> import tempfile
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, fit
+        >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
+        >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), noise_scale=0.1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = Checkpoint(f"{folder}/run.pt", resume=True)
+        ...     for steps in (10, 20):
+        ...         guide = MeanFieldGuide(model)
+        ...         history = fit(
+        ...             model, guide, (x, x), num_steps=steps, checkpoint=run, progress=False
+        ...         )
+        >>> len(history.elbo)
+        20
+    """
+
+    path: str | os.PathLike[str]
+    every: int = 1000
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        check("path", self.path, str | os.PathLike)
+        check("every", self.every, Count)
+        check("resume", self.resume, bool)
+
+
+class Run:
+    """The parts of a fit that a checkpoint holds.
+
+    Args:
+        loss: The loss, with model and guide.
+        optimizer: The optimizer of the parameters.
+        feed: The data.
+        measured: The measurements on validation data, if there are any.
+        total: The number of steps.
+        rate: From a step to the factor of the optimizer's learning rates.
+
+    Attributes:
+        history: The steps that were taken.
+        settings: Conditions of a resumed run, by their names in errors.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: OneOptimizer,
+        feed: Feed,
+        measured: Measurements | None,
+        total: int,
+        rate: Callable[[int], float],
+    ) -> None:
+        self.loss, self.optimizer, self.feed, self.measured = loss, optimizer, feed, measured
+        self.total, self.rate, self.history = total, rate, History()
+        self.settings: dict[str, Any] = {
+            **feed.settings,
+            "`num_particles` of `elbo`": loss.elbo.num_particles,
+            "`vectorize_particles` of `elbo`": loss.elbo.vectorize_particles,
+            "`estimator` of `elbo`": loss.elbo.estimator,
+            "the number of parameters that are trained": len(loss.trained),
+            "`optimizer`": type(optimizer.torch).__name__,
+            "the number of groups of `optimizer`": len(optimizer.options),
+        }
+        for number, group in enumerate(optimizer.options):
+            for name in group.keys() - NOT_COMPARED:
+                self.settings[f"the option `{name}` of `optimizer` in group {number}"] = group[name]
+        if measured is not None:
+            self.settings |= measured.settings
+
+    @property
+    def done(self) -> int:
+        """The number of steps that were taken."""
+        return len(self.history.elbo)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no further step to take."""
+        return self.done >= self.total or (self.measured is not None and self.measured.is_over)
+
+    def measure_if_due(self) -> None:
+        """Measure the guide on validation data, if there are any and it is time to."""
+        if self.measured is not None:
+            self.measured.add_if_due(self.history, self.total, len(self.feed))
+
+
+class CheckpointFile:
+    """The file of a :class:`Checkpoint`, or none.
+
+    Args:
+        options: The path and when to write to it; None for no file, so that nothing is done.
+        device: The guide's device.
+
+    Attributes:
+        saved: The contents of the file before this run; None where there is nothing to go on from.
+        place: The seed of the order of the data, the epoch, and the mini-batches that were used of it.
+
+    Raises:
+        FileExistsError: If there is a file that is not to be resumed from.
+        ValueError: If the folder is missing or cannot be written to, or the file is no checkpoint.
+    """
+
+    def __init__(self, options: Checkpoint | None, device: torch.device | None) -> None:
+        self._options, self._device = options, device
+        self.saved: dict[str, Any] | None = None
+        if options is not None:
+            self._path = Path(options.path).resolve()  # also where the working directory changes
+            self.saved = self._open(options.resume)
+        seed = int(torch.randint(2**62, ()))
+        start = {"seed": seed, "epoch": 0, "taken": 0}
+        self.place: dict[str, int] = start if self.saved is None else self.saved["place"]
+
+    def check_total(self, total: int) -> None:
+        """Raise a ``ValueError`` if more steps were taken than are to be."""
+        done = 0 if self.saved is None else self.saved["steps"]
+        if total < done:
+            raise ValueError(
+                f"`num_steps` must be at least the {done} steps that `checkpoint` has taken, but "
+                f"got {total}, or `num_epochs` of as many. Ask for more, or give another path."
+            )
+
+    def load(self, run: Run) -> None:
+        """Put a run into the state of the file, if there is one.
+
+        Raises:
+            RuntimeError: If parameters have other shapes, or families other options.
+            ValueError: If something else is not as it was; nothing is loaded.
+        """
+        saved = self.saved
+        if saved is None:
+            return
+        with naming("checkpoint", str(self._path)):
+            self._check(run, saved)
+            load_parts(run.loss, saved)
+        if run.measured is not None and saved["validation"] is not None:
+            run.measured.load(saved["validation"])
+        assert run.optimizer.torch is not None
+        run.optimizer.torch.load_state_dict(saved["optimizer"])
+        for name, values in saved["history"].items():
+            setattr(run.history, name, [*values] if isinstance(values, list) else values.tolist())
+        run.loss.elbo.step = run.done
+        set_random_states(saved["random"], self._device)
+
+    def write_if_due(self, run: Run, is_last: bool) -> None:
+        """Put a run in the file's place after so many steps, and at the end."""
+        if self._options is not None and (is_last or run.done % self._options.every == 0):
+            self.write(run)
+
+    def write(self, run: Run) -> None:
+        """Put a run in the file's place, if there is a file.
+
+        Raises:
+            OSError: If that cannot be done; the file is then what it was.
+            TypeError: If the optimizer has a state of other things than tensors and numbers.
+        """
+        if self._options is None:
+            return
+        assert run.optimizer.torch is not None
+        state = {
+            "format": FORMAT,
+            "steps": run.done,
+            "settings": plain("optimizer", run.settings),
+            **parts_state(run.loss, plain),
+            "optimizer": plain("optimizer", run.optimizer.torch.state_dict()),
+            "history": _lists_of(run.history),
+            "validation": None if run.measured is None else run.measured.state(),
+            "place": {**self.place, "epoch": run.feed.epoch, "taken": run.feed.taken},
+            "random": random_states(self._device),
+        }
+        write_atomically(self._path, state)
+
+    @contextmanager
+    def interrupts_between_steps(self) -> Iterator[Callable[[], bool]]:
+        """Let an interrupt wait for the end of a step, where there is a file; a second one does not.
+
+        Handlers of others are left in place, and threads, which Python does not interrupt, as they are.
+
+        Yields:
+            A function that returns whether there was an interrupt.
+        """
+        asked: list[int] = []
+        usual = signal.default_int_handler
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._options is None or not is_main or signal.getsignal(signal.SIGINT) is not usual:
+            yield lambda: False
+            return
+
+        def ask(number: int, frame: Any) -> None:
+            asked.append(number)
+            signal.signal(signal.SIGINT, usual)
+
+        signal.signal(signal.SIGINT, ask)
+        try:
+            yield lambda: bool(asked)
+        finally:
+            signal.signal(signal.SIGINT, usual)
+
+    def _open(self, resume: bool) -> dict[str, Any] | None:
+        folder = self._path.parent
+        if self._path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(
+                "`checkpoint` must be the path of a file in a folder that can be written to, but got "
+                f"'{self._path}'. Make the folder first: `pathlib.Path(...).mkdir(parents=True)`."
+            )
+        if not self._path.exists():
+            return None
+        if not resume:
+            raise FileExistsError(
+                f"`checkpoint` must be a new file, but '{self._path}' exists. Write "
+                "`Checkpoint(path, resume=True)` to go on from it, or give another path."
+            )
+        try:
+            state = torch.load(self._path, map_location="cpu", weights_only=True)
+            if not isinstance(state, dict) or state["format"] != FORMAT:
+                raise KeyError("format")
+        except Exception as error:  # torch has many for what is no file of its own
+            raise ValueError(
+                f"`checkpoint` must be a file that `fit` has written, but '{self._path}' is not, or not "
+                "by this version. Pass another path, or remove it."
+            ) from error
+        return state
+
+    def _check(self, run: Run, saved: Mapping[str, Any]) -> None:
+        """Raise unless settings, parameters and the schedules of the steps taken are as they were."""
+        for name, own in plain("optimizer", run.settings).items():
+            self._check_same(name, own, saved["settings"].get(name))
+        elbo, rate = run.loss.elbo, run.optimizer.rate
+        history = saved["history"]
+        numbers = zip(history["lr"].tolist(), history["kl_weight"].tolist(), strict=True)
+        for elbo.step, (lr, kl_weight) in enumerate(numbers):
+            where = f"at step {elbo.step}"
+            # Those by default depend on the number of steps, which may be larger.
+            if run.settings["`lr`"] == "a function" or elbo.step == 0:
+                self._check_same(f"the learning rate {where}", rate * run.rate(elbo.step), lr)
+            if run.settings["`kl_weight`"] != "annealed":
+                self._check_same(f"`kl_weight` {where}", elbo.current_kl_weight, kl_weight)
+        elbo.step = 0
+
+    def _check_same(self, name: str, own: Any, saved: Any) -> None:
+        are_numbers = isinstance(own, float) and isinstance(saved, float)
+        if not (own == saved or (are_numbers and math.isclose(own, saved, rel_tol=1e-6))):
+            raise ValueError(
+                f"`checkpoint` must go on with what it was begun with, but {name} is {own!r} here, and "
+                f"{saved!r} in '{self._path}'. Pass the same, or another path."
+            )
+
+
+def write_atomically(path: Path, state: Any) -> None:
+    """Write a temporary file, flush it to the disk, and rename it to a path.
+
+    Raises:
+        OSError: If there is no room, say; the file at the path is then what it was.
+    """
+    # One name, so that a killed write leaves one file.
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except Exception as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            f"`checkpoint` could not be written to '{path}', where the last one still is if there was "
+            f"one: {error}"
+        ) from error
+    if os.name == "posix":  # elsewhere folders cannot be opened
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _lists_of(history: History) -> dict[str, Any]:
+    """Return the lists of a history; lists of numbers become tensors, which are read much faster."""
+    lists = {field.name: getattr(history, field.name) for field in fields(history)}
+    return {name: _as_tensor(values) for name, values in lists.items() if isinstance(values, list)}
+
+
+def _as_tensor(values: list[Any]) -> Any:
+    if any(isinstance(value, str) for value in values):
+        return values
+    dtype = torch.int64 if {*map(type, values)} == {int} else torch.float64
+    return torch.tensor(values, dtype=dtype, device="cpu")

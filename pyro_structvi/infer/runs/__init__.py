@@ -1,1 +1,0 @@
-"""A fit between its steps, and how it is kept and found again."""

@@ -1,0 +1,182 @@
+"""Training by Lightning's ``Trainer``: several devices, mixed precision, accumulation of gradients."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+try:
+    from lightning.pytorch import LightningModule
+except ImportError as error:
+    raise ImportError('Lightning is needed: `pip install "pyro-structvi[lightning]"`.') from error
+
+from pyro_structvi._checks import Count, checked_as
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.infer.batches import arguments_of, num_examples
+from pyro_structvi.infer.data_warnings import set_num_data
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.schedules import CosineDecay
+from pyro_structvi.infer.training import (
+    RULES,
+    check_parts_of_fit,
+    make_optimizer,
+    objective_of,
+)
+from pyro_structvi.infer.validation import NUM_DRAWS
+from pyro_structvi.posterior import predict
+
+__all__ = ["StructuredModule"]
+
+# Of a prediction; Lightning moves these to the host, and no others.
+TENSORS = ("mean", "variance", "function_variance", "entropy", "mutual_information", "functions")
+
+
+class StructuredModule(LightningModule):
+    """A model and its guide for Lightning's ``Trainer``.
+
+    A mini-batch is a tuple of the model's arguments, the observations last, or a dict of its keyword
+    arguments. Training logs ``elbo``, ``log_likelihood``, ``kl`` (in nats) and ``kl_weight``; validation
+    logs ``val_log_density``, the mean log predictive density of an example. A prediction, for each batch
+    of inputs or of ``(*inputs, y)``, is a dict of the tensors that a
+    :class:`~pyro_structvi.posterior.prediction.Prediction` has, such as ``mean`` and ``functions``.
+
+    On several devices each process has its share of the data, and separate noise. It scales its
+    likelihood by ``num_data`` over its own batch, so the mean of the processes' gradients is unbiased. A
+    step of the schedules is a step of the optimizer, also where gradients are accumulated.
+
+    Args:
+        model: The model.
+        guide: The guide, with its parameters: call ``guide.initialize(*batch)`` where it is a
+            :class:`~pyro_structvi.StructuredGuide`. Lightning makes the optimizer before it has data.
+        elbo: The objective; ``StructuredELBO()`` when None. It is not changed.
+        kl_weight: Weight of the KL, as in :func:`~pyro_structvi.fit`: "annealed" rises to 1 over the
+            first half of the trainer's steps.
+        optimizer: Called with ``(parameters, lr=lr)``, as in :func:`~pyro_structvi.fit`.
+        lr: Learning rate at the first step, which falls to zero along a cosine over the trainer's steps,
+            or a function of the step that returns the rate, as in :func:`~pyro_structvi.fit`.
+        num_samples: Draws of the posterior in a prediction.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If the guide is not initialized, or an argument is out of range.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize
+        >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
+        >>> model = Regressor(bayesianize(nn.Linear(1, 1), prior=1.0), num_data=32, noise_scale=0.1)
+        >>> guide = KTiedGuide(model)
+        >>> guide.initialize(x, 2 * x)
+        >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+        >>> trainer = Trainer(accelerator="cpu", max_epochs=5, enable_progress_bar=False, **quiet)
+        >>> loader = DataLoader(TensorDataset(x, 2 * x), batch_size=8)
+        >>> trainer.fit(StructuredModule(model, guide), loader)
+        >>> trainer.global_step
+        20
+    """
+
+    @checked_as(**RULES, num_samples=Count)
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: nn.Module,
+        elbo: StructuredELBO | None = None,
+        *,
+        kl_weight: float | Callable[[int], float] | Literal["annealed"] = "annealed",
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        lr: float | Callable[[int], float] | None = None,
+        num_samples: int = 100,
+    ) -> None:
+        super().__init__()
+        check_parts_of_fit(model, guide, optimizer, lr)
+        is_structured = isinstance(guide, StructuredGuide)
+        if not (guide.is_initialized if is_structured else [*guide.parameters()]):
+            raise ValueError(
+                "`guide` must have its parameters before Lightning makes the optimizer, but is not "
+                "initialized. Call "
+                f"`{'guide.initialize' if is_structured else 'guide'}(*batch)` with a mini-batch."
+            )
+        self.model, self.guide, self.num_samples = model, guide, num_samples
+        self._given = elbo, kl_weight, optimizer, lr
+        self._elbo: StructuredELBO = objective_of(elbo, kl_weight, 1)
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer and, for each of its steps, the schedule of its rate."""
+        elbo, kl_weight, optimizer, lr = self._given
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError(
+                "The trainer must have a number of steps, over which the schedules run, but got "
+                "infinitely many. Write `Trainer(max_epochs=...)` or `Trainer(max_steps=...)`."
+            )
+        self._elbo = objective_of(elbo, kl_weight, int(total))
+        trained = [value for value in self.parameters() if value.requires_grad]
+        made = make_optimizer(optimizer, self.guide, trained, lr, int(total))
+        rate = lr if callable(lr) else CosineDecay(int(total))
+        schedule = {"scheduler": LambdaLR(made, rate), "interval": "step"}
+        return {"optimizer": made, "lr_scheduler": schedule}
+
+    def on_train_start(self) -> None:
+        """Tell the model how many examples there are, and give each process separate noise."""
+        set_num_data(self.model, self.guide, num_examples(self.trainer.train_dataloader))
+        if self.trainer.world_size > 1:  # whose generators have one seed
+            place = self.global_rank + self.trainer.world_size * (1 + self.global_step)
+            torch.manual_seed(torch.initial_seed() + place)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss of a mini-batch.
+
+        Raises:
+            FloatingPointError: If it is not finite; the message names the sites.
+        """
+        args, kwargs = arguments_of(batch, None)
+        self._elbo.step = self.global_step
+        terms, weight = (
+            self._elbo.terms(self.model, self.guide, *args, **kwargs),
+            self._elbo.current_kl_weight,
+        )
+        loss = -terms.weighted(weight)
+        if not bool(torch.isfinite(loss)):
+            named = {**terms.log_likelihood, **terms.kl}
+            wrong = [name for name, value in named.items() if not bool(torch.isfinite(value))]
+            raise FloatingPointError(
+                f"At step {self.global_step}, the terms of the sites {wrong} are not finite. A smaller "
+                "`lr` or `init_scale`, or an annealed `kl_weight`, may help."
+            )
+        likelihood = torch.stack([*terms.log_likelihood.values()]).sum().detach()
+        self.log("elbo", terms.elbo.detach(), prog_bar=True)
+        self.log_dict({
+            "log_likelihood": likelihood,
+            "kl": likelihood - terms.elbo.detach(),
+            "kl_weight": weight,
+        })
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the mean log predictive density of the examples of a mini-batch."""
+        *inputs, y = _values_of(batch)
+        x = inputs[0] if len(inputs) == 1 else tuple(inputs)
+        prediction = predict(self.model, self.guide, x, num_samples=NUM_DRAWS, y=y, stream=True)
+        assert prediction.log_density is not None
+        mean = prediction.log_density.mean()
+        self.log("val_log_density", mean, batch_size=len(y), sync_dist=True, prog_bar=True)
+
+    def predict_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
+        """Predict for a mini-batch of inputs, or of ``(*inputs, y)``, whose ``y`` is not used."""
+        inputs = [batch] if isinstance(batch, (Tensor, Mapping)) else [*batch]
+        inputs = inputs[:-1] or inputs
+        x = inputs[0] if len(inputs) == 1 else tuple(inputs)
+        found = vars(predict(self.model, self.guide, x, num_samples=self.num_samples))
+        return {name: found[name] for name in TENSORS if found[name] is not None}
+
+
+def _values_of(batch: Any) -> list[Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise TypeError(
+            "A mini-batch of validation data must be a tuple `(*inputs, y)`, but got a "
+            f"{type(batch).__name__}. Write a `collate_fn` that returns one."
+        )
+    return [*batch]

@@ -1,0 +1,250 @@
+"""A model and its guide under Lightning's ``Trainer``."""
+
+import copy
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyro
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_structvi as ps
+from pyro_structvi.infer import CosineDecay
+from tests.models import linear_function, make_regressor, regression_data
+
+pytest.importorskip("lightning")
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from pyro_structvi.lightning import StructuredModule
+
+SIZE = 24
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+}
+
+
+def make(guide=ps.KTiedGuide, dtype=torch.float64, **options):
+    pyro.set_rng_seed(0)
+    model = make_regressor().to(dtype)
+    model.is_num_data_given = False
+    own = guide(model)
+    own.initialize(*(value.to(dtype) for value in regression_data(SIZE)))
+    return StructuredModule(model, own, **options)
+
+
+def loader(batch_size=8, dtype=torch.float64):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        data = TensorDataset(*(value.to(dtype) for value in regression_data(SIZE)))
+    return DataLoader(data, batch_size=batch_size)
+
+
+def train(module, data=None, **options):
+    trainer = Trainer(**QUIET | {"max_epochs": 2} | options)
+    trainer.fit(module, data or loader())
+    return trainer
+
+
+def state_of(module):
+    return copy.deepcopy(module.state_dict())
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def test_steps_have_the_optimizer_the_rate_and_the_weights_of_fit():
+    own, other = make(ps.MAPGuide), make(ps.MAPGuide)
+    train(own)
+    pairs, step = [*loader()], iter(range(99))
+    elbo = ps.StructuredELBO(ps.LinearAnnealing(3, start=1 / 3))
+    other.model.num_data = SIZE
+    optimizer = ps.StructuredAdam([*other.parameters()], other.guide, warm_up=0.15 * 6)
+    for _ in range(2):
+        for x, y in pairs:
+            rate = CosineDecay(6, 0.1)(next(step))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad()
+            elbo.differentiable_loss(other.model, other.guide, x, y).backward()
+            optimizer.step()
+    assert own.model.num_data == SIZE
+    torch.testing.assert_close(state_of(own), state_of(other))
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    options = {"optimizer": torch.optim.SGD, "lr": lambda step: 1e-4, "kl_weight": 1.0}
+    whole, parts = make(ps.MAPGuide, **options), make(ps.MAPGuide, **options)
+    assert train(whole, loader(SIZE), max_epochs=3).global_step == 3
+    assert train(parts, loader(8), max_epochs=3, accumulate_grad_batches=3).global_step == 3
+    torch.testing.assert_close(state_of(parts), state_of(whole))
+
+
+def test_a_schedule_counts_steps_of_the_optimizer(tmp_path):
+    module = make(kl_weight=lambda step: step / 10, lr=lambda step: 1e-3 * (step + 1))
+    logger = CSVLogger(tmp_path)
+    trainer = train(module, accumulate_grad_batches=3, logger=logger, log_every_n_steps=1)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(3e-3)
+    logger.save()
+    [file] = tmp_path.rglob("metrics.csv")
+    header, *rows = [line.split(",") for line in file.read_text().splitlines()]
+    weights = [float(row[header.index("kl_weight")]) for row in rows]
+    assert weights == pytest.approx([0.0, 0.1])
+    assert {"elbo", "kl", "log_likelihood", "kl_weight"} <= {*header}
+
+
+def test_mixed_precision():
+    module = make(dtype=torch.float32, lr=0.05)
+    before = state_of(module)
+    train(module, loader(dtype=torch.float32), precision="bf16-mixed", max_epochs=30)
+    after = state_of(module)
+    assert {value.dtype for value in module.parameters()} == {torch.float32}
+    assert all(bool(torch.isfinite(value).all()) for value in after.values())
+    x, y = (value.float() for value in regression_data(SIZE))
+    found = [ps.StructuredELBO().loss(module.model, module.guide, x, y)]
+    module.load_state_dict(before)
+    found.append(ps.StructuredELBO().loss(module.model, module.guide, x, y))
+    assert found[0] < found[1]
+
+
+def test_a_function_as_a_model():
+    guide = ps.MeanFieldGuide(linear_function)
+    x, y = torch.randn(8, 3), torch.randn(8, 2)
+    guide.initialize(x, y)
+    module = StructuredModule(linear_function, guide)
+    assert train(module, DataLoader(TensorDataset(x, y), batch_size=8)).global_step == 2
+
+
+# ---- validation, prediction, checkpoints ------------------------------------------------------------
+
+
+def test_validation_and_prediction():
+    module, trainer = make(ps.MAPGuide, num_samples=7), Trainer(**QUIET, max_epochs=2)
+    trainer.fit(module, loader(), loader(SIZE))
+    found = float(trainer.callback_metrics["val_log_density"])
+    x, y = loader().dataset.tensors
+    expected = (
+        ps.predict(module.model, module.guide, x, num_samples=1, y=y).log_density.mean().item()
+    )
+    assert found == pytest.approx(expected)
+    predictions = trainer.predict(module, loader())
+    assert [prediction["functions"].shape for prediction in predictions] == [(7, 8, 1)] * 3
+    only_inputs = trainer.predict(module, DataLoader(x, batch_size=8))
+    assert [prediction["mean"].shape for prediction in only_inputs] == [(8, 1)] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+    """Of points, which draw nothing: Lightning keeps no random states."""
+    options = {"max_epochs": 4, "callbacks": []}
+    whole = make(ps.MAPGuide)
+    train(whole, **options)
+
+    class Stop(ModelCheckpoint):
+        def on_train_epoch_end(self, trainer, module):
+            super().on_train_epoch_end(trainer, module)
+            trainer.should_stop = True
+
+    keeps = Stop(tmp_path, "run", save_last=False)
+    assert (
+        train(
+            make(ps.MAPGuide), **options | {"callbacks": [keeps], "enable_checkpointing": True}
+        ).global_step
+        == 3
+    )
+    other = make(ps.MAPGuide)
+    trainer = Trainer(**QUIET | options)
+    trainer.fit(other, loader(), ckpt_path=tmp_path / "run.ckpt")
+    assert trainer.global_step == 12
+    torch.testing.assert_close(state_of(other), state_of(whole), rtol=1e-12, atol=0)
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"]
+    module = make(ps.MAPGuide)
+    module.load_state_dict(saved)
+
+
+# ---- two processes ----------------------------------------------------------------------------------
+
+
+def train_on_a_rank(name, folder):
+    """Train on two devices, as the script that Lightning starts again for the second one."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    options = {"optimizer": torch.optim.SGD, "lr": lambda step: 1e-4, "kl_weight": 1.0}
+    module, noise = make(getattr(ps, name), **options), []
+    module.guide.register_forward_hook(lambda *_: noise.append(torch.get_rng_state()))
+    trainer = train(module, loader(12), devices=2, strategy="ddp")
+    found = trainer.global_step, state_of(module), module.model.num_data, noise[-1]
+    torch.save(found, f"{folder}/{trainer.global_rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", [ps.MAPGuide, ps.KTiedGuide])
+def test_two_processes_take_the_steps_of_one_with_the_whole_batch(guide, tmp_path):
+    code = "import sys; from tests.test_lightning import train_on_a_rank; train_on_a_rank(*sys.argv[1:])"
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    subprocess.run(
+        [sys.executable, script, guide.__name__, tmp_path],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        timeout=200,
+    )
+    (steps, state, size, noise), (_, other, other_size, other_noise) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)
+    )
+    assert steps == 2
+    assert size == other_size == SIZE
+    torch.testing.assert_close(state, other, rtol=0, atol=0)
+    assert not torch.equal(noise, other_noise), "noise of its own"
+    if guide is ps.MAPGuide:
+        alone = make(guide, optimizer=torch.optim.SGD, lr=lambda step: 1e-4, kl_weight=1.0)
+        train(alone, loader(SIZE))
+        torch.testing.assert_close(state, state_of(alone))
+
+
+# ---- bad input --------------------------------------------------------------------------------------
+
+
+def test_a_guide_without_parameters():
+    model = make_regressor()
+    with pytest.raises(ValueError, match=r"is not initialized. Call `guide.initialize\(\*batch\)`"):
+        StructuredModule(linear_function, ps.MeanFieldGuide(linear_function))
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*regression_data())
+    StructuredModule(model, guide)
+
+
+def test_an_endless_training():
+    with pytest.raises(ValueError, match=r"infinitely many. Write `Trainer\(max_epochs=...\)`"):
+        train(make(), max_epochs=-1)
+
+
+def test_a_loss_that_is_not_finite():
+    module = make()
+    with torch.no_grad():
+        module.guide["net.2.weight"].log_row_scale[0, 0] = 800.0  # exp overflows
+    with pytest.raises((FloatingPointError, ValueError), match=r"not finite|must be"):
+        train(module)
+
+
+def test_a_batch_without_observations():
+    x, _ = regression_data(SIZE)
+    trainer = Trainer(**QUIET)
+    with pytest.raises(TypeError, match=r"must be a tuple `\(\*inputs, y\)`, but got a Tensor"):
+        trainer.validate(make(), DataLoader(x, batch_size=8))
+
+
+def test_an_elbo_with_a_weight_of_its_own():
+    with pytest.raises(ValueError, match="Give one of `kl_weight` and a `kl_weight` of `elbo`"):
+        make(elbo=ps.StructuredELBO(0.5), kl_weight=0.1)
+    assert math.isclose(make(elbo=ps.StructuredELBO(0.5))._elbo.kl_weight, 0.5)
