@@ -176,9 +176,11 @@ GUIDES: dict[str, MakeGuide] = {
     "matrix normal": ps.MatrixNormalGuide,
     "rowwise": partial(ps.RowwiseGuide, join_bias=True),
     "full": ps.FullCovarianceGuide,
-    "low rank 1": low_rank(rank=1),
-    "low rank 2": low_rank(rank=2),
-    "low rank 2, of the paper": low_rank(rank=2, diagonal_variance=math.exp(-10)),
+    "low rank 1": low_rank(rank=1, diagonal="constant"),
+    "low rank 2": low_rank(rank=2, diagonal="constant"),
+    "low rank 2, of the paper": low_rank(
+        rank=2, diagonal="constant", diagonal_variance=math.exp(-10)
+    ),
     "low rank 2, full diagonal": low_rank(rank=2, diagonal="full"),
     "FFG-U": inducing(),
     "FCG-U": inducing(inducing_posterior="full"),

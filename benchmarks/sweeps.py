@@ -59,7 +59,7 @@ METHODS = {
         lambda s: s.S * s.N * (s.d**2 + s.K * (s.K + 1) * s.d) + s.K * s.d**2,
     ),
     "low rank": Method(
-        lambda model, s: ps.AutoLowRankLRT(model, rank=s.K),
+        lambda model, s: ps.AutoLowRankLRT(model, rank=s.K, diagonal="constant"),
         lambda s: s.K**3 + (s.K + 2) * s.S * s.N * s.d**2,
         lambda s: (s.K + 1) * s.S * s.N * s.d**2 + s.K**2 * s.d**2,
     ),

@@ -24,7 +24,9 @@ import pyro_structvi as ps
 GUIDES: dict[str, Callable[..., ps.StructuredGuide]] = {
     "mean field": ps.MeanFieldGuide,
     "k-tied, k = 2": ps.KTiedGuide,
-    "low rank, K = 2": lambda model, **options: ps.AutoLowRankLRT(model, rank=2, **options),
+    "low rank, K = 2": lambda model, **options: ps.AutoLowRankLRT(
+        model, rank=2, diagonal="constant", **options
+    ),
 }
 
 NETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {

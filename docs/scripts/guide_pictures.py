@@ -60,7 +60,8 @@ PICTURES = {
         "low_rank", lambda m: ps.AutoLowRankLRT(m, rank=5, diagonal="full", join_bias=True)
     ),
     "low rank, K = 5, constant diagonal": Picture(
-        "low_rank_constant", lambda m: ps.AutoLowRankLRT(m, rank=5, join_bias=True)
+        "low_rank_constant",
+        lambda m: ps.AutoLowRankLRT(m, rank=5, diagonal="constant", join_bias=True),
     ),
     "full covariance": Picture("full_covariance", ps.FullCovarianceGuide),
     "inducing weights": Picture("inducing_weights", ps.InducingWeightGuide),

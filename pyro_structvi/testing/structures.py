@@ -91,17 +91,17 @@ K_TIED_GUIDES = variants(
 
 LOW_RANK_GUIDES = variants(
     AutoLowRankLRT,
-    lambda m, n, rank, diagonal="constant", **_: (rank + 1 + (diagonal == "full")) * m * n,
-    ("low rank", TESTS, {"rank": 2}),
+    lambda m, n, rank, diagonal="full", **_: (rank + 1 + (diagonal == "full")) * m * n,
+    ("low rank", TESTS, {"rank": 2, "diagonal": "constant"}),
     (
         "low rank and full diagonal, joined",
         TESTS,
-        {"rank": 2, "diagonal": "full", "join_bias": True},
+        {"rank": 2, "join_bias": True},
     ),
-    ("low rank, K = 1", BENCHMARKS, {"rank": 1}),
-    ("low rank, K = 2", BENCHMARKS, {"rank": 2}),
-    ("low rank, K = 5", BENCHMARKS, {"rank": 5}),
-    ("low rank, K = 5, joined", DEMO, {"rank": 5, "join_bias": True}),
+    ("low rank, K = 1", BENCHMARKS, {"rank": 1, "diagonal": "constant"}),
+    ("low rank, K = 2", BENCHMARKS, {"rank": 2, "diagonal": "constant"}),
+    ("low rank, K = 5", BENCHMARKS, {"rank": 5, "diagonal": "constant"}),
+    ("low rank, K = 5, joined", DEMO, {"rank": 5, "diagonal": "constant", "join_bias": True}),
     ("low rank, full diagonal", DEMO, {"rank": 5, "diagonal": "full", "join_bias": True}),
 )
 

@@ -52,7 +52,7 @@ FAMILIES = in_registry() | {
     "mean field, pruned": PrunedMeanField(),
     "mean field, transformed": TransformedMeanField(),
     "low rank and isotropic diagonal": LowRank(2, "isotropic"),
-    "low rank and constant diagonal": LowRank(2, diagonal_variance=0.01),
+    "low rank and constant diagonal": LowRank(2, "constant", 0.01),
     "low rank, alpha": LowRank(3, "full", alpha=2.0),
     "inducing weights, a scale of their own": InducingWeights((3, 2), prior_scale=0.7),
     "inducing weights, capped": InducingWeights((3, 2), max_conditional_scale=2.0),

@@ -16,7 +16,7 @@ KINDS = {
     "ensemble": {"inducing_posterior": "ensemble", "ensemble_size": 3},
     "matrix, shared": {"inducing_posterior": "matrix", "shared": True},
     "full, shared": {"inducing_posterior": "full", "shared": True},
-    "a family": {"inducing_posterior": LowRank(rank=1)},
+    "a family": {"inducing_posterior": LowRank(rank=1, diagonal="constant")},
     "nested": {"inducing_posterior": InducingWeights((2, 1))},
     "nested, shared": {"inducing_posterior": InducingWeights((2, 1)), "shared": True},
 }

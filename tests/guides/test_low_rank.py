@@ -120,7 +120,7 @@ def test_isotropic_optimum_is_that_of_lemma_3(rank, regression):
 @pytest.mark.parametrize("variance", [math.exp(-10), 0.02])
 def test_constant_optimum_keeps_the_top_eigenpairs_too(rank, variance, regression):
     """With a variance below every eigenvalue; each other direction adds the KL of two normals."""
-    _, guide = make_guide(rank, diagonal_variance=variance)
+    _, guide = make_guide(rank, diagonal="constant", diagonal_variance=variance)
     q = fit_exactly(guide, regression)
     ratios = variance / torch.tensor(SPECTRUM[rank:])
     assert_near(q.covariance_matrix, with_top_eigenpairs(regression.covariance, rank, variance))
@@ -177,11 +177,11 @@ def test_options_out_of_range_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "count"),
     [
-        ({"rank": 2}, 3 * 15),
-        ({"rank": 2, "join_bias": True}, 3 * 15),
+        ({"rank": 2, "diagonal": "constant"}, 3 * 15),
+        ({"rank": 2, "diagonal": "constant", "join_bias": True}, 3 * 15),
         ({"rank": 2, "diagonal": "isotropic"}, 3 * 15 + 2),
         ({"rank": 2, "diagonal": "isotropic", "join_bias": True}, 3 * 15 + 1),
-        ({"rank": 2, "diagonal": "full"}, 4 * 15),
+        ({"rank": 2}, 4 * 15),
     ],
 )
 def test_parameters_are_loc_factors_and_a_learned_diagonal(options, count):
@@ -194,7 +194,7 @@ def test_parameters_are_loc_factors_and_a_learned_diagonal(options, count):
     ("options", "variance"), [({"diagonal_variance": math.exp(-10)}, math.exp(-10)), ({}, DEFAULT)]
 )
 def test_a_constant_diagonal_has_no_parameter_and_stays(options, variance, regression):
-    model, guide = make_guide(2, **options)
+    model, guide = make_guide(2, diagonal="constant", **options)
     posterior = guide["net.weight"]
     before = posterior().scale.clone()
     assert {name for name, _ in posterior.named_parameters()} == {"loc", "factors"}
@@ -206,7 +206,7 @@ def test_a_constant_diagonal_has_no_parameter_and_stays(options, variance, regre
 def test_a_constant_diagonal_follows_fan_in_and_prior_of_each_site():
     prior = {"0.weight": 3.0, "0.bias": 0.2, "2.weight": dist.Cauchy(0.0, 1.0), "*": 5.0}
     net = ps.bayesianize(make_net(4, 3, 2), prior=prior)
-    guide = ps.AutoLowRankLRT(ps.Classifier(net, num_data=50))
+    guide = ps.AutoLowRankLRT(ps.Classifier(net, num_data=50), diagonal="constant")
     expected = {"0.weight": 0.05, "0.bias": 0.02, "2.weight": 0.1 / 3**0.5, "2.bias": 0.1}
     for name, scale in expected.items():
         assert guide[f"net.{name}"]().scale.item() == pytest.approx(scale)
@@ -214,7 +214,10 @@ def test_a_constant_diagonal_follows_fan_in_and_prior_of_each_site():
 
 def test_what_the_constant_diagonal_is_comes_back_with_the_state():
     wide, narrow = (ps.bayesianize(make_net(4, 3), prior=prior) for prior in (0.4, 0.1))
-    first, second = (ps.AutoLowRankLRT(ps.Classifier(net, num_data=50)) for net in (wide, narrow))
+    first, second = (
+        ps.AutoLowRankLRT(ps.Classifier(net, num_data=50), diagonal="constant")
+        for net in (wide, narrow)
+    )
     second.load_state_dict(first.state_dict())
     assert second["net.0.weight"]().scale.item() == pytest.approx(0.04)
 

@@ -63,8 +63,8 @@ OTHER_OPTIONS = {
     "no cap": (MeanField(), MeanField(0.5), "max_scale = None instead of 0.5"),
     "alpha": (LowRank(2, alpha=0.5), LowRank(2, alpha=2), r"alpha = 0.5 instead of 2"),
     "given variance": (
-        LowRank(2, diagonal_variance=0.1),
-        LowRank(2, diagonal_variance=0.2),
+        LowRank(2, "constant", 0.1),
+        LowRank(2, "constant", 0.2),
         "diagonal_variance = 0.1 instead of 0.2",
     ),
     "dropout rate": (Dropout(0.1), Dropout(0.2), "rate = 0.1 instead of 0.2"),

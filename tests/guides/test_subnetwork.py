@@ -140,7 +140,7 @@ def count(guide):
 def test_parameters_are_those_of_the_chosen_elements():
     assert count(make_guide()) == SIZE + SIZE * (SIZE + 1) // 2
     assert count(make_guide(posterior=MeanField())) == 2 * SIZE
-    assert count(make_guide(posterior=LowRank(2))) == 3 * SIZE
+    assert count(make_guide(posterior=LowRank(2))) == 4 * SIZE
     assert count(make_guide(train_rest=True)) == SIZE + SIZE * (SIZE + 1) // 2 + 26
 
 

@@ -78,7 +78,7 @@ def test_a_full_covariance_begins_as_the_distribution_it_is_given(name):
 def test_a_full_covariance_of_nearly_dependent_elements_keeps_them_in_float32():
     """Standard deviations of 10 and of 0.001 in one row: squared, the smaller is below the rounding."""
     model = make_regressor().float()
-    guide = ps.AutoLowRankLRT(model, rank=1, diagonal_variance=1e-6, alpha=1.0)
+    guide = ps.AutoLowRankLRT(model, rank=1, diagonal="constant", diagonal_variance=1e-6, alpha=1.0)
     weight = guide["net.0.weight"]
     with torch.no_grad():
         for posterior in guide.posteriors.values():
