@@ -82,7 +82,6 @@ SCRIPTS = {
         *("--steps", "20", "--nuts", "5"),
     ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
-    "docs/scripts/family_cost.py": [],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
     "docs/scripts/is_it_any_good.py": ["--folder", "{folder}", "--steps", "20", "--nuts", "0"],
