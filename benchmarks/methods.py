@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 import pyro_structvi as ps
 from benchmarks.choices import CHOICES
-from pyro_structvi.infer.steps.compiled import CompiledStep
-from pyro_structvi.infer.steps.finite import FiniteCheck
-from pyro_structvi.infer.steps.loss import CheckedLoss
+from pyro_structvi.infer.steps.engines import CompiledStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.testing import guides_for, layered_for, points_for
 

@@ -17,12 +17,9 @@ import torch
 import pyro_structvi as ps
 from benchmarks.nets import NETS, Net
 from benchmarks.tables import markdown
-from pyro_structvi.infer.steps.call import Call
-from pyro_structvi.infer.steps.compiled import CompiledStep
-from pyro_structvi.infer.steps.eager import EagerStep
-from pyro_structvi.infer.steps.finite import FiniteCheck
-from pyro_structvi.infer.steps.loss import CheckedLoss
+from pyro_structvi.infer.steps.engines import CompiledStep, EagerStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.step import Call, CheckedLoss, FiniteCheck
 from pyro_structvi.testing import guides_for
 
 COLUMNS = ["operations", "ordinary", "tracing, s", "traced"]

@@ -22,8 +22,8 @@ from pyro_structvi.infer.states import (
     random_states,
     set_random_states,
 )
-from pyro_structvi.infer.steps.loss import Loss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
+from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.infer.validation import Measurements
 
 FORMAT = 2

@@ -34,10 +34,8 @@ from pyro_structvi.infer.history import History
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing, Schedule
 from pyro_structvi.infer.states import training_mode
 from pyro_structvi.infer.steps.engines import Compiled, engine_of_fit, may_change_modules
-from pyro_structvi.infer.steps.finite import FiniteCheck
-from pyro_structvi.infer.steps.loss import CheckedLoss
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import StepTerms
+from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck, StepTerms
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.validation import Measurements, Validation
 from pyro_structvi.sites.structured import StructuredGuide

@@ -24,7 +24,7 @@ from pyro_structvi._checks import (
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.schedules import LinearAnnealing
 from pyro_structvi.infer.states import cloned, load_parts, parts_state, plain
-from pyro_structvi.infer.steps.loss import Loss
+from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.posterior.predicting import predict
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.posterior.runs import evaluation_mode

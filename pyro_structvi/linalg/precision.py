@@ -1,6 +1,9 @@
-"""Precision of variances, their roots, log determinants, and sums."""
+"""Precision of sums and roots, and tensors that are formed once."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,3 +41,20 @@ def floored_sqrt(variance: Tensor) -> Tensor:
     """
     variance = at_least_single(variance)
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+
+
+T = TypeVar("T")
+
+
+def formed_once(form: Callable[[Any], T]) -> cached_property[T]:
+    """Make a method a property, computed at its first use and kept with its graph.
+
+    The object's ``_with_grad`` is the gradient mode it was made in.
+    """
+
+    @wraps(form)
+    def in_own_mode(owner: Any) -> T:
+        with torch.set_grad_enabled(owner._with_grad):
+            return form(owner)
+
+    return cached_property(in_own_mode)

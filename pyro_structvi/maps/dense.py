@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_structvi.linalg.fused import bank_and_squared_norm
+from pyro_structvi.linalg.reductions import bank_and_squared_norm
 from pyro_structvi.maps.linear_map import LinearMap
 
 

@@ -16,9 +16,9 @@ from pyro_structvi._checks import (
     check_shape,
     checked,
 )
-from pyro_structvi.linalg.formed_once import formed_once
-from pyro_structvi.linalg.fused import variance_and_sums
 from pyro_structvi.linalg.matrices import shrink
+from pyro_structvi.linalg.precision import formed_once
+from pyro_structvi.linalg.reductions import variance_and_sums
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.maps.readings import Arrangement
 from pyro_structvi.sites.choosing import DEFAULTS, GuideOptions

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pyro_structvi as ps
 from pyro_structvi.infer import structured_adam
 from pyro_structvi.infer.steps import replayed
-from pyro_structvi.infer.steps.traced import Traced
+from pyro_structvi.infer.steps.recording import Traced
 from tests.guide_cases import GUIDES
 from tests.infer.compiled_steps import (
     GUIDE_CASES,

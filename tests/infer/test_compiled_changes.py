@@ -8,7 +8,7 @@ from pyro.infer import SVI
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.infer.steps.call import Call
+from pyro_structvi.infer.steps.step import Call
 from tests.infer.compiled_steps import adam, assert_same, function_pair, make_k_tied, train
 from tests.models import regression_data
 

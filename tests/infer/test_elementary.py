@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pyro_structvi.infer.steps.elementary import make_elementary
-from pyro_structvi.infer.steps.traced import Traced
+from pyro_structvi.infer.steps.recording import Traced, make_elementary
 
 ADAM, ADAMW = torch.optim.Adam, torch.optim.AdamW
 CASES = {

@@ -6,9 +6,8 @@ import pyro
 import pytest
 
 import pyro_structvi as ps
-from pyro_structvi.infer.steps import auto
-from pyro_structvi.infer.steps.compiled import CompiledStep, NotCompiledError
-from pyro_structvi.infer.steps.eager import EagerStep
+from pyro_structvi.infer.steps import engines
+from pyro_structvi.infer.steps.engines import CompiledStep, EagerStep, NotCompiledError
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from tests.infer.test_engines import ways
 from tests.infer.test_training import make
@@ -20,7 +19,7 @@ class Timed:
     def __init__(self, monkeypatch, eager=0.004, traced=0.001, compiled=0.0005):
         self.seconds = {"eager": eager, "traced": traced, "compiled": compiled}
         self.now, self.backends, self.refuses = 0.0, [], set()
-        monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(EagerStep, "take", lambda step, args, kwargs: self.take("eager"))
         monkeypatch.setattr(
             CompiledStep, "replay", lambda engine, step, call: self.replay(engine, step)
@@ -54,8 +53,8 @@ class Timed:
 
 def let_compiling_take(seconds, monkeypatch):
     """Let that be expected where tracing takes 0.5 s: a first part of it, and the rest by tracing."""
-    monkeypatch.setattr(auto, "COMPILING_AT_LEAST", seconds / 4)
-    monkeypatch.setattr(auto, "COMPILING_PER_TRACING", 1.5 * seconds)
+    monkeypatch.setattr(engines, "COMPILING_AT_LEAST", seconds / 4)
+    monkeypatch.setattr(engines, "COMPILING_PER_TRACING", 1.5 * seconds)
 
 
 def fit_timed(timed, num_steps, **options):
@@ -126,7 +125,7 @@ def test_a_way_that_fails_is_left(monkeypatch):
 
 @pytest.mark.slow
 def test_a_fit_that_compiles_is_that_with_eager_steps(monkeypatch):
-    monkeypatch.setattr(auto, "STEPS_FOR_TRACING", 0)
+    monkeypatch.setattr(engines, "STEPS_FOR_TRACING", 0)
     let_compiling_take(0.0, monkeypatch)
     elbos = []
     for compiled in (False, "auto"):

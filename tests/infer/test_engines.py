@@ -12,9 +12,9 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi._torch_steps import OperationGraph
 from pyro_structvi.infer import CosineDecay
-from pyro_structvi.infer.steps import auto
+from pyro_structvi.infer.steps import engines
 from pyro_structvi.infer.steps.modules import Modules
-from pyro_structvi.linalg import matrices as blocks
+from pyro_structvi.linalg import matrices
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.test_training import make, snapshot, unchanged
 from tests.infer.two_ranks import assert_close, make_fit, on_two_ranks
@@ -30,9 +30,9 @@ def traced_fit(monkeypatch):
 
 
 def trace_at_once(set_attribute):
-    set_attribute(auto, "STEPS_FOR_TRACING", 0)
-    set_attribute(auto, "EAGER", 2)
-    set_attribute(auto, "TIMED", FOREVER)
+    set_attribute(engines, "STEPS_FOR_TRACING", 0)
+    set_attribute(engines, "EAGER", 2)
+    set_attribute(engines, "TIMED", FOREVER)
 
 
 def ways(history):
@@ -88,8 +88,8 @@ FAST = {
 def test_a_fit_with_traced_steps_is_that_with_eager_ones_to_the_last_bit(
     name, dtype, traced_fit, monkeypatch
 ):
-    """Large weights go by blocks."""
-    monkeypatch.setattr(blocks, "BLOCK", 8)
+    """Large weights go by matrices."""
+    monkeypatch.setattr(matrices, "BLOCK", 8)
     options = {"lr": CosineDecay(6, 0.05, 0.005), "kl_weight": ps.LinearAnnealing(5)}
     assert_same_bits(*by_engines((GUIDES | POINTS)[name], dtype, make_regressor, **options))
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from pyro_structvi import _torch_steps
 from pyro_structvi.infer.steps import replayed
-from pyro_structvi.infer.steps.traced import Traced
+from pyro_structvi.infer.steps.recording import Traced
 from tests.infer.compiled_steps import GUIDE_CASES, compiles, image_model, make_k_tied, train
 from tests.models import make_classifier
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyro_structvi as ps
-from pyro_structvi.infer.steps.traced import Traced
+from pyro_structvi.infer.steps.recording import Traced
 from tests.infer.compiled_steps import assert_same, compiles, train
 from tests.real_nets.sequence_nets import Recurrent
 

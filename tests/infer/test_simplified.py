@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_structvi.infer.steps.traced import Traced
+from pyro_structvi.infer.steps.recording import Traced
 
 
 def assert_same_as_function(make, inputs, calls=3):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.infer.steps import auto
-from pyro_structvi.infer.steps.auto import Kind
+from pyro_structvi.infer.steps import engines
+from pyro_structvi.infer.steps.engines import Kind
 from tests.infer.compiled_steps import adam
 from tests.infer.test_engines import FOREVER, trace_at_once
 from tests.models import regression_data
@@ -110,8 +110,8 @@ def test_a_trace_that_is_not_the_step_of_python_is_not_replayed(
 
 
 def test_a_trace_that_rounds_otherwise_is_replayed_where_that_may_be(traced_fit, monkeypatch):
-    monkeypatch.setattr(auto, "TIMED", 1)
-    monkeypatch.setattr(auto, "COMPILING_AT_LEAST", FOREVER)
+    monkeypatch.setattr(engines, "TIMED", 1)
+    monkeypatch.setattr(engines, "COMPILING_AT_LEAST", FOREVER)
     monkeypatch.setattr(Kind, "usual", lambda self, way: 1.0)
     history = elbos_of(LargerByRounding, "auto")
     assert re.search(r"traced in .*; rounded otherwise by \de-1\d$", history.compilation[0])

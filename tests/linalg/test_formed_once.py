@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import LogScaleNormal
-from pyro_structvi.linalg.formed_once import formed_once
+from pyro_structvi.linalg.precision import formed_once
 
 MODES = pytest.mark.parametrize(
     ("made", "read"),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pyro_structvi.linalg.fused import AddScaledNoise, BankAndSquaredNorm, variance_and_sums
 from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.reductions import AddScaledNoise, BankAndSquaredNorm, variance_and_sums
 from pyro_structvi.weights.outputs import draw_normal, square
 
 SHAPE = (2, 3, 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_structvi.infer.steps.traced import Traced
+from pyro_structvi.infer.steps.recording import Traced
 from pyro_structvi.linalg.known_numbers import TakenNumbers, known_number, taking
 
 

@@ -17,9 +17,8 @@ from pyro_structvi._checks import (
     checked,
     validates,
 )
-from pyro_structvi.linalg.formed_once import formed_once
 from pyro_structvi.linalg.matrices import KroneckerLogDet, KroneckerQuadratic, identity_like
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.precision import autocast_off, formed_once
 from pyro_structvi.linalg.quadrature import bisect
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.structures.ensemble import PointMixture

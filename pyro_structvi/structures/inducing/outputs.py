@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_structvi.linalg.fused import add_scaled_noise
 from pyro_structvi.linalg.matrices import standard_normal
 from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
+from pyro_structvi.linalg.reductions import add_scaled_noise
 from pyro_structvi.maps.dense import DenseMap
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels

@@ -18,9 +18,8 @@ from pyro_structvi._checks import (
     validates,
 )
 from pyro_structvi.linalg.factorizations import OrthonormalRows
-from pyro_structvi.linalg.formed_once import formed_once
 from pyro_structvi.linalg.matrices import identity_like, standard_normal
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.precision import autocast_off, formed_once
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import as_expanded
 
