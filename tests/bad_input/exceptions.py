@@ -36,9 +36,6 @@ FINE = {
     "Validation.patience": "huge",
     "predict.batch_size": "huge",
     "laplace_variances.batch_size": "huge",
-    "report.batch_size": "huge",
-    "report.path": "text",
-    "report.importance_samples": "zero",
     "nuts.max_tree_depth": "huge",
     # functions of any name, or none
     "to_inference_data.functions": "empty, unknown key",
@@ -72,7 +69,6 @@ FINE = {
     "PoissonRegressor.forward.y": "whole, float32",
     "*.forward.x": "longer, wider, deeper",
     "laplace_variances.x": "longer, deeper",
-    "simulation_based_calibration.x": "longer, deeper",
     "expected_coverage.y": "float32",
     "predictive_distance.*": "deeper, longer, float32",
     "FanIn.standard_deviation.parameter": (
@@ -124,7 +120,6 @@ FINE = {
     "GlobalInducingGuide.inputs": "deeper, longer",
     "largest.variances": "unknown key",
     "plot_regressions.predictions": "unknown key",
-    "simulation_based_calibration.functions": "unknown key",
     "plot_trace.values": "unknown key",
     "plot_histograms.values": "unknown key",
     "plot_spectrum.singular_values": "unknown key",
@@ -156,8 +151,6 @@ EXCEPTIONS = {
     "a number of passes: it runs for as long as was asked, and can be interrupted": {
         "fit.num_steps": "huge",
         "predict.num_samples": "huge",
-        "report.num_samples": "huge",
-        "report.importance_samples": "huge",
         "to_inference_data.num_samples": "huge",
         "laplace_variances.num_samples": "huge",
         "StructuredELBO.num_particles": "huge",

@@ -9,11 +9,8 @@ from matplotlib.figure import Figure
 import pyro_structvi as ps
 from pyro_structvi import infer
 from tests.bad_input.samples import (
-    FILES,
     SIZE,
     axes,
-    inputs,
-    model_and_guide,
     passes,
     positive,
     prediction,
@@ -102,28 +99,9 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "num_samples": 2,
         "objective": ps.StructuredELBO(),
     },
-    "report": lambda: {
-        **model_and_guide(),
-        "data": (inputs(), targets()),
-        "path": f"{FILES.name}/page.html",
-        "test_data": (inputs(), targets()),
-        "history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0]),
-        "num_samples": 2,
-        "importance_samples": 100,
-        "batch_size": 3,
-    },
     "spectra": lambda: {"guide": ps.KTiedGuide(regressor(), rank=2)},
     "compress_scales": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
     "pareto_k": lambda: {**passes(), "num_samples": 100},
-    "simulation_based_calibration": lambda: {
-        "make_model": regressor,
-        "fit": lambda model, x, y: ps.MeanFieldGuide(model),
-        "x": inputs(),
-        "num_simulations": 10,
-        "num_samples": 2,
-        "functions": {"first": lambda draw: draw.function[0, 0]},
-        "site": "obs",
-    },
     "expected_coverage": lambda: {
         "prediction": normal_prediction(torch.zeros(SIZE, 1), 1.0),
         "y": targets(),

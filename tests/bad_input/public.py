@@ -18,7 +18,7 @@ RECORDS = {
     *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
     *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
     *("BinaryScores", "DetectionScores", "RegressionScores", "RiskCoverage"),
-    *("CalibrationRanks", "Coverage", "GradientNoise", "ImportanceDiagnosis", "ModelDraw"),
+    *("Coverage", "GradientNoise", "ImportanceDiagnosis"),
     *("RandomTensor", "Settings", "Spectrum"),
 }
 # Base classes without instances; their subclasses are called.

@@ -17,7 +17,6 @@ from pyro_structvi.infer.steps.modules import Modules
 from pyro_structvi.linalg import matrices
 from tests.guide_cases import GUIDES, POINTS
 from tests.infer.test_training import make, snapshot, unchanged
-from tests.infer.two_ranks import assert_close, make_fit, on_two_ranks
 from tests.models import make_linear_regressor, make_regressor, regression_data
 
 FOREVER = 10**9
@@ -169,26 +168,6 @@ def test_a_traced_step_names_the_sites_that_are_not_finite(traced_fit):
 
     with pytest.raises(FloatingPointError, match=r"At step 4, the (log|KL).*(obs|net\.2\.weight)"):
         ps.fit(model, guide, Batches([0] * 5), num_steps=5, progress=False)
-
-
-def train(compiled):
-    trace_at_once(setattr)
-    model, guide, data = make_fit()
-    options = {"batch_size": 6, "num_steps": 6, "lr": 0.1, "progress": False}
-    history = ps.fit(model, guide, data, compiled=compiled, **options)
-    return history.elbo, history.compilation, guide.state_dict()
-
-
-@pytest.mark.slow
-def test_ranks_share_the_gradients_of_traced_steps(tmp_path):
-    (tmp_path / "eager").mkdir()
-    (tmp_path / "auto").mkdir()
-    expected = on_two_ranks(train, tmp_path / "eager", False)
-    own = on_two_ranks(train, tmp_path / "auto", "auto")
-    for (elbo, notes, state), (eager, _, eager_state) in zip(own, expected, strict=True):
-        assert elbo == pytest.approx(eager, rel=1e-9)
-        assert notes == []
-        assert_close(state, eager_state)
 
 
 # ---- what stays eager, and why --------------------------------------------------------------------

@@ -190,7 +190,8 @@ def trained(
     predicted, start = 0, time.process_time()
     for name, own in sets.items():
         prediction = ps.predict(
-            *(model, guide, own.to(options.device), draws),
+            *(model, guide, own.to(options.device)),
+            num_samples=draws,
             batch_size=PER_PASS,
             stream=True,
             batch_statistics=few,  # of each draw: members would share the running ones
