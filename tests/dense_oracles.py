@@ -11,8 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from pyro_structvi.testing.definitions import *  # noqa: F403
-from pyro_structvi.testing.definitions import dense_normal
+from pyro_structvi.testing.entry import *  # noqa: F403
+from pyro_structvi.testing.entry import dense_normal
 
 # ---- densities -----------------------------------------------------------------------------------
 

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from pyro import poutine
 
 from pyro_structvi.distributions import KTiedNormal, MeanFieldNormal
-from pyro_structvi.weights.handlers import DelayDraws
-from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_role import SiteUse
 
 OUT, IN = 4, 3

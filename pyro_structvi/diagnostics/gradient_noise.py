@@ -12,7 +12,7 @@ from pyro_structvi._checks import Count, Program, checked
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.infer import StructuredELBO
 from pyro_structvi.posterior.runs import tensors_in
-from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.sites.finding import separate_randomness
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from pyro_structvi._nested import nested_tensors
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.infer.history import History
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.sites.finding import trial_run
-from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.sites.finding import separate_randomness, trial_run
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_role import SiteRole
 from pyro_structvi.weights.torch_distributions import base_of

@@ -14,11 +14,10 @@ from pyro.util import check_model_guide_match
 from torch import Tensor
 
 from pyro_structvi._checks import Count, NonNegative, Program, checked, warn_user
-from pyro_structvi.infer.expected_terms import expected_terms
 from pyro_structvi.infer.schedules import Schedule
-from pyro_structvi.infer.terms import ELBOTerms, average, terms_of
+from pyro_structvi.infer.terms import ELBOTerms, average, expected_terms, terms_of
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import DelayDraws
 
 Estimator = Literal["draws", "moments", "bound"]
 

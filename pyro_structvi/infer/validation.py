@@ -28,7 +28,7 @@ from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.posterior.predicting import predict
 from pyro_structvi.posterior.prediction import Prediction
 from pyro_structvi.posterior.runs import evaluation_mode
-from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 
 NUM_DRAWS = 20  # of the guide, with the same noise at each validation

@@ -1,10 +1,11 @@
 """How good predictions are: scores of regressions, classes, detection, selection, and distances."""
 
-from pyro_structvi.metrics.binary import BinaryScores, binary_scores
 from pyro_structvi.metrics.classification import (
+    BinaryScores,
     ClassificationScores,
     accuracy,
     adaptive_calibration_error,
+    binary_scores,
     brier_score,
     classification_scores,
     classwise_calibration_error,
@@ -14,12 +15,14 @@ from pyro_structvi.metrics.classification import (
 from pyro_structvi.metrics.corruptions import CORRUPTIONS, corrupt
 from pyro_structvi.metrics.detection import (
     DetectionScores,
+    RiskCoverage,
     detect,
     detection_scores,
     entropy_score,
     max_probability_score,
     mutual_information_score,
     ood_scores,
+    risk_coverage,
 )
 from pyro_structvi.metrics.distances import (
     PredictiveDistance,
@@ -37,7 +40,6 @@ from pyro_structvi.metrics.regression import (
     regression_scores,
     rmse,
 )
-from pyro_structvi.metrics.selective import RiskCoverage, risk_coverage
 
 __all__ = [
     # of regressions

@@ -8,12 +8,21 @@ on the axes that come back.
 """
 
 from pyro_structvi.plots.bands import plot_band, plot_regressions
-from pyro_structvi.plots.calibration import plot_coverage, plot_reliability, plot_risk_coverage
 from pyro_structvi.plots.costs import plot_distance_over_cost
-from pyro_structvi.plots.decisions import plot_decision
-from pyro_structvi.plots.histograms import plot_histograms
-from pyro_structvi.plots.scales import plot_covariance, plot_scale_matrix, plot_spectrum
-from pyro_structvi.plots.traces import plot_elbo, plot_trace
+from pyro_structvi.plots.fits import (
+    plot_covariance,
+    plot_elbo,
+    plot_scale_matrix,
+    plot_spectrum,
+    plot_trace,
+)
+from pyro_structvi.plots.predictions import (
+    plot_coverage,
+    plot_decision,
+    plot_histograms,
+    plot_reliability,
+    plot_risk_coverage,
+)
 
 __all__ = [
     # predictions

@@ -8,16 +8,20 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from pyro_structvi._checks import check_real, checked
-from pyro_structvi.plots.arrays import Array, Values, check_as_many, check_not_negative, real_array
 from pyro_structvi.plots.figures import (
     BLACK,
     BLUE,
     VERMILION,
+    Array,
+    Values,
     add_labels,
     add_legend,
+    check_as_many,
+    check_not_negative,
     figure_of,
     make_axes,
     make_panels,
+    real_array,
 )
 from pyro_structvi.posterior.prediction import Prediction
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyro_structvi._checks import Program, check_tensors
 from pyro_structvi._nested import map_nested, nested_tensors
+from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import JointPosterior, stack_draws
-from pyro_structvi.sites.starts import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_role import SiteRole
 from pyro_structvi.weights.stand_in import as_drawn

@@ -25,8 +25,8 @@ from pyro_structvi.posterior.runs import (
     run_at_draw,
     tensors_in,
 )
+from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import are_plain, in_one_pass, stack_draws
-from pyro_structvi.sites.starts import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import SameMember
 from pyro_structvi.weights.stand_in import as_drawn

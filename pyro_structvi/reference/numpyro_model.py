@@ -13,8 +13,13 @@ from torch import nn
 from pyro_structvi._pyro import declared_name, declared_samples
 from pyro_structvi.nn.priors import BufferedPrior
 from pyro_structvi.nn.sampled_copy import TiedPrior
-from pyro_structvi.reference.jax_likelihoods import JaxLikelihood, to_jax_likelihood
-from pyro_structvi.reference.jax_net import JaxNet, SiteAttribute, to_array
+from pyro_structvi.reference.jax_net import (
+    JaxLikelihood,
+    JaxNet,
+    SiteAttribute,
+    to_array,
+    to_jax_likelihood,
+)
 from pyro_structvi.sites.finding import find_declared_sites
 
 # Distributions of single elements that Pyro and NumPyro call by the same names.

@@ -21,9 +21,8 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.sampled_copy import buffers_that_change
 from pyro_structvi.sites.choosing import CreatePlates, InitLocFn
 from pyro_structvi.sites.family import KEY, check_options
-from pyro_structvi.sites.finding import find_sites_by_running
+from pyro_structvi.sites.finding import find_sites_by_running, separate_randomness
 from pyro_structvi.sites.latent_site import Plate
-from pyro_structvi.sites.starts import separate_randomness
 
 _NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._torch import BatchOrInstanceNorm
 from pyro_structvi.maps.readings import Application, FactorApplication, Lookup
-from pyro_structvi.sites.finding import ValuesWithoutDraws, trial_run
-from pyro_structvi.sites.starts import separate_randomness
+from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.stand_in import WeightStandIn, as_drawn
 

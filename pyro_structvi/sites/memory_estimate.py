@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyro_structvi._checks import Program, checked
-from pyro_structvi.sites.starts import shapes_only
+from pyro_structvi.sites.finding import shapes_only
 from pyro_structvi.sites.structured import StructuredGuide
 
 

@@ -11,12 +11,10 @@ from torch import nn
 from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import declared_name
 from pyro_structvi.nn.sampled_copy import frozen_names
-from pyro_structvi.sites.finding import check_call, trial_run
+from pyro_structvi.sites.finding import check_call, separate_randomness, trial_run
 from pyro_structvi.sites.joined_bias import joint_name
 from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.sites.starts import separate_randomness
-from pyro_structvi.weights.handlers import DelayDraws
-from pyro_structvi.weights.lazy import LazyPart, LazyWeight
+from pyro_structvi.weights.lazy import DelayDraws, LazyPart, LazyWeight
 from pyro_structvi.weights.point_mass import PointMass
 from pyro_structvi.weights.site_role import SiteUse
 from pyro_structvi.weights.weight_distribution import WeightDistribution

@@ -22,6 +22,8 @@ from pyro_structvi.sites.finding import (
     FoundSite,
     find_declared_sites,
     find_sites_by_running,
+    separate_randomness,
+    start_of,
     warn_of_other_rows,
     warn_of_unused,
 )
@@ -32,7 +34,6 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.one_draw import sampled, to_net
 from pyro_structvi.sites.report import report
 from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.sites.starts import separate_randomness, start_of
 from pyro_structvi.weights.site_role import LocalReparam, SiteUse
 
 

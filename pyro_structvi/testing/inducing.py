@@ -13,13 +13,17 @@ from pyro_structvi.structures.inducing.normal import (
     InducingNormal,
 )
 from pyro_structvi.structures.mean_field import MeanFieldNormal
-from pyro_structvi.testing.definitions import (
+from pyro_structvi.testing.entry import (
+    GuideVariant,
+    Make,
+    Place,
+    Shape,
+    Structure,
     augmented_covariance,
     conditional_moments,
     kl_with_inducing_weights,
+    positive,
 )
-from pyro_structvi.testing.entry import GuideVariant, Place, Structure
-from pyro_structvi.testing.random_weights import Make, Shape, positive
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 INDUCING = (3, 2)

@@ -17,15 +17,6 @@ from pyro_structvi.structures.matrix_normal import MatrixNormalGuide
 from pyro_structvi.structures.mean_field import MeanFieldGuide
 from pyro_structvi.structures.point_estimate import MAPGuide
 from pyro_structvi.structures.rowwise import RowwiseGuide
-from pyro_structvi.testing.definitions import (
-    full_covariance,
-    k_tied_covariance,
-    low_rank_covariance,
-    matrix_normal_covariance,
-    mean_field_covariance,
-    rowwise_covariance,
-    zero_covariance,
-)
 from pyro_structvi.testing.entry import (
     BENCHMARKS,
     CONVOLUTION,
@@ -37,14 +28,9 @@ from pyro_structvi.testing.entry import (
     GuideVariant,
     Place,
     Structure,
-)
-from pyro_structvi.testing.inducing import (
-    inducing_guide,
-    inducing_structure,
-    make_conditional,
-    make_inducing,
-)
-from pyro_structvi.testing.random_weights import (
+    full_covariance,
+    k_tied_covariance,
+    low_rank_covariance,
     make_full,
     make_k_tied,
     make_log_scale,
@@ -52,6 +38,16 @@ from pyro_structvi.testing.random_weights import (
     make_matrix_normal,
     make_mean_field,
     make_rowwise,
+    matrix_normal_covariance,
+    mean_field_covariance,
+    rowwise_covariance,
+    zero_covariance,
+)
+from pyro_structvi.testing.inducing import (
+    inducing_guide,
+    inducing_structure,
+    make_conditional,
+    make_inducing,
 )
 
 

@@ -3,18 +3,10 @@
 
 from pyro_structvi.testing import STRUCTURES as CASES
 from pyro_structvi.testing import Structure as Case
-from pyro_structvi.testing.definitions import zero_covariance as no_covariance
-from pyro_structvi.testing.entry import CONVOLUTION, MATRIX, VECTOR
-from pyro_structvi.testing.inducing import (
-    INDUCING,
-    InducingOracle,
-    joint_covariance,
-    make_conditional,
-    make_inducing,
-    make_joint,
-    prior_scale,
-)
-from pyro_structvi.testing.random_weights import (
+from pyro_structvi.testing.entry import (
+    CONVOLUTION,
+    MATRIX,
+    VECTOR,
     cholesky_factor,
     make_full,
     make_k_tied,
@@ -24,6 +16,16 @@ from pyro_structvi.testing.random_weights import (
     make_mean_field,
     make_rowwise,
     positive,
+)
+from pyro_structvi.testing.entry import zero_covariance as no_covariance
+from pyro_structvi.testing.inducing import (
+    INDUCING,
+    InducingOracle,
+    joint_covariance,
+    make_conditional,
+    make_inducing,
+    make_joint,
+    prior_scale,
 )
 
 CONVOLUTION_CASES = [case for case in CASES if case.has_convolution_image]

@@ -21,7 +21,7 @@ from pyro_structvi.extend import LatentSite
 from pyro_structvi.families import FullCovariance, LowRank, MeanField, TransformedMeanField
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.sites.parameterization import parameters_of_rows
-from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import DelayDraws
 from tests.models import (
     convolution_function,
     local_latent_function,

@@ -15,8 +15,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
-from pyro_structvi.weights.handlers import DelayDraws
-from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from tests.guide_cases import GUIDE_NAMES, GUIDES, POINTS
 from tests.guides.test_structured import ELBOS, make_svi
 from tests.models import (

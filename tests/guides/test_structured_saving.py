@@ -18,7 +18,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import KTied
 from pyro_structvi.sites.autoguide import LocalLatentWarning
-from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import DelayDraws
 from tests.guides.test_structured import ELBOS, make_svi
 from tests.models import (
     linear_function,

@@ -11,8 +11,7 @@ from torch.autograd.functional import jacobian as jacobian_of
 import pyro_structvi as ps
 from pyro_structvi.distributions import LowRankNormal, MatrixNormal, MeanFieldNormal, RowwiseNormal
 from pyro_structvi.structures.mean_field import LogScaleNormal
-from pyro_structvi.weights.handlers import DelayDraws
-from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from tests.lazy_weights import k_tied_normal, lazy
 from tests.unit_noise import assert_close, unit_draws
 

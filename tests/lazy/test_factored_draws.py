@@ -10,8 +10,7 @@ import pyro_structvi as ps
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, MatrixNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from pyro_structvi.structures.inducing.outputs import MatheronDraw
-from pyro_structvi.weights.handlers import DelayDraws
-from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_role import SiteUse
 
 OUT, IN = 30, 24

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from pyro import poutine
 from torch import nn
 
-from pyro_structvi.weights.handlers import DelayDraws
-from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from tests import dense_oracles as dense
 from tests.exact_means import exact_mean

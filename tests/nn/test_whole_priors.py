@@ -12,7 +12,7 @@ from torch.distributions import kl_divergence
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import LowRankNormal, MeanFieldNormal
-from pyro_structvi.testing.random_weights import (
+from pyro_structvi.testing.entry import (
     make_full,
     make_k_tied,
     make_log_scale,

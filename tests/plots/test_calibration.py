@@ -6,7 +6,7 @@ import torch
 
 from pyro_structvi.metrics import expected_calibration_error
 from pyro_structvi.plots import plot_coverage, plot_reliability, plot_risk_coverage
-from pyro_structvi.plots.calibration import DEPTH
+from pyro_structvi.plots.predictions import DEPTH
 
 
 def drawn_bins(ax):

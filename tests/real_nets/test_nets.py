@@ -13,7 +13,7 @@ from torch import nn
 from torchvision import models
 
 import pyro_structvi as ps
-from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import DelayDraws
 from tests.guide_cases import GUIDES, POINTS, SLOW
 from tests.real_nets.nets import CASES, NUM_DATA, images
 from tests.unit_noise import draw_with_noise

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import pyro_structvi as ps
 from pyro_structvi.sites.finding import UnusedSiteWarning
-from pyro_structvi.weights.handlers import DelayDraws
+from pyro_structvi.weights.lazy import DelayDraws
 from tests.guide_cases import GUIDES, POINTS
 
 SIZES = {"input_size": 2, "hidden_size": 3, "num_layers": 2, "bidirectional": True}

@@ -1,31 +1,33 @@
-"""Figures of whether predictions are as often right as they say, and of answers that are refused."""
+"""Figures of predictions: reliability, coverage, risk, decisions, histograms."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
-from pyro_structvi.plots.arrays import (
+from pyro_structvi.plots.figures import (
+    BLACK,
+    BLUE,
+    GREY,
+    MARKERS,
+    SEQUENTIAL,
     Array,
     Matrix,
     Values,
+    add_colour_bar,
+    add_labels,
+    add_legend,
     by_label,
     check_as_many,
     check_not_negative,
     check_shares,
     class_array,
-    real_array,
-)
-from pyro_structvi.plots.figures import (
-    BLACK,
-    BLUE,
-    GREY,
-    add_labels,
-    add_legend,
     curve_style,
     make_axes,
+    real_array,
 )
 
 # The tallest bar of the shares below the axis, in the units of the vertical axis.
@@ -228,3 +230,138 @@ def _draw_two_standard_errors(ax: Axes, num_examples: int) -> None:
     low, high = np.clip(line - error, 0, 1), np.clip(line + error, 0, 1)
     label = f"2 standard errors\nof {num_examples} examples"
     ax.fill_between(line, low, high, color="0.85", linewidth=0, label=label)
+
+
+# Colours of classes, bright enough before the colours of the values.
+CLASS_COLOURS = ("#D55E00", "#56B4E9", "#FFFFFF", "#CC79A7", "#009E73", "#E69F00", "#000000")
+LEVELS = 12
+
+
+@checked
+def plot_decision(
+    grid_x: Values,
+    grid_y: Values,
+    values: Matrix,
+    x: Matrix | None = None,
+    y: Values | None = None,
+    ax: Axes | None = None,
+    label: str = "probability",
+) -> Axes:
+    """Draw a probability, or an uncertainty, over a plane of inputs, and the data by class.
+
+    Args:
+        grid_x: First inputs of the grid ``(A,)``, ascending.
+        grid_y: Second inputs of the grid ``(B,)``, ascending.
+        values: What is predicted at the grid ``(B, A)``: a row for each second input, as
+            ``torch.meshgrid(grid_x, grid_y, indexing="xy")`` has it.
+        x: Inputs of the data ``(N, 2)``.
+        y: Classes of the data ``(N,)``, whole numbers from 0 on; data have one colour when None.
+        ax: Where to draw; a new figure when None.
+        label: What the values are, with their unit, for the colour bar: ``"entropy (nats)"``.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: If shapes do not fit, or the grid does not ascend.
+
+    Example:
+        >>> import torch
+        >>> grid = torch.linspace(-1, 1, 20)
+        >>> probability = (3 * grid).sigmoid().expand(20, 20)
+        >>> ax = plot_decision(grid, grid, probability, torch.eye(2), torch.tensor([0, 1]))
+        >>> ax.figure.axes[-1].get_ylabel()
+        'probability'
+    """
+    columns, rows = _ascending("grid_x", grid_x), _ascending("grid_y", grid_y)
+    heights = real_array("values", values, dim=2)
+    if heights.shape != (len(rows), len(columns)):
+        raise ValueError(
+            f"`values` must have shape (B, A) = {shape_text((len(rows), len(columns)))}, a row for each "
+            f"of `grid_y`, but got {shape_text(heights.shape)}."
+        )
+    groups = _by_class(x, y)
+    ax = make_axes(ax, 6.2, 4.0)
+    low, high = heights.min(), heights.max()
+    levels = MaxNLocator(LEVELS).tick_values(low, high if high > low else low + 1.0)
+    contours = ax.contourf(columns, rows, heights, levels=levels, cmap=SEQUENTIAL)
+    for index, (name, points) in enumerate(groups.items()):
+        colour, marker = CLASS_COLOURS[index % 7], MARKERS[index % 7]
+        style: dict[str, Any] = {"color": colour, "marker": marker, "edgecolors": "black"}
+        style |= {"s": 22, "linewidths": 0.6, "zorder": 3, "label": name}
+        ax.scatter(points[:, 0], points[:, 1], **style)
+    ax.set_xlim(columns[0], columns[-1])
+    ax.set_ylim(rows[0], rows[-1])
+    add_colour_bar(ax, contours, label)
+    add_labels(ax, "first input", "second input")
+    add_legend(ax)
+    return ax
+
+
+def _ascending(name: str, values: Values) -> Array:
+    grid = real_array(name, values)
+    if len(grid) < 2 or (np.diff(grid) <= 0).any():
+        raise ValueError(f"`{name}` must hold at least two numbers that ascend, but does not.")
+    return grid
+
+
+def _by_class(x: Matrix | None, y: Values | None) -> dict[str, Array]:
+    """Return the inputs of the data by the name of their class."""
+    if x is None:
+        if y is not None:
+            raise ValueError("`y` needs the inputs `x` of the data, but `x` is None.")
+        return {}
+    points = real_array("x", x, dim=2)
+    if points.shape[1] != 2:
+        raise ValueError(f"`x` must have shape (N, 2), but got {shape_text(points.shape)}.")
+    if y is None:
+        return {"data": points}
+    classes = class_array("y", y, 2**31)
+    if classes.shape != points.shape[:1]:
+        raise ValueError(
+            f"`y` must have shape (N,) = {shape_text(points.shape[:1])}, beside `x`, but got {brief(y)}."
+        )
+    return {f"class {each}": points[classes == each] for each in np.unique(classes)}
+
+
+@checked
+def plot_histograms(
+    values: Mapping[str, Values],
+    ax: Axes | None = None,
+    num_bins: Count = 30,
+    label: str = "entropy (nats)",
+) -> Axes:
+    """Draw histograms of several groups of examples over the same bins, as densities.
+
+    Each has the area 1, so that groups of other sizes can be compared.
+
+    Args:
+        values: Scores ``(N,)`` of the examples of each group, by its name: predictive entropies or
+            mutual informations, in and out of the distribution of the training data.
+        ax: Where to draw; a new figure when None.
+        num_bins: The number of bins, from the smallest to the largest of all scores.
+        label: What the scores are, with their unit, for the horizontal axis.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: If there is no group, or one without scores.
+
+    Example:
+        >>> ax = plot_histograms({"in": [0.0, 0.1], "out": [0.9, 1.0, 1.0]}, num_bins=2)
+        >>> [patch.get_data().values.tolist() for patch in ax.patches]
+        [[2.0, 0.0], [0.0, 2.0]]
+    """
+    groups = {name: scores for name, (_, scores) in by_label("values", values, None).items()}
+    edges = np.histogram_bin_edges(np.concatenate([*groups.values()]), num_bins)
+    ax = make_axes(ax)
+    for index, (name, scores) in enumerate(groups.items()):
+        density, _ = np.histogram(scores, edges, density=True)
+        style = curve_style(index)
+        line = {"edgecolor": style["color"], "linestyle": style["linestyle"], "linewidth": 1.2}
+        ax.stairs(density, edges, fill=True, facecolor=(style["color"], 0.3), label=name, **line)
+    ax.set_ylim(bottom=0)
+    add_labels(ax, label, "density")
+    add_legend(ax)
+    return ax
