@@ -2,6 +2,7 @@
 
 import math
 from itertools import accumulate
+from threading import get_ident
 from typing import Any
 
 import pyro.poutine as poutine
@@ -154,13 +155,15 @@ class _PriorPredictive(Messenger):
         super().__init__()
         self.sites: dict[str, list[Any]] = {}
         self.inputs: list[float] = []
+        self.thread = get_ident()
 
     def note_input(self, module: Any, given: Any) -> None:
+        if self.inputs or get_ident() != self.thread:  # torch calls the hook in every thread
+            return
         values = next(nested_tensors(given), None)
-        if not self.inputs and values is not None and declared_samples(module):
-            self.inputs.append(
-                float(values.float().square().mean().sqrt()) * values.is_floating_point()
-            )
+        if values is not None and declared_samples(module):
+            scale = values.detach().float().square().mean().sqrt()
+            self.inputs.append(float(scale) * values.is_floating_point())
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if SiteRole.of(msg).is_observation:
