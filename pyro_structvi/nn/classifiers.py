@@ -80,7 +80,8 @@ class Classifier(Likelihood):
         weights = self.class_weights
         if weights is not None:
             check_shape("class_weights", weights, output.shape[-1:], "(classes,)")
-            weights = None if y is None else weights[y]
+            # A class out of range is the likelihood's error.
+            weights = None if y is None else weights[y.clamp(0, len(weights) - 1)]
         self._observe(finite_likelihood(lambda: dist.Categorical(logits=output)), y, weights)
         return output
 

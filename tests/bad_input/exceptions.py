@@ -93,7 +93,13 @@ FINE = {
     "log_predictive_density.log_density": "longer, wider, float32",
     "binary_scores.*": "float32, true, zero",
     "corrupt.images": "longer, wider, float32",
-    "corrupt.seed": "zero",
+    "corrupt.seed": "zero, huge",
+    "plot_coverage.num_examples": "huge",
+    "plot_elbo.smooth": "huge",
+    "plot_trace.smooth": "huge",
+    "Classifier.class_weights": "empty, longer, wider",
+    "*Classifier.forward.y": "true",
+    "predict_moments.batch_size": "huge",
     "plot_regressions.*": "float32, nan, infinity",
     # figures take lists and arrays too, and convert them
     **{
@@ -143,6 +149,7 @@ EXCEPTIONS = {
         "*.sample.sample_shape": "huge",
         "PointMass.expand.batch_shape": "huge",
         "*.rank": "huge",
+        "*.num_bins": "huge",
         "*.size": "huge",
         "*.inducing_shape": "huge",
         "InducingWeights.shape": "huge",
@@ -151,6 +158,8 @@ EXCEPTIONS = {
     "a number of passes: it runs for as long as was asked, and can be interrupted": {
         "fit.num_steps": "huge",
         "predict.num_samples": "huge",
+        "gradient_snr.num_samples": "huge",
+        "pareto_k.num_samples": "huge",
         "to_inference_data.num_samples": "huge",
         "laplace_variances.num_samples": "huge",
         "StructuredELBO.num_particles": "huge",
@@ -174,6 +183,7 @@ EXCEPTIONS = {
         "gradient_snr.y": "none, nan, infinity",
         "pareto_k.y": "none, nan, infinity",
         "predict.y": "infinity",
+        "predict_moments.y": "infinity",
         "to_inference_data.y": "infinity",
     },
     "the model is the user's: a call of it with these arguments is right for some model": {

@@ -149,6 +149,8 @@ def wrong_values(name, valid, parameter):
         kinds.append((tuple, of_tuple if valid and isinstance(valid[0], Tensor) else of_shape))
     make = next((make for kind, make in kinds if isinstance(valid, kind)), of_any)
     values = make(valid)
-    if parameter is not None and (parameter.default is None or "None" in annotation):
+    if parameter is not None and (
+        parameter.default is None or re.search("None|Optional", annotation)
+    ):
         values.pop("none", None)
     return values
