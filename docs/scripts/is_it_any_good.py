@@ -129,7 +129,8 @@ def classification(steps: int, folder: Path) -> None:
 
 
 def show(title: str, scores: dict[str, float]) -> None:
-    print(title, "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+    shown = {name: value for name, value in scores.items() if isinstance(value, float)}
+    print(title, "  ".join(f"{name} {value:.3f}" for name, value in shown.items()))
 
 
 def save(ax: Any, path: Path) -> None:
