@@ -123,7 +123,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from pyro_structvi.plots import plot_distance_over_cost
+    from benchmarks.distance_over_cost import plot_distance_over_cost
 
     found = by_problem(rows)
     columns, count = min(2, len(found)), -(-len(found) // 2)

@@ -144,7 +144,6 @@ def show_regression(
     fits: dict[str, Future[Regression]], output: Path, smoke: bool, progress: Progress
 ) -> None:
     from pyro_structvi.metrics import PredictiveDistance  # the processes do without
-    from pyro_structvi.plots import plot_regressions
 
     progress.write("Regression, 100 examples, a net of 50 tanh units; the reference is NUTS.")
     model, x, y = make_regression()
@@ -174,9 +173,26 @@ def show_regression(
         table.add([title, str(found.parameters), elbo, f"{found.milliseconds:.2f}", *cells])
     progress.write(reading_of_distances(between))
     ordered = {title: predictions[title] for title in ["NUTS", *fits]}
-    figure = plot_regressions(ordered, grid, x, y, truth=true_function(grid), limits=(-3, 3))
-    figure.savefig(output / "regression.png", dpi=150)
+    draw_regressions(ordered, grid, x, y, output / "regression.png")
     progress.write(f"The figure is {output / 'regression.png'}; draws for ArviZ are beside it.\n")
+
+
+def draw_regressions(
+    predictions: dict[str, Any], grid: Tensor, x: Tensor, y: Tensor, path: Path
+) -> None:
+    """Draw a panel for each posterior: mean, up to three standard deviations, data and truth."""
+    from pyro_structvi.plots import plot_band  # the processes do without
+    from pyro_structvi.plots.figures import figure_of, make_panels
+
+    rows = -(-len(predictions) // 4)
+    panels = make_panels(rows, 4, 12.8, 2.6 * rows, sharex=True, sharey=True)
+    given = {"data_x": x, "data_y": y, "truth": true_function(grid), "label": None}
+    for panel, (title, own) in zip(panels, predictions.items(), strict=False):
+        plot_band(grid, own.mean, own.variance.sqrt(), panel, **given)
+        panel.set(title=title, ylim=(-3, 3))
+    for panel in panels[len(predictions) :]:
+        panel.set_axis_off()
+    figure_of(panels[0]).savefig(path, dpi=150)
 
 
 def sample_reference(model: Any, x: Tensor, y: Tensor, smoke: bool) -> Any:

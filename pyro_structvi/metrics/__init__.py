@@ -1,29 +1,5 @@
-"""How good predictions are: scores of regressions, classes, detection, selection, and distances."""
+"""Scores of predictions, risk against coverage, and distances between posteriors."""
 
-from pyro_structvi.metrics.classification import (
-    BinaryScores,
-    ClassificationScores,
-    accuracy,
-    adaptive_calibration_error,
-    binary_scores,
-    brier_score,
-    classification_scores,
-    classwise_calibration_error,
-    expected_calibration_error,
-    nll,
-)
-from pyro_structvi.metrics.corruptions import CORRUPTIONS, corrupt
-from pyro_structvi.metrics.detection import (
-    DetectionScores,
-    RiskCoverage,
-    detect,
-    detection_scores,
-    entropy_score,
-    max_probability_score,
-    mutual_information_score,
-    ood_scores,
-    risk_coverage,
-)
 from pyro_structvi.metrics.distances import (
     PredictiveDistance,
     agreement,
@@ -31,50 +7,28 @@ from pyro_structvi.metrics.distances import (
     total_variation,
     wasserstein,
 )
-from pyro_structvi.metrics.regression import (
+from pyro_structvi.metrics.scores import (
+    ClassificationScores,
+    DetectionScores,
     RegressionScores,
-    crps,
-    interval_coverage,
-    interval_width,
-    log_predictive_density,
+    RiskCoverage,
+    classification_scores,
+    detection_scores,
     regression_scores,
-    rmse,
+    risk_coverage,
 )
 
 __all__ = [
-    # of regressions
-    "RegressionScores",
-    "crps",
-    "interval_coverage",
-    "interval_width",
-    "log_predictive_density",
-    "regression_scores",
-    "rmse",
-    # of classes
+    # of predictions
     "ClassificationScores",
-    "accuracy",
-    "adaptive_calibration_error",
-    "brier_score",
+    "RegressionScores",
     "classification_scores",
-    "classwise_calibration_error",
-    "expected_calibration_error",
-    "nll",
-    # of independent labels
-    "BinaryScores",
-    "binary_scores",
-    # of uncertainty: examples from elsewhere, and examples that are left out
+    "regression_scores",
+    # of uncertainties: examples from elsewhere, and examples that are left out
     "DetectionScores",
     "RiskCoverage",
-    "detect",
     "detection_scores",
-    "entropy_score",
-    "max_probability_score",
-    "mutual_information_score",
-    "ood_scores",
     "risk_coverage",
-    # images that are harder to classify
-    "CORRUPTIONS",
-    "corrupt",
     # between the predictions of two posteriors
     "PredictiveDistance",
     "agreement",

@@ -1,4 +1,4 @@
-"""What scores take: probabilities, labels, and tensors of one shape."""
+"""Checked arguments of scores: probabilities, classes, and tensors of one shape."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ def checked_probabilities(name: str, probabilities: Tensor, dim: int = 2) -> Ten
     check_real(name, probabilities, dim=dim)
     check_not_empty(name, probabilities)
     double = probabilities.detach().double().flatten(0, -2)
-    off = torch.maximum(_beyond(double).amax(-1), (double.sum(-1) - 1).abs())
+    beyond = torch.maximum(-double, double - 1).amax(-1)
+    off = torch.maximum(beyond, (double.sum(-1) - 1).abs())
     wrong = ~(off <= _tolerance(probabilities))  # NaN too
     if bool(wrong.any()):
         index = int(wrong.nonzero()[0])
@@ -20,18 +21,6 @@ def checked_probabilities(name: str, probabilities: Tensor, dim: int = 2) -> Ten
             f"{index} is not. Pass `logits.softmax(-1)` for logits."
         )
     return double.clamp(0, 1).reshape(probabilities.shape)
-
-
-def checked_shares(name: str, probabilities: Tensor) -> Tensor:
-    """Return probabilities of independent events in double, from 0 to 1, or raise."""
-    check_real(name, probabilities, dim=1)
-    check_not_empty(name, probabilities)
-    double = probabilities.detach().double()
-    if not bool((_beyond(double) <= _tolerance(probabilities)).all()):  # NaN too
-        raise ValueError(
-            f"`{name}` must be from 0 to 1 everywhere, but is not. Pass `logits.sigmoid()` for logits."
-        )
-    return double.clamp(0, 1)
 
 
 def checked_classes(name: str, y: Tensor, probabilities: Tensor) -> Tensor:
@@ -68,11 +57,6 @@ def check_vector(name: str, tensor: Tensor) -> None:
         )
 
 
-def _beyond(probabilities: Tensor) -> Tensor:
-    """Return how far numbers are below 0 or above 1."""
-    return torch.maximum(-probabilities, probabilities - 1)
-
-
 def _tolerance(probabilities: Tensor) -> float:
-    """Return what rounding may do to probabilities of this dtype."""
+    """Return the rounding error that is allowed in probabilities of this dtype."""
     return float(max(1e-3, torch.finfo(probabilities.dtype).eps ** 0.5))

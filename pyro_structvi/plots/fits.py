@@ -1,25 +1,24 @@
-"""Figures of fits: traces, standard deviations, spectra, covariances."""
+"""Figures of fits and posteriors: the bound over steps, importance weights, standard deviations."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import PercentFormatter
 
-from pyro_structvi._checks import Count, Share, checked, shape_text
+from pyro_structvi._checks import Count, Share, checked
 from pyro_structvi.infer.history import History
 from pyro_structvi.plots.figures import (
-    DIVERGING,
+    BLUE,
+    GREY,
     SEQUENTIAL,
     Array,
     Matrix,
     Values,
-    add_colour_bar,
     add_labels,
     add_legend,
     by_label,
-    check_not_negative,
     curve_style,
     figure_of,
     make_axes,
@@ -29,43 +28,8 @@ from pyro_structvi.plots.figures import (
 
 # Without a window of the caller's, the running mean is over this part of the steps.
 WINDOWS = 50
-
-
-@checked
-def plot_trace(
-    values: Mapping[str, Values],
-    ax: Axes | None = None,
-    smooth: Count | None = None,
-    start: Share = 0.1,
-    label: str = "value",
-) -> Axes:
-    """Draw series of numbers over steps, pale, and their running means.
-
-    The running mean at a step is the average over the ``smooth`` steps about it, or over those of
-    them that there are.
-
-    Args:
-        values: One number a step, by the name of the series.
-        ax: Where to draw; a new figure when None.
-        smooth: Steps in a running mean; a fiftieth of the steps when None, and 1 draws the numbers
-            alone.
-        start: Share of the steps, the first ones, that need not be in view: they would often
-            flatten all the rest. They are drawn, and ``ax.autoscale()`` brings them into view.
-        label: What the numbers are, with their unit, for the vertical axis.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: If there is no series, or one without numbers.
-
-    Example:
-        >>> ax = plot_trace({"loss": [3.0, 2.0, 1.0, 0.0]}, smooth=3, start=0.0)
-        >>> ax.lines[1].get_ydata().tolist()
-        [2.5, 2.0, 1.0, 0.5]
-    """
-    series = {str(key): own for key, (_, own) in by_label("values", values, None).items()}
-    return _draw_series(series, ax, smooth, start, label)
+# Share of the standard deviations at either end that have the colour of the end.
+OUTSIDE = 0.005
 
 
 @checked
@@ -79,9 +43,9 @@ def plot_elbo(
     """Draw the evidence lower bound and the KL divergence over the steps of a fit.
 
     Args:
-        history: What :func:`~pyro_structvi.fit` returns. Only ``elbo`` and ``kl`` are read.
+        history: The return value of :func:`~pyro_structvi.fit`. Only ``elbo`` and ``kl`` are read.
         ax: Where to draw; a new figure when None.
-        kl_by_site: The KL of each site in each step, in nats. :func:`plot_trace` draws them alone.
+        kl_by_site: The KL of each site in each step, in nats.
         smooth: Steps in a running mean; a fiftieth of the steps when None.
         start: Share of the steps, the first ones, that need not be in view.
 
@@ -103,7 +67,7 @@ def plot_elbo(
         if len(own) != len(elbo):
             raise ValueError(
                 f"`{name}` must have one number a step, as many as `history.elbo`, {len(elbo)}, but has "
-                f"{len(own)}. `plot_trace` draws series of any length."
+                f"{len(own)}."
             )
     of_sites = {f"KL of {site}": own for site, (_, own) in sites.items()}
     return _draw_series({"ELBO": elbo, "KL": kl} | of_sites, ax, smooth, start, "nats")
@@ -139,64 +103,44 @@ def running_mean(values: Array, window: int) -> Array:
     return means
 
 
-# Share of the standard deviations at either end that have the colour of the end.
-OUTSIDE = 0.005
-
-
 @checked
-def plot_spectrum(
-    singular_values: Values | Mapping[str, Values],
-    ax: Axes | None = None,
-    quantity: Literal["singular value", "explained variance"] = "singular value",
-    label: str | None = None,
-) -> Axes:
-    r"""Draw the singular values of a matrix, or the share of its variance that each of them explains.
+def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "guide") -> Axes:
+    r"""Draw the share of the total importance weight that the largest weights hold.
 
-    Singular value :math:`s_k` explains the share :math:`s_k^2 / \sum_j s_j^2`.
+    With the normalized weights :math:`w_s = e^{r_s} / \sum_t e^{r_t}` in descending order, the curve at
+    the share :math:`k / S` of draws is :math:`\sum_{s \le k} w_s`. It is the diagonal if the guide is
+    the posterior, and jumps to 1 at once where a few draws have all the weight.
 
     Args:
-        singular_values: Singular values ``(K,)``, descending; or those of several layers, by label.
+        log_weights: Log weights :math:`r_s` ``(S,)`` in nats, such as
+            ``diagnostics.pareto_k(...).log_weights``.
         ax: Where to draw; a new figure when None.
-        quantity: Singular values, on a logarithmic axis, or shares from 0 to 1, over components on
-            a logarithmic axis.
-        label: What the legend calls a single layer.
+        label: Name of the curve in the legend.
 
     Returns:
         The axes.
 
     Raises:
-        ValueError: If a singular value is negative, if all of a layer are zero, or if they ascend.
+        ValueError: If there is no weight, or one is not finite.
 
     Example:
-        >>> ax = plot_spectrum({"layer 1": [3.0, 1.0]}, quantity="explained variance")
-        >>> ax.lines[0].get_ydata().tolist()
-        [0.9, 0.1]
+        >>> ax = plot_importance([0.0, 0.0, 0.0, 0.0])
+        >>> ax.lines[-1].get_ydata().tolist()
+        [0.0, 0.25, 0.5, 0.75, 1.0]
 
     References:
-        Swiatkowski et al. (2020), "The k-tied normal distribution: a compact parameterization of
-        Gaussian mean field posteriors in Bayesian neural networks", section 3.
+        Yao, Vehtari, Simpson and Gelman (2018), "Yes, but did it work? Evaluating variational
+        inference".
     """
-    layers = by_label("singular_values", singular_values, label)
-    for name, values in layers.values():
-        check_not_negative(name, values, "singular values")
-        if values[0] == 0 or (np.diff(values) > 0).any():
-            raise ValueError(f"`{name}` must descend from a first value above zero, but does not.")
+    values = np.sort(real_array("log_weights", log_weights))[::-1]
+    weights = np.exp(values - values[0])
+    held = np.concatenate([[0.0], (weights / weights.sum()).cumsum()])
     ax = make_axes(ax)
-    for index, (title, (_, values)) in enumerate(layers.items()):
-        shown = values if quantity == "singular value" else values**2 / (values**2).sum()
-        order = np.arange(1, len(values) + 1)
-        ax.plot(order, shown, marker=".", label=title, **curve_style(index))
-    if quantity == "singular value":
-        ax.set_yscale("log")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    else:
-        ax.set_xscale("log")
-        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_ylim(-0.02, 1.02)
-    unit = " (share)" if quantity == "explained variance" else ""
-    add_labels(ax, "component", quantity + unit)
+    ax.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="posterior")
+    ax.plot(np.linspace(0, 1, len(held)), held, color=BLUE, label=label)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(PercentFormatter(1.0))
+    add_labels(ax, "draws, largest weight first", "share of the total weight")
     add_legend(ax)
     return ax
 
@@ -280,50 +224,3 @@ def _truncated(matrix: Array, rank: int) -> tuple[Array, float]:
     U, s, Vh = np.linalg.svd(matrix, full_matrices=False)
     approximation: Array = (U[:, :rank] * s[:rank]) @ Vh[:rank]
     return approximation, float((s[:rank] ** 2).sum() / (s**2).sum())
-
-
-@checked
-def plot_covariance(covariance: Matrix, ax: Axes | None = None, correlation: bool = False) -> Axes:
-    r"""Draw a covariance matrix, or its correlations, with white at zero.
-
-    Correlations are :math:`C_{ij} / \sqrt{C_{ii} C_{jj}}`.
-
-    Args:
-        covariance: Covariance ``(M, M)`` of a layer's weights, in their units squared, in the order
-            of ``weight.flatten()``.
-        ax: Where to draw; a new figure when None.
-        correlation: Whether to draw correlations, from -1 to 1, which are seen beside a large
-            variance too.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: If the matrix is not symmetric with positive variances.
-
-    Example:
-        >>> import torch
-        >>> ax = plot_covariance(torch.tensor([[4.0, 1.0], [1.0, 1.0]]), correlation=True)
-        >>> ax.images[0].get_array().tolist()
-        [[1.0, 0.5], [0.5, 1.0]]
-    """
-    matrix = real_array("covariance", covariance, dim=2)
-    if matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(
-            f"`covariance` must be square, but got the shape {shape_text(matrix.shape)}."
-        )
-    if not (matrix.diagonal() > 0).all():
-        raise ValueError("`covariance` must have positive variances on its diagonal, but has not.")
-    scale = np.sqrt(matrix.diagonal())
-    correlations = matrix / scale[:, None] / scale
-    if np.abs(correlations - correlations.T).max() > 1e-4:
-        raise ValueError("`covariance` must be symmetric, but is not.")
-    shown = correlations if correlation else matrix
-    limit = 1.0 if correlation else np.abs(matrix).max()
-    ax = make_axes(ax, 5.0, 3.9)
-    image = ax.imshow(shown, cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation="nearest")
-    add_colour_bar(
-        ax, image, "correlation" if correlation else "covariance (weights' units squared)"
-    )
-    add_labels(ax, "weight", "weight")
-    return ax

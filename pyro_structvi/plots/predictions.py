@@ -1,23 +1,20 @@
-"""Figures of predictions: reliability, coverage, risk, decisions, histograms."""
+"""Figures of predictions: bands, reliability of class probabilities, coverage of intervals."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
 from pyro_structvi.plots.figures import (
     BLACK,
     BLUE,
     GREY,
-    MARKERS,
-    SEQUENTIAL,
+    VERMILION,
     Array,
     Matrix,
     Values,
-    add_colour_bar,
     add_labels,
     add_legend,
     by_label,
@@ -33,6 +30,133 @@ from pyro_structvi.plots.figures import (
 # The tallest bar of the shares below the axis, in the units of the vertical axis.
 DEPTH = 0.25
 TOLERANCE = 1e-3
+
+
+@checked
+def plot_band(
+    x: Values,
+    mean: Values,
+    scale: Values | None = None,
+    ax: Axes | None = None,
+    widths: Sequence[float] = (1.0, 2.0, 3.0),
+    *,
+    lower: Values | None = None,
+    upper: Values | None = None,
+    data_x: Values | None = None,
+    data_y: Values | None = None,
+    truth: Values | None = None,
+    label: str | None = "mean",
+) -> Axes:
+    r"""Draw a function of one input with bands about it, data and truth.
+
+    The bands are :math:`m(x) \pm k \, s(x)`, for each width k, or those between ``lower`` and
+    ``upper``, which may be quantiles.
+
+    Args:
+        x: Inputs ``(N,)`` or ``(N, 1)``, ascending; all others may have a last dimension of 1, too.
+        mean: The function m at the inputs ``(N,)``, in the targets' units.
+        scale: Standard deviations s at the inputs ``(N,)``, in the targets' units; None where
+            ``lower`` and ``upper`` say where bands are.
+        ax: Where to draw; a new figure when None.
+        widths: How many standard deviations each band reaches to either side.
+        lower: Lower ends of a band ``(N,)``, or of K bands ``(K, N)``.
+        upper: Upper ends of the same shape.
+        data_x: Inputs of the data ``(D,)``.
+        data_y: Targets of the data ``(D,)``.
+        truth: The function that made the data, at ``x``.
+        label: Name of the function in the legend; no legend when None, as in one of several panels.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: If sizes differ, a standard deviation is negative, or bands are given twice or
+            not at all.
+
+    Example:
+        >>> ax = plot_band([0.0, 1.0, 2.0], [0.0, 1.0, 0.0], [0.1, 0.2, 0.3], widths=(1, 2))
+        >>> len(ax.collections)
+        2
+    """
+    inputs, means = real_array("x", x), real_array("mean", mean)
+    check_as_many("x", inputs, "mean", means)
+    bands = _bands(means, scale, widths, lower, upper)
+    true = None if truth is None else real_array("truth", truth)
+    if true is not None:
+        check_as_many("x", inputs, "truth", true)
+    points = _points(data_x, data_y)
+    ax = make_axes(ax)
+    draw_band(ax, inputs, means, bands, label, true, points)
+    add_labels(ax, "input", "target")
+    if label is not None:
+        add_legend(ax)
+    return ax
+
+
+def _bands(
+    mean: Array,
+    scale: Values | None,
+    widths: Sequence[float],
+    lower: Values | None,
+    upper: Values | None,
+) -> list[tuple[Array, Array]]:
+    """Return the lower and upper ends of each band."""
+    if (lower is None) != (upper is None) or (lower is None) == (scale is None):
+        raise ValueError(
+            "Either `scale` or both `lower` and `upper` must be given: standard deviations, or the "
+            "ends of bands."
+        )
+    if scale is not None:
+        scales = real_array("scale", scale)
+        check_as_many("mean", mean, "scale", scales)
+        check_not_negative("scale", scales, "a standard deviation")
+        if not widths or not all(0 < width < np.inf for width in widths):
+            raise ValueError("`widths` must hold at least one number, all positive and finite.")
+        return [(mean - width * scales, mean + width * scales) for width in widths]
+    low, high = _ends("lower", lower, mean), _ends("upper", upper, mean)
+    if low.shape != high.shape:
+        raise ValueError(
+            f"`lower` and `upper` must be as many bands, but got {len(low)} and {len(high)}."
+        )
+    if (low > high).any():
+        raise ValueError("`lower` must be at most `upper` everywhere, but is not.")
+    return list(zip(low, high, strict=True))
+
+
+def _ends(name: str, values: Any, mean: Array) -> Array:
+    dim = 2 if getattr(values, "ndim", 1) == 2 else 1
+    ends = real_array(name, values, dim)
+    check_as_many(name, ends, "mean", mean)
+    return np.atleast_2d(ends)
+
+
+def _points(x: Values | None, y: Values | None) -> tuple[Array, Array] | None:
+    if (x is None) != (y is None):
+        raise ValueError("`data_x` and `data_y` must be given together, or neither of them.")
+    if x is None or y is None:
+        return None
+    points = real_array("data_x", x), real_array("data_y", y)
+    check_as_many("data_x", points[0], "data_y", points[1])
+    return points
+
+
+def draw_band(
+    ax: Axes,
+    x: Array,
+    mean: Array,
+    bands: Sequence[tuple[Array, Array]],
+    label: str | None,
+    truth: Array | None,
+    points: tuple[Array, Array] | None,
+) -> None:
+    """Draw bands, the mean, the truth and the data, in this order."""
+    for low, high in bands:
+        ax.fill_between(x, low, high, color=BLUE, alpha=0.2, linewidth=0)
+    ax.plot(x, mean, color=BLUE, label=label)
+    if truth is not None:
+        ax.plot(x, truth, color=BLACK, linewidth=0.8, label="truth")
+    if points is not None:
+        ax.scatter(*points, s=6, color=VERMILION, zorder=3, label="data")
 
 
 @checked
@@ -120,56 +244,6 @@ def _check_simplex(probabilities: Array) -> None:
 
 
 @checked
-def plot_risk_coverage(
-    coverage: Values,
-    risk: Values | Mapping[str, Values],
-    ax: Axes | None = None,
-    label: str | None = None,
-) -> Axes:
-    """Draw the risk among the examples that are answered, over their share of all examples.
-
-    Examples are answered from the surest to the least sure one, so a curve that rises late belongs
-    to an uncertainty that knows which answers are wrong.
-
-    Args:
-        coverage: Shares of examples that are answered ``(N,)``, from 0 to 1.
-        risk: Average loss of those examples ``(N,)``, such as their share of errors; or several
-            curves at the same shares, by label.
-        ax: Where to draw; a new figure when None.
-        label: What the legend calls a single curve.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: If sizes differ, a share is not between 0 and 1, or a risk is negative.
-
-    Example:
-        >>> ax = plot_risk_coverage([0.5, 1.0], {"mean field": [0.1, 0.2], "k-tied": [0.05, 0.2]})
-        >>> [text.get_text() for text in ax.get_legend().get_texts()]
-        ['mean field', 'k-tied']
-
-    References:
-        Geifman and El-Yaniv (2017), "Selective classification for deep neural networks", Eq. 1 and
-        2.
-    """
-    shares = real_array("coverage", coverage)
-    check_shares("coverage", shares)
-    curves = by_label("risk", risk, label)
-    for name, values in curves.values():
-        check_as_many("coverage", shares, name, values)
-        check_not_negative(name, values, "an average loss")
-    ax = make_axes(ax)
-    for index, (title, (_, values)) in enumerate(curves.items()):
-        ax.plot(shares, values, label=title, **curve_style(index))
-    ax.set_xlim(0, 1.02)
-    ax.set_ylim(bottom=0)
-    add_labels(ax, "coverage (share of examples answered)", "risk of those answered")
-    add_legend(ax)
-    return ax
-
-
-@checked
 def plot_coverage(
     levels: Values,
     coverage: Values | Mapping[str, Values],
@@ -188,7 +262,7 @@ def plot_coverage(
         coverage: Shares of targets inside ``(L,)``, from 0 to 1; or several curves at the same
             levels, by label.
         ax: Where to draw; a new figure when None.
-        label: What the legend calls a single curve.
+        label: Name of a single curve in the legend.
         num_examples: The number N of examples, for the grey band; no band when None.
 
     Returns:
@@ -230,138 +304,3 @@ def _draw_two_standard_errors(ax: Axes, num_examples: int) -> None:
     low, high = np.clip(line - error, 0, 1), np.clip(line + error, 0, 1)
     label = f"2 standard errors\nof {num_examples} examples"
     ax.fill_between(line, low, high, color="0.85", linewidth=0, label=label)
-
-
-# Colours of classes, bright enough before the colours of the values.
-CLASS_COLOURS = ("#D55E00", "#56B4E9", "#FFFFFF", "#CC79A7", "#009E73", "#E69F00", "#000000")
-LEVELS = 12
-
-
-@checked
-def plot_decision(
-    grid_x: Values,
-    grid_y: Values,
-    values: Matrix,
-    x: Matrix | None = None,
-    y: Values | None = None,
-    ax: Axes | None = None,
-    label: str = "probability",
-) -> Axes:
-    """Draw a probability, or an uncertainty, over a plane of inputs, and the data by class.
-
-    Args:
-        grid_x: First inputs of the grid ``(A,)``, ascending.
-        grid_y: Second inputs of the grid ``(B,)``, ascending.
-        values: What is predicted at the grid ``(B, A)``: a row for each second input, as
-            ``torch.meshgrid(grid_x, grid_y, indexing="xy")`` has it.
-        x: Inputs of the data ``(N, 2)``.
-        y: Classes of the data ``(N,)``, whole numbers from 0 on; data have one colour when None.
-        ax: Where to draw; a new figure when None.
-        label: What the values are, with their unit, for the colour bar: ``"entropy (nats)"``.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: If shapes do not fit, or the grid does not ascend.
-
-    Example:
-        >>> import torch
-        >>> grid = torch.linspace(-1, 1, 20)
-        >>> probability = (3 * grid).sigmoid().expand(20, 20)
-        >>> ax = plot_decision(grid, grid, probability, torch.eye(2), torch.tensor([0, 1]))
-        >>> ax.figure.axes[-1].get_ylabel()
-        'probability'
-    """
-    columns, rows = _ascending("grid_x", grid_x), _ascending("grid_y", grid_y)
-    heights = real_array("values", values, dim=2)
-    if heights.shape != (len(rows), len(columns)):
-        raise ValueError(
-            f"`values` must have shape (B, A) = {shape_text((len(rows), len(columns)))}, a row for each "
-            f"of `grid_y`, but got {shape_text(heights.shape)}."
-        )
-    groups = _by_class(x, y)
-    ax = make_axes(ax, 6.2, 4.0)
-    low, high = heights.min(), heights.max()
-    levels = MaxNLocator(LEVELS).tick_values(low, high if high > low else low + 1.0)
-    contours = ax.contourf(columns, rows, heights, levels=levels, cmap=SEQUENTIAL)
-    for index, (name, points) in enumerate(groups.items()):
-        colour, marker = CLASS_COLOURS[index % 7], MARKERS[index % 7]
-        style: dict[str, Any] = {"color": colour, "marker": marker, "edgecolors": "black"}
-        style |= {"s": 22, "linewidths": 0.6, "zorder": 3, "label": name}
-        ax.scatter(points[:, 0], points[:, 1], **style)
-    ax.set_xlim(columns[0], columns[-1])
-    ax.set_ylim(rows[0], rows[-1])
-    add_colour_bar(ax, contours, label)
-    add_labels(ax, "first input", "second input")
-    add_legend(ax)
-    return ax
-
-
-def _ascending(name: str, values: Values) -> Array:
-    grid = real_array(name, values)
-    if len(grid) < 2 or (np.diff(grid) <= 0).any():
-        raise ValueError(f"`{name}` must hold at least two numbers that ascend, but does not.")
-    return grid
-
-
-def _by_class(x: Matrix | None, y: Values | None) -> dict[str, Array]:
-    """Return the inputs of the data by the name of their class."""
-    if x is None:
-        if y is not None:
-            raise ValueError("`y` needs the inputs `x` of the data, but `x` is None.")
-        return {}
-    points = real_array("x", x, dim=2)
-    if points.shape[1] != 2:
-        raise ValueError(f"`x` must have shape (N, 2), but got {shape_text(points.shape)}.")
-    if y is None:
-        return {"data": points}
-    classes = class_array("y", y, 2**31)
-    if classes.shape != points.shape[:1]:
-        raise ValueError(
-            f"`y` must have shape (N,) = {shape_text(points.shape[:1])}, beside `x`, but got {brief(y)}."
-        )
-    return {f"class {each}": points[classes == each] for each in np.unique(classes)}
-
-
-@checked
-def plot_histograms(
-    values: Mapping[str, Values],
-    ax: Axes | None = None,
-    num_bins: Count = 30,
-    label: str = "entropy (nats)",
-) -> Axes:
-    """Draw histograms of several groups of examples over the same bins, as densities.
-
-    Each has the area 1, so that groups of other sizes can be compared.
-
-    Args:
-        values: Scores ``(N,)`` of the examples of each group, by its name: predictive entropies or
-            mutual informations, in and out of the distribution of the training data.
-        ax: Where to draw; a new figure when None.
-        num_bins: The number of bins, from the smallest to the largest of all scores.
-        label: What the scores are, with their unit, for the horizontal axis.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: If there is no group, or one without scores.
-
-    Example:
-        >>> ax = plot_histograms({"in": [0.0, 0.1], "out": [0.9, 1.0, 1.0]}, num_bins=2)
-        >>> [patch.get_data().values.tolist() for patch in ax.patches]
-        [[2.0, 0.0], [0.0, 2.0]]
-    """
-    groups = {name: scores for name, (_, scores) in by_label("values", values, None).items()}
-    edges = np.histogram_bin_edges(np.concatenate([*groups.values()]), num_bins)
-    ax = make_axes(ax)
-    for index, (name, scores) in enumerate(groups.items()):
-        density, _ = np.histogram(scores, edges, density=True)
-        style = curve_style(index)
-        line = {"edgecolor": style["color"], "linestyle": style["linestyle"], "linewidth": 1.2}
-        ax.stairs(density, edges, fill=True, facecolor=(style["color"], 0.3), label=name, **line)
-    ax.set_ylim(bottom=0)
-    add_labels(ax, label, "density")
-    add_legend(ax)
-    return ax

@@ -144,7 +144,8 @@ def grid() -> Tensor:
 
 def draw(predictions: dict[str, Prediction], options: Any) -> None:
     """Draw the paper's figure: a panel for each posterior."""
-    from pyro_structvi.plots import plot_regressions
+    from pyro_structvi.plots import plot_band
+    from pyro_structvi.plots.figures import figure_of, make_panels
 
     torch.manual_seed(0)
     problem = cosine_regression()
@@ -152,8 +153,14 @@ def draw(predictions: dict[str, Prediction], options: Any) -> None:
     panels = {"NUTS": ps.predict(problem.model, reference, grid(), num_samples=options.draws)}
     panels |= {row: each for row, each in predictions.items() if row != AGAIN}
     truth = torch.cos(4 * grid() + 0.8)
-    figure = plot_regressions(panels, grid(), problem.x, problem.y, truth, limits=(-3, 3))
-    figure.savefig(options.figure, dpi=100)
+    given = {"data_x": problem.x, "data_y": problem.y, "truth": truth, "label": None}
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    axes = make_panels(rows, columns, 3.2 * columns, 2.6 * rows, sharex=True, sharey=True)
+    for ax, (title, own) in zip(axes, panels.items(), strict=False):
+        plot_band(grid(), own.mean, own.variance.sqrt(), ax, **given)
+        ax.set(title=title, ylim=(-3, 3))
+    figure_of(axes[0]).savefig(options.figure, dpi=100)
 
 
 if __name__ == "__main__":

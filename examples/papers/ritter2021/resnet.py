@@ -24,14 +24,9 @@ from benchmarks.paper_tables import HEADER
 from benchmarks.rows import ResultsFile
 from examples.papers.data import Images, downloaded, load_images
 from examples.papers.ritter2021.augmentation import ShiftedAndFlipped
+from examples.papers.ritter2021.corruptions import CORRUPTIONS, corrupt
 from pyro_structvi.families import MeanField
-from pyro_structvi.metrics import (
-    CORRUPTIONS,
-    classification_scores,
-    corrupt,
-    detection_scores,
-    max_probability_score,
-)
+from pyro_structvi.metrics import classification_scores, detection_scores
 
 SEVERITIES = (1, 3, 5)
 MAX_SCALE, MAX_CONDITIONAL, MAX_INDUCING = 0.1, 0.03, 0.1
@@ -209,7 +204,7 @@ def trained(
 def scores(found: Mapping[str, Any], y: Tensor, count: int) -> list[tuple[str, str, str]]:
     """Return lines ``(table, quantity, value)``."""
     clean = classification_scores(found["clean"], y)
-    inside, outside = (max_probability_score(found[name]) for name in ("clean", "outside"))
+    inside, outside = (1 - found[name].amax(-1) for name in ("clean", "outside"))
     detection = detection_scores(inside, outside)
     cells: dict[str, dict[str, float]] = {
         "clean": {

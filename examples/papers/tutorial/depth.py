@@ -25,8 +25,7 @@ from benchmarks.paper_tables import HEADER
 from benchmarks.rows import ResultsFile
 from examples.papers.data import Images, load_images
 from pyro_structvi.metrics import classification_scores
-from pyro_structvi.plots import plot_covariance
-from pyro_structvi.plots.figures import figure_of, make_panels
+from pyro_structvi.plots.figures import DIVERGING, figure_of, make_panels
 
 PIXELS, WIDTH, CLASSES = 4, 16, 10
 TITLE = "Depth against structure, MNIST in 4 x 4 pixels"
@@ -200,11 +199,14 @@ def draw(covariances: Mapping[str, Tensor], path: Path) -> None:
     columns = -(-len(covariances) // 2)
     panels = make_panels(2, columns, 3.4 * columns, 6.0)
     for panel, (name, covariance) in zip(panels, covariances.items(), strict=False):
-        plot_covariance(covariance, panel, correlation=True)
+        scale = covariance.diagonal().sqrt()
+        image = panel.imshow(covariance / scale / scale[:, None], DIVERGING, vmin=-1, vmax=1)
         panel.set_title(name.replace(", ", ",\n"), fontsize="small")
     for panel in panels[len(covariances) :]:
         panel.set_axis_off()
-    figure_of(panels[0]).savefig(path, dpi=110)
+    figure = figure_of(panels[0])
+    figure.colorbar(image, ax=panels, label="correlation")
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

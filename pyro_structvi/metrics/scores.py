@@ -1,0 +1,316 @@
+"""Scores of predictions, from torchmetrics and scoringrules; risk against coverage, from neither."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import nll_loss, one_hot
+
+from pyro_structvi._checks import Count, Share, check_finite, check_real, checked
+from pyro_structvi.metrics.inputs import (
+    check_not_empty,
+    check_vector,
+    checked_classes,
+    checked_probabilities,
+    same_shape_doubles,
+)
+from pyro_structvi.posterior.prediction import Prediction
+
+DRAWS_OF_A_POINT = 100
+
+
+@dataclass(frozen=True)
+class RegressionScores:
+    """Scores of a prediction of numbers.
+
+    Attributes:
+        rmse: Root of the average squared error of the predictive mean, in the targets' units.
+        log_density: Average log of the predictive density of a target, in nats; minus infinity if a
+            density is zero.
+        crps: Average continuous ranked probability score, in the targets' units.
+        coverage: Share of targets in their predictive intervals; the level if these are right.
+        width: Average width of the intervals, in the targets' units.
+    """
+
+    rmse: float
+    log_density: float
+    crps: float
+    coverage: float
+    width: float
+
+
+@checked
+def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) -> RegressionScores:
+    """Score a prediction of numbers.
+
+    The predictive distribution is the mixture of the likelihoods at the draws of the weights. The
+    continuous ranked probability score is the fair estimate from one observation of each draw, or from
+    100 observations of a single draw, as of a point estimate. They are drawn by torch's random state.
+
+    Args:
+        prediction: A prediction with ``predict(..., y=y)``.
+        y: The same targets ``(N, *event)``, in the shape of ``prediction.mean``.
+        level: Probability of the intervals, strictly between 0 and 1.
+
+    Returns:
+        The scores.
+
+    Raises:
+        ImportError: If torchmetrics or scoringrules is not installed.
+        TypeError: If ``prediction`` is no prediction.
+        ValueError: If shapes differ, a target is not finite, a log density is NaN, the prediction has no
+            density of the targets, or it was streamed.
+
+    Example:
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
+        >>> x, y = torch.zeros(4, 1), torch.tensor([[-0.5], [0.5], [0.0], [9.0]])
+        >>> net = bayesianize(torch.nn.Linear(1, 1, bias=False), prior=1.0)
+        >>> model = Regressor(net, num_data=4, noise_scale=1.0)  # predicts N(0, 1) at zero
+        >>> scores = regression_scores(predict(model, MeanFieldGuide(model), x, y=y), y)
+        >>> scores.coverage, round(scores.width, 2)
+        (0.75, 3.92)
+
+    References:
+        Gneiting and Raftery (2007), "Strictly proper scoring rules, prediction, and estimation",
+        Eq. 20 and 21; Zamo and Naveau (2018), "Estimation of the continuous ranked probability score
+        with limited information", for the fair estimate.
+    """
+    if prediction.log_density is None:
+        raise ValueError(
+            "`prediction` must have a log density of the targets, but got None. Call "
+            "`predict(model, posterior, x, y=y)`."
+        )
+    if not bool((prediction.log_density < torch.inf).all()):  # NaN too
+        raise ValueError("`prediction.log_density` must be finite or minus infinity, but is not.")
+    mean, y = same_shape_doubles(**{"prediction.mean": prediction.mean, "y": y})
+    lower, upper = (end.double() for end in prediction.interval(level))
+    draws = prediction.sample_observations()
+    if len(draws) == 1:
+        draws = prediction.sample_observations(num_samples=DRAWS_OF_A_POINT)
+    squared_error = _library("torchmetrics.functional").mean_squared_error
+    crps = _library("scoringrules").crps_ensemble
+    # The estimator by weighted moments is the fair one, in a time of S log S.
+    by_target = crps(y, draws.double(), m_axis=0, estimator="pwm", backend="torch")
+    return RegressionScores(
+        rmse=float(squared_error(mean.flatten(), y.flatten(), squared=False)),
+        log_density=float(prediction.log_density.double().mean()),
+        crps=float(by_target.mean()),
+        coverage=float(((lower <= y) & (y <= upper)).double().mean()),
+        width=float((upper - lower).mean()),
+    )
+
+
+@dataclass(frozen=True)
+class ClassificationScores:
+    """Scores of predicted class probabilities.
+
+    Attributes:
+        accuracy: Share of examples whose most probable class is right.
+        nll: Average negative log probability of the right class, in nats; infinite if one of them has
+            the probability zero.
+        calibration_error: Expected calibration error (equal-width bins, absolute differences).
+        brier: Average squared distance, summed over classes, of the probabilities from the right
+            class; from 0 to 2.
+        recall: Of the examples of each class, the share that is recognized; NaN where there are none.
+        balanced_accuracy: Average recall of the classes that have examples.
+    """
+
+    accuracy: float
+    nll: float
+    calibration_error: float
+    brier: float
+    recall: tuple[float, ...]
+    balanced_accuracy: float
+
+
+@checked
+def classification_scores(
+    probabilities: Tensor, y: Tensor, num_bins: Count = 15
+) -> ClassificationScores:
+    """Score predicted class probabilities.
+
+    Args:
+        probabilities: Averaged over draws, ``(N, classes)``, such as ``prediction.mean``. Rounding beyond
+            0 and 1 is cut off.
+        y: Right classes ``(N,)``, integers.
+        num_bins: Number of bins of the calibration error.
+
+    Returns:
+        The scores.
+
+    Raises:
+        ImportError: If torchmetrics or scoringrules is not installed.
+        ValueError: If shapes do not fit, or a row is no vector of probabilities.
+
+    Example:
+        >>> scores = classification_scores(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 0]))
+        >>> scores.accuracy, round(scores.brier, 2)
+        (0.5, 0.65)
+
+    References:
+        Guo et al. (2017), "On calibration of modern neural networks", Eq. 3; Brier (1950),
+        "Verification of forecasts expressed in terms of probability".
+    """
+    p = checked_probabilities("probabilities", probabilities)
+    if p.dim() != 2:
+        raise ValueError(
+            f"`probabilities` must have shape (N, classes), but have {p.dim()} dimensions. "
+            "Average over draws, and let `y` have one class for each row."
+        )
+    y, size = checked_classes("y", y, p), p.shape[-1]
+    scores = _library("torchmetrics.functional.classification")
+    brier = _library("scoringrules").brier_score(one_hot(y, size), p, backend="torch")
+    recall = scores.multiclass_recall(p, y, size, average="none").double()
+    recall[y.bincount(minlength=size) == 0] = torch.nan
+    return ClassificationScores(
+        accuracy=float(scores.multiclass_accuracy(p, y, size, average="micro")),
+        nll=float(nll_loss(p.log(), y)),
+        calibration_error=float(scores.multiclass_calibration_error(p, y, size, num_bins)),
+        brier=float(brier.sum(-1).mean()),
+        recall=tuple(recall.tolist()),
+        balanced_accuracy=float(recall.nanmean()),
+    )
+
+
+@dataclass(frozen=True)
+class DetectionScores:
+    """How well a score tells examples from outside from those inside.
+
+    Attributes:
+        auroc: Area under the receiver operating characteristic: the probability that an example from
+            outside has the higher score, where ties count one half. 1/2 by chance.
+        aupr: Area under precision and recall, as average precision, where the examples from
+            outside are to be found. Their share by chance.
+        aupr_inside: The same where the examples inside are to be found, by the lowest scores.
+        fpr_at_95: Share of the examples inside that are taken for outside at the threshold at which
+            at least 95% of those from outside are found; the lower the better.
+    """
+
+    auroc: float
+    aupr: float
+    aupr_inside: float
+    fpr_at_95: float
+
+
+@checked
+def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
+    """Score how well an uncertainty tells where examples are from.
+
+    Args:
+        inside: Uncertainties of examples of the kind that was trained on, ``(N,)``, such as
+            ``prediction.entropy`` or ``prediction.mutual_information``.
+        outside: Uncertainties of examples from elsewhere, ``(M,)``.
+
+    Returns:
+        Areas under curves, and the rate of false alarms. For the rate at which examples from
+        outside pass where 95% of those inside do, write ``detection_scores(-outside, -inside)``.
+
+    Raises:
+        ImportError: If torchmetrics is not installed.
+        ValueError: If one has no examples, or a number is not finite.
+
+    Example:
+        >>> scores = detection_scores(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9]))
+        >>> round(scores.auroc, 3), round(scores.fpr_at_95, 3)
+        (0.833, 0.333)
+
+    References:
+        Hendrycks, Mazeika and Dietterich (2019), "Deep anomaly detection with outlier exposure",
+        Section 4.1, where examples from outside are the ones to be found.
+    """
+    for name, scores in (("inside", inside), ("outside", outside)):
+        check_real(name, scores)
+        check_not_empty(name, scores)
+        check_finite(name, scores)
+        check_vector(name, scores)
+    values = torch.cat([inside.detach().double(), outside.detach().double().to(inside.device)])
+    # Ranks are whole numbers from 1 on, and torchmetrics takes what is beyond [0, 1] for logits.
+    _, ranks = values.unique(return_inverse=True)
+    share = (ranks + 1).double() / (len(values) + 1)
+    is_outside = torch.arange(len(values), device=values.device) >= len(inside)
+    curves = _library("torchmetrics.functional.classification")
+    false_alarms, found, _ = curves.binary_roc(share, is_outside.long())
+    return DetectionScores(
+        auroc=float(curves.binary_auroc(share, is_outside.long())),
+        aupr=float(curves.binary_average_precision(share, is_outside.long())),
+        aupr_inside=float(curves.binary_average_precision(1 - share, (~is_outside).long())),
+        fpr_at_95=float(false_alarms[found >= 0.95].min()),
+    )
+
+
+@dataclass(frozen=True)
+class RiskCoverage:
+    """The risk at each coverage.
+
+    Attributes:
+        coverage: Share of examples that are answered, ``(N,)``: 1/N, 2/N, up to 1.
+        risk: Average loss of as many of the most certain examples, ``(N,)``, in units of the loss.
+        area: Average of the risk over all coverages, which is the area under the curve (AURC).
+        excess_area: The area beyond that of the best order, by the losses themselves; zero if
+            uncertainty orders the examples as their losses do.
+    """
+
+    coverage: Tensor
+    risk: Tensor
+    area: float
+    excess_area: float
+
+
+@checked
+def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
+    r"""Return the average loss of the most certain examples, for every number of them.
+
+    With the examples in the order of ascending uncertainty,
+
+    .. math:: \mathrm{risk}(k / N) = \frac{1}{k} \sum_{i \le k} \mathrm{loss}_i, \qquad
+        \mathrm{area} = \frac{1}{N} \sum_k \mathrm{risk}(k / N).
+
+    Examples of equal uncertainty count with their average loss, the expectation over their orders; so
+    the order in which examples are given does not matter.
+
+    Args:
+        uncertainty: One number for each example ``(N,)``, such as an entropy, in any units.
+        loss: Of each example ``(N,)``, real numbers; ``(guess != y).double()`` for errors.
+
+    Returns:
+        The curve and its area.
+
+    Raises:
+        ValueError: If shapes differ, or a number is not finite.
+
+    Example:
+        >>> curve = risk_coverage(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([0.0, 1.0, 0.0]))
+        >>> [round(float(risk), 3) for risk in curve.risk]
+        [0.0, 0.0, 0.333]
+        >>> curve.excess_area
+        0.0
+
+    References:
+        Geifman and El-Yaniv (2017), "Selective classification for deep neural networks", for risk and
+        coverage; Geifman, Uziel and El-Yaniv (2019), "Bias-reduced uncertainty estimation for deep
+        neural classifiers", for the area and its excess.
+    """
+    uncertainty, loss = same_shape_doubles(uncertainty=uncertainty, loss=loss)
+    check_vector("uncertainty", uncertainty)
+    _, group, counts = uncertainty.unique(return_inverse=True, return_counts=True)
+    averages = loss.new_zeros(len(counts)).index_add(0, group, loss) / counts
+    number = torch.arange(1, len(loss) + 1, device=loss.device)
+    risk = averages.repeat_interleave(counts).cumsum(0) / number
+    best = loss.sort().values.cumsum(0) / number
+    return RiskCoverage(
+        coverage=number.double() / len(loss),
+        risk=risk,
+        area=float(risk.mean()),
+        excess_area=float((risk - best).mean()),
+    )
+
+
+def _library(module: str) -> Any:
+    """Import a library when a score first asks for it: torchmetrics takes seconds."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise ImportError(f'{name} is needed: `pip install "pyro-structvi[metrics]"`.') from error
