@@ -310,7 +310,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from pyro_structvi.plots.costs import place_labels
+    from benchmarks.label_places import place_labels
 
     shown = {choice.code: choice.guide for choice in CHOICES}
     summaries = summarize(rows)

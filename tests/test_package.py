@@ -13,7 +13,8 @@ def test_importing_needs_no_optional_package():
     """As ``.ci/run`` looks at the wheel."""
     code = (
         "import sys; import pyro_structvi; "
-        "optional = {'arviz', 'jax', 'matplotlib', 'numpyro', 'scipy', 'sklearn', 'torchmetrics'}; "
+        "optional = {'arviz', 'jax', 'matplotlib', 'numpyro', 'scipy', 'scoringrules', 'sklearn', "
+        "'torchmetrics'}; "
         "assert not optional & set(sys.modules), optional & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,8 +24,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import pyro_structvi as ps
-from pyro_structvi.plots.bands import draw_band
 from pyro_structvi.plots.figures import DIVERGING, figure_of, make_panels
+from pyro_structvi.plots.predictions import draw_band
 
 DOCS = Path(__file__).parents[1]
 NUM_DRAWS = 400

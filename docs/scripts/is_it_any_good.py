@@ -16,6 +16,7 @@ import matplotlib
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import gaussian_blur
 
 import pyro_structvi as ps
 from pyro_structvi import diagnostics, metrics, plots
@@ -115,16 +116,20 @@ def classification(steps: int, folder: Path) -> None:
     ps.fit(model, guide, (x[:400], y[:400]), num_steps=steps, progress=False)
     inside, outside = ps.predict(model, guide, x[400:]), ps.predict(model, guide, others)
     show("digits", asdict(metrics.classification_scores(inside.mean, y[400:])))
-    for name, scores in metrics.detect(inside, outside).items():
+    for name in ("entropy", "mutual_information"):
+        scores = metrics.detection_scores(getattr(inside, name), getattr(outside, name))
         show(name, asdict(scores))
-    for severity in (1, 3, 5):
-        harder = metrics.corrupt(x[400:], "blur", severity)
+    for width in (0.4, 0.7, 1.0):
+        harder = gaussian_blur(x[400:], 9, width)
         p = ps.predict(model, guide, harder).mean
-        show(f"blur {severity}", asdict(metrics.classification_scores(p, y[400:])))
+        show(f"blur {width}", asdict(metrics.classification_scores(p, y[400:])))
     reliability, histogram = make_panels(1, 2, 9.5, 3.0)
     plots.plot_reliability(inside.mean, y[400:], ax=reliability)
     entropies = {"0 to 4": inside.entropy, "5 to 9": outside.entropy}
-    plots.plot_histograms(entropies, histogram)
+    for name, own in entropies.items():
+        histogram.hist(own, 30, density=True, alpha=0.5, label=name)
+    histogram.set(xlabel="entropy (nats)", ylabel="density")
+    histogram.legend()
     save(reliability, folder / "is_it_any_good_classes.svg")
 
 

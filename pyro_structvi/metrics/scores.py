@@ -132,8 +132,8 @@ def classification_scores(
     """Score predicted class probabilities.
 
     Args:
-        probabilities: Averaged over draws, ``(N, classes)``, such as ``prediction.mean``. Rounding beyond
-            0 and 1 is cut off.
+        probabilities: Averaged over draws, ``(N, classes)``, such as ``prediction.mean``. Rounding
+            beyond 0 and 1 is cut off.
         y: Right classes ``(N,)``, integers.
         num_bins: Number of bins of the calibration error.
 
@@ -164,10 +164,12 @@ def classification_scores(
     brier = _library("scoringrules").brier_score(one_hot(y, size), p, backend="torch")
     recall = scores.multiclass_recall(p, y, size, average="none").double()
     recall[y.bincount(minlength=size) == 0] = torch.nan
+    # torchmetrics bins in single precision, and has a further bin for a confidence of exactly 1.
+    below_one = p.clamp(max=1 - torch.finfo(torch.float32).eps / 2)
     return ClassificationScores(
         accuracy=float(scores.multiclass_accuracy(p, y, size, average="micro")),
         nll=float(nll_loss(p.log(), y)),
-        calibration_error=float(scores.multiclass_calibration_error(p, y, size, num_bins)),
+        calibration_error=float(scores.multiclass_calibration_error(below_one, y, size, num_bins)),
         brier=float(brier.sum(-1).mean()),
         recall=tuple(recall.tolist()),
         balanced_accuracy=float(recall.nanmean()),

@@ -17,7 +17,7 @@ MODULES = [
 RECORDS = {
     *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
     *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
-    *("BinaryScores", "DetectionScores", "RegressionScores", "RiskCoverage"),
+    *("DetectionScores", "RegressionScores", "RiskCoverage"),
     *("Coverage", "GradientNoise", "ImportanceDiagnosis"),
     *("RandomTensor", "Settings", "Spectrum"),
 }

@@ -63,17 +63,6 @@ def probabilities():
     return torch.randn(SIZE, 3).softmax(-1)
 
 
-def prediction_of_classes():
-    model = classifier()
-    return ps.predict(model, ps.MeanFieldGuide(model), inputs(), num_samples=2)
-
-
-def prediction():
-    model = ps.Regressor(ps.bayesianize(nn.Linear(1, 1)), SIZE, 0.3)
-    grid = torch.linspace(-1, 1, SIZE).unsqueeze(-1)
-    return ps.predict(model, ps.MeanFieldGuide(model), grid, num_samples=2)
-
-
 def axes():
     return Figure().subplots()
 

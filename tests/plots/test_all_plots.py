@@ -13,7 +13,7 @@ from pyro_structvi import plots
 from pyro_structvi.plots.figures import COLOURS, curve_style
 from tests.bad_input.cases import VALID
 
-OF_ONE_AXES = sorted(set(plots.__all__) - {"plot_regressions", "plot_scale_matrix"})
+OF_ONE_AXES = sorted(set(plots.__all__) - {"plot_scale_matrix"})
 
 
 def draw(name, ax):
@@ -49,7 +49,7 @@ def test_axes_that_were_removed():
     ax = Figure().subplots()
     ax.remove()
     with pytest.raises(ValueError, match="`ax` must belong to a figure, but was removed"):
-        plots.plot_trace({"loss": [1.0]}, ax)
+        plots.plot_importance([1.0], ax)
 
 
 def test_curves_differ_by_colour_and_then_by_style():
@@ -72,7 +72,7 @@ def test_colours_differ_in_lightness_or_in_blue():
 @pytest.mark.parametrize(("layout", "beside"), [("constrained", True), (None, False)])
 def test_a_legend_stands_beside_the_axes_where_the_layout_makes_room(layout, beside):
     ax = Figure(layout=layout).subplots()
-    plots.plot_trace({"loss": [1.0, 2.0]}, ax)
+    plots.plot_importance([1.0, 2.0], ax)
     ax.figure.draw_without_rendering()
     legend, axes = ax.get_legend().get_window_extent(), ax.get_window_extent()
     assert bool(legend.x0 > axes.x1) == beside
@@ -82,30 +82,33 @@ def test_a_legend_stands_beside_the_axes_where_the_layout_makes_room(layout, bes
 def test_tensors_arrays_and_lists_are_drawn_alike():
     numbers = [0.5, 0.25, 0.125]
     given = [numbers, np.array(numbers, "float32"), torch.tensor(numbers, requires_grad=True)]
-    lines = [plots.plot_spectrum(values).lines[0].get_ydata().tolist() for values in given]
-    assert lines == [numbers] * 3
+    lines = [plots.plot_band(values, values, values).lines[0].get_ydata() for values in given]
+    assert [line.tolist() for line in lines] == [numbers] * 3
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (torch.tensor([True]), "`singular_values` must hold real numbers, but got a torch.Tensor"),
-        (np.array(["a"]), "`singular_values` must hold real numbers, but got a ndarray"),
-        ([], r"`singular_values` must hold at least one number, in 1 .*shape \(0,\)"),
+        (torch.tensor([True]), "`levels` must hold real numbers, but got a torch.Tensor"),
+        (np.array(["a"]), "`levels` must hold real numbers, but got a ndarray"),
+        ([], r"`levels` must hold at least one number, in 1 .*shape \(0,\)"),
         (np.ones((2, 2)), r"in 1 dimension, but got the shape \(2, 2\)"),
-        ([1.0, np.nan], "`singular_values` must be finite everywhere"),
-        ({}, "`singular_values` must hold at least one entry, but is empty"),
-        ({"layer": [-1.0]}, r"`singular_values\['layer'\]` must be singular values, so at least 0"),
+        ([1.0, np.nan], "`levels` must be finite everywhere"),
     ],
 )
 def test_what_cannot_be_drawn(values, message):
     with pytest.raises(ValueError, match=message):
-        plots.plot_spectrum(values)
+        plots.plot_coverage(values, [0.5])
 
 
 def test_a_label_beside_a_mapping():
-    with pytest.raises(ValueError, match="`label` must be None where `singular_values` is a map"):
-        plots.plot_spectrum({"layer": [1.0]}, label="layer")
+    with pytest.raises(ValueError, match="`label` must be None where `coverage` is a mapping"):
+        plots.plot_coverage([0.5], {"guide": [0.4]}, label="guide")
+
+
+def test_a_mapping_without_entries():
+    with pytest.raises(ValueError, match="`coverage` must hold at least one entry, but is empty"):
+        plots.plot_coverage([0.5], {})
 
 
 def test_every_function_is_listed():

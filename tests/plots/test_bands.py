@@ -1,12 +1,9 @@
-"""Bands about functions of one input, and panels of several methods."""
+"""Bands about functions of one input."""
 
 import numpy as np
 import pytest
-import torch
 
-import pyro_structvi as ps
-from pyro_structvi.plots import plot_band, plot_regressions
-from tests.models import make_regressor
+from pyro_structvi.plots import plot_band
 
 X = np.array([0.0, 1.0, 3.0])
 MEAN = np.array([1.0, -1.0, 0.5])
@@ -65,28 +62,3 @@ def test_bands_by_their_ends_with_data_and_truth():
 def test_wrong_bands(options, message):
     with pytest.raises(ValueError if message else TypeError, match=message or "`lower` must be a"):
         plot_band(X, MEAN, **options)
-
-
-def test_one_panel_a_method_with_three_bands(tmp_path):
-    model, grid = make_regressor(), torch.randn(7, 3)
-    prediction = ps.predict(model, ps.MeanFieldGuide(model), grid, num_samples=5)
-    line = torch.linspace(0, 1, 7)
-    titles = [f"method {index}" for index in range(5)]
-    figure = plot_regressions(dict.fromkeys(titles, prediction), line, line, line, truth=line)
-    assert [panel.get_title() for panel in figure.axes] == titles
-    bands = [c for c in figure.axes[0].collections if "Poly" in type(c).__name__]
-    assert len(bands) == 3
-    labelled = [panel.xaxis.get_tick_params()["labelbottom"] for panel in figure.axes]
-    assert labelled == [False, True, True, True, True], "the lowest panel of each column"
-    for width, band in enumerate(bands, 1):
-        heights = band.get_paths()[0].vertices[:, 1]
-        mean, scale = prediction.mean.flatten(), prediction.variance.flatten().sqrt()
-        torch.testing.assert_close(heights.max(), float((mean + width * scale).max()))
-        torch.testing.assert_close(heights.min(), float((mean - width * scale).min()))
-    figure.savefig(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_no_prediction():
-    with pytest.raises(ValueError, match="`predictions` must hold at least one prediction"):
-        plot_regressions({}, torch.zeros(1), torch.zeros(1), torch.zeros(1))

@@ -1,11 +1,11 @@
-"""Reliability diagrams, risk over coverage, and coverage of intervals."""
+"""Reliability diagrams and coverage of intervals."""
 
 import numpy as np
 import pytest
 import torch
 
-from pyro_structvi.metrics import expected_calibration_error
-from pyro_structvi.plots import plot_coverage, plot_reliability, plot_risk_coverage
+from pyro_structvi.metrics import classification_scores
+from pyro_structvi.plots import plot_coverage, plot_reliability
 from pyro_structvi.plots.predictions import DEPTH
 
 
@@ -45,7 +45,8 @@ def test_the_gaps_are_the_calibration_error():
     probabilities, y = (2 * torch.randn(300, 4)).softmax(-1), torch.randint(4, (300,))
     _, accuracy, depth, confidence = np.array(drawn_bins(plot_reliability(probabilities, y))).T
     error = (depth / depth.sum() * np.abs(accuracy - confidence)).sum()
-    np.testing.assert_allclose(error, expected_calibration_error(probabilities, y), rtol=1e-6)
+    expected = classification_scores(probabilities, y).calibration_error
+    np.testing.assert_allclose(error, expected, rtol=1e-5)
 
 
 def test_ends_of_bins_belong_to_the_bin_below():
@@ -73,30 +74,6 @@ def test_the_diagonal_and_the_tallest_share_are_told():
 def test_wrong_probabilities_and_classes(probabilities, y, message):
     with pytest.raises(ValueError, match=message):
         plot_reliability(torch.tensor(probabilities), y)
-
-
-def test_curves_of_risk():
-    coverage, risk = [0.25, 0.5, 1.0], {"a": [0.0, 0.1, 0.3], "b": [0.1, 0.2, 0.3]}
-    ax = plot_risk_coverage(coverage, risk)
-    for line, (label, values) in zip(ax.lines, risk.items(), strict=True):
-        np.testing.assert_array_equal(line.get_xydata(), np.column_stack([coverage, values]))
-        assert line.get_label() == label
-    assert plot_risk_coverage(coverage, risk["a"], label="a").lines[0].get_label() == "a"
-    assert plot_risk_coverage(coverage, risk["a"]).get_legend() is None
-
-
-@pytest.mark.parametrize(
-    ("coverage", "risk", "message"),
-    [
-        ([50.0, 100.0], [0.1, 0.2], "`coverage` must hold shares from 0 to 1.*Divide percentages"),
-        ([0.5, 1.0], [0.1], "`coverage` and `risk` must have as many values, but got 2 and 1"),
-        ([0.5, 1.0], {"a": [0.1]}, r"`coverage` and `risk\['a'\]` must have as many"),
-        ([0.5, 1.0], [-0.1, 0.2], "`risk` must be an average loss, so at least 0"),
-    ],
-)
-def test_wrong_curves_of_risk(coverage, risk, message):
-    with pytest.raises(ValueError, match=message):
-        plot_risk_coverage(coverage, risk)
 
 
 def test_coverage_over_its_level_with_two_standard_errors():

@@ -1,10 +1,10 @@
-"""Series over steps and their running means."""
+"""The bound over steps and its running mean."""
 
 import numpy as np
 import pytest
 
 from pyro_structvi.infer import History
-from pyro_structvi.plots import plot_elbo, plot_trace
+from pyro_structvi.plots import plot_elbo
 
 
 def mean_by_definition(values, window):
@@ -13,39 +13,44 @@ def mean_by_definition(values, window):
     return [values[max(0, i - before) : min(size, i + after + 1)].mean() for i in range(size)]
 
 
-@pytest.mark.parametrize("window", [2, 3, 8, 50])
+def plot(values, ax=None, **options):
+    """Draw a bound, and a KL divergence of the same values."""
+    return plot_elbo(History(elbo=[*values], kl=[*values]), ax, **options)
+
+
+@pytest.mark.parametrize("window", [2, 3, 50])
 def test_numbers_and_their_running_mean(window):
     values = np.random.default_rng(0).normal(size=20)
-    raw, mean = plot_trace({"loss": values}, smooth=window).lines
+    raw, mean = plot(values, smooth=window).lines[:2]
     np.testing.assert_array_equal(raw.get_xydata(), np.column_stack([np.arange(1, 21), values]))
     np.testing.assert_allclose(mean.get_ydata(), mean_by_definition(values, window), atol=1e-12)
 
 
 def test_the_window_is_a_fiftieth_of_the_steps_when_none_is_given():
     values = np.random.default_rng(0).normal(size=150)
-    mean = plot_trace({"loss": values}).lines[1].get_ydata()
+    mean = plot(values).lines[1].get_ydata()
     np.testing.assert_allclose(mean, mean_by_definition(values, 3), atol=1e-12)
-    assert len(plot_trace({"loss": values[:99]}).lines) == 1
+    assert len(plot(values[:99]).lines) == 2
 
 
 def test_a_window_of_one_step_draws_the_numbers_alone():
-    (line,) = plot_trace({"loss": [3.0, 1.0]}, smooth=1).lines
+    line, _ = plot([3.0, 1.0], smooth=1).lines
     assert line.get_ydata().tolist() == [3.0, 1.0]
 
 
 def test_the_first_steps_need_not_be_in_view():
     values = [-1000.0] + [0.0, 1.0] * 10
-    low, high = plot_trace({"elbo": values}, start=0.1).get_ylim()
+    low, high = plot(values, start=0.1).get_ylim()
     assert (low, high) == (-0.05, 1.05)
-    assert plot_trace({"elbo": values}, start=0.0).get_ylim()[0] < -1000
-    ax = plot_trace({"elbo": values}, start=0.1)
+    assert plot(values, start=0.0).get_ylim()[0] < -1000
+    ax = plot(values, start=0.1)
     ax.autoscale()
     assert ax.get_ylim()[0] < -1000
 
 
 def test_what_is_in_view_already_stays_in_view():
-    ax = plot_trace({"first": [5.0, 6.0]})
-    plot_trace({"second": [0.0, 1.0]}, ax)
+    ax = plot([5.0, 6.0])
+    plot([0.0, 1.0], ax)
     low, high = ax.get_ylim()
     assert low < 0
     assert high > 6

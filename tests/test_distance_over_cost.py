@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from pyro_structvi.plots import plot_distance_over_cost
+from benchmarks.distance_over_cost import plot_distance_over_cost
 
 
 def names_in(ax):
@@ -98,21 +98,3 @@ def test_no_line_runs_through_the_name_of_another_point():
 def test_a_name_alone_stands_right_beside_its_point():
     (text,) = names_in(plot_distance_over_cost({"a": (1.0, 0.5)}, ax=Figure().subplots()))
     assert (text.xyann, text.get_horizontalalignment()) == ((5, 0), "left")
-
-
-@pytest.mark.parametrize(
-    ("rows", "errors", "message"),
-    [
-        ({}, None, "`rows` must hold at least one posterior, but is empty"),
-        (
-            {"a": (0.0, 0.5)},
-            None,
-            r"`rows\['a'\]` must be a positive cost and a distance of at least",
-        ),
-        ({"a": (1.0, -0.5)}, None, r"`rows\['a'\]` must be a positive cost"),
-        ({"a": (1.0, 0.5)}, {"b": 0.1}, "`errors` must have the names of `rows`, but 'b' is none"),
-    ],
-)
-def test_rows_that_cannot_be_drawn(rows, errors, message):
-    with pytest.raises(ValueError, match=message):
-        plot_distance_over_cost(rows, errors=errors)
