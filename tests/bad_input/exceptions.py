@@ -84,15 +84,13 @@ FINE = {
     "wasserstein.*": "longer, float32",
     "detection_scores.*": "longer, wider, float32",
     "plot_coverage.num_examples": "huge",
+    "plot_importance.log_weights": "list, numpy, whole, float32, longer, wider",
     "plot_elbo.smooth": "huge",
     "Classifier.class_weights": "empty, longer, wider",
     "*Classifier.forward.y": "true",
     "predict_moments.batch_size": "huge",
     # figures take lists and arrays too, and convert them
-    **{
-        f"plot_{name}": "list, numpy, whole, float32"
-        for name in (*("band.*", "coverage.*", "importance.log_weights"),)
-    },
+    **dict.fromkeys(("plot_band.*", "plot_coverage.*"), "list, numpy, whole, float32"),
     "plot_reliability.y": "list, numpy",
     "plot_reliability.probabilities": "numpy, float32",
     "plot_scale_matrix.scale": "numpy, whole, float32, longer, wider",
@@ -107,10 +105,9 @@ FINE = {
     "GlobalInducingGuide.inputs": "deeper, longer",
     "largest.variances": "unknown key",
     "plot_elbo.kl_by_site": "unknown key, empty",
-    **{
-        f"plot_{name}": "text, empty"
-        for name in (*("band.label", "coverage.label", "importance.label"),)
-    },
+    **dict.fromkeys(
+        ("plot_band.label", "plot_coverage.label", "plot_importance.label"), "text, empty"
+    ),
     "bayesianize.layers": "empty",
 }
 
