@@ -113,7 +113,7 @@ class ClassificationScores:
         calibration_error: Expected calibration error (equal-width bins, absolute differences).
         brier: Average squared distance, summed over classes, of the probabilities from the right
             class; from 0 to 2.
-        recall: Of the examples of each class, the share that is recognized; NaN where there are none.
+        recall: Share of each class's examples that are recognized; NaN for a class without examples.
         balanced_accuracy: Average recall of the classes that have examples.
     """
 
@@ -178,7 +178,7 @@ def classification_scores(
 
 @dataclass(frozen=True)
 class DetectionScores:
-    """How well a score tells examples from outside from those inside.
+    """Separation of examples from outside and examples inside by a score.
 
     Attributes:
         auroc: Area under the receiver operating characteristic: the probability that an example from
@@ -198,7 +198,7 @@ class DetectionScores:
 
 @checked
 def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
-    """Score how well an uncertainty tells where examples are from.
+    """Score how well an uncertainty separates examples from elsewhere.
 
     Args:
         inside: Uncertainties of examples of the kind that was trained on, ``(N,)``, such as
@@ -250,7 +250,7 @@ class RiskCoverage:
         coverage: Share of examples that are answered, ``(N,)``: 1/N, 2/N, up to 1.
         risk: Average loss of as many of the most certain examples, ``(N,)``, in units of the loss.
         area: Average of the risk over all coverages, which is the area under the curve (AURC).
-        excess_area: The area beyond that of the best order, by the losses themselves; zero if
+        excess_area: The area less the smallest one, in the order of the losses; zero if
             uncertainty orders the examples as their losses do.
     """
 
@@ -269,12 +269,12 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
     .. math:: \mathrm{risk}(k / N) = \frac{1}{k} \sum_{i \le k} \mathrm{loss}_i, \qquad
         \mathrm{area} = \frac{1}{N} \sum_k \mathrm{risk}(k / N).
 
-    Examples of equal uncertainty count with their average loss, the expectation over their orders; so
-    the order in which examples are given does not matter.
+    Examples of equal uncertainty count with their average loss, the expectation over their orders.
+    The result does not depend on the order of the examples.
 
     Args:
         uncertainty: One number for each example ``(N,)``, such as an entropy, in any units.
-        loss: Of each example ``(N,)``, real numbers; ``(guess != y).double()`` for errors.
+        loss: Loss of each example ``(N,)``, real numbers; ``(guess != y).double()`` for errors.
 
     Returns:
         The curve and its area.
@@ -310,7 +310,7 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
 
 
 def _library(module: str) -> Any:
-    """Import a library when a score first asks for it: torchmetrics takes seconds."""
+    """Import a library at the first use: torchmetrics takes seconds."""
     try:
         return import_module(module)
     except ImportError as error:

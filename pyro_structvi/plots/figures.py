@@ -30,7 +30,7 @@ SEQUENTIAL, DIVERGING = "cividis", "RdBu_r"
 
 
 def make_axes(ax: Axes | None, width: float = 5.0, height: float = 3.5) -> Axes:
-    """Return the axes that were given, or those of a new figure of that size in inches."""
+    """Return the given axes, or the axes of a new figure of that size in inches."""
     if ax is None:
         return make_panels(1, 1, width, height)[0]
     figure_of(ax)

@@ -44,7 +44,7 @@ def plot_elbo(
 
     Args:
         history: The return value of :func:`~pyro_structvi.fit`. Only ``elbo`` and ``kl`` are read.
-        ax: Where to draw; a new figure when None.
+        ax: Axes of the drawing; a new figure when None.
         kl_by_site: The KL of each site in each step, in nats.
         smooth: Steps in a running mean; a fiftieth of the steps when None.
         start: Share of the steps, the first ones, that need not be in view.
@@ -114,7 +114,7 @@ def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "g
     Args:
         log_weights: Log weights :math:`r_s` ``(S,)`` in nats, such as
             ``diagnostics.pareto_k(...).log_weights``.
-        ax: Where to draw; a new figure when None.
+        ax: Axes of the drawing; a new figure when None.
         label: Name of the curve in the legend.
 
     Returns:

@@ -57,7 +57,7 @@ def plot_band(
         mean: The function m at the inputs ``(N,)``, in the targets' units.
         scale: Standard deviations s at the inputs ``(N,)``, in the targets' units; None where
             ``lower`` and ``upper`` say where bands are.
-        ax: Where to draw; a new figure when None.
+        ax: Axes of the drawing; a new figure when None.
         widths: How many standard deviations each band reaches to either side.
         lower: Lower ends of a band ``(N,)``, or of K bands ``(K, N)``.
         upper: Upper ends of the same shape.
@@ -174,7 +174,7 @@ def plot_reliability(
         probabilities: Predicted class probabilities ``(N, classes)``, averaged over draws.
         y: Right classes ``(N,)``, whole numbers.
         num_bins: The number M of bins.
-        ax: Where to draw; a new figure when None.
+        ax: Axes of the drawing; a new figure when None.
 
     Returns:
         The axes.
@@ -261,7 +261,7 @@ def plot_coverage(
         levels: Probabilities of the intervals ``(L,)``, from 0 to 1.
         coverage: Shares of targets inside ``(L,)``, from 0 to 1; or several curves at the same
             levels, by label.
-        ax: Where to draw; a new figure when None.
+        ax: Axes of the drawing; a new figure when None.
         label: Name of a single curve in the legend.
         num_examples: The number N of examples, for the grey band; no band when None.
 
