@@ -56,6 +56,16 @@ def test_counts_and_classes_have_no_scale_and_nothing_is_left_of_the_draws():
     torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
 
 
+def test_errors_of_the_models_code_are_not_hidden():
+    class Wrong(ps.Regressor):
+        def forward(self, x, y=None):
+            return super().forward(x, y).missing
+
+    model = Wrong(net_of(), noise_scale=0.1)
+    with pytest.raises(AttributeError, match="missing"):
+        warn_of_first_batch((model, None), (torch.randn(5, 3), torch.randn(5, 1)), {}, 1, 5)
+
+
 def test_a_family_whose_step_takes_hundreds_of_times_its_layers():
     model = ps.Regressor(ps.bayesianize(nn.Linear(2800, 1, bias=False), ps.FanIn()), 2, 1.0)
     x, y = torch.randn(2, 2800), torch.randn(2, 1)
