@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import pyro_structvi as ps
 from benchmarks.choices import CHOICES
-from pyro_structvi.infer.steps.engines import CompiledStep
+from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck
 from pyro_structvi.posterior.prediction import Prediction

@@ -5,19 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pyro_structvi import distributions, extend, families, guides, moments
-from pyro_structvi.families import (
-    Dropout,
-    FullCovariance,
-    InducingWeights,
-    KTied,
-    LowRank,
-    MatrixNormalFamily,
-    MeanField,
-    Members,
-    PointEstimate,
-    Rowwise,
-    Subnetwork,
-)
+from pyro_structvi.families import *  # noqa: F403  (a new family is named there alone)
 from pyro_structvi.guides import (
     AutoLowRankLRT,
     EnsembleGuide,
@@ -101,17 +89,7 @@ __all__ = [
     "SubnetworkGuide",
     "estimate_memory",
     # families, for `StructuredGuide`
-    "Dropout",
-    "FullCovariance",
-    "InducingWeights",
-    "KTied",
-    "LowRank",
-    "MatrixNormalFamily",
-    "MeanField",
-    "Members",
-    "PointEstimate",
-    "Rowwise",
-    "Subnetwork",
+    *families.__all__,
     # inference
     "Checkpoint",
     "CompiledSVI",

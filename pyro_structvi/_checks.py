@@ -48,19 +48,6 @@ def checked(target: T) -> T:
 
     Where it takes ``validate_args``, it does so only if arguments are to be validated.
     """
-    return _checking(target, {})
-
-
-def checked_as(**rules: Any) -> Callable[[T], T]:
-    """Let a function check its arguments as :func:`checked` does, some by rules in place of their types.
-
-    Args:
-        **rules: Annotations with rules by the name of the argument.
-    """
-    return lambda target: _checking(target, rules)
-
-
-def _checking(target: T, rules: Mapping[str, Any]) -> T:
     loose = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     own = signature(target)
     parameters = own.parameters.items()
@@ -70,7 +57,7 @@ def _checking(target: T, rules: Mapping[str, Any]) -> T:
 
     @cache
     def hints() -> dict[str, Any]:
-        return get_type_hints(target, include_extras=True) | dict(rules)
+        return get_type_hints(target, include_extras=True)
 
     @wraps(target)
     def checking(*args: Any, **kwargs: Any) -> Any:

@@ -3,11 +3,8 @@
 from pyro_structvi.structures.dropout import BernoulliDropout
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.full_covariance import FullNormal
-from pyro_structvi.structures.inducing.normal import (
-    AugmentedMatrixNormal,
-    ConditionalNormal,
-    InducingNormal,
-)
+from pyro_structvi.structures.inducing.augmented import AugmentedMatrixNormal, ConditionalNormal
+from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.structures.k_tied import KTiedNormal
 from pyro_structvi.structures.low_rank import LowRankNormal
 from pyro_structvi.structures.matrix_normal import MatrixNormal

@@ -1,6 +1,7 @@
 """Names for authors of distributions, families and guides; see "Write your own family"."""
 
 from pyro_structvi._checks import Count, Positive, Share, Whole, checked
+from pyro_structvi.linalg.matrices import solve_lower
 from pyro_structvi.maps.dense import DenseMap
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.choosing import GuideOptions
@@ -39,6 +40,7 @@ __all__ = [
     "OutputDistribution",
     "Way",
     "WeightDistribution",
+    "solve_lower",
     # families
     "Count",
     "Family",

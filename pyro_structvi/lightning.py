@@ -1,10 +1,10 @@
 """Training by Lightning's ``Trainer``: several devices, mixed precision, accumulation of gradients."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 try:
@@ -12,14 +12,16 @@ try:
 except ImportError as error:
     raise ImportError('Lightning is needed: `pip install "pyro-structvi[lightning]"`.') from error
 
-from pyro_structvi._checks import Count, checked_as
+from pyro_structvi._checks import Count, Program, checked
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.infer.batches import arguments_of, num_examples
 from pyro_structvi.infer.data_warnings import set_num_data
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.schedules import CosineDecay
 from pyro_structvi.infer.training import (
-    RULES,
+    Rate,
+    TrainedGuide,
+    Weight,
     check_parts_of_fit,
     make_optimizer,
     objective_of,
@@ -67,7 +69,7 @@ class StructuredModule(LightningModule):
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize
         >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
-        >>> model = Regressor(bayesianize(nn.Linear(1, 1), prior=1.0), num_data=32, noise_scale=0.1)
+        >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 32, noise_scale=0.1)
         >>> guide = KTiedGuide(model)
         >>> guide.initialize(x, 2 * x)
         >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -78,17 +80,17 @@ class StructuredModule(LightningModule):
         20
     """
 
-    @checked_as(**RULES, num_samples=Count)
+    @checked
     def __init__(
         self,
-        model: Callable[..., Any],
-        guide: nn.Module,
+        model: Program,
+        guide: TrainedGuide,
         elbo: StructuredELBO | None = None,
         *,
-        kl_weight: float | Callable[[int], float] | Literal["annealed"] = "annealed",
+        kl_weight: Weight = "annealed",
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-        lr: float | Callable[[int], float] | None = None,
-        num_samples: int = 100,
+        lr: Rate | None = None,
+        num_samples: Count = 100,
     ) -> None:
         super().__init__()
         check_parts_of_fit(model, guide, optimizer, lr)
@@ -158,8 +160,9 @@ class StructuredModule(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the mean log predictive density of the examples of a mini-batch."""
         *inputs, y = _values_of(batch)
-        x = inputs[0] if len(inputs) == 1 else tuple(inputs)
-        prediction = predict(self.model, self.guide, x, num_samples=NUM_DRAWS, y=y, stream=True)
+        prediction = predict(
+            self.model, self.guide, *inputs, num_samples=NUM_DRAWS, y=y, stream=True
+        )
         assert prediction.log_density is not None
         mean = prediction.log_density.mean()
         self.log("val_log_density", mean, batch_size=len(y), sync_dist=True, prog_bar=True)
@@ -168,8 +171,7 @@ class StructuredModule(LightningModule):
         """Predict for a mini-batch of inputs, or of ``(*inputs, y)``, whose ``y`` is not used."""
         inputs = [batch] if isinstance(batch, (Tensor, Mapping)) else [*batch]
         inputs = inputs[:-1] or inputs
-        x = inputs[0] if len(inputs) == 1 else tuple(inputs)
-        found = vars(predict(self.model, self.guide, x, num_samples=self.num_samples))
+        found = vars(predict(self.model, self.guide, *inputs, num_samples=self.num_samples))
         return {name: found[name] for name in TENSORS if found[name] is not None}
 
 

@@ -167,5 +167,5 @@ def test_a_script_runs(script, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    guides = "k-tied|low rank|inducing|local|mean field|matrix normal|FFG-U"
+    guides = "k-tied|KTiedGuide|low rank|inducing|local|mean field|matrix normal|FFG-U"
     assert re.search(f"{guides}|family", result.stdout)

@@ -17,7 +17,7 @@ import torch
 import pyro_structvi as ps
 from benchmarks.nets import NETS, Net
 from benchmarks.tables import markdown
-from pyro_structvi.infer.steps.engines import CompiledStep, EagerStep
+from pyro_structvi.infer.steps.compiled import CompiledStep, EagerStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Call, CheckedLoss, FiniteCheck
 from pyro_structvi.testing import guides_for

@@ -6,7 +6,7 @@ from pyro_structvi.infer.data_warnings import DataScaleWarning, NumDataWarning, 
 from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.history import History
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
-from pyro_structvi.infer.steps.engines import CompileFallbackWarning
+from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.terms import ELBOTerms
 from pyro_structvi.infer.training import fit

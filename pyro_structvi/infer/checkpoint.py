@@ -112,7 +112,7 @@ class Run:
             "`num_particles` of `elbo`": loss.elbo.num_particles,
             "`vectorize_particles` of `elbo`": loss.elbo.vectorize_particles,
             "`estimator` of `elbo`": loss.elbo.estimator,
-            "the number of parameters that are trained": len(loss.trained),
+            "the parameters that are trained": [*loss.trained],
             "`optimizer`": type(optimizer.torch).__name__,
             "the number of groups of `optimizer`": len(optimizer.options),
         }
@@ -177,7 +177,7 @@ class CheckpointFile:
         """Put a run into the state of the file, if there is one.
 
         Raises:
-            RuntimeError: If parameters have other shapes, or families other options.
+            RuntimeError: If parameters have other shapes, or families other options; nothing is loaded.
             ValueError: If something else is not as it was; nothing is loaded.
         """
         saved = self.saved

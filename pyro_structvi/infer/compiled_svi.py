@@ -9,7 +9,7 @@ from pyro.optim import PyroOptim
 
 from pyro_structvi._checks import Program, checked
 from pyro_structvi.infer.elbo import StructuredELBO
-from pyro_structvi.infer.steps.engines import CompiledStep
+from pyro_structvi.infer.steps.compiled import CompiledStep
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck, Loss
 

@@ -47,7 +47,7 @@ def set_num_data(model: Any, guide: Any, found: int | None) -> None:
     """Tell a model how many examples there are, or compare with what it was told.
 
     Args:
-        model: The model; only a :class:`~pyro_structvi.nn.likelihoods.Likelihood` takes the number.
+        model: The model; only a :class:`~pyro_structvi.nn.likelihood.Likelihood` takes the number.
         guide: The guide, which must be of this model.
         found: How many examples the data have; None where that is not known.
 

@@ -34,7 +34,16 @@ def parts_state(loss: nn.Module, copy: Callable[[str, Any], Any]) -> dict[str, A
 
 
 def load_parts(loss: nn.Module, state: Mapping[str, Any]) -> None:
-    """Put guide and model into a state that ``parts_state`` returned."""
+    """Put guide and model into a state that ``parts_state`` returned, both or, on an error, neither."""
+    before = parts_state(loss, cloned)
+    try:
+        _load_parts(loss, state)
+    except Exception:
+        _load_parts(loss, before)
+        raise
+
+
+def _load_parts(loss: nn.Module, state: Mapping[str, Any]) -> None:
     for name, part in _parts_of(loss).items():
         part.load_state_dict(state[name])
         buffers = dict(part.named_buffers())

@@ -20,7 +20,7 @@ from pyro_structvi._checks import (
     Rule,
     brief,
     check,
-    checked_as,
+    checked,
 )
 from pyro_structvi.infer.batches import Feed, TensorBatches, as_batches, num_examples
 from pyro_structvi.infer.checkpoint import Checkpoint, CheckpointFile, Run
@@ -44,30 +44,26 @@ TrainedGuide = Annotated[
     nn.Module,
     Rule("a torch.nn.Module (`pyro.infer.SVI` trains the guide of a function)", lambda guide: True),
 ]
-RULES: dict[str, Any] = {
-    "model": Program,
-    "guide": TrainedGuide,
-    "lr": Positive | Schedule | None,
-    "kl_weight": NonNegative | Schedule | Literal["annealed"],
-}
+Rate = Positive | Schedule
+Weight = NonNegative | Schedule | Literal["annealed"]
 
 WARM_UP = 0.15  # of the steps, in which the rate of correlations rises: see "Training" in the docs
 ANNEALED = 0.5  # of the steps, in which the weight of the KL rises: see "Training" in the docs
 
 
-@checked_as(**RULES, num_steps=Count | None, num_epochs=Count | None, batch_size=Count | None)
+@checked
 def fit(
-    model: Callable[..., Any],
-    guide: nn.Module,
+    model: Program,
+    guide: TrainedGuide,
     data: Any,
     *,
-    num_steps: int | None = None,
-    num_epochs: int | None = None,
-    batch_size: int | None = None,
-    lr: float | Callable[[int], float] | None = None,
+    num_steps: Count | None = None,
+    num_epochs: Count | None = None,
+    batch_size: Count | None = None,
+    lr: Rate | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     elbo: StructuredELBO | None = None,
-    kl_weight: float | Callable[[int], float] | Literal["annealed"] = "annealed",
+    kl_weight: Weight = "annealed",
     compiled: Compiled = "auto",
     checkpoint: Checkpoint | None = None,
     validation: Validation | None = None,

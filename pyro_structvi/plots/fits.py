@@ -194,7 +194,11 @@ def plot_scale_matrix(
     if axes is not None and len({figure_of(each) for each in axes}) > 1:
         raise ValueError("`axes` must be of one figure, which has one colour bar for all of them.")
     panels = _matrix_panels(matrix, len(ranks)) if axes is None else list(axes)
-    approximations = [_truncated(matrix, rank) for rank in ranks]
+    U, s, Vh = np.linalg.svd(matrix, full_matrices=False)
+    approximations = [
+        ((U[:, :rank] * s[:rank]) @ Vh[:rank], (s[:rank] ** 2).sum() / (s**2).sum())
+        for rank in ranks
+    ]
     titles = [
         f"rank {rank}\nexplains {share:.1%}"
         for rank, (_, share) in zip(ranks, approximations, strict=True)
@@ -217,10 +221,3 @@ def _matrix_panels(matrix: Array, num_ranks: int) -> list[Axes]:
     return make_panels(
         1, 1 + num_ranks, 2.0 * (1 + num_ranks) + 1.2, height, sharex=True, sharey=True
     )
-
-
-def _truncated(matrix: Array, rank: int) -> tuple[Array, float]:
-    """Return the best approximation of a rank, and the share of the sum of squares that it explains."""
-    U, s, Vh = np.linalg.svd(matrix, full_matrices=False)
-    approximation: Array = (U[:, :rank] * s[:rank]) @ Vh[:rank]
-    return approximation, float((s[:rank] ** 2).sum() / (s**2).sum())

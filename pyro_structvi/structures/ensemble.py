@@ -268,7 +268,7 @@ class SameMember(Coupling):
     def _members(self, at: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return what the members ``(K, ...)`` have at each site that the model visits."""
         own = {name: at[name] for name in self.sites if name in at}
-        return {name: getattr(q, "inducing", q).members for name, q in own.items()}
+        return {name: q.members for name, q in own.items()}
 
 
 @couple.register

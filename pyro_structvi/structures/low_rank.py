@@ -398,7 +398,7 @@ class LowRank(MatrixFamily):
 
     @property
     def moves_in_own_coordinates(self) -> bool:  # type: ignore[override]
-        """Not with a constant diagonal, which leaves ``rank`` directions; docs/design.md has figures."""
+        """Whether means gain by such a move: not with a constant diagonal, along ``rank`` directions."""
         return self.diagonal != "constant"
 
     @property
@@ -479,12 +479,9 @@ class AutoLowRankLRT(StructuredGuide):
         rank: The number K of directions in which the elements of a site vary together.
         diagonal: The diagonal part: "full", "isotropic" (one learned number for each site) or
             "constant", whose bound is hundreds of nats lower on small nets.
-        diagonal_variance: The variance of a constant diagonal; that of the paper is exp(-10), which
-            costs a nat for each element and factor of e by which the posterior is wider. When None, the
-            standard deviation is 0.1 over the root of the fan-in, and at most a tenth of the prior's.
-        alpha: What multiplies the low-rank part; 1/K when None.
-        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
-            together.
+        diagonal_variance: The variance of a constant diagonal, as for :class:`LowRank`.
+        alpha: The factor of the low-rank part; 1/K when None.
+        join_bias: Whether a layer's bias is a further column of its weight.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:

@@ -128,4 +128,5 @@ class TransformedMeanField(Family):
         return TransformedNormal(base, [bijection_onto(site.support)], validate_args=False)
 
 
+# Behind mean field, which this file imports: that serves real sites.
 DEFAULTS.append(TransformedMeanField())

@@ -6,12 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_structvi.structures.inducing.augmented import AugmentedMatrixNormal, ConditionalNormal
 from pyro_structvi.structures.inducing.family import InducingWeightGuide
-from pyro_structvi.structures.inducing.normal import (
-    AugmentedMatrixNormal,
-    ConditionalNormal,
-    InducingNormal,
-)
+from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.testing.entry import (
     GuideVariant,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, WeightDistribution
-from pyro_structvi.structures.inducing.normal import AugmentedNormal
+from pyro_structvi.structures.inducing.augmented import AugmentedNormal
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, MATRIX, VECTOR, Case
 

@@ -20,7 +20,7 @@ from pyro_structvi.distributions import (
     PrunedNormal,
 )
 from pyro_structvi.structures import kl_between as between
-from pyro_structvi.structures.inducing.normal import AugmentedNormal
+from pyro_structvi.structures.inducing.augmented import AugmentedNormal
 from tests.distributions.cases import CASES, make_full
 from tests.guide_cases import GUIDES
 

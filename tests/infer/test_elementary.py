@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pyro_structvi.infer.steps.recording import Traced, make_elementary
+from pyro_structvi.infer.steps.decompositions import make_elementary
+from pyro_structvi.infer.steps.recording import Traced
 
 ADAM, ADAMW = torch.optim.Adam, torch.optim.AdamW
 CASES = {

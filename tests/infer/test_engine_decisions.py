@@ -7,7 +7,7 @@ import pytest
 
 import pyro_structvi as ps
 from pyro_structvi.infer.steps import engines
-from pyro_structvi.infer.steps.engines import CompiledStep, EagerStep, NotCompiledError
+from pyro_structvi.infer.steps.compiled import CompiledStep, EagerStep, NotCompiledError
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from tests.infer.test_engines import ways
 from tests.infer.test_training import make

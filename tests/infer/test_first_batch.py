@@ -2,6 +2,7 @@
 
 import math
 from collections import UserDict
+from threading import Thread
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import pyro_structvi as ps
 from pyro_structvi.infer.data_warnings import (
     DataScaleWarning,
     SlowFamilyWarning,
+    _PriorPredictive,
     warn_of_first_batch,
 )
 
@@ -34,6 +36,18 @@ def test_observations_far_outside_of_the_prior_predictive(noise):
     with pytest.warns(DataScaleWarning, match=r"observations 'obs' are \d+ .* Standardize them"):
         fit(regressor(**noise), x, 5000 + 1000 * x[:, :1])
     fit(regressor(**noise), x, 3 + 2 * x[:, :1])  # warnings are errors
+
+
+def test_nets_of_other_threads_are_not_looked_at():
+    """Torch calls a hook of all modules in every thread."""
+    seen, layer = _PriorPredictive(), net_of()[0]
+    given = layer, (torch.full((4, 3), 2.0, requires_grad=True),)
+    other = Thread(target=seen.note_input, args=given)
+    other.start()
+    other.join()
+    assert seen.inputs == []
+    seen.note_input(*given)
+    assert seen.inputs == [2.0]
 
 
 def test_inputs_of_a_large_scale():
@@ -61,7 +75,7 @@ def test_errors_of_the_models_code_are_not_hidden():
         def forward(self, x, y=None):
             return super().forward(x, y).missing
 
-    model = Wrong(net_of(), noise_scale=0.1)
+    model = Wrong(net_of(), num_data=5, noise_scale=0.1)
     with pytest.raises(AttributeError, match="missing"):
         warn_of_first_batch((model, None), (torch.randn(5, 3), torch.randn(5, 1)), {}, 1, 5)
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_structvi as ps
 from pyro_structvi.infer import CosineDecay, History
 from pyro_structvi.infer.data_warnings import PRIOR_DRAWS
-from pyro_structvi.infer.steps.engines import EagerStep
+from pyro_structvi.infer.steps.compiled import EagerStep
 from tests.models import linear_function, make_classifier, make_regressor, regression_data
 
 

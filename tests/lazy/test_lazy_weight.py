@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.maps import ConvolutionMap
-from pyro_structvi.structures.inducing.normal import AugmentedNormal
+from pyro_structvi.structures.inducing.augmented import AugmentedNormal
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, CONVOLUTION_CASES
 from tests.lazy_weights import (

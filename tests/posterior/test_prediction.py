@@ -278,3 +278,11 @@ def test_a_mapping_holds_tensors():
     model = make_regressor()
     with pytest.raises(TypeError, match=r"`x\['x'\]` must be a tensor"):
         ps.predict(model, ps.MeanFieldGuide(model), {"x": [0.0, 1.0]})
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.zeros(5, 3), 100)], ids=["none", "a number"])
+@pytest.mark.parametrize("predict", [ps.predict, ps.predict_moments])
+def test_a_number_is_no_input(predict, inputs):
+    model = make_regressor()
+    with pytest.raises(TypeError, match=r"`inputs` must be tensors .* num_samples=100\)"):
+        predict(model, ps.MeanFieldGuide(model), *inputs)

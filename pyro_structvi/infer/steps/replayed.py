@@ -44,7 +44,7 @@ GRAPH_DEVICE = "cuda"
 WARM_UP = 3  # steps before a GPU's are captured, as torch advises
 
 # Operations of loss and gradients. Compiling a deep net's update with these takes more than twice as
-# long, and its steps no less time (docs/design.md).
+# long, and its steps no less time (docs/speed.md).
 MOST_COMPILED_WITH_UPDATE = 2000
 
 

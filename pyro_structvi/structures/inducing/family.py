@@ -20,7 +20,8 @@ from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import Members, SameMember
 from pyro_structvi.structures.full_covariance import FullCovariance
-from pyro_structvi.structures.inducing.normal import AugmentedMatrixNormal, InducingNormal
+from pyro_structvi.structures.inducing.augmented import AugmentedMatrixNormal
+from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.structures.inducing.prior import InducingSide
 from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
 from pyro_structvi.structures.mean_field import MeanField

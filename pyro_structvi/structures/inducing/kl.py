@@ -9,7 +9,8 @@ from torch.distributions import Laplace, Normal, kl_divergence, register_kl
 from pyro_structvi.linalg.known_numbers import known_number
 from pyro_structvi.linalg.matrices import event_sum, shrink
 from pyro_structvi.structures.ensemble import PointMixture
-from pyro_structvi.structures.inducing.normal import AugmentedNormal, InducingNormal
+from pyro_structvi.structures.inducing.augmented import AugmentedNormal
+from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.structures.kl_between import kl_to_independent, no_closed_form
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
