@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, MeanFieldNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
-from pyro_structvi.structures.inducing import normal as augmented
+from pyro_structvi.structures.inducing import augmented
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_joint, make_mean_field, positive
 from tests.distributions.inducing.inducing_laws import (
