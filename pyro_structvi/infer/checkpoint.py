@@ -113,6 +113,7 @@ class Run:
             "`vectorize_particles` of `elbo`": loss.elbo.vectorize_particles,
             "`estimator` of `elbo`": loss.elbo.estimator,
             "the parameters that are trained": [*loss.trained],
+            "their dtypes": sorted({str(value.dtype) for value in loss.trained.values()}),
             "`optimizer`": type(optimizer.torch).__name__,
             "the number of groups of `optimizer`": len(optimizer.options),
         }

@@ -76,6 +76,13 @@ def one_scale_for_each_target():
         ({"guide": Frozen}, r"the parameters that are trained is \[.*\] here, and \[.*0/bias.loc"),
         ({"model": wide}, r"size mismatch for posteriors.net"),
         ({"model": one_scale_for_each_target}, r"size mismatch for noise_scale"),
+        (
+            {
+                "model": lambda: make_regressor(25).float(),
+                "data": tuple(value.float() for value in regression_data(25)),
+            },
+            r"dtypes is \['torch.float32'\] here, and \['torch.float64'\] in",
+        ),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(options, message, path):
