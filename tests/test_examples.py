@@ -82,7 +82,7 @@ SCRIPTS = {
         *("--steps", "20", "--nuts", "5"),
     ],
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
-    "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "1"],
+    "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "2"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
     "docs/scripts/is_it_any_good.py": ["--folder", "{folder}", "--steps", "20", "--nuts", "0"],
     "docs/scripts/kernel_costs.py": ["--rounds", "1", "--size", "64", "--stages", "1"],

@@ -86,7 +86,8 @@ FINE = {
     "plot_coverage.num_examples": "huge",
     "plot_importance.log_weights": "list, numpy, whole, float32, longer, wider",
     "plot_elbo.smooth": "huge",
-    "Classifier.class_weights": "empty, longer, wider",
+    # The number of classes is known with the net's output; booleans are the classes 0 and 1.
+    "Classifier.class_weights": "empty, longer, wider, float32",
     "*Classifier.forward.y": "true",
     "predict_moments.batch_size": "huge",
     # figures take lists and arrays too, and convert them
