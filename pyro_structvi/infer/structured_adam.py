@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
+from pyro_structvi._torch import is_recording
 from pyro_structvi._torch_steps import norm_of
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.weights.gaussian import GaussianWeight
@@ -175,7 +176,7 @@ class StructuredAdam(torch.optim.Optimizer):
             state["norm"] = torch.zeros_like(norm).repeat(2)
         before = state["norm"]
         square = (norm if scale is None else norm / scale.to(norm)).square()
-        by_numbers = norm.is_cpu and not torch.compiler.is_compiling()
+        by_numbers = norm.is_cpu and not (is_recording() or torch.compiler.is_compiling())
         excess, usual = (_excess_on_cpu if by_numbers else _excess)(square, before, clip)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             usual = torch.where(found_inf.to(norm) > 0, before, usual)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import inside_transform, is_tracing
+from pyro_structvi._torch import inside_transform, is_recording
 
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 LEAST_PIVOT = 3e-7  # of the largest; less may be all rounding
@@ -37,7 +37,7 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     if matrix.device.type != "cpu" or torch.compiler.is_exporting():
         return _best_of_all(matrix)
-    if not is_tracing():
+    if not is_recording():
         return _first_that_works(matrix)
     # By an operation of its own, which may look at values, and has no gradient.
     tril, jitter = torch.ops.pyro_structvi.stable_cholesky(matrix.detach())
@@ -65,7 +65,7 @@ def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         ``L^-1``, lower triangular, ``(*batch, M, M)``, and the jitter ``(*batch,)``.
     """
-    if matrix.device.type == "cpu" and is_tracing() and not torch.compiler.is_exporting():
+    if matrix.device.type == "cpu" and is_recording() and not torch.compiler.is_exporting():
         inverse, jitter = torch.ops.pyro_structvi.inverse_factor(matrix.detach())
         return inverse, jitter
     return _inverse_of(*stable_cholesky(matrix))

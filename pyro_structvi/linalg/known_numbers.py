@@ -7,8 +7,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import inside_jit_trace, inside_transform, is_tracing
-from pyro_structvi._torch_steps import found_tensors, not_recorded
+from pyro_structvi._torch import inside_jit_trace, inside_transform, is_recording
 
 LARGEST = 16  # numbers in a tensor that is compared before each step
 
@@ -67,17 +66,6 @@ def known_number(tensor: Tensor) -> float | None:
         return None
     if tensor.requires_grad or tensor.numel() > 1 or tensor.device.type != "cpu":
         return None
-    if not is_tracing():
+    if not is_recording():
         return float(tensor.item())
-    record, found = _RECORD.get(), found_tensors(tensor)
-    if record is None or found is None or any(_may_change(each) for each in found):
-        return None
-    with not_recorded():
-        for each in found:
-            record.take(each)
-        return float(tensor.item())
-
-
-def _may_change(tensor: Tensor) -> bool:
-    storage = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.requires_grad or tensor.device.type != "cpu" or storage > LARGEST
+    return None

@@ -30,7 +30,7 @@ from pyro_structvi._pyro import (
     site_values,
     was_called,
 )
-from pyro_structvi._torch import inside_transform, is_tracing
+from pyro_structvi._torch import inside_transform, is_recording
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.random_module import RandomModule
 
@@ -243,7 +243,7 @@ class Likelihood(RandomModule):
     def _observe(self, likelihood: Any, y: Tensor | None, weights: Tensor | None = None) -> None:
         """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
         size = likelihood.batch_shape[-1]
-        unseen = y is None or y.is_meta or inside_transform() or is_tracing()
+        unseen = y is None or y.is_meta or inside_transform() or is_recording()
         if y is not None and not unseen and validates(None):
             check_support("y", y, likelihood.support)
         if y is not None and self.num_data is None:

@@ -9,7 +9,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
-from pyro_structvi._torch import is_tracing
+from pyro_structvi._torch import is_recording
 from pyro_structvi.sites.family import Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 
@@ -87,7 +87,7 @@ class SitePosterior(nn.Module):
         parameter differs from the copies that the last one was made of.
         """
         values = {name: self.value(name) for name in self._names}
-        if torch.is_grad_enabled() or is_tracing() or not self.family.keeps_factors:
+        if torch.is_grad_enabled() or is_recording() or not self.family.keeps_factors:
             self._kept = None
             return self.family.distribution(self.site, **values)
         if self._kept is None or not _are_equal(self._kept[0], values):

@@ -27,6 +27,7 @@ class Timed:
         monkeypatch.setattr(ReplayedStep, "compile", lambda step, backend: self.compile(backend))
         monkeypatch.setattr(ReplayedStep, "interpret", lambda step: self.interpret())
         monkeypatch.setattr(ReplayedStep, "is_ready", property(lambda step: self.to_prepare == 0))
+        monkeypatch.setattr(ReplayedStep, "num_operations", 10)
         self.way, self.to_prepare = "traced", 2
 
     def compile(self, backend):
@@ -52,9 +53,9 @@ class Timed:
 
 
 def let_compiling_take(seconds, monkeypatch):
-    """Let that be expected where tracing takes 0.5 s: a first part of it, and the rest by tracing."""
+    """Let a record of 10 operations be expected to take this long."""
     monkeypatch.setattr(engines, "COMPILING_AT_LEAST", seconds / 4)
-    monkeypatch.setattr(engines, "COMPILING_PER_TRACING", 1.5 * seconds)
+    monkeypatch.setattr(engines, "COMPILING_PER_OPERATION", 0.075 * seconds)
 
 
 def fit_timed(timed, num_steps, **options):
@@ -65,8 +66,8 @@ def fit_timed(timed, num_steps, **options):
 
 def test_few_steps_are_eager(monkeypatch):
     timed = Timed(monkeypatch)
-    assert fit_timed(timed, 200).compilation == []
-    assert timed.now == pytest.approx(200 * 0.004)
+    assert fit_timed(timed, 100).compilation == []
+    assert timed.now == pytest.approx(100 * 0.004)
 
 
 def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):

@@ -75,9 +75,10 @@ class _UndoneError(Exception):
 
 
 class CompiledStep(Step):
-    """Takes the first two steps of each kind of call eagerly, and traces the second besides.
+    """Records the second step of each kind of call, and replays it from the fourth step on.
 
-    From the third on it replays the trace, unless that gave another loss or drew other random numbers.
+    The second and the third step are eager ones, compared with the record and with its replay. A record
+    is not used if it gives another loss or draws other random numbers.
 
     Args:
         loss: The loss.
@@ -146,7 +147,7 @@ class CompiledStep(Step):
             self._last_state = self._state()
         self._has_replayed = False
         step = self.kinds.get((call.key, self._last_state))
-        return step if step is None or step.holds else None
+        return step
 
     def take_first(self, call: Call) -> list[float]:
         """Take the first step of a kind, an eager one, which finds parameters and plates."""
@@ -198,21 +199,22 @@ class CompiledStep(Step):
         return self._read(batch, numbers, terms)
 
     def replay(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Take a step as a former one of its kind, or prepare that.
+        """Replay a step of a known kind, or record it and compare that with Python's step.
 
         Raises:
-            NotCompiledError: If it cannot be prepared; nothing has changed.
+            NotCompiledError: If that is not possible; nothing has changed.
         """
-        if step.difference is None:
-            return self._take_compared(step, call)
         if step.refusal:
             raise NotCompiledError(f"This step cannot be compiled: {step.refusal}.")
+        step.notice_options()
+        if step.to_compare:
+            return self._take_compared(step, call)
         if step.is_ready:
             outputs = step(call)
             self._has_replayed = step.has_updated
         else:
             with self._explained(step):
-                outputs = self._prepare(step, call)
+                outputs = step(call)
         batch = call.args, call.kwargs
         if not step.has_updated:
             return self._update(batch, *step.unpack(outputs))
@@ -226,19 +228,25 @@ class CompiledStep(Step):
         return read
 
     def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Trace a step, undo it, take it by Python, and compare the two."""
-        generators, traced = generators_of(self.optimizer.parameters), list[Any]()
+        """Record or replay a step, undo it, take it by Python, and compare the two."""
+        if call.key in self._drawing_in_python:
+            raise NotCompiledError(
+                "This step cannot be compiled: it draws random numbers by Python's `random` or by NumPy, "
+                "and would repeat what it has drawn once; draw them by torch."
+            )
+        generators, recorded = generators_of(self.optimizer.parameters), list[Any]()
         with suppress(_UndoneError), self._explained(step):
-            traced = [self._prepare(step, call)[0], *(each.get_state() for each in generators)]
+            recorded = [self._prepare(step, call)[0], *(each.get_state() for each in generators)]
             raise _UndoneError
+        self.optimizer.forget_gradients()
         read = self.eager.take(call.args, call.kwargs)
         self.loss.zero_grad()  # also of what the optimizer does not train
         own = self._numbers
         eps = torch.finfo(own.dtype).eps
-        change = (own - traced[0])[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
-        step.difference = float(change)
-        is_same = torch.equal(own, traced[0]) if self._is_exact else change <= math.sqrt(eps)
-        if not all(map(torch.equal, traced[1:], (each.get_state() for each in generators))):
+        change = (own - recorded[0])[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
+        step.difference, step.to_compare = float(change), step.to_compare - 1
+        is_same = torch.equal(own, recorded[0]) if self._is_exact else change <= math.sqrt(eps)
+        if not all(map(torch.equal, recorded[1:], (each.get_state() for each in generators))):
             step.refusal = "traced, it draws other random numbers than by Python"
         elif not is_same:
             step.refusal = (
@@ -247,12 +255,7 @@ class CompiledStep(Step):
         return read
 
     def _prepare(self, step: ReplayedStep, call: Call) -> Outputs:
-        """Take the next of the steps that end in a replay without Python."""
-        if call.key in self._drawing_in_python:
-            raise RuntimeError(
-                "a step draws random numbers by Python's `random` or by NumPy, and would repeat "
-                "what it has drawn once; draw them by torch"
-            )
+        """Take a step, and raise if Python changes what a replay would not."""
         with self._modules.plain_changes() as changed:
             outputs = step(call)
         if changed:
@@ -262,13 +265,14 @@ class CompiledStep(Step):
     @contextmanager
     def _explained(self, step: ReplayedStep) -> Iterator[None]:
         """Leave all as it was where a step cannot be compiled, and say why."""
-        trained = self.optimizer.unchanged_on_error() if step.traces_update else nullcontext()
+        trained = self.optimizer.unchanged_on_error() if step.replays_update else nullcontext()
         try:
             with trained, self._modules.unchanged_on_error(self.optimizer.parameters):
                 yield
         except _UndoneError:
             raise
         except Exception as error:
+            self.optimizer.forget_gradients()
             raise NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
 
     def _fall_back(self, call: Call, reason: str) -> None:

@@ -22,14 +22,12 @@ Way = Literal["eager", "traced", "compiled"]
 
 TIMED = 5  # steps of each way, whose median counts
 EAGER = 4  # steps before any other; the first is not timed
-STEPS_FOR_TRACING = (
-    300  # tracing takes what 100 to 200 eager steps take, and saves half of each or more
-)
+STEPS_FOR_TRACING = 100  # to come; a record takes about two eager steps
 MOST_KINDS = MANY_KINDS - 1  # that are kept, of which nothing is said yet
 
-# What inductor takes, in seconds and per second that tracing took. Where tracing has saved much of an
+# What inductor takes, in seconds and per operation. Where tracing has saved much of an
 # eager step, its operations are small, and fusing them saves much of a traced one (docs/speed.md).
-COMPILING_AT_LEAST, COMPILING_PER_TRACING = 5.0, 15.0
+COMPILING_AT_LEAST, COMPILING_PER_OPERATION = 5.0, 0.015
 SAVED_PER_TRACING = 0.5  # share of a traced step, per share of an eager one
 
 
@@ -177,7 +175,7 @@ class AutoStep(Step):
     def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:
         traced, by_tracing = kind.usual("traced"), 1 - kind.usual("traced") / kind.usual("eager")
         saved = SAVED_PER_TRACING * by_tracing * traced * self._steps_to_come(kind)
-        costs = COMPILING_AT_LEAST + COMPILING_PER_TRACING * kind.preparing["traced"]
+        costs = COMPILING_AT_LEAST + COMPILING_PER_OPERATION * step.num_operations
         if self._may_compile and saved > costs:
             step.compile("inductor")
             kind.way = "compiled"

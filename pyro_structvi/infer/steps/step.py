@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief
 from pyro_structvi._pyro import ONE_THREAD, random_subsample
-from pyro_structvi._torch import inside_transform, put_together, take_apart
+from pyro_structvi._torch import inside_transform, is_recording, put_together, take_apart
 from pyro_structvi._torch_steps import norm_of
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.elbo import StructuredELBO
@@ -158,7 +158,7 @@ def numbers_of(
     For an error in the place of the terms the first three are NaN.
     """
     given = [gradient for gradient in gradients if gradient is not None]
-    norm = norm_of(given).to(loss) if given else torch.zeros_like(loss)
+    norm = norm_of(given, for_compilers=is_recording()).to(loss) if given else torch.zeros_like(loss)
     if isinstance(terms, ValueError):
         return torch.stack([loss, loss, loss, norm]).detach()
     likelihood = ELBOTerms(terms.log_likelihood, {}).elbo
