@@ -33,8 +33,8 @@ class StructuredAdam(torch.optim.Optimizer):
 
     .. math:: \mu \leftarrow \mu - A \, \operatorname{Adam}_\rho(A^\top g), \qquad g = \nabla_\mu.
 
-    Without Adam's division this is the natural gradient step :math:`\Sigma g`, for which a
-    Gaussian posterior has curvature 1 in every direction. Where many elements are as wide as a wide
+    Without Adam's division this is the natural gradient step :math:`\Sigma g`: a Gaussian posterior
+    has curvature 1 in every direction. Where many elements are as wide as a wide
     prior, most of their gradients are noise, and so would their moves be: the root mean square of
     this move over a weight is at most that of Adam's own, the rate in the mean's unit. A low rank with
     a constant diagonal, which gains little by it, moves once (``Family.moves_in_own_coordinates``).
@@ -137,7 +137,7 @@ class StructuredAdam(torch.optim.Optimizer):
             closure: Computes the loss and the gradients anew, as for any optimizer of torch.
 
         Returns:
-            What the closure returns.
+            The value of the closure.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -223,7 +223,7 @@ class StructuredAdam(torch.optim.Optimizer):
     ) -> None:
         """Move tensors; averages are kept with these parameters, under names with a prefix.
 
-        A step of parameters counts, and those with a prefix come before it.
+        A step without a prefix counts; steps with a prefix precede it.
         """
         averages: list[Tensor] = []
         squares: list[Tensor] = []

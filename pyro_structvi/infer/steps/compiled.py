@@ -1,4 +1,4 @@
-"""Eager steps, and steps that are traced or compiled."""
+"""Eager training steps, and recorded ones."""
 
 import math
 import random
@@ -23,13 +23,7 @@ from pyro_structvi.infer.terms import ELBOTerms
 
 
 class EagerStep(Step):
-    """A step as ``SVI`` takes it, but with one optimizer.
-
-    Args:
-        loss: The loss.
-        optimizer: What updates the parameters; one made of Pyro's adopts those that a step meets.
-        check: See :class:`Step`.
-    """
+    """A step of ``SVI`` with one optimizer; a Pyro optimizer adopts the parameters of each step."""
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return its numbers."""
@@ -63,15 +57,15 @@ MANY_KINDS = 16
 
 
 class CompileFallbackWarning(UserWarning):
-    """A step could not be compiled, and runs as ``SVI`` would run it."""
+    """A step cannot be compiled and runs as in ``SVI``."""
 
 
 class NotCompiledError(Exception):
-    """A step could not be compiled; the message says why."""
+    """A step cannot be compiled; the message is the reason."""
 
 
 class _UndoneError(Exception):
-    """A step is to be undone."""
+    """A step must be undone."""
 
 
 class CompiledStep(Step):
@@ -82,16 +76,16 @@ class CompiledStep(Step):
 
     Args:
         loss: The loss.
-        optimizer: What updates the parameters.
+        optimizer: The optimizer.
         check: See :class:`Step`.
         backend: A backend of ``torch.compile``, None, or "auto".
         fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
-        watches: Whether other code may change model and guide between steps, so that each step looks.
-        is_exact: Whether a trace must give Python's numbers to the last bit, and not to rounding.
+        watches: Whether other code may change model and guide between steps.
+        is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.
 
     Attributes:
-        eager: The engine of first steps.
-        kinds: The steps that have been compiled, by arguments and by the state of model and guide.
+        eager: The engine of eager steps.
+        kinds: The recorded steps, by arguments and by the state of model and guide.
     """
 
     def __init__(
@@ -112,7 +106,7 @@ class CompiledStep(Step):
         self._has_replayed = False  # whether the last step ran no Python but this package's
         self.eager = EagerStep(loss, optimizer, self._check_first)
         self._backend, self._fallback = backend, fallback
-        self._stored: list[str] = []  # names of what is found in Pyro's store
+        self._stored: list[str] = []  # names of parameters in Pyro's store
         self.kinds: dict[Hashable, ReplayedStep] = {}
         self._uncompiled: set[Hashable] = set()  # calls that have fallen back
         self._drawing_in_python: set[Hashable] = set()
@@ -140,23 +134,22 @@ class CompiledStep(Step):
         return self.eager.take(args, kwargs)
 
     def kind_of(self, call: Call) -> ReplayedStep | None:
-        """Return the step that a call shares with others of its kind, or None before the first."""
+        """Return the recorded step for a call, or None if it is the first call of its kind."""
         if self.optimizer.was_loaded():
             self.kinds.clear()
         if self._watches or not self._has_replayed:
             self._last_state = self._state()
         self._has_replayed = False
-        step = self.kinds.get((call.key, self._last_state))
-        return step
+        return self.kinds.get((call.key, self._last_state))
 
     def take_first(self, call: Call) -> list[float]:
-        """Take the first step of a kind, an eager one, which finds parameters and plates."""
+        """Take the first step of a kind eagerly, and find parameters and plates."""
         generators = _python_generators()
         with poutine.trace(param_only=True) as capture, SubsampleRecorder() as recorder:
             numbers = self.eager.take(call.args, call.kwargs)
         if _python_generators() != generators:
             self._drawing_in_python.add(call.key)
-        self.loss.zero_grad()  # also of what the optimizer does not train
+        self.loss.zero_grad()  # also of parameters that the optimizer does not train
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
         self.optimizer.was_loaded()
         if not self.loss.is_structured:
@@ -181,7 +174,7 @@ class CompiledStep(Step):
     def _check_first(
         self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
     ) -> list[float]:
-        """Refuse an optimizer of parameters that this step does not have, then check numbers."""
+        """Refuse an optimizer of other parameters, then check the numbers."""
         self._numbers = numbers
         own = self._modules.tensors()
         foreign = [
@@ -224,15 +217,15 @@ class CompiledStep(Step):
         if self._check is None or math.isfinite(sum(read)):
             return read
         read = self._read(batch, *step.unpack(outputs))
-        self.optimizer.forget_gradients()  # which a check may name
+        self.optimizer.forget_gradients()  # set for the error of the check
         return read
 
     def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
         """Record or replay a step, undo it, take it by Python, and compare the two."""
         if call.key in self._drawing_in_python:
             raise NotCompiledError(
-                "This step cannot be compiled: it draws random numbers by Python's `random` or by NumPy, "
-                "and would repeat what it has drawn once; draw them by torch."
+                "This step cannot be compiled: it draws random numbers by Python's `random` or by "
+                "NumPy, and would repeat what it has drawn once; draw them by torch."
             )
         generators, recorded = generators_of(self.optimizer.parameters), list[Any]()
         with suppress(_UndoneError), self._explained(step):
@@ -240,7 +233,7 @@ class CompiledStep(Step):
             raise _UndoneError
         self.optimizer.forget_gradients()
         read = self.eager.take(call.args, call.kwargs)
-        self.loss.zero_grad()  # also of what the optimizer does not train
+        self.loss.zero_grad()  # also of parameters that the optimizer does not train
         own = self._numbers
         eps = torch.finfo(own.dtype).eps
         change = (own - recorded[0])[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
@@ -264,7 +257,7 @@ class CompiledStep(Step):
 
     @contextmanager
     def _explained(self, step: ReplayedStep) -> Iterator[None]:
-        """Leave all as it was where a step cannot be compiled, and say why."""
+        """Undo a step that cannot be compiled, and raise the reason."""
         trained = self.optimizer.unchanged_on_error() if step.replays_update else nullcontext()
         try:
             with trained, self._modules.unchanged_on_error(self.optimizer.parameters):
@@ -280,7 +273,7 @@ class CompiledStep(Step):
         self._uncompiled.add(call.key)
 
     def _state(self) -> Hashable:
-        """Return what decides how model and guide run, besides their arguments."""
+        """Return everything that a step depends on, apart from its arguments and values of tensors."""
         parts = self._modules.state()
         parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
         parts.append(self.optimizer.runs_hooks)
@@ -291,7 +284,7 @@ class CompiledStep(Step):
 
 
 def not_repeated(changed: Sequence[str]) -> str:
-    """Say why steps that change these values cannot be replayed."""
+    """Return the reason why a step that changes these values cannot be replayed."""
     return (
         f"a step changes {', '.join(changed[:3])}, which a replay would not; keep what changes in a "
         "buffer, and change it in place"
@@ -299,6 +292,6 @@ def not_repeated(changed: Sequence[str]) -> str:
 
 
 def _python_generators() -> list[Any]:
-    """Return the states of the random generators that a traced step does not see."""
+    """Return the states of the random generators that are invisible to a record."""
     of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
     return [random.getstate(), of_numpy[2], of_numpy[1].tobytes()]

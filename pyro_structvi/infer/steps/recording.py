@@ -191,7 +191,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 def _refuse_values(operation: Any, args: tuple[Any, ...]) -> None:
     """Refuse operations whose result is a number, or has as many elements as values determine."""
-    if operation is torch.ops.aten._local_scalar_dense.default:
+    if torch.Tag.data_dependent_output in operation.tags:
         raise RuntimeError("Python reads a tensor's value")
     indexes = operation is torch.ops.aten.index.Tensor
     masks = [i for i in args[1] if i is not None] if indexes else []
@@ -289,11 +289,15 @@ def _simplified(recorder: _Recorder, returned: list[Value | None]) -> list[Opera
     changing = {value.storage for each in recorder.operations for value in each.written}
     changing |= {value.storage for value in returned if value is not None}
     same: dict[Value, Value] = {}
-    views = {(v.storage, v.layout): v for v in recorder.inputs + [*recorder.found]}
+    views = {(v.storage, v.layout): v for v in (*recorder.inputs, *recorder.found)}
     known: dict[Any, list[Value]] = {}
     kept: list[Operation] = []
+
+    def replaced(argument: Any) -> Any:
+        return same.get(argument, argument) if isinstance(argument, Value) else argument
+
     for each in recorder.operations:
-        each.args, each.kwargs = tree_map(lambda v: same.get(v, v), (each.args, each.kwargs))
+        each.args, each.kwargs = tree_map(replaced, (each.args, each.kwargs))
         results = each.results
         if each.is_pure and not {v.storage for v in (*each.inputs, *results)} & changing:
             if each.constants and len(each.constants) == len(results):
@@ -311,7 +315,7 @@ def _simplified(recorder: _Recorder, returned: list[Value | None]) -> list[Opera
                 each.results[:] = [view]  # for later operations that equal this one
                 continue
         kept.append(each)
-    returned[:] = [value and same.get(value, value) for value in returned]
+    returned[:] = map(replaced, returned)
     needed = {value for value in returned if value is not None}
     used: list[Operation] = []
     for each in reversed(kept):
