@@ -69,6 +69,17 @@ def is_recording() -> bool:
     return _IS_RECORDING.get() or get_proxy_mode() is not None
 
 
+def can_read(tensor: Tensor) -> bool:
+    """Whether Python may read a constant here without an error, a wait or a lost gradient.
+
+    Torch has no public question for its tracers. Without it they would refuse code that reads constants.
+    """
+    if torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None:
+        return False
+    is_traced = inside_transform() or inside_jit_trace()
+    return not (is_traced or tensor.requires_grad or tensor.device.type != "cpu")
+
+
 def inside_backward() -> bool:
     """Whether this code runs inside a backward pass, as the recomputation of a checkpoint does.
 

@@ -140,7 +140,8 @@ class CompiledStep(Step):
         if self._watches or not self._has_replayed:
             self._last_state = self._state()
         self._has_replayed = False
-        return self.kinds.get((call.key, self._last_state))
+        step = self.kinds.get((call.key, self._last_state))
+        return step if step is None or step.holds else None
 
     def take_first(self, call: Call) -> list[float]:
         """Take the first step of a kind eagerly, and find parameters and plates."""

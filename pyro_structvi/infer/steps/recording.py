@@ -28,6 +28,7 @@ from pyro_structvi.linalg.precision import autocast_off
 
 CONVOLUTION = torch.ops.aten.convolution.default
 LARGEST = 2**16  # elements of a constant that is kept
+LARGEST_READ = 16  # elements of a constant that Python may read, since it is compared before each replay
 
 Outputs = tuple[Tensor | None, ...]
 
@@ -97,7 +98,9 @@ class _Recorder(DispatchMode):
         self.operations: list[Operation] = []
         self.found: dict[Value, Tensor] = {}
         self._device = device
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}  # constants and their values, by address
         self._known = TensorKeyDictionary()
+        self._made_by: dict[Value, Operation] = {}
         self._numbers = count(1)
         self._storages: dict[int, int] = {}  # of found tensors, by their address
         self.inputs = [self._new_value(tensor, {}) for tensor in inputs]
@@ -113,7 +116,10 @@ class _Recorder(DispatchMode):
         kwargs = kwargs or {}
         if is_profiler_mark(func):
             return func(*args, **kwargs)
-        _refuse_values(func, args)
+        if torch.Tag.data_dependent_output in func.tags:
+            self._keep_read_constants(args)
+            return func(*args, **kwargs)
+        _refuse_sizes(func, args)
         if self._is_of_host(func, args, kwargs):
             return func(*args, **kwargs)  # its result is found, as a constant
         operation = Operation(func, *tree_map(self.value_of, (args, kwargs)))
@@ -128,6 +134,7 @@ class _Recorder(DispatchMode):
         if not operation.inputs and operation.is_pure:
             operation.constants = [tensor for tensor in tensors if tensor.numel() <= LARGEST]
         self.operations.append(operation)
+        self._made_by |= dict.fromkeys(operation.results, operation)
         return results
 
     def value_of(self, argument: Any) -> Any:
@@ -150,6 +157,25 @@ class _Recorder(DispatchMode):
         value = Value(storage, _layout(tensor))
         self._known[tensor] = value
         return value
+
+    def _keep_read_constants(self, args: Any) -> None:
+        """Note the constants that a value depends on, which is about to be read.
+
+        Raises:
+            RuntimeError: If it depends on an input, a parameter, a random number or a large tensor.
+        """
+        todo = _values(tree_map(self.value_of, args))
+        while todo:
+            value = todo.pop()
+            tensor, operation = self.found.get(value), self._made_by.get(value)
+            if tensor is not None and _is_small_constant(tensor):
+                size = tensor.untyped_storage().nbytes() // tensor.element_size()
+                whole = tensor.detach().as_strided((size,), (1,), 0)
+                self.read.setdefault(_address(tensor), (whole, whole.clone()))
+            elif operation is not None and operation.is_pure:
+                todo += operation.inputs
+            else:
+                raise RuntimeError("Python reads a tensor's value")
 
     def _is_of_host(self, function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether an operation depends on constants of the host only, for parameters on a GPU.
@@ -189,10 +215,13 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
 
 
-def _refuse_values(operation: Any, args: tuple[Any, ...]) -> None:
-    """Refuse operations whose result is a number, or has as many elements as values determine."""
-    if torch.Tag.data_dependent_output in operation.tags:
-        raise RuntimeError("Python reads a tensor's value")
+def _is_small_constant(tensor: Tensor) -> bool:
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return not tensor.requires_grad and tensor.device.type == "cpu" and size <= LARGEST_READ
+
+
+def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
+    """Refuse operations whose result has as many elements as values determine."""
     indexes = operation is torch.ops.aten.index.Tensor
     masks = [i for i in args[1] if i is not None] if indexes else []
     by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in masks)
@@ -215,7 +244,8 @@ class Record:
     """The operations of one call of a function of tensors, to be repeated with other tensors.
 
     Tensors that the function finds elsewhere, such as parameters and buffers, are read and written as
-    they are at each call. Random numbers are drawn anew.
+    they are at each call. Random numbers are drawn anew. Python may read small constants; the record
+    holds as long as they stay the same.
 
     Args:
         function: A function from tensors to a tuple of tensors.
@@ -239,6 +269,7 @@ class Record:
             _RefusesPython(),
         ):
             self.outputs = function(*apart)
+        self._read = [*recorder.read.values()]
         self._inputs = recorder.inputs
         self._returned: list[Value | None] = [recorder.value_of(v) for v in self.outputs]
         self._operations = _simplified(recorder, self._returned)
@@ -252,6 +283,11 @@ class Record:
         """Repeat the call with other inputs of the same shapes."""
         with torch.no_grad(), autocast_off(inputs[0]):  # casts are operations of the record
             return self._run(*inputs, *self._tensors)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the constants that Python read are still the same."""
+        return all(torch.equal(now, then) for now, then in self._read)
 
     def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
         """Let a compiler fuse the operations; random numbers stay those of torch's generators.

@@ -116,6 +116,11 @@ class ReplayedStep:
             self._graph, self._update_record, self._options = None, None, options
 
     @property
+    def holds(self) -> bool:
+        """Whether the constants that Python read in the record are still the same."""
+        return self._record is None or self._record.holds
+
+    @property
     def num_operations(self) -> int:
         """The number of recorded operations."""
         return 0 if self._record is None else len(self._record)

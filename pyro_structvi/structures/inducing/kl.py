@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Laplace, Normal, kl_divergence, register_kl
 
-from pyro_structvi.linalg.known_numbers import known_number
+from pyro_structvi._torch import can_read
 from pyro_structvi.linalg.matrices import event_sum, shrink
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.augmented import AugmentedNormal
@@ -96,9 +96,11 @@ def _kl_to_joined_priors(q: InducingNormal, p: JoinedPrior) -> Tensor:
 
 
 def _is_own(loc: Tensor, scale: Tensor, own: Tensor) -> bool:
-    """Whether a normal prior is known to be the joint's own, so that there is no gap between them."""
-    number = known_number(scale)
-    return number is not None and known_number(loc) == 0.0 and known_number(own) == number
+    """Whether a normal prior equals the joint prior's marginal, so that the gap is zero."""
+    values = (loc, scale, own)
+    if any(value.numel() > 1 or not can_read(value) for value in values):
+        return False
+    return float(loc) == 0.0 and float(scale) == float(own)
 
 
 def _kl(q: InducingNormal, gap: Tensor | float = 0.0) -> Tensor:
