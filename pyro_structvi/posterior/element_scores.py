@@ -13,7 +13,7 @@ from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.linalg.precision import at_least_single
-from pyro_structvi.posterior.draws import as_arguments
+from pyro_structvi.posterior.passes import as_arguments
 from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.point_mass import PointMass

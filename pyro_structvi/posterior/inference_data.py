@@ -21,7 +21,8 @@ from pyro_structvi._torch import take_apart
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.priors import matches
-from pyro_structvi.posterior.draws import (
+from pyro_structvi.posterior.passes import (
+    Passes,
     Posterior,
     as_arguments,
     as_batches,
@@ -29,7 +30,6 @@ from pyro_structvi.posterior.draws import (
     count_draws,
     spaced,
 )
-from pyro_structvi.posterior.passes import Passes, statistics_for
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
 from pyro_structvi.weights.torch_distributions import base_of
 
@@ -373,9 +373,9 @@ def to_inference_data(
             f"`num_samples` must be a multiple of the {chains} chains, but got {total}."
         )
     group, predicted = PosteriorGroup(sites, functions or {}), Columns()
-    statistics, read = statistics_for(model, posterior, batch_statistics), partial(_read, outputs)
+    read = partial(_read, outputs)
     with ONE_THREAD, evaluation_mode(model):
-        passes = Passes(model, posterior, batches, site, read, max_memory, statistics)
+        passes = Passes(model, posterior, batches, site, read, max_memory, batch_statistics)
         for done in passes.run(total):
             predicted.add({name: done.outputs.pop(name) for name in ("sample", "log_prob")})
             group.add_draws(done.values, done.outputs, passes.observed)

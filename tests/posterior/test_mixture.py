@@ -137,7 +137,9 @@ def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
     guide = ps.KTiedGuide(model)
     prediction = ps.predict(model, guide, x, num_samples=6)
     torch.testing.assert_close(prediction.functions, prediction.likelihood.mean.sum((1, 2)))
-    with pytest.raises(ValueError, match=r"With `batch_size`, what the model returns must have"):
+    with pytest.raises(
+        ValueError, match=r"With `batch_size`, the model must return tensors with the examples"
+    ):
         ps.predict(model, guide, x, num_samples=6, batch_size=5)
     assert ps.predict(model, guide, x, num_samples=6, batch_size=5, stream=True).mean.shape == (
         12,

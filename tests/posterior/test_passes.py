@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.posterior import predicting
+from pyro_structvi.posterior import prediction
 from pyro_structvi.posterior.passes import Passes
 from pyro_structvi.posterior.runs import evaluation_mode
 from tests.guide_cases import GUIDES, POINTS
@@ -126,14 +126,12 @@ def test_members_of_an_ensemble_take_turns_over_passes():
 def test_averages_over_parts_are_those_over_all(sizes):
     mean, variance = 1e3 + torch.randn(50, 6, 4), torch.rand(50, 6, 4)
     entropy, density = torch.rand(50, 6), 30 * torch.randn(50, 6)
-    reader = predicting._Reader(1, keeps=True)
-    reader.entropy = lambda probabilities: torch.special.entr(probabilities).sum(-1)
-    averages = predicting._Averages(reader)
+    averages = prediction._Averages()
     for part in zip(
         *(values.split(sizes) for values in (mean, variance, entropy, density)), strict=True
     ):
         averages.add(dict(zip(("mean", "variance", "entropy", "log_density"), part, strict=True)))
-    found = averages.result()
+    found = averages.result(lambda probabilities: torch.special.entr(probabilities).sum(-1))
     exact = {"rtol": 1e-12, "atol": 1e-12}
     spread = (mean - mean.mean(0)).square().mean(0)
     torch.testing.assert_close(found["mean"], mean.mean(0), **exact)
@@ -187,7 +185,7 @@ def test_passes_keep_within_the_memory_that_is_allowed(draws_in_a_pass):
     weights, outputs = 302, 10 * (50 + 50 + 2)
     least = 8 * (weights + outputs) * draws_in_a_pass / 2**30
     batches = [((x,), None)]
-    read = predicting._Reader(1, keeps=True)
+    read = prediction._Reader(1, keeps=True)
     passes = Passes(model, ps.KTiedGuide(model), batches, None, read, least)
     sizes = [len(one.outputs["mean"]) for one in passes.run(40)]
     assert sum(sizes) == 40
