@@ -224,8 +224,7 @@ def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y
     log_probs = log_probs.unflatten(0, weights.shape)
     of_shared = weights.sum(0)
     each = _log_average(weights / of_shared, log_probs)
-    density = _log_average(of_shared, each.flatten(2).sum(-1) if each.dim() > 2 else each)
-    return density
+    return _log_average(of_shared, each.flatten(2).sum(-1) if each.dim() > 2 else each)
 
 
 def _log_average(weights: Tensor, log_values: Tensor) -> Tensor:
