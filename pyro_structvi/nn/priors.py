@@ -381,6 +381,25 @@ class ScaledPrior:
         return normal.expand(plates + self.shape).to_event(len(self.shape))
 
 
+class TiedPrior:
+    """The prior of a site that another module owns.
+
+    Attributes:
+        owner: The module that owns the site.
+        attribute: The site's attribute there.
+    """
+
+    is_tied = True
+
+    def __init__(self, owner: PyroModule, attribute: str) -> None:
+        self.owner = owner
+        self.attribute = attribute
+
+    def __call__(self, module: PyroModule) -> Any:
+        """Return the owner's prior."""
+        return declared_samples(self.owner)[self.attribute](self.owner)
+
+
 def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
     """Turn an attribute of a module into a sample site.
 

@@ -11,8 +11,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_structvi._pyro import declared_name, declared_samples
-from pyro_structvi.nn.priors import BufferedPrior
-from pyro_structvi.nn.sampled_copy import TiedPrior
+from pyro_structvi.nn.priors import BufferedPrior, TiedPrior
 from pyro_structvi.reference.jax_net import (
     JaxLikelihood,
     JaxNet,
