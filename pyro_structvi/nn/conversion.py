@@ -277,8 +277,8 @@ def _normalization_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the own parameters of a module that normalize, or scale a whole layer.
 
     These belong to torch's normalization layers; to classes with such names that have vectors only, as
-    ``LlamaRMSNorm`` and ``LayerScale``; or are vectors ``gamma``, ``layer_scale`` and ``lambda_1``, as in
-    ConvNeXt and vision transformers. A vector has one dimension larger than 1.
+    ``LlamaRMSNorm`` and ``LayerScale``; or are vectors ``gamma``, ``layer_scale`` and ``lambda_1``, as
+    in ConvNeXt and vision transformers. A vector has one dimension larger than 1.
     """
     own = _own_parameters(module)
     vectors = [(name, value) for name, value in own if max(value.shape, default=1) == value.numel()]

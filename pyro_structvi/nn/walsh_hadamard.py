@@ -109,7 +109,7 @@ class WalshHadamardLayer(PyroModule):
         raise NotImplementedError
 
     def _multiply(self, x: Tensor, coefficients: Tensor) -> Tensor:
-        """Multiply ``x (batch, *positions, in)`` by the weight of ``coefficients (*batch, blocks, D)``."""
+        """Multiply ``x (batch, *positions, in)`` by a weight, or by a weight for each example."""
         blocks, width = self.row_scale.shape
         padded = F.pad(x, (0, width - x.shape[-1])).unsqueeze(-2)
         positions = [1 for _ in range(x.dim() - 2)]
