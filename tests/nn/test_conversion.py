@@ -89,10 +89,19 @@ def test_the_forward_is_the_nets_own():
 # ---- priors --------------------------------------------------------------------------------------
 
 
-def test_a_prior_by_fan_in():
-    sites = sites_of(ps.bayesianize(nn.Conv2d(4, 2, 3), prior=ps.FanIn(2.0, vector_scale=0.3)))
-    assert torch.allclose(sites["weight"].stddev, torch.tensor(2 / 6.0))
-    assert torch.allclose(sites["bias"].stddev, torch.tensor(0.3))
+@pytest.mark.parametrize(
+    ("prior", "weight", "bias"),
+    [
+        (ps.FanIn(2.0, vector_scale=0.3), 2 / 3**0.5, 0.3),
+        ({"weight": torch.arange(1.0, 7).reshape(2, 3), "bias": 1.0}, None, 1.0),
+        (lambda name, value: 1.0 + len(name) + value.dim(), 9.0, 6.0),
+    ],
+)
+def test_priors_in_several_forms(prior, weight, bias):
+    sites = sites_of(ps.bayesianize(nn.Linear(3, 2), prior=prior))
+    expected = prior["weight"] if weight is None else torch.full((2, 3), weight)
+    torch.testing.assert_close(sites["weight"].stddev, expected.double())
+    torch.testing.assert_close(sites["bias"].stddev, torch.full((2,), bias))
 
 
 def test_a_prior_by_pattern_first_match_wins():
@@ -100,27 +109,6 @@ def test_a_prior_by_pattern_first_match_wins():
     sites = sites_of(ps.bayesianize(net, prior={"0.weight": 2.0, "*.weight": 3.0, "*": 4.0}))
     scales = {name: prior.stddev.flatten()[0].item() for name, prior in sites.items()}
     assert scales == {"0.weight": 2, "0.bias": 4, "1.weight": 3, "1.bias": 4}
-
-
-def test_a_prior_for_each_element():
-    scale = torch.rand(2, 3) + 0.1
-    sites = sites_of(ps.bayesianize(nn.Linear(3, 2), prior={"weight": scale, "bias": 1.0}))
-    assert torch.equal(sites["weight"].stddev, scale)
-
-
-def test_a_prior_as_a_distribution():
-    sites = sites_of(ps.bayesianize(nn.Linear(3, 2), prior=dist.StudentT(3.0, 0.0, 2.0)))
-    base = sites["weight"].base_dist
-    assert isinstance(base, dist.StudentT)
-    assert torch.equal(base.scale, torch.full((2, 3), 2.0))
-
-
-def test_a_prior_as_a_function():
-    sites = sites_of(
-        ps.bayesianize(nn.Linear(3, 2), prior=lambda name, weight: 1.0 + len(name) + weight.dim())
-    )
-    assert sites["weight"].stddev[0, 0] == 9.0
-    assert sites["bias"].stddev[0] == 6.0
 
 
 @pytest.mark.parametrize("prior", [1.0, dist.Laplace(0.0, 1.0)])

@@ -276,10 +276,3 @@ def test_noise_takes_its_dtype_from_a_floating_point_tensor():
     net.register_buffer("index", torch.arange(3))
     model = ps.Regressor(ps.bayesianize(net), 6, noise_scale=2.5)
     assert model.noise_scale == 2.5
-
-
-def test_a_net_that_was_called_before_is_an_error():
-    net = ps.bayesianize(nn.Linear(3, 1))
-    poutine.block(net)(torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="`net` was called before it became part of this model"):
-        ps.Regressor(net, 6, 0.1)

@@ -121,12 +121,6 @@ def test_priors_and_starts():
         assert set(guide[name].loc.tolist()) == {-1.0, 1.0}
 
 
-def test_parameters_of_mean_field():
-    layer = RankOneLinear(nn.Linear(40, 60, bias=False))
-    count = sum(p.numel() for p in [*layer.parameters(), *ps.MeanFieldGuide(layer).parameters()])
-    assert count == 40 * 60 + 2 * (40 + 60)
-
-
 def make_regressor():
     net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
     layers = [part if i == 1 else RankOneLinear(part) for i, part in enumerate(net)]
@@ -149,14 +143,6 @@ def test_copies_and_state_dicts():
     for same in (target, pickle.loads(pickle.dumps(source))):
         assert isinstance(same.net[0], RankOneLinear)
         torch.testing.assert_close(poutine.condition(same.net, values)(x), expected)
-
-
-def test_layers_convert():
-    layer = RankOneConv1d(nn.Conv1d(2, 5, 3, dtype=torch.float32))
-    guide = ps.MeanFieldGuide(layer)
-    assert layer(torch.zeros(1, 2, 4, dtype=torch.float32)).dtype == torch.float32
-    assert {p.dtype for p in [*guide.parameters(), *layer.parameters()]} == {torch.float32}
-    assert layer.double()(torch.zeros(1, 2, 4)).dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Walsh-Hadamard layers, compared with the dense weight that their formula gives."""
 
-import copy
 import math
 
 import pytest
@@ -126,13 +125,6 @@ def test_weights_have_the_prior_scale(arguments):
     torch.testing.assert_close(variance.detach(), torch.full(layer.weight_shape, 0.09))
 
 
-def test_outputs_share_the_numbers_of_their_weights():
-    """H diag(g) H depends on the exclusive or of row and column; see the page in docs/guides."""
-    layer, index = WalshHadamardLinear(8, 8), torch.arange(8)
-    weight = layer.weight(torch.randn(1, 8)) / layer.row_scale[0, :, None] / layer.column_scale[0]
-    torch.testing.assert_close(weight, weight[0, index ^ index[:, None]])
-
-
 def test_the_start_is_like_torchs():
     layer = WalshHadamardLinear(200, 2000)
     weight = layer.weight(layer.initial_values["coefficients"])
@@ -178,16 +170,6 @@ def test_outputs_of_an_example_have_the_law_of_one_draw(make, apply, x_shape):
     assert_draws(lambda: run_lazily(layer, guide, x), mean, covariance)
 
 
-def test_one_draw_serves_the_batch_elsewhere():
-    layer, x = WalshHadamardLinear(3, 6), torch.randn(1, 3).expand(4, 3)
-    guide = ps.MeanFieldGuide(layer, init_scale=1.0)
-    trace = poutine.trace(guide).get_trace(x)
-    outputs = poutine.replay(layer, trace)(x)
-    assert torch.equal(outputs[:-1], outputs[1:])
-    lazy = run_lazily(layer, guide, x)
-    assert not torch.isclose(lazy[:-1], lazy[1:]).any()
-
-
 def test_one_draw_of_filters_serves_the_batch_unless_asked():
     x = torch.randn(1, 2, 5).expand(4, 2, 5)
     for per_example in (False, True):
@@ -205,27 +187,12 @@ def make_regressor():
     return ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.3)
 
 
-def test_parameters_of_mean_field():
-    layer = WalshHadamardLinear(400, 600, bias=False)
-    count = sum(p.numel() for p in [*layer.parameters(), *ps.MeanFieldGuide(layer).parameters()])
-    assert count == 4 * 2 * 512
-
-
 def test_fitting_and_predicting():
     model, data = make_regressor(), regression_data()
     guide = ps.AutoLowRankLRT(model)
     ps.fit(model, guide, data, num_steps=2, lr=0.03, progress=False)
     assert not model.net[0].row_scale[0].detach().abs().eq(1).any()  # trained along
     assert ps.predict(model, guide, data[0], num_samples=3).mean.shape == (12, 1)
-
-
-def test_state_dicts_and_copies():
-    source, target, x = make_regressor(), make_regressor(), torch.randn(4, 3)
-    values = ps.MeanFieldGuide(source).draw()
-    expected = poutine.condition(source.net, values)(x)
-    target.load_state_dict(source.state_dict())
-    for same in (target, copy.deepcopy(source)):
-        torch.testing.assert_close(poutine.condition(same.net, values)(x), expected)
 
 
 def test_layers_convert():

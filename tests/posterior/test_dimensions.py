@@ -10,7 +10,6 @@ from tests.models import hierarchical_function
 
 LAYERS = {
     "linear": (nn.Linear(3, 5), {"weight": "out in", "bias": "out"}),
-    "convolution": (nn.Conv1d(3, 5, 2), {"weight": "out in kernel", "bias": "out"}),
     "in 2D": (nn.Conv2d(3, 5, 2, bias=False), {"weight": "out in kernel_0 kernel_1"}),
     "transposed": (nn.ConvTranspose1d(3, 5, 2, bias=False), {"weight": "in out kernel"}),
     "embedding": (nn.Embedding(7, 4), {"weight": "in out"}),
@@ -62,9 +61,7 @@ def test_dims_of_factors_and_of_undeclared_sites_are_left_to_arviz():
     ("shape", "expected"),
     [
         ((12, 4), ["obs_id", "obs_dim_0"]),
-        ((12,), ["obs_id"]),
         ((12, 3), ["obs_id", "a_dim_0"]),
-        ((12, 4, 2), ["obs_id", "obs_dim_0", "a_dim_0"]),
         ((3, 4), ["a_dim_0", "a_dim_1"]),
         ((), []),
     ],

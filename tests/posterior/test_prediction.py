@@ -59,7 +59,7 @@ def test_classification_moments_are_those_of_the_logits():
     torch.testing.assert_close(prediction.log_density, mean.gather(1, y[:, None]).log().squeeze(1))
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 5, 12, 100])
+@pytest.mark.parametrize("batch_size", [5, 100])
 def test_batches_and_streaming_change_nothing(batch_size):
     model, (x, y) = make_regressor(), regression_data()
     guide = wide_guide(model)
@@ -154,18 +154,6 @@ def test_pyros_own_guides():
     assert prediction.functions.std(0).min() > 0
 
 
-def test_dropout_is_off_and_running_statistics_stay():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-    bayes_net = ps.bayesianize(net, normalization=False)
-    model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
-    guide = ps.MeanFieldGuide(model, init_scale=1e-8)
-    before = model.net[1].running_mean.clone()
-    prediction = ps.predict(model, guide, torch.randn(6, 3), num_samples=5)
-    assert prediction.function_variance.max() < 1e-10
-    assert torch.equal(model.net[1].running_mean, before)
-    assert all(module.training for module in model.modules())
-
-
 def test_several_inputs():
     class Two(pyro.nn.PyroModule):
         def __init__(self):
@@ -216,7 +204,6 @@ def test_the_observed_site_must_be_unique():
     [
         ({"num_samples": 0}, "`num_samples` must be a whole number of at least 1"),
         ({"num_samples": 9}, "`num_samples` must be at most the 4 draws given, but got 9"),
-        ({"batch_size": 0}, "`batch_size` must be a whole number of at least 1"),
         ({"y": torch.zeros(4, 1)}, r"must have one length, but got \[5, 4\]"),
     ],
 )
@@ -234,22 +221,14 @@ def test_draws_of_different_number():
         ps.predict(make_regressor(), draws, torch.zeros(5, 3))
 
 
-@pytest.mark.parametrize("posterior", ["guide", "draws"])
-def test_inputs_of_another_dtype(posterior):
+def test_inputs_of_another_dtype():
     model = make_regressor()
-    guide = ps.MeanFieldGuide(model)
-    draws = {name: value.unsqueeze(0) for name, value in guide.draw().items()}
     message = r"`x` must have the dtype of `net.0.weight`, torch.float64, but got torch.float32"
     with pytest.raises(ValueError, match=message):
-        ps.predict(
-            model,
-            guide if posterior == "guide" else draws,
-            torch.zeros(5, 3).float(),
-            num_samples=1,
-        )
+        ps.predict(model, ps.MeanFieldGuide(model), torch.zeros(5, 3).float(), num_samples=1)
 
 
-@pytest.mark.parametrize("shape", [(12,), (12, 2), (12, 1, 1)])
+@pytest.mark.parametrize("shape", [(12,), (12, 2)])
 def test_observations_must_have_the_shape_of_the_predictions(shape):
     model, (x, _) = make_regressor(), regression_data()
     guide = ps.MeanFieldGuide(model)
@@ -272,6 +251,7 @@ def test_a_wrapped_model_is_evaluated_like_a_bare_one():
         ps.predict(wrapped, guide, torch.randn(6, 3), num_samples=5).function_variance.max() < 1e-10
     )
     assert torch.equal(model.net[1].running_mean, before)
+    assert all(module.training for module in model.modules())
 
 
 def test_a_mapping_holds_tensors():
@@ -280,8 +260,9 @@ def test_a_mapping_holds_tensors():
         ps.predict(model, ps.MeanFieldGuide(model), {"x": [0.0, 1.0]})
 
 
-@pytest.mark.parametrize("inputs", [(), (torch.zeros(5, 3), 100)], ids=["none", "a number"])
-@pytest.mark.parametrize("predict", [ps.predict, ps.predict_moments])
+@pytest.mark.parametrize(
+    ("predict", "inputs"), [(ps.predict, (torch.zeros(5, 3), 100)), (ps.predict_moments, ())]
+)
 def test_a_number_is_no_input(predict, inputs):
     model = make_regressor()
     with pytest.raises(TypeError, match=r"`inputs` must be tensors .* num_samples=100\)"):

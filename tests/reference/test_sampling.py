@@ -160,10 +160,6 @@ def test_statistics_are_the_samplers_under_arviz_names(draws):
         np.testing.assert_array_equal(value, expected[name])
 
 
-def test_draws_without_statistics_have_none():
-    assert NUTSDraws({}, 1, divergences=0, r_hat=1.0, weight_r_hat=1.0).sample_stats == {}
-
-
 def test_draws_go_into_predictive(model, draws):
     predicted = Predictive(model, posterior_samples=draws)(torch.zeros(5, 3).float())
     assert predicted["obs"].shape == (NUM_CHAINS * NUM_SAMPLES, 5, 1)
