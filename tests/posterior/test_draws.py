@@ -71,16 +71,6 @@ def test_what_is_no_posterior_of_the_model_is_refused():
         ps.predict(model, ps.KTiedGuide(other), x)
 
 
-def test_a_copy_of_the_model_has_the_same_posterior():
-    model = make_regressor()
-    assert (
-        ps.predict(
-            make_regressor(), ps.KTiedGuide(model), torch.zeros(5, 3), num_samples=2
-        ).num_samples
-        == 2
-    )
-
-
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.DataScaleWarning")  # of the bias
 def test_what_a_model_is_conditioned_on_wins():
     model, x = make_regressor(5), torch.randn(5, 3)

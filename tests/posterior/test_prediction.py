@@ -11,10 +11,8 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.sites.autoguide import LocalLatentWarning
 from tests.models import (
     linear_function,
-    local_latent_function,
     make_classifier,
     make_regressor,
     regression_data,
@@ -43,6 +41,7 @@ def test_regression_moments_are_those_of_the_function_values():
     torch.testing.assert_close(prediction.log_density, densities.logsumexp(0) - math.log(50))
     assert prediction.entropy is None
     assert prediction.num_samples == 50
+    assert not prediction.mean.requires_grad
 
 
 def test_classification_moments_are_those_of_the_logits():
@@ -109,15 +108,6 @@ def test_the_predictive_of_a_linear_model_is_the_closed_form():
     )
 
 
-def test_each_draw_is_one_function():
-    # Repeating an input must repeat the output, within a batch and across batches.
-    model, x = make_regressor(), torch.randn(1, 3)
-    prediction = ps.predict(model, wide_guide(model), x.repeat(6, 1), num_samples=10, batch_size=2)
-    functions = prediction.functions
-    torch.testing.assert_close(functions, functions[:, :1].expand_as(functions))
-    assert functions[:, 0].std() > 0.01
-
-
 def test_draws_by_site():
     model, x = make_regressor(), torch.randn(5, 3)
     guide = wide_guide(model)
@@ -129,20 +119,6 @@ def test_draws_by_site():
         expected = F.linear(torch.tanh(F.linear(x, w0, b0)), w2, b2)
         torch.testing.assert_close(functions[index], expected)
     assert ps.predict(model, draws, x, num_samples=3).num_samples == 3
-
-
-def test_local_latents_are_drawn_from_the_model():
-    x, y = torch.randn(6, 3), torch.randn(6)
-    guide = ps.MeanFieldGuide(local_latent_function, init_scale=1e-6)
-    ps.fit(local_latent_function, guide, (x, y), num_steps=3, progress=False)
-    with pytest.warns(LocalLatentWarning, match=r"\['shift'\] of single examples are drawn"):
-        assert_draws(
-            lambda: ps.predict(
-                local_latent_function, guide, torch.zeros(5, 3), num_samples=1
-            ).functions[0],
-            torch.zeros(5),
-            0.5**2 * torch.eye(5),
-        )
 
 
 def test_pyros_own_guides():
@@ -171,13 +147,6 @@ def test_several_inputs():
     assert ps.predict(
         model, ps.MeanFieldGuide(model), (a, b), num_samples=4, batch_size=2
     ).mean.shape == (5,)
-
-
-def test_no_gradients():
-    model = make_regressor()
-    assert not ps.predict(
-        model, ps.KTiedGuide(model), torch.randn(2, 3), num_samples=2
-    ).mean.requires_grad
 
 
 # ---- bad input -----------------------------------------------------------------------------------

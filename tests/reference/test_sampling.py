@@ -187,13 +187,6 @@ def test_values_that_do_not_move_are_left_out_of_r_hat():
 
 
 @pytest.mark.slow
-def test_a_seed_gives_the_same_draws(model, sampled):
-    x, y = (value.float() for value in make_data())
-    again = nuts(model, x, y, **TINY)
-    assert all(torch.equal(again[name], value) for name, value in sampled.items())
-
-
-@pytest.mark.slow
 def test_another_seed_gives_other_draws_and_a_bar_is_shown(model, sampled, monkeypatch, capfd):
     # NumPyro shows no bar where it finds these.
     monkeypatch.delenv("CI", raising=False)
