@@ -57,6 +57,16 @@ class Prediction:
             ``(num_samples, N)``, at most 100 draws if streamed. None for streamed classes, or if it does
             not consist of tensors with an entry for each example.
         num_samples: Number of draws.
+
+    Example:
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
+        >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
+        >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
+        >>> prediction.sample_observations(3).shape, prediction.quantile(0.5).shape
+        (torch.Size([60, 5, 1]), torch.Size([5, 1]))
+        >>> lower, upper = prediction.interval(0.9)
+        >>> bool((lower < upper).all())
+        True
     """
 
     mean: Tensor
@@ -87,13 +97,6 @@ class Prediction:
 
         Raises:
             ValueError: If classes were streamed.
-
-        Example:
-            >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
-            >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
-            >>> prediction.sample_observations(3).shape
-            torch.Size([60, 5, 1])
         """
         drawn: Tensor = self._likelihood("draws").sample((num_samples,))
         return drawn.flatten(0, 1)
@@ -114,13 +117,6 @@ class Prediction:
 
         Raises:
             ValueError: If a level is not between 0 and 1, or the observations are classes.
-
-        Example:
-            >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
-            >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
-            >>> prediction.quantile(0.5).shape
-            torch.Size([5, 1])
         """
         levels = torch.as_tensor(q)
         if levels.dim() > 1 or not levels.is_floating_point() or not levels.numel():
@@ -152,14 +148,6 @@ class Prediction:
 
         Raises:
             ValueError: If the level is not between 0 and 1, or the observations are classes.
-
-        Example:
-            >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
-            >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
-            >>> lower, upper = prediction.interval(0.9)
-            >>> bool((lower < upper).all())
-            True
         """
         if not 0 < level < 1:
             raise ValueError(f"`level` must be strictly between 0 and 1, but got {level}.")
@@ -253,7 +241,7 @@ def predict(
                 bar.update(len(done.outputs["mean"]))
     moments = [own.result(reader.entropy) for own in averages]
     joined: dict[str, Any] = {name: torch.cat([m[name] for m in moments]) for name in moments[0]}
-    missing = dict.fromkeys(("entropy", "mutual_information", "log_density"))
+    missing: dict[str, Any] = dict.fromkeys(("entropy", "mutual_information", "log_density"))
     return Prediction(**missing | joined | reader.draws(kept), num_samples=total)
 
 
@@ -344,6 +332,9 @@ class _Reader:
         }
 
 
+_AVERAGED = ("mean", "variance", "entropy")
+
+
 class _Averages:
     """Averages over draws, updated with several draws at a time.
 
@@ -361,8 +352,7 @@ class _Averages:
         """Add values of several draws, ``(draws, *shape)`` each."""
         added, before = len(new["mean"]), self.count
         self.count += added
-        names = [name for name in ("mean", "variance", "entropy") if name in new]
-        averages = {name: new[name].mean(0) for name in names}
+        averages = {name: new[name].mean(0) for name in _AVERAGED if name in new}
         squares = (new["mean"] - averages["mean"]).square().sum(0)
         density = new["log_density"].logsumexp(0) if "log_density" in new else None
         if not before:
@@ -465,7 +455,7 @@ def _mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
         parts = base.icdf(levels)
     except NotImplementedError:
         count = -(-_QUANTILE_DRAWS // base.batch_shape[0])
-        ordered = likelihood.sample((count,)).flatten(0, 1).sort(0).values
+        ordered: Tensor = likelihood.sample((count,)).flatten(0, 1).sort(0).values
         # Positions q (S + 1), rounded outwards: an interval of level l covers one more draw with
         # a probability of at least l.
         positions = q * (len(ordered) + 1)
