@@ -69,16 +69,6 @@ def test_the_net_itself_stays_as_it_is(net):
     assert not list(bayes_net.parameters())
 
 
-def test_a_bare_linear_gets_sites_of_its_shapes():
-    sites = sites_of(ps.bayesianize(nn.Linear(3, 2), prior=0.5))
-    assert {name: tuple(prior.event_shape) for name, prior in sites.items()} == {
-        "weight": (2, 3),
-        "bias": (2,),
-    }
-    assert torch.equal(sites["weight"].mean, torch.zeros(2, 3))
-    assert torch.equal(sites["weight"].stddev, torch.full((2, 3), 0.5))
-
-
 def test_the_forward_is_the_nets_own():
     net = Residual()
     bayes_net, x = ps.bayesianize(net), torch.randn(5, 1, 3)
@@ -121,9 +111,9 @@ def test_priors_move_and_convert_with_the_net(prior):
     assert sites_of(bayes_net.to("meta"))["weight"].mean.device.type == "meta"
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n))])
-def test_models_can_be_copied_and_pickled(make):
-    model = make(ps.Classifier(ps.bayesianize(TiedNet(), prior=0.5), num_data=10))
+def test_models_can_be_pickled():
+    model = ps.Classifier(ps.bayesianize(TiedNet(), prior=0.5), num_data=10)
+    model = pickle.loads(pickle.dumps(model))
     poutine.block(model)(torch.zeros(2, 3))
     assert set(sites_of(model)) == {"net.decoder.weight", "net.decoder.bias", "net.encoder.bias"}
 

@@ -9,12 +9,10 @@ from pyro import poutine
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import FullCovariance
 from pyro_structvi.nn import RankOneConv1d, RankOneConv2d, RankOneConv3d, RankOneLinear
 from pyro_structvi.sites.finding import find_declared_sites
 from tests.lazy_weights import run_lazily
 from tests.models import regression_data
-from tests.statistics import assert_mean
 
 LAYERS = [
     (lambda: nn.Linear(4, 3), (4,)),
@@ -63,41 +61,14 @@ def test_the_weight_is_scaled_by_an_outer_product(make, shape):
 
 
 @pytest.mark.parametrize(("make", "shape"), LAYERS[1:4])
-def test_outputs_of_an_example_have_the_law_of_one_draw(make, shape):
-    """E[y_op y_qt] = E[r_o r_q] a_op' E[s s'] a_qt without bias, a_op the parts of the channels.
-
-    Sampled, since outputs are products of two normals; each of the three false alarms has 1e-6.
-    """
-    layer, x, count = make(), torch.randn(2, *shape), 2_000
-    ours = rank_one(layer)
-    families = {"*_scale": FullCovariance()}
-    guide = ps.StructuredGuide(ours, families, init_scale=0.5)
-    for name in ("input_scale", "output_scale"):
-        guide[name].lower.data.normal_(std=0.5)
-        guide[name].loc.data.normal_()
-    draws = run_lazily(ours, guide, x.repeat(count, *(1 for _ in shape)))
-
-    def by_channel(outputs):  # (m, batch, out, positions)
-        moved = outputs.movedim(ours.channel_dim, 2)
-        return moved.reshape(*moved.shape[:3], -1)
-
-    bias = 0 if layer.bias is None else layer(torch.zeros_like(x))
-    channels = x.movedim(ours.channel_dim, -1).unsqueeze(-2) * torch.eye(4)
-    parts = [layer(one.movedim(-1, ours.channel_dim)) - bias for one in channels.unbind(-2)]
-    parts = by_channel(torch.stack(parts))
-    (r, r_second), (s, s_second) = (
-        (q.mean, q.covariance_matrix + torch.outer(q.mean, q.mean))
-        for q in (guide["output_scale"](), guide["input_scale"]())
-    )
-    means = torch.einsum("o,c,cnop->nop", r, s, parts)
-    second = torch.einsum("oq,cd,cnop,dnqt->nopqt", r_second, s_second, parts, parts)
-
-    flat = by_channel(draws.unflatten(0, (count, -1)) - bias)
-    assert_mean(flat, means)
-    products = flat.unsqueeze(-1).unsqueeze(-1) * flat.unsqueeze(2).unsqueeze(2)
-    assert_mean(products, second)
-    between = flat[:, 0].flatten(1).unsqueeze(-1) * flat[:, 1].flatten(1).unsqueeze(-2)
-    assert_mean(between, torch.outer(means[0].flatten(), means[1].flatten()))
+def test_scales_for_each_example_are_a_loop(make, shape):
+    layer, x = rank_one(make()), torch.randn(3, *shape)
+    scales = {"input_scale": torch.randn(3, 4), "output_scale": torch.randn(3, len(layer.weight))}
+    loop = [
+        poutine.condition(layer, {name: value[n] for name, value in scales.items()})(x[n : n + 1])
+        for n in range(3)
+    ]
+    torch.testing.assert_close(poutine.condition(layer, scales)(x), torch.cat(loop))
 
 
 def test_one_draw_serves_the_batch_elsewhere():

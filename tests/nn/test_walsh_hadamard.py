@@ -10,7 +10,6 @@ from scipy.linalg import hadamard
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import FullCovariance
 from pyro_structvi.nn import (
     WalshHadamardConv1d,
     WalshHadamardConv2d,
@@ -20,7 +19,6 @@ from pyro_structvi.nn import (
 from pyro_structvi.sites.finding import find_declared_sites
 from tests.lazy_weights import run_lazily
 from tests.models import regression_data
-from tests.unit_noise import assert_draws
 
 SIZES = [(1, 5), (5, 1), (4, 4), (5, 20), (33, 16)]
 GEOMETRIES = [
@@ -136,38 +134,6 @@ def test_the_start_is_like_torchs():
 
 
 # ---- posteriors of the coefficients --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "apply", "x_shape"),
-    [
-        (lambda: WalshHadamardLinear(3, 6), F.linear, (2, 3)),
-        (
-            lambda: WalshHadamardConv2d(2, 3, 2, stride=2, padding=1, filters_per_example=True),
-            lambda *args: F.conv2d(*args, stride=2, padding=1),
-            (2, 3, 3),
-        ),
-    ],
-)
-def test_outputs_of_an_example_have_the_law_of_one_draw(make, apply, x_shape):
-    """The outputs are A g + b, with the covariance A Sigma_g A' + B Sigma_b B'."""
-    layer, x = spread_diagonals(make()), torch.randn(2, *x_shape)
-    guide = ps.StructuredGuide(layer, {"coefficients": FullCovariance()}, init_scale=0.7)
-    posterior = guide["coefficients"]
-    posterior.lower.data.normal_(std=0.5)
-
-    g, bias = posterior(), guide["bias"]()
-    shape = layer.row_scale.shape
-    columns = [dense_weight(layer, e.reshape(shape)) for e in torch.eye(shape.numel())]
-    operator = torch.stack([apply(x, column) for column in columns], -1)
-    per_channel = torch.stack(
-        [apply(x, torch.zeros_like(columns[0]), e) for e in torch.eye(len(bias.mean))], -1
-    )
-    mean = operator @ g.mean.flatten() + per_channel @ bias.mean
-    maps = torch.cat([operator, per_channel], -1).flatten(1, -2)
-    joint = torch.block_diag(g.covariance_matrix, bias.variance.diag())
-    covariance = torch.stack([one @ joint @ one.mT for one in maps])
-    assert_draws(lambda: run_lazily(layer, guide, x), mean, covariance)
 
 
 def test_one_draw_of_filters_serves_the_batch_unless_asked():

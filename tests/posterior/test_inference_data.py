@@ -46,6 +46,7 @@ def test_groups_dims_and_values():
     np.testing.assert_array_equal(observed.values, y[:, 0].numpy())
     assert observed.dims == ("obs_id",)
     assert predictive.shape == (2, 3, 12)
+    assert len(np.unique(predictive)) == predictive.size
     assert predictive.dims == outputs.dims == ("chain", "draw", *observed.dims)
     assert data["log_likelihood"]["obs"].dims == ("chain", "draw", "obs_id")
     np.testing.assert_array_equal(observed["obs_id"], np.arange(12))

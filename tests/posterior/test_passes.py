@@ -153,23 +153,6 @@ def test_a_seed_gives_the_same_functions_for_any_mini_batches(max_memory):
         torch.testing.assert_close(functions(batch_size), whole, rtol=1e-12, atol=1e-12)
 
 
-def test_inference_data_is_that_of_one_by_one():
-    pytest.importorskip("arviz")
-    model, (x, y) = make_regressor(), regression_data()
-    draws = draws_of(ps.MeanFieldGuide(model, init_scale=0.3), 6)
-    counting, runs = counted(model)
-    together = ps.to_inference_data(counting, draws, x, y)
-    assert len(runs) == 2
-    alone = ps.to_inference_data(model, draws, x, y, max_memory=ONE_BY_ONE)
-    for group in ("posterior", "log_likelihood"):
-        for name, values in alone[group].items():
-            torch.testing.assert_close(
-                torch.tensor(together[group][name].values), torch.tensor(values.values)
-            )
-    sample = torch.tensor(together.posterior_predictive["obs"].values)
-    assert len(sample.flatten().unique()) == sample.numel() == 72  # drawn anew for each draw
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 

@@ -158,13 +158,6 @@ def test_half_of_the_factors_leaves_13_percent_of_a_resnet_50():
     assert round(100 * left / deterministic, 1) == 13.2
 
 
-def test_a_tenth_of_mean_field_leaves_20_percent_of_a_net():
-    net = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 10))
-    deterministic = sum(parameter.numel() for parameter in net.parameters())
-    guide = ps.MeanFieldGuide(ps.Classifier(ps.bayesianize(net), num_data=10))
-    assert prune_mean_field(guide, 0.9).num_parameters == 0.2 * deterministic
-
-
 # ---- afterwards ----------------------------------------------------------------------------------
 
 
@@ -176,18 +169,6 @@ def test_fine_tuning_keeps_zeros_and_moves_the_rest(kind, model, guide):
     assert torch.equal(after == 0, before == 0)
     assert (after == 0).any()
     assert (after != before)[before != 0].all()
-
-
-def test_what_is_pruned_gets_no_gradient(kind, model, guide):
-    PRUNE[kind](guide, 0.5)
-    guide.zero_grad()
-    ps.StructuredELBO().differentiable_loss(model, guide, *regression_data()).backward()
-    for posterior in guide.posteriors.values():
-        masks = dict(posterior.named_buffers())
-        for name, parameter in posterior.named_parameters():
-            mask = masks.get(name.replace("_orig", "_mask"), masks.get("kept"))
-            if mask is not None:
-                assert torch.equal(parameter.grad != 0, mask.bool())
 
 
 def test_a_further_call_counts_what_is_gone(kind, model, guide):
@@ -249,15 +230,6 @@ def test_kept_factors_are_made_anew(model):
     torch.testing.assert_close(after.mean, fresh.mean, rtol=0, atol=0)
     assert (after.mean - before.mean).abs().max() > 1e-3
     assert ps.predict(model, guide, x, num_samples=3).mean.isfinite().all()
-
-
-def test_predictions_draw_zeros(kind, model):
-    guide = make_guide("mean field", model)
-    prune_mean_field(guide, 0.5)
-    kept = {name: guide[name].value("kept") for name in guide.site_names}
-    for values in (guide.draw(), guide.median()):
-        assert all(torch.equal(value != 0, kept[name]) for name, value in values.items())
-    assert ps.predict(model, guide, torch.randn(4, 3), num_samples=3).variance.shape == (4, 1)
 
 
 # ---- the distribution ----------------------------------------------------------------------------
@@ -369,14 +341,3 @@ def test_guides_without_such_a_site_are_refused(kind, model):
     message = "`guide` must have .* at a weight or a vector, but its families are .* are pruned by"
     with pytest.raises(ValueError, match=message):
         PRUNE[kind](guide, 0.5)
-
-
-def test_a_mask_of_another_shape_is_refused():
-    message = r"`kept` must broadcast to the shape of `loc` = \(4, 3\), but got shape \(4,\)"
-    with pytest.raises(ValueError, match=message):
-        PrunedNormal(torch.zeros(4, 3), 1.0, torch.ones(4, dtype=torch.bool))
-
-
-def test_a_scale_of_zero_is_refused():
-    with pytest.raises(ValueError, match="`scale` must be positive and finite everywhere"):
-        PrunedNormal(torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.bool))

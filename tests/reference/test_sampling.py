@@ -160,11 +160,6 @@ def test_statistics_are_the_samplers_under_arviz_names(draws):
         np.testing.assert_array_equal(value, expected[name])
 
 
-def test_draws_go_into_predictive(model, draws):
-    predicted = Predictive(model, posterior_samples=draws)(torch.zeros(5, 3).float())
-    assert predicted["obs"].shape == (NUM_CHAINS * NUM_SAMPLES, 5, 1)
-
-
 def test_draws_are_copied_and_pickled_whole(draws):
     for other in (copy.copy(draws), pickle.loads(pickle.dumps(draws))):
         assert type(other) is NUTSDraws
