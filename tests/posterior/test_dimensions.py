@@ -5,12 +5,11 @@ import pytest
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.posterior.inference_data import dims_beside, dims_of_sites
+from pyro_structvi.posterior.inference_data import dims_like, dims_of_sites
 from tests.models import hierarchical_function
 
 LAYERS = {
     "linear": (nn.Linear(3, 5), {"weight": "out in", "bias": "out"}),
-    "convolution": (nn.Conv1d(3, 5, 2), {"weight": "out in kernel", "bias": "out"}),
     "in 2D": (nn.Conv2d(3, 5, 2, bias=False), {"weight": "out in kernel_0 kernel_1"}),
     "transposed": (nn.ConvTranspose1d(3, 5, 2, bias=False), {"weight": "in out kernel"}),
     "embedding": (nn.Embedding(7, 4), {"weight": "in out"}),
@@ -51,28 +50,21 @@ def test_dims_are_named_by_what_they_count(name):
     }
 
 
-def test_dims_of_what_no_module_declares_are_numbered():
-    found = dims_of_sites(hierarchical_function, {"scale": (), "weight": (1, 3)})
-    assert found == {"scale": [], "weight": ["weight_dim_0", "weight_dim_1"]}
-
-
-def test_dims_of_factors_are_numbered():
+def test_dims_of_factors_and_of_undeclared_sites_are_left_to_arviz():
     net = nn.Sequential(nn.Linear(8, 8, bias=False))
     model = ps.Regressor(ps.bayesianize(net, layers={"0": ps.WalshHadamard()}), 5, 0.1)
-    shapes = {"net.0.coefficients": (8,)}
-    assert dims_of_sites(model, shapes) == {"net.0.coefficients": ["net.0.coefficients_dim_0"]}
+    assert dims_of_sites(model, {"net.0.coefficients": (8,)}) == {}
+    assert dims_of_sites(hierarchical_function, {"scale": (), "weight": (1, 3)}) == {}
 
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
         ((12, 4), ["obs_id", "obs_dim_0"]),
-        ((12,), ["obs_id"]),
         ((12, 3), ["obs_id", "a_dim_0"]),
-        ((12, 4, 2), ["obs_id", "obs_dim_0", "a_dim_0"]),
         ((3, 4), ["a_dim_0", "a_dim_1"]),
         ((), []),
     ],
 )
-def test_dims_beside_others_are_shared_for_as_long_as_sizes_agree(shape, expected):
-    assert dims_beside("a", shape, ["obs_id", "obs_dim_0"], (12, 4)) == expected
+def test_dims_like_others_are_shared_for_as_long_as_sizes_agree(shape, expected):
+    assert dims_like("a", shape, ["obs_id", "obs_dim_0"], (12, 4)) == expected

@@ -35,36 +35,6 @@ def in_half(kind, make):
     return model, ps.MeanFieldGuide(model, init_scale=0.1), x, context
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["autocast", "net"])
-def test_moments_over_many_draws_are_those_in_double(kind):
-    def make(dtype):
-        return ps.Regressor(net_of(1, dtype), 20, 0.5)
-
-    model, guide, x, context = in_half(kind, make)
-    y = torch.randn(20, 1)
-    with context:
-        prediction = ps.predict(model, guide, x, num_samples=1000, y=y)
-    functions = prediction.functions.double()
-    noise = model.noise_scale.double()
-    assert noise.item() == 0.5
-    expected = {
-        "mean": functions.mean(0),
-        "function_variance": functions.var(0, correction=0),
-        "variance": functions.var(0, correction=0) + noise**2,
-        "log_density": torch.distributions
-        .Normal(functions, noise)
-        .log_prob(y.double())
-        .sum(-1)
-        .logsumexp(0)
-        - torch.tensor(1000.0).double().log(),
-    }
-    for name, value in expected.items():
-        ours = getattr(prediction, name)
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours.double(), value, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["autocast", "net"])
 def test_probabilities_and_information(kind):
     def make(dtype):

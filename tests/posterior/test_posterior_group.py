@@ -82,13 +82,13 @@ def call(**options):
         (
             {"functions": {"net.0.bias": len}, "sites": ()},
             ValueError,
-            "`functions` must have names of their own, but 'net.0.bias' is a site",
+            "`functions` must have new names, but 'net.0.bias' is a site",
         ),
-        ({"functions": {"obs": len}}, ValueError, "names of their own, but 'obs' is"),
+        ({"functions": {"obs": len}}, ValueError, "new names, but 'obs' is"),
         (
             {"functions": {"outputs": len}, "outputs": True},
             ValueError,
-            "names of their own, but 'outputs' is",
+            "new names, but 'outputs' is",
         ),
         (
             {"functions": {"size": len}},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._torch import all_modules, made_by_hooks, own_tensors, take_apart
-from pyro_structvi.nn.sampled_copy import buffers_that_change
+from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
 
