@@ -70,10 +70,10 @@ def _covariance(x: Any, loc: Tensor, factor: Any = 1) -> Tensor | None:
         own = torch.diag_embed(x.variance.expand(loc.shape))
     else:
         own = x.covariance.expand(*loc.shape, loc.shape[-1])
-    if not isinstance(factor, Tensor):
-        return own if factor == 1 else factor**2 * own
-    factor = factor.expand(loc.shape)
-    return own * factor.unsqueeze(-1) * factor.unsqueeze(-2)
+    if isinstance(factor, Tensor):
+        scale = factor.expand(loc.shape)
+        return own * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    return own if factor == 1 else own * float(factor) ** 2
 
 
 def _matmul(input: Any, other: Any) -> RandomTensor:
@@ -132,7 +132,7 @@ def _affine(x: RandomTensor, weight: Any, bias: Any, ones: Sequence[int] = ()) -
 
 
 def _standardized(
-    x: RandomTensor, dims: Sequence[int], eps: float, center: bool = True
+    x: RandomTensor, dims: list[int], eps: float, center: bool = True
 ) -> RandomTensor:
     """Center and scale by the statistics of many elements, whose own variance is left out.
 

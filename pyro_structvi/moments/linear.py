@@ -30,6 +30,8 @@ from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 Part = Literal["whole", "weight", "bias"]
 Sites = Sequence[tuple[LatentSite, Any]]
+# The distribution of a random weight, its mean as a matrix, and the factor of an input's variances.
+Applied = tuple[WeightDistribution | None, Tensor, Tensor | None]
 
 LARGEST = 4096  # elements of a weight whose covariance is formed to bring it into another order
 
@@ -47,12 +49,12 @@ class RandomWeight(RandomTensor):
         shape: The shape of that part.
 
     Attributes:
-        applied: The distributions that linear maps take, by order of dimensions and presence of a bias.
+        applied: The parts that linear maps take, shared by all mini-batches of a pass.
     """
 
     distribution: WeightDistribution
     part: Part
-    applied: dict[Any, WeightDistribution]
+    applied: dict[Any, "Applied"]
 
     def __new__(
         cls,
@@ -161,8 +163,7 @@ def linear_moments(application: Application) -> RandomTensor:
         )
     bias = None if is_joint else bias
     (m, v), (bias_mean, bias_variance) = moments(x), moments(bias)
-    q = _distribution(application, is_joint)
-    matrix = application.matrix_of(weight) if q is None else q.as_matrix(q.loc)
+    q, matrix, factor = _applied(application, is_joint, v is not None)
     loc = (BiasColumnMap(linear_map) if is_joint else linear_map)(m, matrix, bias_mean)
 
     has_covariance = linear_map.is_dense and loc.dim() == 2
@@ -173,10 +174,7 @@ def linear_moments(application: Application) -> RandomTensor:
         return RandomTensor(loc, variance, settings, covariance)
 
     of_input = of_weight = None
-    if v is not None:
-        factor = matrix.square()
-        if q is not None and not q.has_independent_elements:
-            factor = factor + q.as_matrix(q.variance)
+    if v is not None and factor is not None:
         of_input = linear_map(v, factor[..., :-1] if is_joint else factor, bias_variance)
     elif bias_variance is not None:
         of_input = meet_channels(linear_map, bias_variance)
@@ -215,18 +213,26 @@ def _is_joint(weight: Any, bias: Any) -> bool:
     return both and weight.part == "weight" and bias.distribution is weight.distribution
 
 
-def _distribution(application: Application, is_joint: bool) -> WeightDistribution | None:
-    """Return the distribution of a weight as the map takes it; None if the weight is known."""
+def _applied(application: Application, is_joint: bool, has_random_input: bool) -> Applied:
+    """Return the parts of a weight that a linear map takes."""
     weight, arrangement = application.weight, application.arrangement
-    if not isinstance(weight, RandomTensor):
-        return None
-    if not isinstance(weight, RandomWeight):
+    key = arrangement, is_joint, has_random_input
+    formed = weight.applied if isinstance(weight, RandomWeight) else {}
+    if key in formed:
+        found: Applied = formed[key]
+        return found
+    q: WeightDistribution | None = None
+    if isinstance(weight, RandomWeight):
+        q = _arranged(weight, application, is_joint)
+    elif isinstance(weight, RandomTensor):
         q = MeanFieldNormal(weight.loc, floored_sqrt(weight.variance), validate_args=False)
-        return q if arrangement is None else q.rearranged(arrangement)
-    key = arrangement, is_joint
-    if key not in weight.applied:
-        weight.applied[key] = _arranged(weight, application, is_joint)
-    return weight.applied[key]
+        q = q if arrangement is None else q.rearranged(arrangement)
+    matrix = application.matrix_of(weight) if q is None else q.as_matrix(q.loc)
+    factor = matrix.square() if has_random_input else None
+    if q is not None and factor is not None and not q.has_independent_elements:
+        factor = factor + q.as_matrix(q.variance)
+    formed[key] = q, matrix, factor
+    return q, matrix, factor
 
 
 def _arranged(weight: RandomWeight, application: Application, is_joint: bool) -> WeightDistribution:
@@ -297,8 +303,9 @@ def _spread_of_input(matrix: Tensor, v: Tensor) -> Tensor:
     return spread.reshape(len(v), len(matrix), -1)
 
 
-def _covariance_of(x: RandomTensor) -> Tensor:
+def _covariance_of(x: Any) -> Tensor:
     if isinstance(x, RandomWeight) and x.part == "whole":
         covariance: Tensor = x.distribution.covariance_matrix
-        return covariance
-    return torch.diag_embed(x.variance) if x.covariance is None else x.covariance
+    else:
+        covariance = torch.diag_embed(x.variance) if x.covariance is None else x.covariance
+    return covariance

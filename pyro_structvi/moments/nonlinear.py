@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_structvi._torch import inside_forward_derivative
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.moments.random_tensor import RandomTensor
@@ -149,7 +150,8 @@ def relu(m: Tensor, v: Tensor) -> Moments:
     References:
         Frey and Hinton (1999), "Variational learning in nonlinear Gaussian belief networks", Sec. 2.2.
     """
-    loc, variance, *_ = ReluMoments.apply(m, v)  # type: ignore[no-untyped-call]
+    keeps_graph = torch.is_grad_enabled() or inside_forward_derivative()
+    loc, variance, *_ = (ReluMoments.apply if keeps_graph else ReluMoments.forward)(m, v)
     return loc, variance
 
 

@@ -55,7 +55,8 @@ def _max_pool(
         loc, variance = torch.where(pads, low, F.pad(loc, width)), F.pad(variance, width)
     for axis, (size, step) in enumerate(zip(kernel, stride, strict=True), input.dim() - dims):
         loc, variance = (part.unfold(axis, size, step) for part in (loc, variance))
-    parts = [*zip(*(part.flatten(-dims).unbind(-1) for part in (loc, variance)), strict=True)]
+    columns = (part.flatten(-dims).unbind(-1) for part in (loc, variance))
+    parts: list[Moments] = [*zip(*columns, strict=True)]
     while len(parts) > 1:  # in rounds of pairs
         pairs = zip(parts[::2], parts[1::2], strict=False)
         parts = [maximum_of_two(*pair) for pair in pairs] + parts[len(parts) // 2 * 2 :]

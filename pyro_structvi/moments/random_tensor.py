@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from pyro_structvi._torch import METADATA, take_apart, without_storage
@@ -124,8 +123,8 @@ def moments(value: Any) -> tuple[Any, Tensor | None]:
 
 def total(*terms: Tensor | None) -> Any:
     """Return the sum of the terms that are not None, or None."""
-    first, *others = [term for term in terms if term is not None] or [None]
-    return sum(others, first)
+    found = [term for term in terms if term is not None]
+    return sum(found[1:], found[0]) if found else None
 
 
 # Layers of torch read these attributes before they call a function.

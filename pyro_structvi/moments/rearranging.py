@@ -84,13 +84,13 @@ def _pad(x: RandomTensor, pad: Any, mode: str = "constant", value: Any = None) -
 
 def _where(condition: Any, input: Any, other: Any) -> Any:
     if isinstance(condition, RandomTensor):  # x.where(condition, other)
-        condition, input = input, condition
+        return _where(input, condition, other)
     like = next(random_among((input, other)))
-    input, other = (
+    values = (
         part if isinstance(part, Tensor) else torch.as_tensor(part).to(like.loc)
         for part in (input, other)
     )
-    return _move(torch.where, condition, input, other)
+    return _move(torch.where, condition, *values)
 
 
 def _interpolate(
