@@ -187,7 +187,7 @@ def linear_moments(application: Application) -> RandomTensor:
 
     def form_covariance() -> Tensor:
         """Return the covariance of a weight at the mean input, and of the input."""
-        shared = torch.zeros_like(variance).diag_embed()
+        shared: Tensor = torch.zeros_like(variance).diag_embed()
         if q is not None and not q.has_independent_elements:
             image = q.image_under(*_with_column(q, linear_map, m, is_joint))
             shared = shared + image.covariance_matrix
