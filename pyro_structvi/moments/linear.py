@@ -91,12 +91,12 @@ class RandomWeight(RandomTensor):
 
 
 def member_numbers(guide: StructuredGuide) -> list[int | None]:
-    """Return the numbers of an ensemble's members, each of which is a posterior; else one None."""
+    """Return the numbers of an ensemble's members, or one None for another guide."""
     return [None] if guide.ensemble is None else [*range(guide.ensemble.size)]
 
 
 def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
-    """Return each global site and its marginal distribution, or that of a member of an ensemble."""
+    """Return each global site and its marginal distribution, or the distribution of a member of an ensemble."""
     return [*joint.given("marginals" if number is None else "draw", number=number)]
 
 

@@ -30,7 +30,7 @@ def propagate(
 
     Args:
         function: The function.
-        closed: Maps mean and variance to those of the function; None for quadrature.
+        closed: Maps mean and variance to mean and variance of the function; None for quadrature.
         x: The argument.
     """
     if closed is not None and x.covariance is None:

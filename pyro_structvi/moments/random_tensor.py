@@ -35,8 +35,7 @@ class RandomTensor(Tensor):
             size)`` for a tensor ``(*batch, size)``.
 
     Attributes:
-        form_covariance: For outputs of a dense map whose covariance is not kept, a function that
-            forms it.
+        form_covariance: A function that forms the covariance of outputs of a dense map on demand.
 
     Example:
         >>> x = RandomTensor(torch.zeros(2), torch.ones(2), Settings())
@@ -102,7 +101,7 @@ class RandomTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse calls inside torch's own kernels, in which ``__torch_function__`` is off."""
+        """Refuse calls inside torch's own kernels, without ``__torch_function__``."""
         raise NotImplementedError(f"`{func}` has no rule for the moments of a random input.")
 
 
