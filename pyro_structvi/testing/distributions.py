@@ -10,13 +10,8 @@ from pyro_structvi.testing.contracts import Contract, fixed_seed, fresh, with_le
 from pyro_structvi.testing.subject import Moment, Oracle, Subject
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
-OF_OBJECTS = (
-    objects.check_shapes,
-    objects.check_expand,
-    objects.check_copies,
-    objects.check_dtypes,
-    objects.check_in_pyro,
-)
+BEFORE = (objects.check_shapes, objects.check_expand)
+AFTER = (objects.check_copies, objects.check_dtypes, objects.check_in_pyro)
 OF_NUMBERS = (
     weights.check_moments,
     weights.check_draws,
@@ -67,15 +62,18 @@ def check_distribution(
         >>> check_distribution(MeanFieldNormal(torch.randn(4, 3), torch.rand(4, 3) + 0.1))
     """
     with fixed_seed():
-        name = type(q).__name__
-        for check in OF_OBJECTS:
-            with Contract(name).part(check.__name__.removeprefix("check_")):
-                check(Contract(name), q)
+        plain = Contract(type(q).__name__)
+        for check in BEFORE:
+            with plain.part(check.__name__.removeprefix("check_")):
+                check(plain, q)
         exact, leaves = with_leaves(fresh(q), Tensor.double)
-        contract = Contract(name, leaves)
+        contract = Contract(plain.owner, leaves)
         oracle = Oracle(covariance, mean, kl, shared_covariance)
         with contract.part("draws"):
             subject = Subject.of(contract, exact, oracle)
         for check_of in OF_NUMBERS:
             with contract.part(check_of.__name__.removeprefix("check_")):
                 check_of(subject)
+        for check in AFTER:
+            with plain.part(check.__name__.removeprefix("check_")):
+                check(plain, q)

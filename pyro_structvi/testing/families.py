@@ -242,12 +242,14 @@ def _check_state(contract: Contract, family: Family, shape: torch.Size) -> None:
     contract.equal("a state dict holds tensors only", tensors, True)
     torch.save(state, file)
     file.seek(0)
+    before = _draws(guide)
     other = _guide(family, shape, init_loc_fn=lambda site: torch.randn(site["fn"].shape()))
     other.load_state_dict(torch.load(file, weights_only=True))
     rule = "a state dict restores the posterior in a new guide"
     contract.equal(f"{rule}: tensors that differ", differences(state, other.state_dict()), [])
-    draws = []
-    for each in (guide, other):
-        torch.manual_seed(1)
-        draws.append({**each.draw(), **{f"{k} (median)": v for k, v in each.median().items()}})
-    contract.equal(f"{rule}: draws that differ", differences(*draws), [])
+    contract.equal(f"{rule}: draws that differ", differences(before, _draws(other)), [])
+
+
+def _draws(guide: StructuredGuide) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {**guide.draw(), **{f"{name} (median)": v for name, v in guide.median().items()}}

@@ -157,11 +157,12 @@ def _check_state(
     with torch.no_grad():
         for parameter in guide.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    before = _draws(guide)
     other = make(model)
     other.initialize(*data)
     other.load_state_dict(guide.state_dict())
     rule = "a state dict restores the guide: draws that differ"
-    contract.equal(rule, differences(_draws(guide), _draws(other)), [])
+    contract.equal(rule, differences(before, _draws(other)), [])
     samples = Predictive(model, guide=guide, num_samples=3, return_sites=[*guide.draw()])(
         *data[:-1]
     )

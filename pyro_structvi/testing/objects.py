@@ -55,8 +55,8 @@ def check_expand(contract: Contract, q: Any) -> None:
         (tuple(expanded.batch_shape), expanded.event_shape),
         (batch, q.event_shape),
     )
-    own, others = tensors_of(fresh(q)), tensors_of(expanded)
-    contract.equal("`expand` keeps all tensors", set(others), set(own))
+    own, others = tensors_of(q), tensors_of(expanded)
+    contract.equal("`expand` keeps all tensors", set(others), set(tensors_of(fresh(q))))
     for name, (after, _, _) in others.items():
         before = own[name][0]
         contract.close(f"`expand` repeats `{name}`", after, before.expand(after.shape), False)
