@@ -1,15 +1,32 @@
-"""Reference posteriors: the same net and priors in NumPyro, sampled by NUTS in float64."""
+"""Reference posteriors: NUTS in NumPyro, and microcanonical Langevin sampling in torch."""
 
-try:
-    import jax  # noqa: F401
-    import numpyro  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "The reference sampler needs NumPyro and JAX, and one of them cannot be imported. Install "
-        'them with `pip install "pyro-structvi[reference]"`.'
-    ) from error
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from pyro_structvi.reference.numpyro_model import to_numpyro
-from pyro_structvi.reference.sampling import DivergenceWarning, NUTSDraws, nuts
+from pyro_structvi.reference.draws import ChainDraws, split_r_hat
+from pyro_structvi.reference.mclmc import NotMixedWarning, mclmc
 
-__all__ = ["DivergenceWarning", "NUTSDraws", "nuts", "to_numpyro"]
+if TYPE_CHECKING or (find_spec("jax") and find_spec("numpyro")):
+    from pyro_structvi.reference.numpyro_model import to_numpyro
+    from pyro_structvi.reference.sampling import DivergenceWarning, NUTSDraws, nuts
+
+__all__ = [
+    "ChainDraws",
+    "DivergenceWarning",
+    "NUTSDraws",
+    "NotMixedWarning",
+    "mclmc",
+    "nuts",
+    "split_r_hat",
+    "to_numpyro",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Raise an ``ImportError`` for the names that need NumPyro."""
+    if name in __all__:
+        raise ImportError(
+            f"`{name}` needs NumPyro and JAX, and one of them cannot be imported. Install them with "
+            '`pip install "pyro-structvi[reference]"`.'
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

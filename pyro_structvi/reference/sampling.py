@@ -17,6 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import Count, check_no_nan, check_tensors, checked, warn_user
+from pyro_structvi.reference.draws import ChainDraws
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 
@@ -35,12 +36,8 @@ class DivergenceWarning(UserWarning):
     """Transitions of the sampler diverged, so its draws may miss parts of the posterior."""
 
 
-class NUTSDraws(dict[str, Tensor]):
-    """Draws by site name, each ``(num_chains * num_samples, *shape)``, one chain after another.
-
-    They are valid ``posterior_samples`` of ``pyro.infer.Predictive``. Convergence is judged by the R-hat
-    of function values: hidden units can be permuted, so chains with the same function may have different
-    weights.
+class NUTSDraws(ChainDraws):
+    """Draws of NUTS; see :class:`ChainDraws`.
 
     Args:
         draws: The draws.
@@ -67,17 +64,10 @@ class NUTSDraws(dict[str, Tensor]):
         weight_r_hat: float,
         sample_stats: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        super().__init__(draws)
-        self.num_chains, self.divergences = num_chains, divergences
-        self.r_hat, self.weight_r_hat = r_hat, weight_r_hat
-        self.sample_stats = dict(sample_stats or {})
-
-    def grouped(self) -> dict[str, np.ndarray]:
-        """Return the draws as arrays ``(chain, draw, *shape)``, as for ArviZ."""
-        return {
-            name: value.reshape(self.num_chains, -1, *value.shape[1:]).cpu().numpy()
-            for name, value in self.items()
-        }
+        super().__init__(
+            draws, num_chains, r_hat=r_hat, weight_r_hat=weight_r_hat, sample_stats=sample_stats
+        )
+        self.divergences = divergences
 
 
 @checked
