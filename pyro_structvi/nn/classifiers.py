@@ -102,10 +102,7 @@ class BinaryClassifier(Likelihood):
         torch.Size([3, 5, 3])
     """
 
-    @property
-    def terms(self) -> Terms:
-        """Single outputs."""
-        return "elements"
+    terms: Terms = "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe zeros and ones in any dtype, and return the logits."""

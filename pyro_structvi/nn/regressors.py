@@ -97,6 +97,7 @@ class Regressor(Likelihood):
             )
         self.df = df
         self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"
+        self.terms = "pairs" if self.is_heteroscedastic else "elements"
         if not self.is_heteroscedastic:
             self._set_scale(name, dist.HalfNormal(1.0) if isinstance(given, str) else given)
 
@@ -113,11 +114,6 @@ class Regressor(Likelihood):
             scale = torch.as_tensor(noise_scale, dtype=example.dtype, device=example.device)
             check_positive(name, scale)
             self.register_buffer("noise_scale", scale)
-
-    @property
-    def terms(self) -> Terms:
-        """Single outputs, or pairs of mean and scale."""
-        return "pairs" if self.is_heteroscedastic else "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe targets of the shape, device and dtype of the means; return the means."""
@@ -182,10 +178,7 @@ class PoissonRegressor(Likelihood):
         McCullagh and Nelder (1989), "Generalized linear models", chapter 6.
     """
 
-    @property
-    def terms(self) -> Terms:
-        """Single outputs."""
-        return "elements"
+    terms: Terms = "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe counts in any dtype, and return the log rates."""

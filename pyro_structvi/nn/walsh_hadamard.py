@@ -1,7 +1,6 @@
 """Layers whose weight is a product of Walsh-Hadamard and diagonal matrices with a random diagonal."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -213,7 +212,6 @@ class WalshHadamardConv(WalshHadamardLayer):
     """
 
     _torch_layer: ClassVar[type[nn.Conv1d | nn.Conv2d | nn.Conv3d]]
-    _convolution: ClassVar[Callable[..., Tensor]]
 
     @checked
     def __init__(
@@ -254,8 +252,10 @@ class WalshHadamardConv(WalshHadamardLayer):
         if any(self.margins):
             x = F.pad(x, self.margins, self.padding_mode)
         if coefficients.dim() == 2:
-            filters, convolution = self.weight(coefficients), type(self)._convolution
-            return convolution(x, filters, stride=self.stride, dilation=self.dilation)
+            convolution = getattr(F, f"conv{len(self.stride)}d")
+            filters, geometry = self.weight(coefficients), (self.stride, 0, self.dilation)
+            outputs: Tensor = convolution(x, filters, None, *geometry)
+            return outputs
         return self._multiply(self._patches(x), coefficients).movedim(-1, 1)
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -271,7 +271,6 @@ class WalshHadamardConv1d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -2
     _torch_layer = nn.Conv1d
-    _convolution = F.conv1d
 
 
 class WalshHadamardConv2d(WalshHadamardConv):
@@ -279,7 +278,6 @@ class WalshHadamardConv2d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -3
     _torch_layer = nn.Conv2d
-    _convolution = F.conv2d
 
 
 class WalshHadamardConv3d(WalshHadamardConv):
@@ -287,7 +285,6 @@ class WalshHadamardConv3d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -4
     _torch_layer = nn.Conv3d
-    _convolution = F.conv3d
 
 
 _CONVOLUTIONS: dict[type, type[WalshHadamardConv]] = {
