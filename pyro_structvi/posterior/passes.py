@@ -146,7 +146,7 @@ def spaced(available: int, total: int) -> list[int]:
 def _sampler(
     posterior: Posterior, total: int, args: tuple[Any, ...]
 ) -> Callable[[Sequence[int]], Values]:
-    """Return a function from the numbers of draws, below ``total``, to draws ``(count, *shape)`` by site.
+    """Return a function from numbers of draws below ``total`` to draws ``(count, *shape)`` by site.
 
     The parameters of a :class:`StructuredGuide` are read once. Given draws are evenly spaced. Other
     guides are called with ``args``.
