@@ -1,4 +1,4 @@
-"""What stays a point estimate when a net becomes a model."""
+"""Parameters that stay point estimates when a net becomes a model."""
 
 import pickle
 
@@ -80,7 +80,7 @@ class Redirecting(nn.Module):
 
 
 class FourBits(nn.Parameter):
-    """A parameter whose class says how it is read, as that of bitsandbytes."""
+    """A parameter that is read by its class, as in bitsandbytes."""
 
     def __new__(cls, data, factor):
         self = torch.Tensor._make_subclass(cls, data, False)

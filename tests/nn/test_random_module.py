@@ -32,7 +32,7 @@ class ReadsItself(nn.Module):
 
 
 class AsksForADevice(nn.Module):
-    """Asks for the device of its first parameter only."""
+    """Reads the device of its first parameter only."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class HandsItsParametersOn(nn.Module):
 
 
 class InnerStep(nn.Module):
-    """Takes a step of gradient descent on its own parameters before it predicts."""
+    """Predicts after a step of gradient descent on its own parameters."""
 
     def __init__(self, functional):
         super().__init__()
@@ -204,7 +204,7 @@ def test_a_pass_that_fails_leaves_no_cache():
 
 
 class WithMeta(nn.Linear, abc.ABC):
-    """A class with a metaclass of its own."""
+    """A class with another metaclass."""
 
 
 @pytest.mark.parametrize("kind", [ReadsItself, WithMeta])

@@ -46,7 +46,7 @@ def test_functions_are_of_each_draw_of_all_sites():
 
 
 def returns_two(x, y=None):
-    """A hand-written model that returns two tensors, of which the second has no examples."""
+    """A hand-written model that returns a tensor with examples and a tensor without."""
     hierarchical_function(x, y)
     return {"first": x, "second": torch.ones(2)}
 
