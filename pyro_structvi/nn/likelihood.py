@@ -272,5 +272,5 @@ def read_output(result: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
     source = "`output`" if output is not None else "The net"
     raise TypeError(
         f"{source} must return a tensor, or an object with `logits`, but got {brief(found)}. Pass "
-        "`output=lambda result: ...`, which takes the tensor from what the net returns."
+        "`output=lambda result: ...`, a function from the return value of the net to the tensor."
     )
