@@ -193,6 +193,25 @@ def test_caches_in_evaluation_mode_belong_to_one_draw():
     guide.initialize(x, y)
 
 
+class CountsCalls(nn.Linear):
+    """Keeps a number, and no tensor, in evaluation mode."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_numbers_without_tensors_are_kept():
+    model, guide = model_of(CountsCalls(3, 1))
+    model.eval()
+    for number in (1, 2):
+        with guide.sampled():
+            model(torch.randn(2, 3))
+        assert model.net.calls == number
+
+
 def test_a_pass_that_fails_leaves_no_cache():
     model, guide = model_of(Caches())
     model.eval()
