@@ -130,8 +130,8 @@ def bayesianize(
         )
     if points and normalization is None:
         warn_user(
-            f"These parameters stay point estimates: {points}. Pass `normalization=True` to put priors on "
-            "normalization layers and scales of layers too, or `normalization=False` to silence this "
+            f"These parameters stay point estimates: {points}. Pass `normalization=True` to put priors "
+            "on normalization layers and scales of layers too, or `normalization=False` to silence this "
             "warning.",
             PointEstimateWarning,
         )
