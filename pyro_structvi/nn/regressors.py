@@ -36,13 +36,11 @@ class Regressor(Likelihood):
     Args:
         net: A module with sample sites, from ``(batch, ...)`` to means ``(batch, *target)``; to
             ``(batch, ..., 2 * size)`` for targets ``(batch, ..., size)`` with heteroscedastic noise.
-        num_data: Number of training examples; the log likelihood of a batch is multiplied by
-            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
+        num_data: As for :class:`~pyro_structvi.Classifier`.
         noise_scale: Standard deviation of the noise, in the targets' units: a number, a tensor that
             broadcasts to a target, or a distribution over positive numbers, which becomes the
             latent site ``noise_scale``.
-        output: From the return value of the net to the means. By default a tensor, or the ``logits`` of
-            an object.
+        output: From the return value of the net to the means, as for ``Classifier``.
         noise: In place of ``noise_scale``: the same; ``"learned"`` for the prior ``HalfNormal(1)``, for
             targets of standard deviation 1; or ``"heteroscedastic"``.
         df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
@@ -157,10 +155,8 @@ class PoissonRegressor(Likelihood):
 
     Args:
         net: A module with sample sites, from ``(batch, ...)`` to log rates ``(batch, *target)``.
-        num_data: Number of training examples; the log likelihood of a batch is multiplied by
-            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
-        output: From the return value of the net to the log rates. By default a tensor, or the ``logits``
-            of an object.
+        num_data: As for :class:`~pyro_structvi.Classifier`.
+        output: From the return value of the net to the log rates, as for ``Classifier``.
 
     Raises:
         ValueError: If ``num_data`` is not at least 1.

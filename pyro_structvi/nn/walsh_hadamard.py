@@ -193,19 +193,12 @@ class WalshHadamardConv(WalshHadamardLayer):
     cost of transforming its patches.
 
     Args:
-        in_channels: As for torch's convolution, like all arguments up to ``padding_mode``.
-        out_channels: Number of output channels.
-        kernel_size: Size of the kernel.
-        stride: Stride.
-        padding: Padding, also "same" or "valid".
-        dilation: Dilation.
+        in_channels: As for torch's convolution, like all arguments up to ``dilation``.
         bias: Whether there is a sample site ``bias``.
-        padding_mode: Padding mode.
+        padding_mode: As for torch's convolution.
         filters_per_example: Whether to sample the coefficients for each example.
         prior_scale: As for :class:`WalshHadamardLinear`.
-        bias_prior_scale: Prior standard deviation of the bias.
-        device: The device of all tensors.
-        dtype: The dtype of all tensors.
+        bias_prior_scale: As for :class:`WalshHadamardLinear`, like ``device`` and ``dtype``.
 
     Raises:
         ValueError: If a size or a scale is not positive, or torch's convolution refuses an argument.
