@@ -119,7 +119,7 @@ def test_merging_raises_and_the_users_net_stays():
 
 def test_saving_as_a_pretrained_net_raises(tmp_path):
     model, guide = make(Adapter())
-    with pytest.raises(RuntimeError, match=r"no weights to be saved.* Save `guide\.to_net\(\)`"):
+    with pytest.raises(RuntimeError, match=r"no weights to save.* Save `guide\.to_net\(\)`"):
         model.net.save_pretrained(tmp_path / "weights")
     guide.to_net().save_pretrained(tmp_path / "weights")
     assert [*torch.load(tmp_path / "weights")] == ["weight", "up", "down"]

@@ -1,4 +1,4 @@
-"""How parameters meet inputs: fan-ins, by the variance of outputs, and input channels to drop."""
+"""Layouts of parameters: fan-ins, by the variance of outputs, and input channels to drop."""
 
 import math
 
@@ -54,7 +54,7 @@ class LlamaRMSNorm(Norm):
 
 
 class Block(nn.Module):
-    """One whose class does not say that it has a scale."""
+    """A scale in a class with an ordinary name."""
 
     def __init__(self, *shape, name="gamma"):
         super().__init__()
@@ -70,7 +70,7 @@ class LayerScale(Block):
 
 
 class NormLinear(nn.Linear):
-    """A dense layer, whatever its name says."""
+    """A dense layer with a misleading name."""
 
 
 # ---- fan-in --------------------------------------------------------------------------------------
