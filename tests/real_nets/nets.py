@@ -14,8 +14,8 @@ from torchvision.models import VisionTransformer
 import pyro_structvi as ps
 from tests.real_nets.sequence_nets import (
     SIZE,
-    Attention,
     CellLoop,
+    CrossAttention,
     Recurrent,
     Transformer,
     sequences,
@@ -211,12 +211,6 @@ CASES = [
         runs_mapped=False,
     ),
     Case(
-        "GRU, time first",
-        lambda: classifier(Recurrent(nn.GRU, batch_first=False), *sequences()),
-        ("net.layer.*",),
-        runs_mapped=False,
-    ),
-    Case(
         "RNN, packed",
         lambda: classifier(Recurrent(nn.RNN, packed=True), *sequences()),
         ("net.layer.*",),
@@ -228,10 +222,9 @@ CASES = [
         ("net.cell.*",),
         runs_mapped=False,
     ),
-    Case("self-attention", lambda: classifier(Attention(), *sequences())),
     Case(
         "cross-attention",
-        lambda: classifier(Attention(crosses=True), *sequences()),
+        lambda: classifier(CrossAttention(), *sequences()),
         ("net.attention.in_proj_bias",),  # three parts of it meet three layers
     ),
     Case(
@@ -256,14 +249,6 @@ CASES = [
         lambda: classifier(perceptron(lambda net: parametrizations.weight_norm(net[2])), *table()),
         ("net.2.*",),
         runs_mapped=False,
-    ),
-    Case(
-        "orthogonal weights",
-        lambda: classifier(
-            perceptron(lambda net: parametrizations.orthogonal(net[2], orthogonal_map="cayley")),
-            *table(),
-        ),
-        ("net.2.*",),
     ),
     Case(
         "pruned weights",

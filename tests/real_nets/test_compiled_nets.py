@@ -24,11 +24,11 @@ FAST = ("dictionary of inputs",)
 
 def pairs():
     for case in CASES:
-        for guide_name in ("k-tied", "inducing weights"):
-            is_fast = str(case) in FAST and guide_name == "k-tied"
-            marks = () if is_fast else pytest.mark.slow
-            if "packed" not in case.name:
-                yield pytest.param(case, guide_name, id=f"{case}-{guide_name}", marks=marks)
+        marks = () if case.name in FAST else pytest.mark.slow
+        if "packed" not in case.name:
+            yield pytest.param(case, "k-tied", id=case.name, marks=marks)
+        if case.name in ("LeNet", "transformer encoder"):
+            yield pytest.param(case, "inducing weights", id=f"{case}, inducing", marks=marks)
 
 
 @pytest.mark.parametrize(("case", "guide_name"), [*pairs()])

@@ -8,8 +8,8 @@ import pyro_structvi as ps
 from tests.infer.compiled_steps import assert_same
 from tests.real_nets.nets import CASES
 
-READS_LENGTHS = "RNN, packed"  # in Python, so that no step of it can be recorded
-FAST = ("LeNet", "self-attention")
+FAST = ("LeNet", "transformer encoder")
+SLOW = ("vision transformer", "LSTM", "two inputs, two outputs", "weight normalization")
 
 
 def still():
@@ -32,7 +32,7 @@ def single_precision():
     [
         pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow)
         for case in CASES
-        if case.name != READS_LENGTHS
+        if case.name in FAST + SLOW
     ],
 )
 def test_recorded_steps_are_the_eager_ones(case):
