@@ -87,7 +87,7 @@ def member_numbers(guide: StructuredGuide) -> list[int | None]:
 
 
 def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
-    """Return each global site and its marginal distribution, or that of an ensemble's member."""
+    """Return each global site and its marginal distribution, or a distribution of an ensemble."""
     return [*joint.given("marginals" if number is None else "draw", number=number)]
 
 

@@ -24,8 +24,7 @@ def make(make_guide, outputs=2):
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, in tracing
 @pytest.mark.parametrize(
-    "name",
-    ["k-tied, k = 2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+    "name", ["k-tied, k = 2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_the_exported_module_takes_batches_of_any_size(name):
     model, guide = make(GUIDES[name])

@@ -200,10 +200,7 @@ CASES = [
         ("*class_token", "*pos_embedding"),
         runs_mapped=False,
     ),
-    Case(
-        "transposed convolution",
-        lambda: regressor(Upsampling(), x := images()[0], x.tanh()),
-    ),
+    Case("transposed convolution", lambda: regressor(Upsampling(), x := images()[0], x.tanh())),
     Case(
         "LSTM",
         lambda: classifier(Recurrent(nn.LSTM), *sequences()),
@@ -227,10 +224,7 @@ CASES = [
         lambda: classifier(CrossAttention(), *sequences()),
         ("net.attention.in_proj_bias",),  # three parts of it meet three layers
     ),
-    Case(
-        "transformer encoder",
-        lambda: classifier(Transformer(), *sequences()),
-    ),
+    Case("transformer encoder", lambda: classifier(Transformer(), *sequences())),
     Case(
         "transformer decoder",
         lambda: classifier(Transformer(decodes=True), *sequences()),
@@ -239,9 +233,7 @@ CASES = [
     Case("dictionary of inputs", named),
     Case("two inputs, two outputs", two_heads),
     Case(
-        "shared weights",
-        lambda: classifier(perceptron(tie), *table()),
-        ("net.0.bias", "net.2.*"),
+        "shared weights", lambda: classifier(perceptron(tie), *table()), ("net.0.bias", "net.2.*")
     ),
     Case("frozen weights", lambda: classifier(perceptron(freeze), *table()), ("net.0.bias",)),
     Case(

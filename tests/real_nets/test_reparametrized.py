@@ -147,10 +147,7 @@ REFUSED = {
     ),
 }
 
-pytestmark = [
-    pytestmark,
-    pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated"),
-]
+pytestmark = [pytestmark, pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated")]
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
