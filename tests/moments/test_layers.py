@@ -53,17 +53,15 @@ def test_the_larger_of_two_keeps_small_variances():
         )
 
 
-def test_the_larger_of_two_known_numbers_is_known():
-    for dtype in (torch.float32, torch.float64):
-        ma, mb, va, vb = (
-            torch.tensor(value, dtype=dtype, requires_grad=True)
-            for value in ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
-        )
-        loc, variance = maximum_of_two((ma, va), (mb, vb))
-        torch.testing.assert_close(loc, torch.maximum(ma, mb))
-        assert (variance < 1e-12).all()
-        for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
-            assert torch.isfinite(gradient).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_larger_of_two_known_numbers_is_known(dtype):
+    values = ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
+    ma, mb, va, vb = (torch.tensor(v, dtype=dtype, requires_grad=True) for v in values)
+    loc, variance = maximum_of_two((ma, va), (mb, vb))
+    torch.testing.assert_close(loc, torch.maximum(ma, mb))
+    assert (variance < 1e-12).all()
+    for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
+        assert torch.isfinite(gradient).all()
 
 
 def test_gradients_of_the_larger_of_two():

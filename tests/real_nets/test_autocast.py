@@ -7,20 +7,7 @@ from torch import nn
 import pyro_structvi as ps
 from tests.guide_cases import GUIDES
 from tests.real_nets.nets import classifier, images, table
-from tests.real_nets.sequence_nets import sequences
-
-
-class Encoder(nn.Module):
-    """A transformer's encoder layer between two dense ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(3, 4)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.layer(self.embed(x)).mean(1))
+from tests.real_nets.sequence_nets import Transformer, sequences
 
 
 def perceptron():
@@ -36,7 +23,7 @@ def convolutions(bias=True):
 NETS = {
     "perceptron": (perceptron, table),
     "convolutions": (convolutions, images),
-    "transformer": (Encoder, sequences),
+    "transformer": (Transformer, sequences),
 }
 IN_BFLOAT16 = (nn.Linear, nn.Conv2d)
 
