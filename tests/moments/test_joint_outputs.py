@@ -6,12 +6,27 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.distributions import MatrixNormal
+from pyro_structvi.distributions import FullNormal, MatrixNormal, MeanFieldNormal
 from pyro_structvi.moments import RandomTensor, Settings
 from pyro_structvi.moments.integration import likelihood_at_nodes
 from pyro_structvi.moments.linear import RandomWeight
 
 SIZE = 5
+
+
+@pytest.mark.parametrize("size", [2, 7], ids=["few outputs", "more outputs than examples"])
+def test_the_covariance_that_is_formed_on_demand_is_the_one_that_is_kept(size):
+    """For a weight of independent elements, for which it is exact."""
+    q = MeanFieldNormal(torch.randn(size, 3), torch.rand(size, 3) + 0.2)
+    bias = FullNormal(torch.randn(size), torch.randn(size, size).tril(-1) + torch.eye(size))
+    loc, variance = torch.randn(2, 3), torch.rand(2, 3)
+
+    def outputs(settings):
+        x = RandomTensor(loc, variance, settings)
+        return F.linear(x, RandomWeight(q, settings), RandomWeight(bias, settings))
+
+    formed, kept = outputs(Settings()).form_covariance(), outputs(Settings(True)).covariance
+    torch.testing.assert_close(formed, kept)
 
 
 def test_an_output_that_is_changed_in_place_loses_its_covariance():
