@@ -84,6 +84,13 @@ def test_larger_windows_have_an_error_of_a_few_percent(size, bound):
     assert (found.variance.squeeze().sqrt() - variance.sqrt()).abs() < bound * variance.sqrt()
 
 
+def test_padding_has_no_part_in_a_maximum():
+    x = RandomTensor(torch.zeros(1, 1, 2), torch.ones(1, 1, 2), Settings())
+    found = F.max_pool1d(x, 2, padding=1)
+    torch.testing.assert_close(found.loc, x.loc)
+    torch.testing.assert_close(found.variance, x.variance)
+
+
 POOLS = (
     (lambda x: F.max_pool1d(x, 3, stride=2, padding=1), (2, 3, 7)),
     (nn.MaxPool2d(2), (2, 3, 4, 5)),
