@@ -91,10 +91,8 @@ def likelihood_at_nodes(
     with site_values(model) as cache, _Observation() as seen:
         cache.update(values)
         model.observe(outputs, 1, y)
-    shared = 1
-    if any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values()):
-        per_variable = NODES.get(first + len(own))
-        shared = len(nodes) if per_variable is None else per_variable ** len(own)
+    is_shared = any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values())
+    shared = NODES.get(first + len(own), len(nodes)) if is_shared else 1
     return AtNodes(seen.likelihood, seen.scale, weights, shared, seen.y, seen.site)
 
 

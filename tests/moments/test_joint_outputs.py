@@ -29,6 +29,19 @@ def test_the_covariance_that_is_formed_on_demand_is_the_one_that_is_kept(size):
     torch.testing.assert_close(formed, kept)
 
 
+def test_pairs_at_nodes_have_their_covariance():
+    """Of a mean and the output for its noise."""
+    covariance = torch.tensor([[[1.0, -0.5], [-0.5, 2.0]]])
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    output = RandomTensor(torch.tensor([[0.3, 4.0]]), variance, Settings(True), covariance)
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2), 1.0), SIZE, noise="heteroscedastic")
+    at = likelihood_at_nodes(model, output, {})
+    base = at.likelihood.base_dist
+    pair = torch.cat([base.loc, base.scale.expm1().log()], -1).squeeze(1) - output.loc
+    found = pair.mT @ (at.weights.unsqueeze(-1) * pair)
+    torch.testing.assert_close(found, covariance[0], rtol=1e-6, atol=1e-8)
+
+
 def test_an_output_that_is_changed_in_place_loses_its_covariance():
     """Terms of a sum are independent, and have no covariance in common."""
     q = MatrixNormal(torch.randn(2, 3), torch.eye(2), torch.eye(3))

@@ -76,6 +76,9 @@ def test_improbable_classes_keep_their_density():
     torch.testing.assert_close(found.log_density, expected, rtol=1e-7, atol=1e-5)
     torch.testing.assert_close(found.entropy[1], torch.tensor(2.0).log(), rtol=1e-6, atol=1e-6)
     assert found.probabilities[1, 1] == 0
+    large = RandomTensor(loc + 5000, logits.variance, Settings())
+    shifted = softmax.class_expectations(large, None).probabilities
+    torch.testing.assert_close(shifted, found.probabilities)
 
 
 def test_narrow_logits_keep_the_relative_accuracy_of_variances():
