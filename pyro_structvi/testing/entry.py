@@ -172,7 +172,7 @@ def cholesky_factor(batch_shape: Shape, size: int, dtype: torch.dtype) -> Tensor
 
 
 def random_weight(distribution: Any, **sizes: int) -> Make:
-    """Return a function ``make(batch_shape, event_shape, dtype)`` of distributions with random arguments.
+    """Return a function of batch shape, event shape and dtype to random distributions of a class.
 
     Args:
         distribution: A class that declares its arguments by annotations with ``Argument``.

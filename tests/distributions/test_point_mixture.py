@@ -1,8 +1,6 @@
 """A mixture of known weights: draws, moments, images over positions; no density."""
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -111,17 +109,6 @@ def test_it_expands(batch_shape):
     assert expanded.rsample((2,)).shape == (2, 5, *batch_shape, *MATRIX)
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))], ids=["copy", "pickle"]
-)
-def test_copies_are_equal_and_apart(duplicate):
-    q = make()
-    twin = duplicate(q)
-    assert torch.equal(twin.members, q.members)
-    twin.members.add_(1.0)
-    close(twin.mean, q.mean + 1)
-
-
 # ---- images --------------------------------------------------------------------------------------
 
 
@@ -130,22 +117,6 @@ def moments(points):
     mean = points.mean(0)
     away = points - mean
     return mean, (away.unsqueeze(-1) * away.unsqueeze(-2)).mean(0)
-
-
-@EVENTS
-@BATCHES
-@COUNTS
-def test_its_image_has_the_moments_of_all_images(batch_shape, count, event_shape):
-    q = make(batch_shape, count, event_shape)
-    x = torch.randn(2, *(1 for _ in batch_shape), math.prod(event_shape[1:]))
-    members = q.members.flatten(-len(event_shape)).unflatten(-1, (event_shape[0], -1))
-    images = (members.movedim(-3, 0).unsqueeze(1) * x.unsqueeze(-2)).sum(-1)
-    mean, covariance = moments(images)
-    image = q.image(x)
-    assert (image.batch_shape, image.event_shape) == (mean.shape[:-1], mean.shape[-1:])
-    close(image.mean, mean)
-    close(image.covariance_matrix, covariance)
-    close(image.variance, covariance.diagonal(dim1=-2, dim2=-1))
 
 
 LINEAR_MAPS = {
