@@ -10,7 +10,6 @@ from torch.distributions import constraints
 
 from pyro_structvi.linalg.matrices import solve_lower, standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.linalg.rao_blackwell import draw_by_seen_noise
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.choosing import GuideOptions
 from pyro_structvi.sites.family import MemoryLimitedFamily
@@ -172,6 +171,40 @@ class _FullOutputs(GaussianOutputs):
             outputs = outputs + noise * floored_sqrt(self._bias_variance).unsqueeze(-2)
         draws: Tensor = self.loc + outputs.reshape(*lead, *self.event_shape)
         return draws
+
+
+def draw_by_seen_noise(columns: Tensor, noise: Tensor) -> Tensor:
+    r"""Return :math:`f = K^\top e` with a gradient of smaller variance.
+
+    The gradient of a function of f with respect to K is :math:`e\,g^\top`. If K has more rows than
+    columns, f does not determine e. The gradient uses the conditional expectation
+    :math:`E[e \mid f] = K (K^\top K)^{-1} f` in place of e (Rao-Blackwell). Its mean is the same.
+    For one output this is local reparameterization.
+
+    Args:
+        columns: K, ``(*batch, D, E)`` with E less than D.
+        noise: Standard normal noise e, ``(*sample, *batch, D)``.
+
+    Returns:
+        Draws ``(*sample, *batch, E)``.
+
+    References:
+        Kingma, Salimans and Welling (2015), "Variational dropout and the local reparameterization
+        trick"; Casella and Robert (1996), "Rao-Blackwellisation of sampling schemes".
+    """
+    noise = noise.unsqueeze(-2)
+    with torch.no_grad():
+        drawn = noise @ columns
+        covariance = columns.mT @ columns
+        diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+        details = torch.finfo(columns.dtype)
+        diagonal += 10 * details.eps * diagonal.mean(-1, keepdim=True) + details.tiny
+        tril, failed = torch.linalg.cholesky_ex(covariance)
+        seen = torch.cholesky_solve(drawn.mT, tril).mT @ columns.mT
+        # The gradient with all of the noise has the same mean.
+        seen = torch.where((failed == 0)[..., None, None], seen, noise)
+    outputs = seen @ columns
+    return (outputs + (drawn - outputs.detach())).squeeze(-2)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import Argument, check_index
 from pyro_structvi.weights.gaussian import IndependentWeight
-from pyro_structvi.weights.outputs import NormalOutputs, square
+from pyro_structvi.weights.outputs import NormalOutputs
 
 
 class KTiedNormal(IndependentWeight):
@@ -109,8 +109,8 @@ class KTiedNormal(IndependentWeight):
         products = self.rank * (self.rank + 1) // 2
         if len(self.loc) <= products * linear_map.groups and not self.batch_shape:
             variances = self.as_matrix(self.stddev.square())
-            return NormalOutputs(linear_map, mean, linear_map(square(x), variances, bias_variance))
-        hidden = linear_map.bank(square(x), _pairwise_products(self.column_scale))
+            return NormalOutputs(linear_map, mean, linear_map(x * x, variances, bias_variance))
+        hidden = linear_map.bank(x * x, _pairwise_products(self.column_scale))
         mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
         variance = linear_map.mix(hidden, mixing, bias_variance)
         return NormalOutputs(linear_map, mean, variance)

@@ -31,7 +31,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import check_index
 from pyro_structvi.weights.gaussian import GaussianWeight
-from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels, square
+from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 
@@ -239,7 +239,7 @@ class LowRankNormal(GaussianWeight):
         if self.is_isotropic:
             variance = self._isotropic_image_variance(linear_map, x, bias_variance)
         else:
-            variance = linear_map(square(x), self.as_matrix(self.scale.square()), bias_variance)
+            variance = linear_map(x * x, self.as_matrix(self.scale.square()), bias_variance)
         return _LowRankOutputs(self, linear_map, x, mean, variance)
 
     def spread(self, moment: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.linalg.precision import formed_once
-from pyro_structvi.linalg.reductions import variance_and_sums
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.maps.readings import Arrangement
 from pyro_structvi.sites.choosing import DEFAULTS, GuideOptions
@@ -28,7 +27,7 @@ from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import check_index
 from pyro_structvi.weights.gaussian import IndependentWeight
-from pyro_structvi.weights.outputs import NormalOutputs, square
+from pyro_structvi.weights.outputs import NormalOutputs
 
 
 class MeanFieldNormal(IndependentWeight):
@@ -93,7 +92,7 @@ class MeanFieldNormal(IndependentWeight):
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
         """Return the distribution of the outputs: independent normals."""
-        variance = linear_map(square(x), self.as_matrix(self.variance), bias_variance)
+        variance = linear_map(x * x, self.as_matrix(self.variance), bias_variance)
         return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> "MeanFieldNormal":
@@ -155,21 +154,14 @@ class LogScaleNormal(MeanFieldNormal):
         """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return self.log_scale.exp()
 
-    @property
-    def variance(self) -> Tensor:
+    @formed_once
+    def variance(self) -> Tensor:  # type: ignore[override]
         """The variance of each weight, ``(*batch_shape, *event_shape)``."""
-        return self._variance_and_sums[0] if self._with_grad else self._variance_alone
-
-    @property
-    def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
-        return self._variance_and_sums[1] if self._with_grad else super().variance_sum
+        return (2 * self.log_scale).exp()
 
     @property
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        if self._with_grad:
-            return self._variance_and_sums[2]
         return 2 * self._event_sum(self.log_scale)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
@@ -183,14 +175,6 @@ class LogScaleNormal(MeanFieldNormal):
         """Return the distribution of the weight in another order of its dimensions."""
         loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)
         return LogScaleNormal(loc, log_scale, arrangement.event_dim, validate_args=False)
-
-    @formed_once
-    def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        return variance_and_sums(self.log_scale, len(self.event_shape))
-
-    @formed_once
-    def _variance_alone(self) -> Tensor:
-        return (2 * self.log_scale).exp_()  # a prediction has no use for the sums
 
 
 @dataclass(frozen=True)

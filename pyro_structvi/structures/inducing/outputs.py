@@ -9,7 +9,6 @@ from torch.distributions import MultivariateNormal
 
 from pyro_structvi.linalg.matrices import standard_normal
 from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
-from pyro_structvi.linalg.reductions import add_scaled_noise
 from pyro_structvi.maps.dense import DenseMap
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
@@ -97,7 +96,7 @@ class MatheronDraw:
     def weight(self) -> Tensor:
         """Return the weight."""
         coefficient = self.bases.conditional_scale[..., None, None] * self.bases.prior_scale
-        weight = add_scaled_noise(self.bases.project(self.inducing), coefficient, self.noise)
+        weight = torch.addcmul(self.bases.project(self.inducing), coefficient, self.noise)
         return weight.reshape(*weight.shape[:-2], *self.event_shape)
 
     def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -173,11 +172,11 @@ class MatheronOutputs(GaussianOutputs):
         seen = mix(noise, rows) - mix(torch.randn_like(inner), self._bases.remainder)
         inner = torch.addcmul(inner, scale * known, seen, value=-1)
         outputs = mix(inner, rows.mT, self._bias_loc)
-        outputs = add_scaled_noise(outputs, scale * length, noise)
+        outputs = torch.addcmul(outputs, scale * length, noise)
         if self._bias_variance is not None:
             spread = meet_channels(self._map, floored_sqrt(self._bias_variance))
-            outputs = add_scaled_noise(outputs, spread, torch.randn_like(outputs))
-        draws: Tensor = outputs.reshape(self._extended_shape(sample))
+            outputs = torch.addcmul(outputs, spread, torch.randn_like(outputs))
+        draws: Tensor = outputs.to(noise.dtype).reshape(self._extended_shape(sample))
         return draws
 
     def _with_channels(self, hidden: Tensor, channels: int) -> torch.Size:
