@@ -1,4 +1,4 @@
-"""Numbers known while a step is recorded, by which it can leave out what comes to nothing."""
+"""Constants that a recorded step may depend on, so that it can omit terms that vanish."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from torch import Tensor
 from pyro_structvi._torch import inside_jit_trace, inside_transform, is_tracing
 from pyro_structvi._torch_steps import found_tensors, not_recorded
 
-LARGEST = 16  # numbers in a tensor that is compared before each step
+LARGEST = 16  # elements of a tensor that is compared before each step
 
 
 class TakenNumbers:
-    """Tensors whose numbers a recorded step has been built on.
+    """Small tensors whose values a recorded step depends on.
 
     Example:
         >>> scale = torch.tensor([0.5])
@@ -31,7 +31,7 @@ class TakenNumbers:
         self._taken: dict[int, tuple[Tensor, list[float]]] = {}
 
     def take(self, tensor: Tensor) -> None:
-        """Keep the numbers that are now in the memory of a small tensor."""
+        """Keep the current values of a tensor's storage."""
         memory = tensor.untyped_storage()
         if memory.data_ptr() not in self._taken:
             size = memory.nbytes() // tensor.element_size()
@@ -39,7 +39,7 @@ class TakenNumbers:
             self._taken[memory.data_ptr()] = whole, whole.tolist()
 
     def are_as_taken(self) -> bool:
-        """Whether each tensor still has its numbers."""
+        """Whether all tensors still have these values."""
         return all(whole.tolist() == numbers for whole, numbers in self._taken.values())
 
 
@@ -48,7 +48,7 @@ _RECORD = ContextVar[TakenNumbers | None]("_RECORD", default=None)
 
 @contextmanager
 def taking(numbers: TakenNumbers) -> Iterator[None]:
-    """Let what is recorded in a block be built on numbers of tensors, which are then noted."""
+    """Let a recorded block depend on values of tensors, which are then noted."""
     token = _RECORD.set(numbers)
     try:
         yield
@@ -57,11 +57,11 @@ def taking(numbers: TakenNumbers) -> Iterator[None]:
 
 
 def known_number(tensor: Tensor) -> float | None:
-    """Return the number in a tensor of one element, or None where it may be another next time.
+    """Return the value of a tensor of one element, or None if it may change between steps.
 
-    Where a step is recorded to be repeated, that is wherever the number depends on an input, a random
-    number or a tensor that takes a gradient. It depends then on small tensors such as a prior's buffers,
-    and the record holds as long as these stay. Numbers on a device are not waited for.
+    In a recorded step, the value may depend on small tensors such as a prior's buffers. The record
+    is valid while these are unchanged. The result is None for values on a GPU, and for values that
+    depend on an input, a random number or a tensor that requires a gradient.
     """
     if torch.compiler.is_dynamo_compiling() or inside_transform() or inside_jit_trace():
         return None
