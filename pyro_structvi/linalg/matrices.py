@@ -52,7 +52,7 @@ def rows_in_one() -> Iterator[None]:
 
 
 def blocks_of_rows(rows: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Split ``rows (*batch, n, k)`` so that ``width`` numbers for each row of a block fit a CPU cache."""
+    """Split ``rows (*batch, n, k)`` into blocks that fit a CPU cache with ``width`` numbers a row."""
     if rows.device.type != "cpu" or _IN_ONE.get():
         return (rows,)
     blocks: tuple[Tensor, ...] = rows.split(max(1, BLOCK // max(1, width)), dim=-2)
@@ -65,6 +65,12 @@ def solve_lower(tril: Tensor, vectors: Tensor) -> Tensor:
     columns = vectors.reshape(sample.numel(), *vectors.shape[len(sample) :]).movedim(0, -1)
     solved: Tensor = torch.linalg.solve_triangular(tril, columns, upper=False)
     return solved.movedim(-1, 0).reshape(vectors.shape)
+
+
+def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the Kronecker product of matrices, ``(*batch, A C, B D)``."""
+    product = torch.einsum("...ab,...cd->...acbd", rows, columns)
+    return product.flatten(-4, -3).flatten(-2)
 
 
 class KroneckerLogDet(torch.autograd.Function):

@@ -64,7 +64,7 @@ def test_marginal_variances_are_those_of_a_guide():
     ensemble = ps.EnsembleGuide(make_regressor(), 3)
     assert element_scores.marginal_variances(ensemble)["net.0.weight"].min() > 0
     shared = ps.InducingWeightGuide(make_regressor(), (3, 2), "full", shared=True)
-    with pytest.raises(RuntimeError, match="have one posterior with those of others"):
+    with pytest.raises(RuntimeError, match="have one joint posterior"):
         element_scores.marginal_variances(shared)
 
 
