@@ -40,8 +40,7 @@ class MeanFieldNormal(IndependentWeight):
         loc: Means, ``(*batch, out, *rest)``.
         scale: Standard deviations, positive, broadcastable to ``loc``.
         event_dim: How many trailing dimensions are the weight; all of them when None.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If ``scale`` does not broadcast to ``loc``, or is not positive.
@@ -111,16 +110,13 @@ class MeanFieldNormal(IndependentWeight):
 class LogScaleNormal(MeanFieldNormal):
     """Independent normals by the logarithms of their standard deviations.
 
-    Variances are formed once for the outputs and the divergence, with all their gradients in one pass;
-    standard deviations only where weights are drawn. Variances are kept with their graph: make a new one
-    for each backward pass.
+    Variances are computed once and kept with their graph: make a new object for each backward pass.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
         log_scale: Logarithms of the standard deviations, of the same shape.
         event_dim: How many trailing dimensions are the weight; all of them when None.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If the shapes of ``log_scale`` and ``loc`` differ.
@@ -182,8 +178,8 @@ class MeanField(Family):
     """Independent normals; two parameters for each element, ``loc`` and ``log_scale``.
 
     Args:
-        max_scale: The most that a standard deviation may be; no bound when None. A bound keeps a
-            posterior from underfitting where its prior is wide.
+        max_scale: The maximum standard deviation; no bound when None. A bound prevents underfitting
+            with a wide prior.
 
     Raises:
         ValueError: If ``max_scale`` is not a positive number.
@@ -206,14 +202,14 @@ class MeanField(Family):
         return site.is_real
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc`` with the same standard deviation everywhere, at most half the bound."""
+        """Start at ``loc`` with equal standard deviations, at most half the bound."""
         return {
             "loc": loc.clone(),
             "log_scale": torch.full_like(loc, uncapped(scale, self.max_scale)),
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> LogScaleNormal:
-        """Return the normals; batch dimensions are those of the site's plates."""
+        """Return the normals, with the site's plates as batch dimensions."""
         log_scale = capped_log(parameters["log_scale"], self.max_scale)
         return LogScaleNormal(parameters["loc"], log_scale, site.event_dim, validate_args=False)
 
@@ -222,7 +218,7 @@ DEFAULTS.append(MeanField())
 
 
 class MeanFieldGuide(StructuredGuide):
-    """Mean field at every site: independent normals, drawn by local reparameterization.
+    """Independent normals at every site, with local reparameterization.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.

@@ -72,7 +72,7 @@ class AugmentedMatrixNormal:
         bias_scale: The prior's standard deviation of the last column, if it is a bias with another
             prior.
         event_shape: The weight's shape ``(out, *rest)`` if it is not a matrix; ``in = prod(rest)``.
-        validate_args: Whether to check the arguments; Pyro's own setting when None.
+        validate_args: Whether to check arguments; Pyro's setting when None.
 
     Raises:
         ValueError: If shapes do not fit each other, or a diagonal or the scale is not positive.
@@ -290,7 +290,7 @@ class AugmentedNormal(GaussianWeight, abstract=True):
         inducing: The distribution of the whitened inducing weights ``(M_out, M_in)``; None if a guide
             draws them jointly with inducing weights of other layers.
         conditional_scale: The :math:`\lambda`, ``(*batch,)``, positive.
-        validate_args: Pyro's own setting when None.
+        validate_args: Pyro's setting when None.
     """
 
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
@@ -446,8 +446,7 @@ class ConditionalNormal(AugmentedNormal):
         joint: The joint prior; :meth:`AugmentedMatrixNormal.condition` makes one of these.
         whitened: The whitened inducing weights, ``(*batch, M_out, M_in)``.
         conditional_scale: The :math:`\lambda`, ``(*batch,)``, positive.
-        validate_args: Whether to check arguments and values of ``log_prob``; Pyro's own setting when
-            None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If ``whitened`` has another shape, or ``conditional_scale`` is not positive.

@@ -72,10 +72,6 @@ class InducingWeights(MatrixFamily):
         >>> guide = StructuredGuide(model, {"*.weight": InducingWeights((16, 16), join_bias=True)})
         >>> sum(parameter.numel() for parameter in guide.parameters())
         11761
-
-    References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", section 3.
     """
 
     shape: InducingShape = (64, 64)

@@ -58,8 +58,7 @@ class InducingNormal(AugmentedNormal):
         inducing_loc: Means of the whitened inducing weights, ``(*batch, M_out, M_in)``.
         inducing_scale: Their standard deviations, positive, broadcastable to the means.
         conditional_scale: The :math:`\lambda`, positive, a number or ``(*batch,)``.
-        validate_args: Whether to check arguments and values of ``log_prob``; Pyro's own setting when
-            None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If shapes do not fit each other, or a scale is not positive.
