@@ -151,7 +151,7 @@ class LogScaleNormal(MeanFieldNormal):
         return self.log_scale.exp()
 
     @formed_once
-    def variance(self) -> Tensor:  # type: ignore[override]
+    def variance(self) -> Tensor:
         """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return (2 * self.log_scale).exp()
 

@@ -1,4 +1,4 @@
-"""What the layers of an InducingWeightGuide draw together, and what objectives make of it."""
+"""Layers of an InducingWeightGuide that are drawn jointly, and their objectives."""
 
 import math
 
@@ -119,7 +119,7 @@ def randomize(guide):
 
 
 def joint_moments(guide):
-    """Return mean and covariance of the stacked layers from those of the stacked inducing weights."""
+    """Return mean and covariance of the stacked layers by stacked inducing weights."""
     names = ["net.0.weight", "net.2.weight"]
     laws = [guide[name]() for name in names]
     stacked = guide.couplings["net/0/weight"].posterior()
@@ -141,8 +141,7 @@ def joint_moments(guide):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [SHAPE, (6, 7)], ids=["equal", "of the layers' own sizes"])
-@pytest.mark.parametrize("kind", ["matrix, shared", "full, shared", "nested, shared"])
+@pytest.mark.parametrize(("kind", "shape"), [("nested, shared", SHAPE), ("full, shared", (6, 7))])
 def test_layers_are_correlated_as_their_shared_inducing_weights_say(kind, shape):
     """A layer with fewer columns of inducing weights than others uses the first of the matrix."""
     guide = make_guide(None, shape, **KINDS[kind])
