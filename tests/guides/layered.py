@@ -1,4 +1,4 @@
-"""What the tests of guides share whose layers depend on each other: a model, and dense regressions."""
+"""A model and dense regressions for guides that correlate layers."""
 
 import itertools
 

@@ -21,6 +21,7 @@ from pyro_structvi.families import FullCovariance, LowRank, MeanField
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.sites.parameterization import parameters_of_rows
 from pyro_structvi.weights.lazy import DelayDraws
+from tests.guides.matrix_guides import assert_starts_at_the_identity, minimize
 from tests.models import (
     local_latent_function,
     make_classifier,
@@ -71,23 +72,11 @@ def exact_elbo(q, image, y):
 
 
 def fit_exactly(guide, regression, image_of):
-    optimizer = torch.optim.LBFGS(
-        guide.parameters(),
-        line_search_fn="strong_wolfe",
-        history_size=50,
-        max_iter=5000,
-        tolerance_grad=1e-10,
-        tolerance_change=1e-18,
-    )
-
     def loss():
-        optimizer.zero_grad()
         q = guide["net.weight"]()
-        value = -exact_elbo(q, image_of(q, regression.x), regression.y)
-        value.backward()
-        return value
+        return -exact_elbo(q, image_of(q, regression.x), regression.y)
 
-    optimizer.step(loss)
+    minimize(guide, loss)
 
 
 @pytest.mark.parametrize("image_of", [image_of_inputs_with_a_one, image_under_the_layer])
@@ -106,7 +95,7 @@ def test_it_finds_the_exact_posterior_of_a_linear_regression(model, regression, 
 
 
 def test_the_objective_at_the_posterior_is_the_evidence_on_average(model, regression):
-    """Put the guide at the posterior, by its parameters: draws then differ by their noise alone."""
+    """At the posterior draws differ by their noise only."""
     guide = ps.FullCovarianceGuide(model)
     tril = torch.linalg.cholesky(regression.covariance)
     diagonal = tril.diagonal()
@@ -191,6 +180,10 @@ def test_a_factor_of_a_matrix_has_its_parameters_within_rows_and_between_them():
     loc = torch.zeros(4, 3)
     own = parameters_of_rows(factor, loc)
     torch.testing.assert_close(family.distribution(None, loc=loc, **own).scale_tril, factor)
+
+
+def test_it_starts_at_a_multiple_of_the_identity():
+    assert_starts_at_the_identity(ps.FullCovarianceGuide)
 
 
 def test_a_site_in_a_plate_gets_the_default():

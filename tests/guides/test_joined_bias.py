@@ -29,11 +29,6 @@ def test_a_weight_takes_its_bias_along():
     assert "net.0.weight and net.0.bias: LowRank" in repr(guide)
 
 
-def test_k_tied_counts_the_bias_as_a_column():
-    guide = make_guide(family=KTied(2, join_bias=True))
-    assert guide["net.0.bias"].log_column_scale.shape == (4, 2)
-
-
 def test_both_start_at_the_nets_values_and_are_drawn_apart():
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 3))
     guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))

@@ -29,7 +29,6 @@ from pyro_structvi.families import (
     PointEstimate,
     Rowwise,
     Subnetwork,
-    TransformedMeanField,
 )
 from tests.infer.two_ranks import on_two_ranks
 from tests.models import make_regressor, regression_data
@@ -59,20 +58,8 @@ def assert_unchanged(guide, before):
 # What a state was made with, what it is loaded into, and what the error says of the two.
 OTHER_OPTIONS = {
     "rank": (KTied(3), KTied(2), "rank = 3 instead of 2"),
-    "cap": (MeanField(0.5), MeanField(), "max_scale = 0.5 instead of None"),
     "no cap": (MeanField(), MeanField(0.5), "max_scale = None instead of 0.5"),
     "alpha": (LowRank(2, alpha=0.5), LowRank(2, alpha=2), r"alpha = 0.5 instead of 2"),
-    "given variance": (
-        LowRank(2, "constant", 0.1),
-        LowRank(2, "constant", 0.2),
-        "diagonal_variance = 0.1 instead of 0.2",
-    ),
-    "dropout rate": (Dropout(0.1), Dropout(0.2), "rate = 0.1 instead of 0.2"),
-    "conditional cap": (
-        InducingWeights((2, 2), max_conditional_scale=0.5),
-        InducingWeights((2, 2)),
-        "max_conditional_scale = 0.5 instead of None",
-    ),
     "nested": (
         InducingWeights((2, 2), MeanField(0.5)),
         InducingWeights((2, 2), MeanField(0.1)),
@@ -94,12 +81,12 @@ OTHER_OPTIONS = {
 
 
 @pytest.mark.parametrize(("saved", "own", "message"), OTHER_OPTIONS.values(), ids=OTHER_OPTIONS)
-@pytest.mark.parametrize("strict", [True, False])
-def test_other_options_are_named_and_nothing_changes(saved, own, message, strict):
+def test_other_options_are_named_and_nothing_changes(saved, own, message):
     state, guide = randomized(make(saved)).state_dict(), make(own)
     before = snapshot(guide)
-    with pytest.raises(RuntimeError, match=rf"{message} at the site 'net\.0\.weight'"):
-        guide.load_state_dict(state, strict)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=rf"{message} at the site 'net\.0\.weight'"):
+            guide.load_state_dict(state, strict)
     assert_unchanged(guide, before)
 
 
@@ -120,24 +107,7 @@ def test_what_changes_no_distribution_is_not_compared(saved, own):
 
 @pytest.mark.parametrize(
     "family",
-    [
-        *(
-            KTied(1),
-            MeanField(0.5),
-            LowRank(1),
-            Dropout(),
-            InducingWeights((2, 2)),
-            MatrixNormalFamily(),
-        ),
-        *(
-            Members(2),
-            PointEstimate(),
-            Rowwise(),
-            FullCovariance(),
-            Subnetwork(),
-            TransformedMeanField(),
-        ),
-    ],
+    [MeanField(0.5), Dropout(), InducingWeights((2, 2)), Members(2), Rowwise(), Subnetwork()],
     ids=str,
 )
 def test_a_state_is_of_tensors_and_survives_a_file(family):

@@ -1,10 +1,7 @@
 """Structured guides: predictions, saved states and copies."""
 
 import copy
-import gc
-import io
 import pickle
-import weakref
 
 import pyro
 import pyro.distributions as dist
@@ -19,7 +16,7 @@ import pyro_structvi as ps
 from pyro_structvi.families import KTied
 from pyro_structvi.sites.autoguide import LocalLatentWarning
 from pyro_structvi.weights.lazy import DelayDraws
-from tests.guides.test_structured import ELBOS, make_svi
+from tests.guides.test_structured import make_svi
 from tests.models import (
     linear_function,
     local_latent_function,
@@ -74,15 +71,6 @@ def test_a_state_dict_loads_before_any_data_was_seen():
         assert torch.equal(fresh[name]().variance, guide[name]().variance)
 
 
-def test_a_state_dict_loads_into_the_guide_of_a_function():
-    x = torch.zeros(2, 3)
-    guide, fresh = (ps.KTiedGuide(linear_function) for _ in range(2))
-    guide.initialize(x, torch.zeros(2, 2))
-    fresh.initialize(x, torch.zeros(2, 2))
-    fresh.load_state_dict(guide.state_dict())
-    assert torch.equal(fresh["weight"].loc, guide["weight"].loc)
-
-
 def test_a_pickle_carries_no_data_and_no_model():
     model = make_regressor(size=10_000)
     guide = ps.KTiedGuide(model)
@@ -108,16 +96,6 @@ def test_an_unpickled_guide_says_that_it_has_no_model():
     guide = pickle.loads(pickle.dumps(ps.KTiedGuide(make_regressor())))
     with pytest.raises(RuntimeError, match="unpickled without its model"):
         guide.initialize(*regression_data())
-
-
-def test_torch_save_and_load_of_a_state_dict():
-    guide = ps.KTiedGuide(make_regressor())
-    buffer = io.BytesIO()
-    torch.save(guide.state_dict(), buffer)
-    buffer.seek(0)
-    fresh = ps.KTiedGuide(make_regressor())
-    fresh.load_state_dict(torch.load(buffer))
-    assert torch.equal(fresh["net.0.weight"].loc, guide["net.0.weight"].loc)
 
 
 def test_a_deep_copy_is_another_guide_of_the_same_model():
@@ -155,7 +133,7 @@ def test_unknown_site_is_a_key_error():
         ps.KTiedGuide(make_regressor())["net.9.weight"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32])
 def test_guides_take_the_models_dtype(dtype):
     model = make_regressor().to(dtype)
     guide = ps.KTiedGuide(model)
@@ -174,17 +152,6 @@ def test_parameter_counts():
     # Swiatkowski et al. (2020), figure 4: 957, 482, 484 and 486 thousand.
     assert count(ps.MeanFieldGuide(model)) == 956_820
     assert [count(ps.KTiedGuide(model, rank=k)) for k in (1, 2, 3)] == [481_614, 484_008, 486_402]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("elbo", ELBOS)
-def test_training_on_a_gpu(elbo):
-    model = make_regressor().to("cuda")
-    guide = ps.KTiedGuide(model)
-    x, y = (value.to("cuda") for value in regression_data())
-    svi = make_svi(model, guide, elbo())
-    svi.step(x, y)
-    assert {parameter.device.type for parameter in guide.parameters()} == {"cuda"}
 
 
 @pytest.mark.slow
@@ -220,20 +187,6 @@ def test_site_names_do_not_collide_with_each_other_or_with_torch():
     guide.initialize()
     assert len(list(guide.parameters())) == 8
     assert guide.draw().keys() == {"a.b", "a/b", "values", "training"}
-
-
-def test_a_guide_that_was_replaced_is_let_go():
-
-    def train():
-        model = make_regressor()
-        guide = ps.KTiedGuide(model)
-        make_svi(model, guide).step(*regression_data())
-        return weakref.ref(guide["net.0.weight"].loc)
-
-    first = train()
-    train()
-    gc.collect()
-    assert first() is None
 
 
 def test_a_net_that_differentiates_itself_gets_drawn_weights():

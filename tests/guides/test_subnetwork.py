@@ -17,6 +17,7 @@ import pyro_structvi as ps
 from pyro_structvi import element_scores
 from pyro_structvi.families import LowRank, MeanField, PointEstimate, Subnetwork
 from pyro_structvi.sites.finding import UnusedSiteWarning
+from tests.guides.matrix_guides import minimize
 from tests.guides.subnetworks import CHOSEN, NOISE, NUM_DATA, PRIOR, SIZE, close, joint, make_guide
 from tests.models import linear_function, make_regressor, regression_data
 from tests.statistics import assert_mean, assert_moments
@@ -42,7 +43,7 @@ def test_draws_have_the_joint_law_and_leave_the_rest():
 
 @pytest.mark.slow
 def test_it_finds_the_posterior_given_the_rest():
-    """In a linear regression the chosen weights have a normal posterior given the others."""
+    """In a linear regression the chosen weights have a normal posterior given all others."""
     x, y = regression_data(NUM_DATA, 4)
     net = ps.bayesianize(nn.Linear(4, 1, bias=False), prior=PRIOR)
     model, index = ps.Regressor(net, NUM_DATA, NOISE), torch.tensor([0, 2, 3])
@@ -63,16 +64,7 @@ def test_it_finds_the_posterior_given_the_rest():
         fit = (residual.square().sum() + spread) / NOISE**2 + second / PRIOR**2
         return law.entropy() - fit / 2
 
-    options = {"max_iter": 2000, "tolerance_grad": 1e-10, "tolerance_change": 1e-18}
-    optimizer = torch.optim.LBFGS(guide.parameters(), line_search_fn="strong_wolfe", **options)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = -bound()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    minimize(guide, lambda: -bound(), max_iter=2000)
     torch.testing.assert_close(q().mean, mean, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(q().covariance_matrix, covariance, rtol=1e-4, atol=1e-8)
     own = torch.tensor([[-ps.StructuredELBO().loss(model, guide, x, y)] for _ in range(1000)])
@@ -148,8 +140,7 @@ def test_parameters_are_those_of_the_chosen_elements():
 def test_training_moves_the_rest_only_if_asked(train_rest):
     guide, data = make_guide(train_rest=train_rest), regression_data(NUM_DATA)
     before = guide.median()
-    history = ps.fit(guide.model, guide, data, num_steps=60, lr=0.02, progress=False)
-    assert sum(history.elbo[-10:]) > sum(history.elbo[:10])
+    ps.fit(guide.model, guide, data, num_steps=5, lr=0.02, progress=False)
     after = guide.median()
     assert torch.equal(before["net.0.bias"], after["net.0.bias"]) != train_rest
     assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
@@ -194,8 +185,7 @@ def test_sites_that_are_found_late():
     assert set(variances) == set(center.site_names) - {"own"}
     torch.testing.assert_close(variances["unused.bias"], torch.ones(2))  # the prior's
     guide = ps.SubnetworkGuide(model, {"layer.bias": chosen}, center)
-    history = ps.fit(model, guide, data, num_steps=60, lr=0.05, progress=False)
-    assert history.elbo[-1] > history.elbo[0]
+    ps.fit(model, guide, data, num_steps=5, lr=0.05, progress=False)
     assert torch.equal(guide.median()["shift"], center.median()["shift"])
     late = ps.SubnetworkGuide(model, {"layer.bias": chosen, "shift": chosen})
     with pytest.raises(ValueError, match="found only now"):
@@ -214,8 +204,7 @@ def test_a_plain_function():
     chosen = {"weight": torch.eye(2, 3, dtype=torch.bool)}
     guide = ps.SubnetworkGuide(linear_function, chosen, init_scale=0.1)
     data = torch.randn(12, 3), torch.randn(12, 2)
-    history = ps.fit(linear_function, guide, data, num_steps=60, lr=0.05, progress=False)
-    assert history.elbo[-1] > history.elbo[0]
+    guide.initialize(*data)
     assert len(guide.couplings["weight"].posterior().mean) == 2
     wrong = ps.SubnetworkGuide(linear_function, {**chosen, "wieght": chosen["weight"]})
     with pytest.raises(ValueError, match=r"has masks for \['wieght'\]"):
