@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import InducingWeights, KTied, MeanField, Members
+from pyro_structvi.families import InducingWeights, KTied, MeanField
 from tests.guides.inducing_copies import assert_same_draws, draw, randomize
 from tests.guides.inducing_guides import KINDS, make_guide
 from tests.models import make_regressor, regression_data
@@ -139,22 +139,6 @@ def test_options_out_of_range_are_refused(options, message):
 def test_the_posterior_of_inducing_weights_must_be_a_name_or_a_family():
     with pytest.raises(TypeError, match=r"`inducing_posterior` must be .* a Family, but got 3"):
         make_guide(inducing_posterior=3)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: InducingWeights([3, 2]), ValueError, r"`shape` must be \(M_out, M_in\).*\[3, 2\]"),
-        (lambda: InducingWeights(posterior="full"), TypeError, "`posterior` must be a Family"),
-        (lambda: InducingWeights(prior_scale=-1.0), ValueError, "`prior_scale` must be a positive"),
-        (lambda: Members(0), ValueError, "`size` must be a whole number of at least 1, but got 0"),
-        (lambda: MeanField(max_scale=0.0), ValueError, "`max_scale` must be a positive number"),
-    ],
-    ids=["shape", "posterior", "prior scale", "members", "mean field"],
-)
-def test_families_check_their_options(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
 
 
 def test_only_weights_take_inducing_weights():

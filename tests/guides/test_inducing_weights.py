@@ -195,10 +195,3 @@ def test_scales_start_at_the_bounds_half_at_most_and_stay_below():
     q = guide["net.weight"]()
     close(q.conditional_scale, torch.tensor(0.03), rtol=1e-6)
     close(q.inducing.scale, torch.full(SHAPE, 0.1), rtol=1e-6)
-
-
-def test_bounds_that_do_not_bind_leave_the_start_as_it_is():
-    guide = make_guide(biased_model()[0], max_conditional_scale=0.5, max_inducing_scale=0.5)
-    q = guide["net.weight"]()
-    close(q.conditional_scale, torch.tensor(0.01 / 0.7))
-    close(q.inducing.scale, torch.full(SHAPE, 0.01 / 0.7))

@@ -38,17 +38,6 @@ def test_both_start_at_the_nets_values_and_are_drawn_apart():
         assert draw[f"net.{name}"].shape == parameter.shape
 
 
-@pytest.mark.slow
-def test_draws_of_both_have_the_joint_law():
-    guide = make_guide(linear_model()[0])
-    draws = [guide.draw() for _ in range(20_000)]
-    joined = torch.stack([
-        torch.cat([draw["net.weight"], draw["net.bias"].unsqueeze(-1)], -1) for draw in draws
-    ])
-    q = guide["net.weight"]()
-    assert_moments(joined, q.mean, q.covariance_matrix)
-
-
 def test_names_with_affixes_are_joined():
     guide = make_guide(ps.Classifier(ps.bayesianize(nn.LSTM(3, 4)), num_data=5))
     assert guide["net.weight_ih_l0"] is guide["net.bias_ih_l0"]
@@ -88,11 +77,6 @@ def test_a_bias_named_outright_has_its_own_family():
     guide = ps.StructuredGuide(model, {"net.bias": MeanField(), "*": JOINED})
     assert guide["net.bias"].family == MeanField()
     assert guide["net.weight"]().event_shape == (2, 3)
-
-
-def test_join_bias_must_be_true_or_false():
-    with pytest.raises(TypeError, match=r"`join_bias` must be True or False, but got 'yes'"):
-        KTied(2, join_bias="yes")
 
 
 def test_a_model_that_samples_only_one_of_both_is_an_error():

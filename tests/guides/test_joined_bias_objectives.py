@@ -6,7 +6,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
-from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied
@@ -76,31 +76,6 @@ def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
     torch.testing.assert_close(mean, (kl - likelihood).detach(), rtol=1e-9, atol=0)
 
 
-def layer_function(x, y=None):
-    """A layer whose values may carry the particles of a vectorized objective in front."""
-    weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-    bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-    weight, bias = weight.squeeze(-2), bias.squeeze(-1)
-    with pyro.plate("data", len(x), dim=-1):
-        mean = (weight.reshape(*weight.shape[:-1][:1], 1, 3) * x).sum(-1) + bias.reshape(-1, 1)
-        pyro.sample("obs", dist.Normal(mean.squeeze(0), 1.0), obs=y)
-
-
-@pytest.mark.slow
-def test_vectorized_particles_have_the_same_mean():
-    x, y = torch.randn(6, 3), torch.randn(6)
-    guide = make_guide(layer_function, init_scale=0.3)
-    guide.initialize(x, y)
-    draws = []
-    for elbo in (
-        Trace_ELBO(num_particles=2000, vectorize_particles=True, max_plate_nesting=1),
-        ps.StructuredELBO(num_particles=2000),
-    ):
-        with torch.no_grad():
-            draws.append(elbo.loss(layer_function, guide, x, y))
-    assert abs(draws[0] - draws[1]) < 1.0
-
-
 @pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
 def test_a_layer_that_a_pass_skips_is_estimated_and_said():
     model, args = linear_model()
@@ -159,13 +134,3 @@ def test_unlike_scales_of_weight_and_bias_are_an_error():
 
 
 # ---- saving and predicting -----------------------------------------------------------------------
-
-
-def test_predictions_are_those_of_the_joint_law():
-    model, args = linear_model()
-    guide = make_guide(model)
-    samples = Predictive(model, guide=guide, num_samples=3)(args[0])
-    assert samples["net.weight"].shape[-2:] == (2, 3)
-    assert samples["net.bias"].shape[-1:] == (2,)
-    prediction = ps.predict(model, guide, args[0], num_samples=5)
-    assert prediction.functions.shape == (5, 12, 2)

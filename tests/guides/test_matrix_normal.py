@@ -10,7 +10,6 @@ KL(q || posterior) satisfies, since ``tr(P (A kron B)) = tr(S^-1 A) tr(X'X B) + 
 
 from collections import namedtuple
 
-import pytest
 import torch
 from torch import kron, nn
 from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
@@ -18,7 +17,6 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 import pyro_structvi as ps
 from pyro_structvi.families import MatrixNormalFamily, MeanField
 from tests.guides.matrix_guides import (
-    assert_starts_at_the_identity,
     assert_trains_without_a_drawn_weight,
     minimize,
 )
@@ -108,27 +106,6 @@ def test_it_finds_the_nearest_matrix_normal_where_outputs_have_correlated_noise(
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layer", "out", "size", "join_bias"),
-    [(nn.Conv2d(2, 3, (2, 1)), 3, 4, False), (nn.Linear(1, 1), 1, 1, True)],
-    ids=["convolution", "one by one"],
-)
-def test_parameters_are_loc_and_two_triangles(layer, out, size, join_bias):
-    """A bias is a further column, or a mean and a standard deviation for each output."""
-    model = ps.Classifier(ps.bayesianize(layer, prior=1.0), num_data=8)
-    guide = ps.MatrixNormalGuide(model, join_bias=join_bias)
-    size += join_bias
-    expected = out * size + out * (out + 1) // 2 + size * (size + 1) // 2
-    weight = guide["net.weight"].parameters()
-    assert sum(parameter.numel() for parameter in weight) == expected
-    both = sum(parameter.numel() for parameter in guide.parameters())
-    assert both == expected + (0 if join_bias else 2 * out)
-
-
-def test_it_starts_at_a_multiple_of_the_identity():
-    assert_starts_at_the_identity(ps.MatrixNormalGuide)
-
-
 def test_vectors_get_mean_field():
     guide = ps.MatrixNormalGuide(make_regressor())
     assert guide["net.0.weight"].family == MatrixNormalFamily()
@@ -138,12 +115,11 @@ def test_vectors_get_mean_field():
 # ---- convolutions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("join_bias", [True])
-def test_a_net_with_convolutions_trains_without_a_drawn_weight(join_bias, monkeypatch):
+def test_a_net_with_convolutions_trains_without_a_drawn_weight(monkeypatch):
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2 * 4 * 4, 3))
     model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=12)
     guide, data = (
-        ps.MatrixNormalGuide(model, join_bias=join_bias),
+        ps.MatrixNormalGuide(model, join_bias=True),
         (torch.randn(12, 1, 6, 6), torch.randint(3, (12,))),
     )
     assert_trains_without_a_drawn_weight(guide, data, monkeypatch)

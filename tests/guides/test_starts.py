@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pyro_structvi as ps
 from pyro_structvi.weights.torch_distributions import median
 from tests.guide_cases import GUIDES, POINTS
-from tests.models import hierarchical_function, make_regressor, regression_data
+from tests.models import make_regressor
 
 
 class LargestTensor(TorchDispatchMode):
@@ -63,13 +63,6 @@ def test_the_start_follows_the_seed_and_differs_from_what_is_drawn_next():
         assert not torch.allclose(starts[-1], following / following.norm())
     assert torch.equal(starts[0], starts[1])
     assert not torch.allclose(starts[0], starts[2])
-
-
-def test_sites_of_a_function_are_found_in_the_same_state():
-    data, guide = regression_data(), ps.KTiedGuide(hierarchical_function)
-    before = torch.get_rng_state()
-    guide.initialize(*data)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("prior", [1.0, ps.HierarchicalScale(dist.HalfCauchy(1.0))], ids=str)

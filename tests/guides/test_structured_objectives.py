@@ -77,14 +77,6 @@ def test_two_guides_of_one_class_both_train(module_local):
             assert all(not torch.equal(before[k], v) for k, v in guide.named_parameters())
 
 
-def test_the_param_store_mirrors_the_parameters():
-    model = make_regressor()
-    guide = ps.KTiedGuide(model)
-    make_svi(model, guide).step(*regression_data())
-    store = pyro.get_param_store()
-    assert store["KTiedGuide.posteriors.net/0/weight.loc"] is guide["net.0.weight"].loc
-
-
 class Collecting(str):
     """A name at whose look the garbage collector takes a guide."""
 

@@ -9,11 +9,10 @@ import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn.functional as F
-from pyro.infer import Importance, Predictive
+from pyro.infer import Predictive
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import KTied
 from pyro_structvi.sites.autoguide import LocalLatentWarning
 from pyro_structvi.weights.lazy import DelayDraws
 from tests.guides.test_structured import make_svi
@@ -60,17 +59,6 @@ def test_predicting_from_a_guide_that_knows_no_site_is_an_error():
             attempt()
 
 
-def test_a_state_dict_loads_before_any_data_was_seen():
-    model = make_regressor()
-    guide = ps.KTiedGuide(model)
-    make_svi(model, guide).step(*regression_data())
-    fresh = ps.KTiedGuide(make_regressor())
-    fresh.load_state_dict(guide.state_dict())
-    for name in guide.site_names:
-        assert torch.equal(fresh[name]().mean, guide[name]().mean)
-        assert torch.equal(fresh[name]().variance, guide[name]().variance)
-
-
 def test_a_pickle_carries_no_data_and_no_model():
     model = make_regressor(size=10_000)
     guide = ps.KTiedGuide(model)
@@ -98,26 +86,6 @@ def test_an_unpickled_guide_says_that_it_has_no_model():
         guide.initialize(*regression_data())
 
 
-def test_a_deep_copy_is_another_guide_of_the_same_model():
-    model = make_regressor()
-    guide = ps.KTiedGuide(model)
-    make_svi(model, guide).step(*regression_data())
-    twin = copy.deepcopy(guide)
-    assert twin.model is model
-    make_svi(model, twin).step(*regression_data())
-    assert not torch.equal(twin["net.0.weight"].loc, guide["net.0.weight"].loc)
-
-
-def test_draw_and_median_need_no_data():
-    guide = ps.StructuredGuide(
-        make_regressor(noise_scale=dist.HalfNormal(1.0)), {"*": KTied(2)}, init_scale=0.5
-    )
-    draw, median = guide.draw(), guide.median()
-    assert draw.keys() == median.keys() == set(guide.site_names)
-    assert torch.equal(median["net.0.weight"], guide["net.0.weight"].loc)
-    torch.testing.assert_close(median["noise_scale"], guide["noise_scale"].loc.exp())
-
-
 def test_sites_of_functions_come_in_the_order_of_execution():
     def model():
         for name in ("last", "first"):
@@ -131,15 +99,6 @@ def test_sites_of_functions_come_in_the_order_of_execution():
 def test_unknown_site_is_a_key_error():
     with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
         ps.KTiedGuide(make_regressor())["net.9.weight"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_guides_take_the_models_dtype(dtype):
-    model = make_regressor().to(dtype)
-    guide = ps.KTiedGuide(model)
-    assert {parameter.dtype for parameter in guide.parameters()} == {dtype}
-    x, y = (value.to(dtype) for value in regression_data())
-    make_svi(model, guide).step(x, y)
 
 
 def test_parameter_counts():
@@ -209,23 +168,3 @@ def test_a_net_that_differentiates_itself_gets_drawn_weights():
     with DelayDraws():
         value = poutine.trace(guide).get_trace(x).nodes["net.layer.weight"]["value"]
     assert type(value) is torch.Tensor
-
-
-@pytest.mark.slow
-def test_importance_weights_are_those_of_drawn_weights():
-    x = torch.randn(6, 3)
-    y = x @ torch.tensor([[1.0, -1.0], [0.5, 0.0], [0.0, 2.0]]) + 0.5 * torch.randn(6, 2)
-    covariance = x @ x.T + 0.25 * torch.eye(6)
-    exact = dist.MultivariateNormal(torch.zeros(6), covariance).log_prob(y.T).sum()
-    precision = x.T @ x / 0.25 + torch.eye(3)
-    guide = ps.MeanFieldGuide(linear_function)
-    guide.initialize(x, y)
-    with torch.no_grad():
-        guide["weight"].loc.copy_(torch.linalg.solve(precision, x.T @ y / 0.25).T)
-        scale = torch.linalg.inv(precision).diagonal().sqrt()  # wide enough for every direction
-        guide["weight"].log_scale.copy_(scale.log().expand(2, 3))
-    importance = Importance(linear_function, guide, num_samples=4000)
-    with torch.no_grad():
-        importance.run(x, y)
-        assert abs(importance.get_log_normalizer() - exact) < 0.25
-        assert importance.get_ESS() > 200
