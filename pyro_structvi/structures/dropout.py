@@ -363,7 +363,7 @@ def _has_inputs(site: LatentSite) -> bool:
 
 
 class MCDropoutGuide(StructuredGuide):
-    """Monte Carlo dropout: random masks of the input channels of every weight.
+    """Monte Carlo dropout (Gal and Ghahramani, 2016): random masks of every weight's input channels.
 
     In training each example has a separate mask. In a draw, as by :func:`~pyro_structvi.predict`, all
     inputs share a mask. Vectors and scalars are points.
@@ -374,19 +374,12 @@ class MCDropoutGuide(StructuredGuide):
             these, use :class:`StructuredGuide` with another family for the first layer.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
-    Raises:
-        ValueError: If the rate is not at least 0 and below 1.
-
     Example:
         >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in MCDropoutGuide(model).parameters())
         160400
-
-    References:
-        Gal and Ghahramani (2016), "Dropout as a Bayesian approximation: representing model
-        uncertainty in deep learning".
     """
 
     def __init__(

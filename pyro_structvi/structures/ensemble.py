@@ -277,7 +277,6 @@ class EnsembleGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
-        ValueError: If the size is not a whole number of at least 1.
         RuntimeError: In training, if the net cannot be vectorized.
 
     Example:

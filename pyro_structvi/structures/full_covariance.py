@@ -172,14 +172,8 @@ def draw_by_seen_noise(columns: Tensor, noise: Tensor) -> Tensor:
     The gradient of a function of f with respect to K is :math:`e\,g^\top`. If K has more rows than
     columns, f does not determine e. The gradient uses the conditional expectation
     :math:`E[e \mid f] = K (K^\top K)^{-1} f` in place of e (Rao-Blackwell). Its mean is the same.
-    For one output this is local reparameterization.
-
-    Args:
-        columns: K, ``(*batch, D, E)`` with E less than D.
-        noise: Standard normal noise e, ``(*sample, *batch, D)``.
-
-    Returns:
-        Draws ``(*sample, *batch, E)``.
+    For one output this is local reparameterization. Draws are ``(*sample, *batch, E)`` for ``K (*batch,
+    D, E)`` with E less than D and ``e (*sample, *batch, D)``.
 
     References:
         Kingma, Salimans and Welling (2015), "Variational dropout and the local reparameterization
@@ -244,11 +238,7 @@ class FullCovariance(MemoryLimitedFamily):
         return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start with the covariance ``scale^2`` times the identity.
-
-        Raises:
-            MemoryError: If training would take more than ``max_memory``, before the allocation.
-        """
+        """Start with the covariance ``scale^2`` times the identity, within ``max_memory``."""
         size = loc.numel()
         self.check_memory(site, f"the {size:,} elements of", 1, size, loc.element_size())
         factor = scale * torch.eye(size, dtype=loc.dtype, device=loc.device)
@@ -280,7 +270,6 @@ class FullCovarianceGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
-        ValueError: If ``max_memory`` is not a positive number.
         MemoryError: If a layer would take more than ``max_memory``.
 
     Example:

@@ -183,7 +183,7 @@ class KTied(MatrixFamily):
 
 
 class KTiedGuide(StructuredGuide):
-    """The k-tied Normal at every weight, mean field at vectors.
+    """The k-tied Normal (Swiatkowski et al., 2020) at every weight, mean field at vectors.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
@@ -192,19 +192,12 @@ class KTiedGuide(StructuredGuide):
         join_bias: Whether a layer's bias is a further column of its weight.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
-    Raises:
-        ValueError: If the rank is not a whole number of at least 1.
-
     Example:
         >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in KTiedGuide(model, rank=2).parameters())
         162400
-
-    References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution: a compact parameterization of
-        Gaussian mean field posteriors in Bayesian neural networks".
     """
 
     def __init__(

@@ -462,20 +462,17 @@ def _constant_scale(site: LatentSite) -> float:
 class AutoLowRankLRT(StructuredGuide):
     """Low rank plus diagonal at every weight and vector, with local reparameterization.
 
-    This is ELRG-D-VI with a full diagonal, and ELRG-VI with a constant one.
+    This is ELRG-D-VI with a full diagonal, and ELRG-VI with a constant one (Tomczak, Swaroop and
+    Turner, 2020).
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         rank: The number K of directions.
-        diagonal: The diagonal part: "full", "isotropic" (one learned number for each site) or
-            "constant", with an ELBO that is hundreds of nats lower on small nets.
-        diagonal_variance: The variance of a constant diagonal, as for :class:`LowRank`.
-        alpha: The factor of the low-rank part; 1/K when None.
+        diagonal: The diagonal part. On small nets the ELBO of a constant one is hundreds of nats lower.
+        diagonal_variance: As for :class:`LowRank`.
+        alpha: As for :class:`LowRank`.
         join_bias: Whether a layer's bias is a further column of its weight.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
-
-    Raises:
-        ValueError: If an option is out of its range.
 
     Example:
         >>> import torch
@@ -484,10 +481,6 @@ class AutoLowRankLRT(StructuredGuide):
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in AutoLowRankLRT(model, rank=2).parameters())
         640000
-
-    References:
-        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
-        neural networks".
     """
 
     def __init__(

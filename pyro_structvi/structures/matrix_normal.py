@@ -236,7 +236,7 @@ class MatrixNormalFamily(MatrixFamily):
 
 
 class MatrixNormalGuide(StructuredGuide):
-    """The matrix normal at every weight, mean field at vectors.
+    """The matrix normal (Louizos and Welling, 2016) at every weight, mean field at vectors.
 
     A layer has one covariance over its outputs and one over its inputs; see
     :class:`pyro_structvi.families.MatrixNormalFamily`.
@@ -253,10 +253,6 @@ class MatrixNormalGuide(StructuredGuide):
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in MatrixNormalGuide(model).parameters())
         320400
-
-    References:
-        Louizos and Welling (2016), "Structured and efficient variational deep learning with matrix
-        Gaussian posteriors".
     """
 
     def __init__(

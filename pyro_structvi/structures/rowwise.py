@@ -141,11 +141,7 @@ class Rowwise(MemoryLimitedFamily):
     delayed: ClassVar[tuple[str, ...]] = ("lower",)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start with the covariance ``scale^2`` times the identity.
-
-        Raises:
-            MemoryError: If training would take more than ``max_memory``, before the allocation.
-        """
+        """Start with the covariance ``scale^2`` times the identity, within ``max_memory``."""
         out, size = loc.shape[0], loc[0].numel()
         elements = f"the {size:,} elements in each of the {out:,} rows of"
         self.check_memory(site, elements, out, size, loc.element_size())
@@ -161,7 +157,7 @@ class Rowwise(MemoryLimitedFamily):
 class RowwiseGuide(StructuredGuide):
     """A full covariance over the inputs of each unit for weights, mean field for vectors.
 
-    Units are independent. Each has in (in + 1) / 2 covariance parameters. A step takes out in numbers
+    It is the "column-wise" posterior of Rossi and Filippone. Units are independent. Each has in (in + 1) / 2 covariance parameters. A step takes out in numbers
     for each example.
 
     Args:
@@ -172,7 +168,6 @@ class RowwiseGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
-        ValueError: If ``max_memory`` is not a positive number.
         MemoryError: If a layer would take more than ``max_memory``.
 
     Example:
@@ -182,10 +177,6 @@ class RowwiseGuide(StructuredGuide):
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in RowwiseGuide(model).parameters())
         11500
-
-    References:
-        Rossi and Filippone, tutorial on variational inference, the "column-wise" posterior; layers
-        are written x W there.
     """
 
     def __init__(

@@ -114,11 +114,6 @@ class JointSubnetwork(SharedPosterior):
     """The posterior of the chosen elements of several sites, concatenated to a vector.
 
     Its auxiliary site counts the entropy; the sites count their priors.
-
-    Args:
-        family: Its family.
-        posteriors: The sites.
-        scale: The initial standard deviation of each element.
     """
 
     def __init__(

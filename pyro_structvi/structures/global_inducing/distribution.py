@@ -89,10 +89,7 @@ class NormalGivenInputs(TorchDistribution):
 def _regress(rows: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean ``(*, in, out)`` and covariance factor ``(*, in, in)`` of regressions.
 
-    Args:
-        rows: Inputs ``(*, rows, in)`` for unit precision and unit prior scale.
-        target: Outputs ``(*, rows, out)`` for unit precision.
-        scale: Prior scales ``(in,)``.
+    Inputs ``(*, rows, in)`` have unit precision and unit prior scale, outputs unit precision.
     """
     precision = rows.mT @ rows
     identity = identity_like(precision)
@@ -120,14 +117,8 @@ class _FewRows(GaussianWeight):
     r"""Independent rows of covariance ``D (I + Y' Y)^-1 D``, for Y with fewer rows than columns.
 
     With the Cholesky factor L of :math:`I + Y Y^\top` it is :math:`D A A^\top D` with
-    :math:`A = I - Y^\top L^{-\top} (I + L)^{-1} Y`.
-
-    Args:
-        loc: Means.
-        inputs: Y, ``(rows, in)``, in double precision.
-        scale: The diagonal of D, ``(in,)``.
-        tril: L.
-        whitened: ``L^-1 Y``.
+    :math:`A = I - Y^\top L^{-\top} (I + L)^{-1} Y`. Here ``inputs`` is Y, ``scale`` the diagonal of D,
+    ``tril`` is L, and ``whitened`` is :math:`L^{-1} Y`, all in double precision.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = dict.fromkeys(

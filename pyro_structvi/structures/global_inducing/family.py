@@ -116,13 +116,7 @@ class Propagation(Coupling):
 
 
 class Run(Messenger):
-    """Runs a model and draws each weight when its inputs are known.
-
-    Args:
-        own: The posteriors of the weights.
-        draw: A function of a site's name and the inputs ``(rows, in)`` that returns a value.
-        others: The values of all other sites.
-    """
+    """Runs a model and draws each weight, by its site's name and its inputs, when these are known."""
 
     def __init__(
         self,

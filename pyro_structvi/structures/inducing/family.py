@@ -215,11 +215,6 @@ class SharedInducing(SharedPosterior):
     """One posterior over the inducing weights of several sites, stacked as rows of a matrix.
 
     The matrix has the columns of the widest site; narrower sites use the leading columns.
-
-    Args:
-        family: The family of the sites.
-        posteriors: The sites, with the initial means of their inducing weights.
-        scale: The initial standard deviation of each element of a weight.
     """
 
     def __init__(
@@ -279,8 +274,7 @@ class InducingWeightGuide(StructuredGuide):
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        inducing_shape: The ``(M_out, M_in)`` of each layer's inducing weights; a layer that is smaller
-            in both dimensions has inducing weights of its shape.
+        inducing_shape: The ``(M_out, M_in)`` of each layer, as for :class:`InducingWeights`.
         inducing_posterior: Their posterior: "diagonal" (FFG-U), "matrix" (a matrix normal), "full"
             (FCG-U; of ``(M_out M_in)^2 / 2`` parameters), "ensemble" (Ensemble-U), or a family.
         ensemble_size: The members of an ensemble.

@@ -216,11 +216,6 @@ class GivenInducing(InducingNormal):
     Draws have the conditional distribution, and the KL is the conditional one. ``log_prob`` is the
     weight's term of the ELBO, :math:`\log p(W) + \log q(W \mid U) - \log p(W \mid U)`, which is not a
     density; :class:`Auxiliary` has the term of U.
-
-    Args:
-        joint: The joint prior of W and U.
-        whitened: The whitened inducing weights, ``(*batch, M_out, M_in)``.
-        conditional_scale: The scale of the conditional noise.
     """
 
     def __init__(

@@ -18,21 +18,13 @@ from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 @dataclass(frozen=True)
 class InducingSide:
-    r"""The factored rows or columns of a joint prior, with :math:`\Psi = Z Z^\top + D^2 = L L^\top`.
+    r"""The factored rows or columns of a joint prior, with :math:`\Psi = Z Z^\top + D^2 = L L^\top`."""
 
-    Attributes:
-        factor: :math:`Z`, ``(*batch, M, size)``.
-        diagonal: The diagonal of :math:`D`, ``(*batch, M)``.
-        basis: :math:`B = L^{-1} Z`, ``(*batch, M, size)``.
-        remainder: :math:`H = L^{-1} D`, ``(*batch, M, M)``, so that :math:`B B^\top + H H^\top = I`.
-        jitter: The number added to the diagonal of :math:`\Psi`, ``(*batch,)``.
-    """
-
-    factor: Tensor
-    diagonal: Tensor
-    basis: Tensor
-    remainder: Tensor
-    jitter: Tensor
+    factor: Tensor  # Z (*batch, M, size)
+    diagonal: Tensor  # of D, (*batch, M)
+    basis: Tensor  # B = L^-1 Z (*batch, M, size)
+    remainder: Tensor  # H = L^-1 D (*batch, M, M), so that B B' + H H' = I
+    jitter: Tensor  # added to the diagonal of Psi, (*batch,)
     _with_grad: bool = field(default_factory=torch.is_grad_enabled, init=False, repr=False)
 
     @classmethod
@@ -63,23 +55,13 @@ class InducingSide:
 
 @dataclass(frozen=True)
 class MatheronBases:
-    r"""The factors of Matheron's rule.
+    r"""The factors of Matheron's rule, :math:`W = B_r^\top \tilde U C + \lambda \sigma N`."""
 
-    .. math:: W = B_r^\top \tilde U C + \lambda \sigma N, \qquad C = \sigma B_c
-
-    Attributes:
-        rows: :math:`B_r`, ``(*batch, M_out, out)``.
-        remainder: :math:`H_r`, ``(*batch, M_out, M_out)``.
-        columns: :math:`C`, ``(*batch, M_in, in)``.
-        prior_scale: :math:`\sigma`, ``(*batch, 1, 1)``, or ``(*batch, 1, in)`` by column.
-        conditional_scale: :math:`\lambda`, ``(*batch,)``.
-    """
-
-    rows: Tensor
-    remainder: Tensor
-    columns: Tensor
-    prior_scale: Tensor
-    conditional_scale: Tensor
+    rows: Tensor  # B_r (*batch, M_out, out)
+    remainder: Tensor  # H_r (*batch, M_out, M_out)
+    columns: Tensor  # C = sigma B_c (*batch, M_in, in)
+    prior_scale: Tensor  # sigma (*batch, 1, 1), or (*batch, 1, in) by column
+    conditional_scale: Tensor  # lambda (*batch,)
 
     @property
     def squared_scale(self) -> Tensor:
@@ -100,10 +82,7 @@ class MatheronBases:
     def variance(self, inducing: WeightDistribution, hidden: Tensor, squared: Tensor) -> Tensor:
         r"""Return the variances of outputs ``(..., positions, out)``.
 
-        Args:
-            inducing: The distribution of the whitened inducing weights.
-            hidden: The projected inputs :math:`C x`, ``(..., positions, M_in)``.
-            squared: :math:`|\sigma x|^2`, ``(..., positions, 1)``.
+        ``hidden (..., positions, M_in)`` is :math:`C x`; ``squared`` is :math:`|\sigma x|^2`.
         """
         squares = self.rows.square()
         if inducing.has_independent_elements:
@@ -127,18 +106,11 @@ class MatheronBases:
 
 @dataclass(frozen=True)
 class MatheronDraw:
-    """A draw of a weight as a low-rank part plus noise without a gradient.
-
-    Attributes:
-        bases: The bases of the weight.
-        inducing: The whitened inducing weights of the low-rank part, ``(*sample, M_out, M_in)``.
-        noise: Standard normal, ``(*sample, out, in)``.
-        event_shape: The weight's shape.
-    """
+    """A draw of a weight as a low-rank part plus noise without a gradient."""
 
     bases: MatheronBases
-    inducing: Tensor
-    noise: Tensor
+    inducing: Tensor  # whitened, (*sample, M_out, M_in)
+    noise: Tensor  # (*sample, out, in)
     event_shape: torch.Size
 
     def weight(self) -> Tensor:
@@ -172,14 +144,6 @@ class MatheronOutputs(GaussianOutputs):
 
     with standard normal e of size ``out`` and g of size ``M_out``, for which :math:`B_r e - H_r g` is
     standard normal. An example takes ``in M_in + M_in M_out + 2 out M_out`` multiplications.
-
-    Args:
-        bases: The bases of the weight.
-        inducing: The distribution of the whitened inducing weights.
-        linear_map: A dense map, or a convolution without groups.
-        x: Its input.
-        bias_loc: The mean of a bias ``(out,)``, or None.
-        bias_variance: Its variances ``(out,)``, or None.
     """
 
     def __init__(
