@@ -157,8 +157,8 @@ class Rowwise(MemoryLimitedFamily):
 class RowwiseGuide(StructuredGuide):
     """A full covariance over the inputs of each unit for weights, mean field for vectors.
 
-    It is the "column-wise" posterior of Rossi and Filippone. Units are independent. Each has in (in + 1) / 2 covariance parameters. A step takes out in numbers
-    for each example.
+    It is the "column-wise" posterior of Rossi and Filippone. Units are independent, with
+    in (in + 1) / 2 covariance parameters each. A step takes out in numbers for each example.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
