@@ -12,7 +12,7 @@ import pyro_structvi as ps
 from pyro_structvi.families import FullCovariance, InducingWeights, MatrixNormalFamily
 from tests import dense_oracles as dense
 from tests.distributions.cases import joint_covariance
-from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide
+from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide, randomize
 from tests.models import make_regressor, regression_data
 from tests.statistics import assert_mean, assert_moments
 
@@ -111,13 +111,6 @@ def test_the_median_of_an_ensemble_is_the_mean_of_its_members():
     close(guide.median()["net.2.weight"], sum(means)[:, :-1].detach() / 3)
 
 
-def randomize(guide):
-    """Move every parameter, so that nothing is diagonal or equal that need not be."""
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-
-
 def joint_moments(guide):
     """Return mean and covariance of the stacked layers by stacked inducing weights."""
     names = ["net.0.weight", "net.2.weight"]
@@ -145,7 +138,7 @@ def joint_moments(guide):
 def test_layers_are_correlated_as_their_shared_inducing_weights_say(kind, shape):
     """A layer with fewer columns of inducing weights than others uses the first of the matrix."""
     guide = make_guide(None, shape, **KINDS[kind])
-    randomize(guide)
+    randomize(guide, 0.3)
     mean, covariance = (moment.detach() for moment in joint_moments(guide))
 
     def flat(values):

@@ -12,7 +12,7 @@ from pyro_structvi.families import (
     Members,
     Subnetwork,
 )
-from tests.guides.inducing_copies import assert_same_draws, draw, randomize
+from tests.guides.inducing_guides import assert_same_draws, draw, randomize
 from tests.models import regression_data
 
 COUPLED = {

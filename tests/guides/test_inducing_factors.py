@@ -7,8 +7,14 @@ import pytest
 import torch
 
 import pyro_structvi as ps
-from tests.guides.inducing_copies import assert_same_draws, draw, randomize
-from tests.guides.inducing_guides import EVERY_KIND, KINDS, make_guide
+from tests.guides.inducing_guides import (
+    EVERY_KIND,
+    KINDS,
+    assert_same_draws,
+    draw,
+    make_guide,
+    randomize,
+)
 from tests.models import make_regressor, regression_data
 
 SOME_KINDS = pytest.mark.parametrize("kind", ["diagonal", "full, shared", "ensemble", "nested"])

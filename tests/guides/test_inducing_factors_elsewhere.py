@@ -9,8 +9,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import InducingWeights, KTied, MeanField
-from tests.guides.inducing_copies import assert_same_draws, draw, randomize
-from tests.guides.inducing_guides import KINDS, make_guide
+from tests.guides.inducing_guides import KINDS, assert_same_draws, draw, make_guide, randomize
 from tests.models import make_regressor, regression_data
 
 # ---- other models --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from pyro_structvi.weights.lazy import DelayDraws, LazyPart
 from tests import dense_oracles as dense
-from tests.guides.joined_guides import JOINED, linear_model, make_guide
+from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
 from tests.statistics import assert_moments
 
@@ -45,15 +45,9 @@ def test_names_with_affixes_are_joined():
 
 
 def test_sites_of_a_function_are_joined_by_their_names():
-    def model(x, y=None):
-        weight = pyro.sample("layer.weight", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
-        bias = pyro.sample("layer.bias", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
-    guide = make_guide(model)
-    guide.initialize(torch.randn(5, 3), torch.randn(5, 2))
-    assert guide["layer.weight"]().event_shape == (2, 4)
+    guide = make_guide(layer_function("layer."))
+    guide.initialize(*regression_data())
+    assert guide["layer.weight"]().event_shape == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +74,7 @@ def test_a_bias_named_outright_has_its_own_family():
 
 
 def test_a_model_that_samples_only_one_of_both_is_an_error():
-    def model(x, y=None, with_bias=True):
-        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        bias = (
-            pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1)) if with_bias else None
-        )
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
-    guide = make_guide(model)
+    guide = make_guide(layer_function())
     guide.initialize(*regression_data())
     message = r"'weight' is joined with its bias 'bias'.*samples only one.*`join_bias=False`"
     with pytest.raises(ValueError, match=message):

@@ -1,18 +1,16 @@
 """Joined biases under objectives, saved and in predictions."""
 
-import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-import torch.nn.functional as F
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied
 from tests import dense_oracles as dense
 from tests.exact_means import exact_mean
-from tests.guides.joined_guides import JOINED, linear_model, make_guide
+from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
 
 # ---- objectives ----------------------------------------------------------------------------------
@@ -108,29 +106,14 @@ def test_a_model_with_half_of_a_joint_site_is_an_error(change):
 
 
 def test_a_mask_of_true_is_no_mask():
-    def model(x, y=None):
-        with poutine.mask(mask=torch.tensor(True)):
-            weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
+    model = layer_function(around=lambda: poutine.mask(mask=torch.tensor(True)))
     assert ps.StructuredELBO().terms(model, make_guide(model), *regression_data()).kl
 
 
 def test_unlike_scales_of_weight_and_bias_are_an_error():
-    def model(x, y=None):
-        with poutine.scale(scale=2.0):
-            weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
+    model = layer_function(around=lambda: poutine.scale(scale=2.0))
     with pytest.raises(
         ValueError,
         match=r"sites 'weight' and 'bias' have one posterior, and so must have one scale",
     ):
         ps.StructuredELBO().terms(model, make_guide(model), *regression_data())
-
-
-# ---- saving and predicting -----------------------------------------------------------------------

@@ -30,19 +30,13 @@ from pyro_structvi.families import (
     Rowwise,
     Subnetwork,
 )
+from tests.guides.inducing_guides import randomize
 from tests.infer.two_ranks import on_two_ranks
 from tests.models import make_regressor, regression_data
 
 
 def make(family):
     return ps.StructuredGuide(make_regressor(), {"*.weight": family, "*": MeanField()})
-
-
-def randomized(guide):
-    with torch.no_grad():
-        for value in guide.parameters():
-            value.add_(0.1 * torch.randn_like(value))
-    return guide
 
 
 def snapshot(guide):
@@ -82,7 +76,7 @@ OTHER_OPTIONS = {
 
 @pytest.mark.parametrize(("saved", "own", "message"), OTHER_OPTIONS.values(), ids=OTHER_OPTIONS)
 def test_other_options_are_named_and_nothing_changes(saved, own, message):
-    state, guide = randomized(make(saved)).state_dict(), make(own)
+    state, guide = randomize(make(saved)).state_dict(), make(own)
     before = snapshot(guide)
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=rf"{message} at the site 'net\.0\.weight'"):
@@ -100,7 +94,7 @@ SAME_OPTIONS = {
 
 @pytest.mark.parametrize(("saved", "own"), SAME_OPTIONS.values(), ids=SAME_OPTIONS)
 def test_what_changes_no_distribution_is_not_compared(saved, own):
-    state, guide = randomized(make(saved)).state_dict(), make(own)
+    state, guide = randomize(make(saved)).state_dict(), make(own)
     guide.load_state_dict(state)
     assert all(torch.equal(own, state[name]) for name, own in guide.named_parameters())
 
@@ -111,7 +105,7 @@ def test_what_changes_no_distribution_is_not_compared(saved, own):
     ids=str,
 )
 def test_a_state_is_of_tensors_and_survives_a_file(family):
-    guide, other = randomized(make(family)), make(family)
+    guide, other = randomize(make(family)), make(family)
     assert all(isinstance(value, Tensor) for value in guide.state_dict().values())
     file = io.BytesIO()
     torch.save(guide.state_dict(), file)
@@ -161,7 +155,7 @@ def test_a_state_without_options():
 @pytest.mark.parametrize("change", ["shape", "missing", "unknown"])
 def test_a_state_that_does_not_fit_changes_nothing(change):
     guide = make(MeanField())
-    state, before = snapshot(randomized(make(MeanField()))), snapshot(guide)
+    state, before = snapshot(randomize(make(MeanField()))), snapshot(guide)
     last = list(state)[-3]
     if change == "shape":
         state[last] = torch.zeros(7)
@@ -211,7 +205,7 @@ def test_shared_inducing_weights_have_their_family_in_the_state():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
 def test_copies_check_their_own_options(copied):
-    guide = randomized(make(KTied(2)))
+    guide = randomize(make(KTied(2)))
     twin = copied(guide)
     twin.load_state_dict(guide.state_dict())
     before = snapshot(twin)
@@ -221,7 +215,7 @@ def test_copies_check_their_own_options(copied):
 
 
 def test_a_loaded_tensor_can_be_assigned():
-    guide, state = make(KTied(2)), randomized(make(KTied(2))).state_dict()
+    guide, state = make(KTied(2)), randomize(make(KTied(2))).state_dict()
     guide.load_state_dict(state, assign=True)
     assert guide["net.0.weight"].loc.data_ptr() == state["posteriors.net/0/weight.loc"].data_ptr()
     kept = guide["net.0.weight"].loc
