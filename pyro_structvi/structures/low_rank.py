@@ -20,7 +20,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.factorizations import log_det, tril_or_nan
 from pyro_structvi.linalg.matrices import identity_like, shrink, standard_normal
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.precision import floored_sqrt, formed_once
 from pyro_structvi.linalg.reductions import row_gram
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.maps.readings import Arrangement
@@ -118,7 +118,8 @@ class LowRankNormal(GaussianWeight):
     @property
     def variance_sum(self) -> Tensor:
         """The trace of the covariance, ``(*batch_shape,)``."""
-        return self._trace(self._gram(self.factors))
+        low_rank = self._gram.diagonal(dim1=-2, dim2=-1).sum(-1).to(self.loc.dtype)
+        return self.alpha * low_rank + self._diagonal_sum(self.scale.square())
 
     @property
     def log_det_covariance(self) -> Tensor:
@@ -127,14 +128,8 @@ class LowRankNormal(GaussianWeight):
         It is :math:`\sum_d \log\sigma_d^2 + \log\det(I + \alpha V^\top\operatorname{diag}(\sigma^{-2})
         V)`, of a K x K matrix.
         """
-        return self._log_det(self._whitened_gram)
-
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
-        if not self.is_isotropic:
-            return super().trace_and_log_det()
-        gram = self._gram(self.factors)
-        return self._trace(gram), self._log_det(gram / self._unit_variance)
+        low_rank = log_det(self._capacitance(self._whitened_gram)).to(self.loc.dtype)
+        return 2 * self._diagonal_sum(self.scale.log()) + low_rank
 
     @property
     def _flat_factors(self) -> Tensor:
@@ -145,32 +140,22 @@ class LowRankNormal(GaussianWeight):
         total = diagonal.flatten(len(self.batch_shape)).sum(-1)
         return self.event_shape.numel() * total if self.is_isotropic else total
 
-    def _gram(self, factors: Tensor) -> Tensor:
-        return row_gram(factors, len(self.batch_shape))
-
-    @property
-    def _unit_variance(self) -> Tensor:
-        """The variance of an isotropic diagonal part, double, ``(*batch_shape, 1, 1)``."""
-        return self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+    @formed_once
+    def _gram(self) -> Tensor:
+        r""":math:`V^\top V`, double, ``(*batch_shape, K, K)``."""
+        return row_gram(self.factors, len(self.batch_shape))
 
     @property
     def _whitened_gram(self) -> Tensor:
         r""":math:`V^\top \operatorname{diag}(\sigma^{-2}) V`, double, ``(*batch_shape, K, K)``."""
         if self.is_isotropic:
-            return self._gram(self.factors) / self._unit_variance
-        return self._gram(self.factors / self.scale.unsqueeze(len(self.batch_shape)))
+            return self._gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+        batch_dim = len(self.batch_shape)
+        return row_gram(self.factors / self.scale.unsqueeze(batch_dim), batch_dim)
 
     def _capacitance(self, whitened_gram: Tensor) -> Tensor:
         r"""Return :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`."""
         return identity_like(whitened_gram) + self.alpha * whitened_gram
-
-    def _trace(self, gram: Tensor) -> Tensor:
-        low_rank = gram.diagonal(dim1=-2, dim2=-1).sum(-1).to(self.loc.dtype)
-        return self.alpha * low_rank + self._diagonal_sum(self.scale.square())
-
-    def _log_det(self, whitened_gram: Tensor) -> Tensor:
-        low_rank = log_det(self._capacitance(whitened_gram)).to(self.loc.dtype)
-        return 2 * self._diagonal_sum(self.scale.log()) + low_rank
 
     @property
     def precision_directions(self) -> Tensor:
