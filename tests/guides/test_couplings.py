@@ -7,7 +7,6 @@ import pyro_structvi as ps
 from pyro_structvi.families import (
     FullCovariance,
     InducingWeights,
-    KTied,
     MeanField,
     Members,
     Subnetwork,
@@ -58,23 +57,6 @@ def test_a_pattern_that_is_prepended_leaves_what_there_is(family):
         assert len(tied.couplings) == 1
         again = draw(tied)
         assert all(torch.equal(again[name], value) for name, value in together.items())
-
-
-@pytest.mark.parametrize("family", [COUPLED["shared"], COUPLED["subnetwork"]], ids=str)
-def test_two_guides_may_list_families_in_another_order(family):
-    model = three_layers()
-    patterns = {
-        "net.2.*": family,
-        "net.0.*": COUPLED["ensemble"],
-        "net.4.*": KTied(1),
-        "*": MeanField(),
-    }
-    guide = ps.StructuredGuide(model, patterns)
-    first = "net.0.*"
-    other = ps.StructuredGuide(model, {first: patterns[first]} | patterns)
-    randomize(guide)
-    other.load_state_dict(guide.state_dict())
-    assert_same_draws(guide, other)
 
 
 def test_a_layer_that_a_pass_skips_comes_back_with_its_part():
