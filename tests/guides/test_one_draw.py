@@ -169,8 +169,10 @@ def _tensors(outputs):
     return [outputs] if isinstance(outputs, torch.Tensor) else [outputs[0], *outputs[1]]
 
 
-@pytest.mark.parametrize("layer", [ps.RankOne(), ps.WalshHadamard()])
-@pytest.mark.parametrize("prior", [1.0, ps.HierarchicalScale(dist.LogNormal(0.0, 1.0))])
+@pytest.mark.parametrize(
+    ("layer", "prior"),
+    [(ps.RankOne(), 1.0), (ps.WalshHadamard(), ps.HierarchicalScale(dist.LogNormal(0.0, 1.0)))],
+)
 def test_layers_of_this_package_and_scales_of_priors(layer, prior):
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     model = ps.Regressor(ps.bayesianize(net, {"2.*": prior, "*": 1.0}, layers={"0": layer}), 6, 0.1)
@@ -244,7 +246,7 @@ def test_draws_that_do_not_fit():
 
 
 class Around(PyroModule):
-    """A model of its own around nets."""
+    """A user's model around nets."""
 
     def __init__(self, *nets):
         super().__init__()

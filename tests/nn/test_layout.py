@@ -313,7 +313,7 @@ def test_densities_and_moments_of_other_layouts(input_dim, groups):
 
 
 def test_no_image_where_inputs_are_elsewhere():
-    with pytest.raises(ValueError, match=r"inputs must meet dimension 1.*rsample"):
+    with pytest.raises(ValueError, match=r"must have dimension 1.*rsample"):
         BernoulliDropout(torch.ones(4, 3), 0.5, input_dim=0).image(torch.ones(2, 3))
     with pytest.raises(ValueError, match="`input_dim` must be a dimension"):
         BernoulliDropout(torch.ones(4, 3), 0.5, input_dim=2)

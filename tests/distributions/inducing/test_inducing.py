@@ -268,7 +268,7 @@ def test_inducing_weights_that_do_not_fit_are_refused(shape, message):
 def test_inducing_weights_that_are_drawn_elsewhere_leave_no_law():
     q = InducingNormal.from_inducing(joint_for_arguments(), None, 0.5)
     for ask in (lambda: q.mean, q.rsample, lambda: q.image(torch.zeros(3))):
-        with pytest.raises(RuntimeError, match=r"one posterior with those of others.*guide\.draw"):
+        with pytest.raises(RuntimeError, match=r"one joint posterior.*guide\.draw"):
             ask()
     whitened = torch.randn(2, *INDUCING)
     expected = ConditionalNormal(q.joint, whitened, 0.5)
