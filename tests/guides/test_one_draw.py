@@ -81,7 +81,9 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_outside_of_handlers_nothing_is_drawn_from_the_prior(call):
     model, _ = make()
-    with pytest.raises(RuntimeError, match=r"is random, and no pass defines .* `guide\.to_net\(\)`"):
+    with pytest.raises(
+        RuntimeError, match=r"is random, and no pass defines .* `guide\.to_net\(\)`"
+    ):
         call(model, torch.randn(6, 4))
 
 
