@@ -52,11 +52,7 @@ class ImportanceDiagnosis:
 
 @checked
 def pareto_k(
-    model: Program,
-    guide: StructuredGuide,
-    *args: Any,
-    num_samples: Count = 1000,
-    **kwargs: Any,
+    model: Program, guide: StructuredGuide, *args: Any, num_samples: Count = 1000, **kwargs: Any
 ) -> ImportanceDiagnosis:
     r"""Compare a guide with the posterior of all weights jointly.
 

@@ -228,7 +228,7 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
     values = torch.cat([inside.detach().double(), outside.detach().double().to(inside.device)])
     # Ranks as shares, because torchmetrics treats numbers beyond [0, 1] as logits.
     _, ranks = values.unique(return_inverse=True)
-    share = (ranks + 1).double() / (len(values) + 1)
+    share = ranks.double() / len(values)
     is_outside = torch.arange(len(values), device=values.device) >= len(inside)
     curves = _library("torchmetrics.functional.classification")
     false_alarms, found, _ = curves.binary_roc(share, is_outside.long())

@@ -25,15 +25,7 @@ BLOCK = 2**16  # logits at nodes that are held at once, and stay in the processo
 
 
 def nodes_of(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nodes ``(count, size)`` and their weights ``(count,)``.
-
-    Args:
-        size: The number of variables.
-        like: A tensor of their dtype and device.
-
-    Raises:
-        NotImplementedError: If there are more variables than quasi-random points have dimensions.
-    """
+    """Return nodes ``(count, size)`` and weights ``(count,)`` for standard normal variables."""
     if size > LARGEST_OUTPUT:
         raise NotImplementedError(
             f"Moments have nodes for up to {LARGEST_OUTPUT:,} logits, but there are {size:,}. Predict "
@@ -80,21 +72,12 @@ class AtNodes(NamedTuple):
 def likelihood_at_nodes(
     model: Likelihood, output: RandomTensor, posteriors: Mapping[str, Any], y: Tensor | None = None
 ) -> AtNodes:
-    """Return a model's likelihood at nodes of its net's random output.
+    """Return a model's likelihood at nodes of its net's random output ``(batch, ...)``.
 
     With one or two variables in each term of the log likelihood the nodes are a grid of Gauss-Hermite
     quadrature, exact for polynomials up to degree 63 or 31. With more, such as the logits of classes,
-    they are 256 fixed quasi-random points, antithetic and with exact variances.
-
-    Args:
-        model: The model.
-        output: The moments of its net's output, ``(batch, ...)``.
-        posteriors: The distribution of each latent site by name. Sites of the likelihood, such as a
-            noise scale, are variables too.
-        y: Observations, or None.
-
-    Raises:
-        NotImplementedError: If a site of the likelihood has a posterior that is no transformed normal.
+    they are 256 fixed quasi-random points, antithetic and with exact variances. Sites of the likelihood,
+    such as a noise scale, are variables with transformed normal ``posteriors``.
     """
     own = {
         name: posteriors[name]
@@ -108,10 +91,8 @@ def likelihood_at_nodes(
     with site_values(model) as cache, _Observation() as seen:
         cache.update(values)
         model.observe(outputs, 1, y)
-    shared = 1
-    if any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values()):
-        per_variable = NODES.get(first + len(own))
-        shared = len(nodes) if per_variable is None else per_variable ** len(own)
+    is_shared = any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values())
+    shared = NODES.get(first + len(own), len(nodes)) if is_shared else 1
     return AtNodes(seen.likelihood, seen.scale, weights, shared, seen.y, seen.site)
 
 
@@ -181,11 +162,8 @@ class _Observation(Messenger):
 class ClassExpectations(NamedTuple):
     """Expectations of a softmax over its logits.
 
-    Attributes:
-        probabilities: The probabilities of classes, ``(batch, classes)``.
-        variance: Their variances.
-        entropy: The entropy of the classes, ``(batch,)``, in nats.
-        log_density: The log probability of the observed classes, ``(batch,)``, if there are any.
+    Probabilities and their variances are ``(batch, classes)``, the entropy of classes is ``(batch,)`` in
+    nats, and the log density is None without observed classes.
     """
 
     probabilities: Tensor
@@ -200,12 +178,7 @@ def is_softmax(model: Likelihood) -> bool:
 
 
 def class_expectations(output: RandomTensor, y: Tensor | None) -> ClassExpectations:
-    """Return expectations over random logits ``(batch, classes)``.
-
-    Args:
-        output: The logits.
-        y: Observed classes ``(batch,)``, or None.
-    """
+    """Return expectations over random logits ``(batch, classes)``, with observed classes or None."""
     parts: list[tuple[Tensor, ...]] = []
     for rows, logits, weights in _blocks(output):
         logits.sub_(logits.detach().amax(1, keepdim=True))  # a shift that changes nothing below

@@ -41,20 +41,11 @@ class RandomWeight(RandomTensor):
 
     Linear maps take the moments of their outputs from the distribution; other functions take the means
     and variances of its elements.
-
-    Args:
-        distribution: The distribution.
-        settings: How moments are propagated.
-        part: The part of the distribution.
-        shape: The shape of that part.
-
-    Attributes:
-        applied: The parts that linear maps take, shared by all mini-batches of a pass.
     """
 
     distribution: WeightDistribution
     part: Part
-    applied: dict[Any, "Applied"]
+    applied: dict[Any, "Applied"]  # shared by all mini-batches of a pass
 
     def __new__(
         cls,
@@ -96,7 +87,7 @@ def member_numbers(guide: StructuredGuide) -> list[int | None]:
 
 
 def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
-    """Return each global site and its marginal distribution, or the distribution of a member of an ensemble."""
+    """Return each global site and its marginal distribution, or a distribution of an ensemble."""
     return [*joint.given("marginals" if number is None else "draw", number=number)]
 
 
@@ -106,12 +97,7 @@ def by_name(sites: Sites) -> dict[str, Any]:
 
 
 def random_values(sites: Sites, settings: Settings) -> dict[str, Tensor]:
-    """Return the value of each site, which is random unless its distribution is a point.
-
-    Args:
-        sites: The sites and their distributions.
-        settings: How moments are propagated.
-    """
+    """Return the value of each site, which is random unless its distribution is a point."""
     values: dict[str, Tensor] = {}
     for site, q in sites:
         if isinstance(q, WeightDistribution) and site.bias is not None:
@@ -150,9 +136,6 @@ def linear_moments(application: Application) -> RandomTensor:
     References:
         Wu, Nowozin, Meeds, Turner, Hernandez-Lobato and Gaunt (2019), "Deterministic variational
         inference for robust Bayesian neural networks", Eq. 5, for independent elements.
-
-    Raises:
-        NotImplementedError: If weight and bias have a joint posterior and the weight another order.
     """
     linear_map, x, weight, bias, arrangement = application
     settings, is_joint = settings_of(x, weight, bias), _is_joint(weight, bias)

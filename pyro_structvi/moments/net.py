@@ -19,16 +19,9 @@ from pyro_structvi.sites.structured import StructuredGuide
 def output_moments(
     model: Likelihood, values: Mapping[str, Tensor], x: Any, settings: Settings
 ) -> RandomTensor:
-    """Return the moments of the output of a model's net.
+    """Return the moments of the output of a model's net, for random or known values of its sites.
 
-    Args:
-        model: The model.
-        values: The values of its sites, random or known.
-        x: The net's input.
-        settings: How moments are propagated.
-
-    Raises:
-        NotImplementedError: If a function of the net has no rule; the message names the module.
+    If a function of the net has no rule, the message of the error names the module.
     """
     with site_values(model) as cache:
         cache.update(values)
@@ -63,17 +56,7 @@ def _place(error: Exception, model: nn.Module) -> str:
 
 
 def check_served(model: Any, guide: Any, name: str) -> None:
-    """Raise unless moments can be propagated through a model with a posterior.
-
-    Args:
-        model: The model.
-        guide: The posterior.
-        name: The name of that argument.
-
-    Raises:
-        TypeError: If the model is no likelihood around a net, or the posterior no guide.
-        NotImplementedError: If the guide has latents of single examples.
-    """
+    """Raise unless moments can be propagated through a model with a guide, the argument ``name``."""
     if not isinstance(model, Likelihood):
         raise TypeError(
             "`model` must be a Classifier, Regressor or another likelihood around a net, whose output "

@@ -26,13 +26,7 @@ ClosedForm = Callable[[Tensor, Tensor], Moments]
 def propagate(
     function: Callable[[Tensor], Tensor], closed: ClosedForm | None, x: RandomTensor
 ) -> RandomTensor:
-    """Return the moments of a function of each element.
-
-    Args:
-        function: The function.
-        closed: Maps mean and variance to mean and variance of the function; None for quadrature.
-        x: The argument.
-    """
+    """Return the moments of a function of each element, by a closed form if there is one."""
     if closed is not None and x.covariance is None:
         return RandomTensor(*closed(x.loc, x.variance), x.settings)
     nodes, weights = gauss_hermite(NODES, x.loc)

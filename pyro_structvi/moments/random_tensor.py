@@ -38,6 +38,7 @@ class RandomTensor(Tensor):
         form_covariance: A function that forms the covariance of outputs of a dense map on demand.
 
     Example:
+        >>> import torch
         >>> x = RandomTensor(torch.zeros(2), torch.ones(2), Settings())
         >>> y = 3 * x + 1
         >>> y.loc, y.variance

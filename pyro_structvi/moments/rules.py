@@ -22,16 +22,7 @@ RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES, **PO
 def moments_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the moments of the result of a function of torch.
-
-    Args:
-        function: The function called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        NotImplementedError: If the function has no rule.
-    """
+    """Return the moments of the result of a function of torch."""
     reading = parse_application(function, args, kwargs)
     if isinstance(reading, Rewrite):
         return reading.compute()

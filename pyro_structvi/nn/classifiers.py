@@ -84,10 +84,8 @@ class BinaryClassifier(Likelihood):
     Args:
         net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch,)`` or
             ``(batch, labels)``.
-        num_data: Number of training examples; the log likelihood of a batch is multiplied by
-            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
-        output: From the return value of the net to the logits. By default a tensor, or the ``logits``
-            of an object.
+        num_data: As for :class:`Classifier`.
+        output: As for :class:`Classifier`.
 
     Raises:
         ValueError: If ``num_data`` is not at least 1.
@@ -102,10 +100,7 @@ class BinaryClassifier(Likelihood):
         torch.Size([3, 5, 3])
     """
 
-    @property
-    def terms(self) -> Terms:
-        """Single outputs."""
-        return "elements"
+    terms: Terms = "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe zeros and ones in any dtype, and return the logits."""
@@ -122,13 +117,11 @@ class TokenClassifier(Likelihood):
 
     Args:
         net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch, length, classes)``.
-        num_data: Number of training sequences; the log likelihood of a batch is multiplied by
-            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
+        num_data: Number of training sequences, as for :class:`Classifier`.
         ignore_index: The class of ignored tokens.
         shift: Whether the logits at a token predict the next token, as in causal language models. Then
             ``y`` are the tokens, the last logits are dropped, and ``predict`` scores ``y[:, 1:]``.
-        output: From the return value of the net to the logits. By default a tensor, or the ``logits``
-            of an object.
+        output: As for :class:`Classifier`.
 
     Raises:
         ValueError: If ``num_data`` is not at least 1.

@@ -130,9 +130,9 @@ def bayesianize(
         )
     if points and normalization is None:
         warn_user(
-            f"These parameters stay point estimates: {points}. Pass `normalization=True` to put a prior "
-            "on those of normalization layers too, and on scales of layers, or `normalization=False` to "
-            "keep them so without this message.",
+            f"These parameters stay point estimates: {points}. Pass `normalization=True` to put priors "
+            "on normalization layers and scales of layers too, or `normalization=False` to silence this "
+            "warning.",
             PointEstimateWarning,
         )
     _check_reparametrized(net, priors)

@@ -54,7 +54,12 @@ class Likelihood(RandomModule):
     Attributes:
         num_data: The number of training examples; None as long as it is unknown.
         is_num_data_given: Whether the user gave it.
+        terms: The outputs in each term of an example's log likelihood, for expectations by quadrature:
+            single outputs, "elements"; "pairs" of an output in the first half of the last dimension and
+            an output in the second half; or the whole "last dimension", which always holds.
     """
+
+    terms: Terms = "last dimension"
 
     @checked
     def __init__(
@@ -82,15 +87,6 @@ class Likelihood(RandomModule):
         """
         with naming("x", x):
             return self.observe(*self.run_net(x), y)
-
-    @property
-    def terms(self) -> Terms:
-        """The outputs in each term of an example's log likelihood, for expectations by quadrature.
-
-        Single outputs; pairs of an output in the first half of the last dimension and one in the second
-        half; or the whole last dimension, which always holds.
-        """
-        return "last dimension"
 
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         """Return a lower bound of each example's expected log likelihood, in closed form.
@@ -276,5 +272,5 @@ def read_output(result: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
     source = "`output`" if output is not None else "The net"
     raise TypeError(
         f"{source} must return a tensor, or an object with `logits`, but got {brief(found)}. Pass "
-        "`output=lambda result: ...`, which takes the tensor from what the net returns."
+        "`output=lambda result: ...`, a function from the return value of the net to the tensor."
     )

@@ -94,7 +94,7 @@ class RandomModule(PyroModule):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
-            "A net with random parameters has no weights to be saved as those of a pretrained net. Save "
+            "A net with random parameters has no weights to save as a pretrained net. Save "
             "`guide.to_net()`, or keep the posterior by `guide.state_dict()`."
         )
 

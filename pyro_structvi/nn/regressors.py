@@ -36,13 +36,11 @@ class Regressor(Likelihood):
     Args:
         net: A module with sample sites, from ``(batch, ...)`` to means ``(batch, *target)``; to
             ``(batch, ..., 2 * size)`` for targets ``(batch, ..., size)`` with heteroscedastic noise.
-        num_data: Number of training examples; the log likelihood of a batch is multiplied by
-            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
+        num_data: As for :class:`~pyro_structvi.Classifier`.
         noise_scale: Standard deviation of the noise, in the targets' units: a number, a tensor that
             broadcasts to a target, or a distribution over positive numbers, which becomes the
             latent site ``noise_scale``.
-        output: From the return value of the net to the means. By default a tensor, or the ``logits`` of
-            an object.
+        output: From the return value of the net to the means, as for ``Classifier``.
         noise: In place of ``noise_scale``: the same; ``"learned"`` for the prior ``HalfNormal(1)``, for
             targets of standard deviation 1; or ``"heteroscedastic"``.
         df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
@@ -97,6 +95,7 @@ class Regressor(Likelihood):
             )
         self.df = df
         self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"
+        self.terms = "pairs" if self.is_heteroscedastic else "elements"
         if not self.is_heteroscedastic:
             self._set_scale(name, dist.HalfNormal(1.0) if isinstance(given, str) else given)
 
@@ -113,11 +112,6 @@ class Regressor(Likelihood):
             scale = torch.as_tensor(noise_scale, dtype=example.dtype, device=example.device)
             check_positive(name, scale)
             self.register_buffer("noise_scale", scale)
-
-    @property
-    def terms(self) -> Terms:
-        """Single outputs, or pairs of mean and scale."""
-        return "pairs" if self.is_heteroscedastic else "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe targets of the shape, device and dtype of the means; return the means."""
@@ -161,10 +155,8 @@ class PoissonRegressor(Likelihood):
 
     Args:
         net: A module with sample sites, from ``(batch, ...)`` to log rates ``(batch, *target)``.
-        num_data: Number of training examples; the log likelihood of a batch is multiplied by
-            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
-        output: From the return value of the net to the log rates. By default a tensor, or the ``logits``
-            of an object.
+        num_data: As for :class:`~pyro_structvi.Classifier`.
+        output: From the return value of the net to the log rates, as for ``Classifier``.
 
     Raises:
         ValueError: If ``num_data`` is not at least 1.
@@ -182,10 +174,7 @@ class PoissonRegressor(Likelihood):
         McCullagh and Nelder (1989), "Generalized linear models", chapter 6.
     """
 
-    @property
-    def terms(self) -> Terms:
-        """Single outputs."""
-        return "elements"
+    terms: Terms = "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
         """Sample or observe counts in any dtype, and return the log rates."""

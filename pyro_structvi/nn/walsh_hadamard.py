@@ -1,7 +1,6 @@
 """Layers whose weight is a product of Walsh-Hadamard and diagonal matrices with a random diagonal."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -194,26 +193,18 @@ class WalshHadamardConv(WalshHadamardLayer):
     cost of transforming its patches.
 
     Args:
-        in_channels: As for torch's convolution, like all arguments up to ``padding_mode``.
-        out_channels: Number of output channels.
-        kernel_size: Size of the kernel.
-        stride: Stride.
-        padding: Padding, also "same" or "valid".
-        dilation: Dilation.
+        in_channels: As for torch's convolution, like all arguments up to ``dilation``.
         bias: Whether there is a sample site ``bias``.
-        padding_mode: Padding mode.
+        padding_mode: As for torch's convolution.
         filters_per_example: Whether to sample the coefficients for each example.
         prior_scale: As for :class:`WalshHadamardLinear`.
-        bias_prior_scale: Prior standard deviation of the bias.
-        device: The device of all tensors.
-        dtype: The dtype of all tensors.
+        bias_prior_scale: As for :class:`WalshHadamardLinear`, like ``device`` and ``dtype``.
 
     Raises:
         ValueError: If a size or a scale is not positive, or torch's convolution refuses an argument.
     """
 
     _torch_layer: ClassVar[type[nn.Conv1d | nn.Conv2d | nn.Conv3d]]
-    _convolution: ClassVar[Callable[..., Tensor]]
 
     @checked
     def __init__(
@@ -254,8 +245,10 @@ class WalshHadamardConv(WalshHadamardLayer):
         if any(self.margins):
             x = F.pad(x, self.margins, self.padding_mode)
         if coefficients.dim() == 2:
-            filters, convolution = self.weight(coefficients), type(self)._convolution
-            return convolution(x, filters, stride=self.stride, dilation=self.dilation)
+            convolution = getattr(F, f"conv{len(self.stride)}d")
+            filters, geometry = self.weight(coefficients), (self.stride, 0, self.dilation)
+            outputs: Tensor = convolution(x, filters, None, *geometry)
+            return outputs
         return self._multiply(self._patches(x), coefficients).movedim(-1, 1)
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -271,7 +264,6 @@ class WalshHadamardConv1d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -2
     _torch_layer = nn.Conv1d
-    _convolution = F.conv1d
 
 
 class WalshHadamardConv2d(WalshHadamardConv):
@@ -279,7 +271,6 @@ class WalshHadamardConv2d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -3
     _torch_layer = nn.Conv2d
-    _convolution = F.conv2d
 
 
 class WalshHadamardConv3d(WalshHadamardConv):
@@ -287,7 +278,6 @@ class WalshHadamardConv3d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -4
     _torch_layer = nn.Conv3d
-    _convolution = F.conv3d
 
 
 _CONVOLUTIONS: dict[type, type[WalshHadamardConv]] = {

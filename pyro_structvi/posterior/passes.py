@@ -26,12 +26,7 @@ from pyro_structvi.posterior.runs import (
     tensors_in,
 )
 from pyro_structvi.sites.finding import separate_randomness
-from pyro_structvi.sites.joint_posterior import (
-    JointPosterior,
-    are_plain,
-    in_one_pass,
-    stack_draws,
-)
+from pyro_structvi.sites.joint_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import SameMember
 from pyro_structvi.weights.site_role import SiteRole
@@ -148,32 +143,22 @@ def spaced(available: int, total: int) -> list[int]:
     return [round(step * number) for number in range(total)]
 
 
-class Draws:
-    """Joint draws of all sites, in successive stacks.
+def _sampler(
+    posterior: Posterior, total: int, args: tuple[Any, ...]
+) -> Callable[[Sequence[int]], Values]:
+    """Return a function from numbers of draws below ``total`` to draws ``(count, *shape)`` by site.
 
-    The parameters of a :class:`StructuredGuide` are read when the first stack is drawn.
-
-    Args:
-        posterior: A :class:`StructuredGuide`, any other guide, or draws by site.
-        total: Number of draws; given draws are evenly spaced.
-        args: Arguments for a guide that needs them.
+    The parameters of a :class:`StructuredGuide` are read once. Given draws are evenly spaced. Other
+    guides are called with ``args``.
     """
-
-    def __init__(self, posterior: Posterior, total: int, args: tuple[Any, ...]) -> None:
-        self.posterior, self.left, self.args = posterior, range(total), args
-        self._joint: JointPosterior | None = None
-
-    def take(self, count: int) -> Values:
-        """Return the next draws, ``(count, *shape)`` by site."""
-        numbers, self.left = self.left[:count], self.left[count:]
-        if isinstance(self.posterior, Mapping):
-            chosen = spaced(count_draws(self.posterior, None), self.left.stop)
-            rows = [chosen[number] for number in numbers]
-            return {name: draws[rows] for name, draws in self.posterior.items()}
-        if isinstance(self.posterior, StructuredGuide):
-            self._joint = self._joint or self.posterior.joint_posterior()
-            return self._joint.draw_many(numbers, local=True)
-        return stack_draws([_draw_from_guide(self.posterior, self.args) for _ in numbers])
+    if isinstance(posterior, Mapping):
+        chosen = spaced(count_draws(posterior, None), total)
+        return lambda numbers: {
+            name: draws[[chosen[number] for number in numbers]] for name, draws in posterior.items()
+        }
+    if isinstance(posterior, StructuredGuide):
+        return partial(posterior.joint_posterior().draw_many, local=True)
+    return lambda numbers: stack_draws([_draw_from_guide(posterior, args) for _ in numbers])
 
 
 def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> Values:
@@ -261,8 +246,8 @@ class Passes:
 
     def run(self, total: int) -> Iterator[Pass]:
         """Yield the passes of all draws; each draw runs on all mini-batches before the next one."""
-        draws = Draws(self._posterior, total, self._batches[0][0])
-        first = draws.take(1)
+        draw = _sampler(self._posterior, total, self._batches[0][0])
+        first = draw(range(1))
         with counted_bytes() as layers:
             statistics = self._measure(first)
             outputs = self._run_first(first, statistics)
@@ -272,8 +257,8 @@ class Passes:
         # The number of draws at once depends on no inputs, so that a seed determines the draws.
         at_once = self._fitting(weights)
         in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs.values()))
-        while draws.left:
-            for part in _split(draws.take(at_once), in_pass):
+        for start in range(1, total, at_once):
+            for part in _split(draw(range(start, min(start + at_once, total))), in_pass):
                 yield from self._run_batches(part, self._measure(part))
 
     def _kept(self, values: Values) -> Values:

@@ -45,7 +45,7 @@ class PruningReport:
 @torch.no_grad()
 @checked
 def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningReport:
-    """Set the smallest entries of the factors Z of all inducing weights to zero.
+    """Set the smallest entries of the factors Z of all inducing weights to zero, and return counts.
 
     The prior of the weights does not change. The masks are from :mod:`torch.nn.utils.prune`: the guide's
     state has ``row_factor_orig`` and ``row_factor_mask`` in place of ``row_factor``, and likewise for
@@ -55,9 +55,6 @@ def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningRepo
         guide: A trained guide with inducing weights, changed in place.
         amount: The fraction of zeros, including earlier calls, at least 0 and below 1. The smallest
             magnitudes over all sites are pruned.
-
-    Returns:
-        Counts of remaining elements and parameters.
 
     Raises:
         ValueError: If ``amount`` is out of range or smaller than in an earlier call, or if the guide has
@@ -92,7 +89,7 @@ def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningRepo
 @torch.no_grad()
 @checked
 def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
-    r"""Remove the weights with the smallest ``|mean| / standard deviation`` from a model.
+    r"""Remove the weights with the smallest ``|mean| / standard deviation``, and return counts.
 
     The ratios of all weights and vectors with a :class:`~pyro_structvi.families.MeanField` posterior are
     ranked together. Pruned elements have mean and standard deviation zero and no KL, so the bound is a
@@ -105,9 +102,6 @@ def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
     Args:
         guide: A trained guide with mean-field sites, changed in place.
         amount: The fraction of zeros, including earlier calls, at least 0 and below 1.
-
-    Returns:
-        Counts of remaining elements and parameters.
 
     Raises:
         ValueError: If ``amount`` is out of range or smaller than in an earlier call, or if the guide has

@@ -19,7 +19,7 @@ from pyro_structvi.weights.gaussian import GaussianWeight, noise_columns
 
 @checked
 def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> StructuredGuide:
-    """Tie the standard deviations of a fitted mean-field guide.
+    """Return a copy of a fitted mean-field guide with k-tied standard deviations.
 
     Every weight with the family ``MeanField`` gets ``KTied(rank)`` with the same means and the factors
     of :func:`tie_scales`. All other sites keep their posteriors. The rank is large enough if ELBO and
@@ -30,9 +30,6 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     Args:
         guide: A fitted guide, which is not changed.
         rank: The k of the new posteriors.
-
-    Returns:
-        A new guide of the same model.
 
     Raises:
         ValueError: If the rank is not at least 1, or no weight has mean field.
@@ -63,7 +60,7 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
 
 @checked
 def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> StructuredGuide:
-    """Give every Gaussian posterior of a fitted guide a full covariance, with the same distribution.
+    """Return a copy of a fitted guide with full covariances and the same Gaussian distributions.
 
     The new guide starts at the ELBO of the fitted guide. A full covariance that starts at independent
     elements needs many more steps.
@@ -71,9 +68,6 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
     Args:
         guide: A fitted guide, which is not changed.
         max_memory: As for :class:`~pyro_structvi.families.FullCovariance`, in GiB.
-
-    Returns:
-        A new guide of the same model.
 
     Raises:
         ValueError: If no site has a Gaussian posterior with another family.

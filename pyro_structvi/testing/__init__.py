@@ -1,7 +1,7 @@
 """Checks of the contracts for distributions, families and guides, and the registry of structures."""
 
 from pyro_structvi.testing.distributions import check_distribution
-from pyro_structvi.testing.entry import GuideVariant, Structure
+from pyro_structvi.testing.entry import GuideVariant, Structure, random_weight
 from pyro_structvi.testing.families import check_family
 from pyro_structvi.testing.guides import check_guide
 from pyro_structvi.testing.structures import (
@@ -25,4 +25,5 @@ __all__ = [
     "guides_for",
     "layered_for",
     "points_for",
+    "random_weight",
 ]

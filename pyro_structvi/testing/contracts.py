@@ -31,7 +31,7 @@ class Contract:
 
     Args:
         owner: The name of the checked class.
-        leaves: Tensors with respect to which gradients are compared too.
+        leaves: Tensors whose gradients are compared too.
         dtype: The dtype that decides on tolerances.
     """
 

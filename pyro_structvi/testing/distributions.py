@@ -49,7 +49,7 @@ def check_distribution(
             definition; by default the covariance of its draws.
         mean: Likewise its mean; by default the mean of its draws.
         kl: A function of a distribution, and of loc and scale of an independent normal prior, to the
-            expected divergence; by default that of dense normals.
+            expected divergence; by default the divergence of dense normals.
         shared_covariance: A function to the part of the covariance whose noise all positions of an
             example share; by default the covariance between positions is not checked.
 

@@ -39,7 +39,7 @@ def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = Fal
         model: A small model.
         *data: Its arguments, with observations last.
         is_bound: Whether the KL is an upper bound, as if it counts auxiliary variables too; the ELBO may
-            then be smaller than that of the weights alone.
+            then be smaller than the ELBO of the weights alone.
 
     Raises:
         AssertionError: If a rule is violated, with the rule, the expected value and the value got.

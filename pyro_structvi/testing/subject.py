@@ -12,7 +12,7 @@ from pyro_structvi.testing.contracts import Contract
 from pyro_structvi.testing.noise import UnitDraws, assert_mean, unit_draws
 from pyro_structvi.weights.gaussian import GaussianWeight
 
-SAMPLES = 1000  # of draws without exact moments
+SAMPLES = 400  # of draws without exact moments
 Moment = Callable[[Any], Tensor]
 
 

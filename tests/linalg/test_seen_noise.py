@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_structvi.linalg.rao_blackwell import draw_by_seen_noise
+from pyro_structvi.structures.full_covariance import draw_by_seen_noise
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 

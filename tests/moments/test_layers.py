@@ -53,17 +53,15 @@ def test_the_larger_of_two_keeps_small_variances():
         )
 
 
-def test_the_larger_of_two_known_numbers_is_known():
-    for dtype in (torch.float32, torch.float64):
-        ma, mb, va, vb = (
-            torch.tensor(value, dtype=dtype, requires_grad=True)
-            for value in ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
-        )
-        loc, variance = maximum_of_two((ma, va), (mb, vb))
-        torch.testing.assert_close(loc, torch.maximum(ma, mb))
-        assert (variance < 1e-12).all()
-        for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
-            assert torch.isfinite(gradient).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_larger_of_two_known_numbers_is_known(dtype):
+    values = ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
+    ma, mb, va, vb = (torch.tensor(v, dtype=dtype, requires_grad=True) for v in values)
+    loc, variance = maximum_of_two((ma, va), (mb, vb))
+    torch.testing.assert_close(loc, torch.maximum(ma, mb))
+    assert (variance < 1e-12).all()
+    for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
+        assert torch.isfinite(gradient).all()
 
 
 def test_gradients_of_the_larger_of_two():
@@ -84,6 +82,13 @@ def test_larger_windows_have_an_error_of_a_few_percent(size, bound):
     loc, variance = integrated_maximum(torch.zeros(size), torch.ones(size))
     assert (found.loc.squeeze() - loc).abs() < bound * variance.sqrt()
     assert (found.variance.squeeze().sqrt() - variance.sqrt()).abs() < bound * variance.sqrt()
+
+
+def test_padding_has_no_part_in_a_maximum():
+    x = RandomTensor(torch.zeros(1, 1, 2), torch.ones(1, 1, 2), Settings())
+    found = F.max_pool1d(x, 2, padding=1)
+    torch.testing.assert_close(found.loc, x.loc)
+    torch.testing.assert_close(found.variance, x.variance)
 
 
 POOLS = (

@@ -125,6 +125,14 @@ def test_calls_that_take_a_weight_in_another_order(case):
     assert_examples_exact(x @ weight, lambda x, w: x @ w[:, :-1], x, dense_part(case, q))
 
 
+def test_a_weight_in_two_orders():
+    q = MatrixNormal(torch.randn(3, 3), *_factors(3, 3))
+    x, weight = random_input(2, 3), RandomWeight(q, Settings())
+    for function in (F.linear, torch.matmul):
+        found, expected = function(x, weight), function(x, RandomWeight(q, Settings()))
+        torch.testing.assert_close(found.variance, expected.variance)
+
+
 def test_a_weight_in_another_order_with_its_joint_bias_is_refused():
     weight, bias = joint_parts(FullNormal(torch.randn(2, 3), torch.eye(6)), (2, 2))
     with pytest.raises(NotImplementedError, match="A weight and bias with a joint posterior meet"):

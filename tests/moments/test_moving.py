@@ -176,6 +176,13 @@ def test_covariances_between_units_are_kept():
             torch.testing.assert_close(found.variance[index], expected.diagonal())
 
 
+def test_covariances_are_dropped_where_rows_or_tensors_are_mixed():
+    x, y = (random_input(2, 3, full=True) for _ in range(2))
+    for mixed in (x.T, x.reshape(3, 2), torch.cat([x, y]), torch.stack([x, y]), F.pad(x, (1, 0))):
+        assert mixed.covariance is None
+    torch.testing.assert_close(torch.cat([x, y]).variance, torch.cat([x.variance, y.variance]))
+
+
 @pytest.mark.parametrize("name", ["sum", "mean"])
 def test_sums_over_units_count_their_covariance(name):
     x = random_input(2, 3, full=True)

@@ -24,8 +24,7 @@ def make(make_guide, outputs=2):
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, in tracing
 @pytest.mark.parametrize(
-    "name",
-    ["k-tied, k = 2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+    "name", ["k-tied, k = 2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_the_exported_module_takes_batches_of_any_size(name):
     model, guide = make(GUIDES[name])
@@ -37,7 +36,7 @@ def test_the_exported_module_takes_batches_of_any_size(name):
             torch.testing.assert_close(exported.module()(x), moments(x))
 
 
-def test_moments_say_what_they_do_not_take():
+def test_ensembles_and_plain_nets_are_refused():
     model, _ = make(ps.MeanFieldGuide)
     with pytest.raises(ValueError, match="must be no ensemble"):
         ps.moments.NetMoments(model, ps.EnsembleGuide(model, 3))

@@ -133,9 +133,7 @@ def test_gradients_are_finite_without_variance_and_far_away(name):
 SMOOTH = {
     "tanh": (torch.tanh, np.tanh, 1e-4, 3e-3),
     "sigmoid": (torch.sigmoid, lambda x: 1 / (1 + np.exp(-x)), 1e-8, 2e-5),
-    "softplus": (F.softplus, lambda x: np.logaddexp(0, x), 1e-8, 2e-5),
     "log sigmoid": (F.logsigmoid, lambda x: -np.logaddexp(0, -x), 1e-8, 2e-5),
-    "silu": (F.silu, lambda x: x / (1 + np.exp(-x)), 1e-7, 1e-4),
     "erf": (torch.erf, lambda x: 2 * _normal_cdf(math.sqrt(2) * x) - 1, 1e-4, 5e-3),
     "gelu": (F.gelu, lambda x: x * _normal_cdf(x), 1e-6, 5e-4),
     "gelu by tanh": (
@@ -144,7 +142,6 @@ SMOOTH = {
         1e-4,
         2e-3,
     ),
-    "mish": (F.mish, lambda x: x * np.tanh(np.logaddexp(0, x)), 1e-6, 5e-4),
     "softsign": (F.softsign, lambda x: x / (1 + np.abs(x)), 5e-3, 1e-2),
     "hardswish": (F.hardswish, lambda x: x * np.clip(x / 6 + 0.5, 0, 1), 4e-3, 2e-2),
 }
@@ -242,9 +239,7 @@ def test_polynomials_have_their_exact_covariance():
     torch.testing.assert_close(torch.square(x).covariance, expected)
 
 
-@pytest.mark.parametrize(
-    ("function", "bound"), [(torch.tanh, 4e-3), (torch.relu, 0.02), (torch.sigmoid, 2e-3)]
-)
+@pytest.mark.parametrize(("function", "bound"), [(torch.tanh, 4e-3), (torch.relu, 0.02)])
 def test_covariances_by_four_of_hermites_polynomials(function, bound):
     """Against a grid of two variables; relative to both standard deviations."""
     x = correlated()

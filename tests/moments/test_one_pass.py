@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.linalg.quadrature import normal_points
 from pyro_structvi.testing.structures import guides_for, points_for
 from tests.moments.one_layer import (
     SIZE,
@@ -202,15 +201,6 @@ def test_more_classes_are_integrated_by_quasi_random_points(x):
     density = probs.mean(0)[torch.arange(SIZE), y].log()
     assert (found.log_density - density).abs().max() < 0.03
     torch.testing.assert_close(found.mean.sum(-1), torch.ones(SIZE))
-
-
-def test_quasi_random_points_have_exact_first_and_second_moments():
-    for size in (3, 10):
-        points, weights = normal_points(256, size, torch.zeros(()))
-        torch.testing.assert_close(weights @ points, torch.zeros(size), atol=1e-14, rtol=0)
-        torch.testing.assert_close(weights @ points.square(), torch.ones(size))
-        correlations = points.mT @ (weights.unsqueeze(-1) * points) - torch.eye(size)
-        assert correlations.abs().max() < 0.1
 
 
 def test_tokens_are_independent_given_the_weights_moments(x):

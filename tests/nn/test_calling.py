@@ -77,7 +77,7 @@ def test_batches_of_a_mapping_are_its_examples():
 
 
 def test_laplace_variances_take_a_mapping():
-    """With all words unmasked, those of the words alone; the labels that it draws are the same."""
+    """A mask of ones changes no variance, and the sampled labels are the same."""
     found = []
     for x in (X, UserDict(X), X["ids"]):
         torch.manual_seed(0)

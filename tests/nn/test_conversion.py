@@ -48,7 +48,7 @@ class SharedNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """A net with a forward of its own."""
+    """A net with a custom forward."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ def test_fan_in_scales_must_be_positive():
 
 
 class WritesItself(nn.Linear):
-    """Writes its weight into a state dict by itself, as the layers of PyTorch Geometric do."""
+    """Writes its weight into a state dict, as the layers of PyTorch Geometric do."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()

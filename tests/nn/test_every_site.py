@@ -14,7 +14,7 @@ from tests.models import regression_data
 
 
 class Experts(nn.Module):
-    """Layers of which a pass takes those that it is told to."""
+    """Layers with a selection that runs in a pass."""
 
     def __init__(self):
         super().__init__()

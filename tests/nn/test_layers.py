@@ -11,8 +11,7 @@ from torch.nn.utils import prune
 
 import pyro_structvi as ps
 from pyro_structvi.nn import RankOneConv2d, RankOneLinear, WalshHadamardConv2d
-from pyro_structvi.sites.finding import find_declared_sites
-from tests.nn.test_conversion import SharedNet, TiedNet
+from tests.nn.test_conversion import SharedNet, TiedNet, sites_of
 
 KINDS = [ps.WalshHadamard(), ps.RankOne()]
 
@@ -24,10 +23,6 @@ def make_net():
         nn.Flatten(),
         nn.Linear(16, 3),
     )
-
-
-def sites_of(module):
-    return {name: found.prior for name, found in find_declared_sites(module).items()}
 
 
 def scale_of(module, name):

@@ -1,4 +1,4 @@
-"""How parameters meet inputs: fan-ins, by the variance of outputs, and input channels to drop."""
+"""Layouts of parameters: fan-ins, by the variance of outputs, and input channels to drop."""
 
 import math
 
@@ -54,7 +54,7 @@ class LlamaRMSNorm(Norm):
 
 
 class Block(nn.Module):
-    """One whose class does not say that it has a scale."""
+    """A scale in a class with an ordinary name."""
 
     def __init__(self, *shape, name="gamma"):
         super().__init__()
@@ -70,7 +70,7 @@ class LayerScale(Block):
 
 
 class NormLinear(nn.Linear):
-    """A dense layer, whatever its name says."""
+    """A dense layer with a misleading name."""
 
 
 # ---- fan-in --------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_densities_and_moments_of_other_layouts(input_dim, groups):
 
 
 def test_no_image_where_inputs_are_elsewhere():
-    with pytest.raises(ValueError, match=r"inputs must meet dimension 1.*rsample"):
+    with pytest.raises(ValueError, match=r"must have dimension 1.*rsample"):
         BernoulliDropout(torch.ones(4, 3), 0.5, input_dim=0).image(torch.ones(2, 3))
     with pytest.raises(ValueError, match="`input_dim` must be a dimension"):
         BernoulliDropout(torch.ones(4, 3), 0.5, input_dim=2)

@@ -192,7 +192,8 @@ def test_arguments_that_do_not_fit(kind, options, message):
         kind(**({"net": nn.Linear(3, 2), "num_data": 6} | options))
 
 
-HETERO, WRONG_WEIGHTS = {"noise": "heteroscedastic"}, {"class_weights": torch.ones(3)}
+HETERO = {"noise": "heteroscedastic"}
+RIGHT_WEIGHTS, WRONG_WEIGHTS = ({"class_weights": torch.ones(size)} for size in (2, 3))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,7 @@ HETERO, WRONG_WEIGHTS = {"noise": "heteroscedastic"}, {"class_weights": torch.on
             torch.tensor([0, 1, 1, 0]),
             "`class_weights` must h",
         ),
+        (ps.Classifier, RIGHT_WEIGHTS, (2, 3), torch.tensor([0, 2]), "classes count from 0"),
         (ps.BinaryClassifier, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
         (ps.PoissonRegressor, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
         (ps.Regressor, {"noise": 1.0}, (6, 3), torch.zeros(6), r"net's output = \(6, 2\), but got"),

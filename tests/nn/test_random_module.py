@@ -32,7 +32,7 @@ class ReadsItself(nn.Module):
 
 
 class AsksForADevice(nn.Module):
-    """Asks for the device of its first parameter only."""
+    """Reads the device of its first parameter only."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class HandsItsParametersOn(nn.Module):
 
 
 class InnerStep(nn.Module):
-    """Takes a step of gradient descent on its own parameters before it predicts."""
+    """Predicts after a step of gradient descent on its own parameters."""
 
     def __init__(self, functional):
         super().__init__()
@@ -193,6 +193,25 @@ def test_caches_in_evaluation_mode_belong_to_one_draw():
     guide.initialize(x, y)
 
 
+class CountsCalls(nn.Linear):
+    """Keeps a number, and no tensor, in evaluation mode."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_numbers_without_tensors_are_kept():
+    model, guide = model_of(CountsCalls(3, 1))
+    model.eval()
+    for number in (1, 2):
+        with guide.sampled():
+            model(torch.randn(2, 3))
+        assert model.net.calls == number
+
+
 def test_a_pass_that_fails_leaves_no_cache():
     model, guide = model_of(Caches())
     model.eval()
@@ -204,7 +223,7 @@ def test_a_pass_that_fails_leaves_no_cache():
 
 
 class WithMeta(nn.Linear, abc.ABC):
-    """A class with a metaclass of its own."""
+    """A class with another metaclass."""
 
 
 @pytest.mark.parametrize("kind", [ReadsItself, WithMeta])

@@ -136,6 +136,12 @@ def test_the_start_is_like_torchs():
 # ---- posteriors of the coefficients --------------------------------------------------------------
 
 
+def test_a_dense_layer_is_drawn_for_each_example():
+    x, layer = torch.randn(1, 3).expand(4, 3), WalshHadamardLinear(3, 6, bias=False)
+    outputs = run_lazily(layer, ps.MeanFieldGuide(layer, init_scale=1.0), x)
+    assert not torch.isclose(outputs[:-1], outputs[1:]).any()
+
+
 def test_one_draw_of_filters_serves_the_batch_unless_asked():
     x = torch.randn(1, 2, 5).expand(4, 2, 5)
     for per_example in (False, True):

@@ -1,14 +1,10 @@
 """What all figures share: axes that are given, figures of no window, labels, legends."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-import pyro_structvi.plots
 from pyro_structvi import plots
 from pyro_structvi.plots.figures import COLOURS, curve_style
 from tests.bad_input.cases import VALID
@@ -54,17 +50,6 @@ def test_curves_differ_by_colour_and_then_by_style():
     assert [style[0] for style in styles[: len(COLOURS)]] == list(COLOURS)
 
 
-def test_colours_differ_in_lightness_or_in_blue():
-    """Dichromats see lightness and the contrast of blue and yellow."""
-
-    def seen(colour):
-        red, green, blue = to_rgb(colour)
-        return np.array([0.3 * red + 0.6 * green, blue])
-
-    pairs = itertools.combinations(map(seen, COLOURS), 2)
-    assert min(np.abs(a - b).max() for a, b in pairs) > 0.1
-
-
 @pytest.mark.parametrize(("layout", "beside"), [("constrained", True), (None, False)])
 def test_a_legend_stands_beside_the_axes_where_the_layout_makes_room(layout, beside):
     ax = Figure(layout=layout).subplots()
@@ -99,8 +84,3 @@ def test_other_values_and_mappings_are_refused():
         plots.plot_coverage([0.5], {"guide": [0.4]}, label="guide")
     with pytest.raises(ValueError, match="`coverage` must hold at least one entry, but is empty"):
         plots.plot_coverage([0.5], {})
-
-
-def test_every_function_is_listed():
-    names = {name for name in vars(pyro_structvi.plots) if name.startswith("plot_")}
-    assert names == set(plots.__all__)

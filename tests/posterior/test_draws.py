@@ -12,12 +12,7 @@ from pyro.infer.reparam import LocScaleReparam
 import pyro_structvi as ps
 from pyro_structvi.sites.autoguide import LocalLatentWarning
 from tests.models import make_classifier, make_regressor, regression_data
-
-
-def draws_of(model, count=4):
-    guide = ps.MeanFieldGuide(model, init_scale=0.3)
-    each = [guide.draw() for _ in range(count)]
-    return {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+from tests.posterior.passed_models import draws_of
 
 
 def renamed(draws):
@@ -39,7 +34,7 @@ def renamed(draws):
 )
 def test_draws_must_have_exactly_the_latent_sites(change, message):
     model, (x, _) = make_regressor(), regression_data(5)
-    draws = change(draws_of(model))
+    draws = change(draws_of(ps.MeanFieldGuide(model), 4))
     with pytest.raises(ValueError, match=message):
         ps.predict(model, draws, x)
 

@@ -76,9 +76,12 @@ def test_a_users_own_likelihood_in_half_precision(by):
     guide = ps.MeanFieldGuide(model)
     x = torch.randn(20, 3).to(HALF)
     guide.initialize(x, torch.zeros(20).long())
-    mean = ps.predict(model, guide, x, num_samples=10).mean
-    assert mean.dtype == torch.float32
-    torch.testing.assert_close(mean.sum(-1), torch.ones(20), rtol=0, atol=1e-6)
+    prediction = ps.predict(model, guide, x, num_samples=10, y=torch.arange(20) % 9)
+    assert prediction.mean.dtype == torch.float32
+    torch.testing.assert_close(prediction.mean.sum(-1), torch.ones(20), rtol=0, atol=1e-6)
+    density = prediction.mean[torch.arange(20), torch.arange(20) % 9].log()
+    assert prediction.log_density.dtype == torch.float32
+    torch.testing.assert_close(prediction.log_density, density, rtol=0, atol=0.01)
 
 
 def test_inference_data_of_a_net_in_half_precision():

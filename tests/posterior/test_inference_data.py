@@ -53,7 +53,7 @@ def test_groups_dims_and_values():
 
 
 def test_arviz_1_gets_groups_in_one_mapping(monkeypatch):
-    """Its signature, in a stand-in, so that this path runs where no part of ArviZ 1.x is."""
+    """A fake module with its signature, so that this path runs without ArviZ 1.x."""
 
     def from_dict(data, *, dims=None, coords=None):
         return data, dims, coords

@@ -72,12 +72,15 @@ def test_quantiles_where_torch_knows_no_distribution_function():
         assert (exact.sf(share) > 1e-7).all()
 
 
-def test_counts_have_whole_quantiles():
+def test_quantiles_of_counts_are_order_statistics_rounded_outwards():
     model = ps.PoissonRegressor(ps.bayesianize(nn.Linear(3, 1)), 60)
-    lower, upper = predicted(model, num_samples=50).interval(0.9)
-    assert torch.equal(lower, lower.round())
-    assert torch.equal(upper, upper.round())
-    assert (lower <= upper).all()
+    prediction = predicted(model, num_samples=50)
+    torch.manual_seed(1)
+    drawn = prediction.sample_observations(40).sort(0).values
+    torch.manual_seed(1)
+    lower, upper = prediction.interval(0.9)
+    assert torch.equal(lower, drawn[99])  # of 0.05 * 2001 = 100.05
+    assert torch.equal(upper, drawn[1900])
 
 
 def test_labels_have_entropies_one_by_one():

@@ -1,7 +1,6 @@
-"""Pruning: what goes, what the report says is left, and that it stays gone.
+"""Pruning: the smallest elements become zero and stay zero, and the report counts the remaining ones.
 
-Which numbers go is sorted out by numpy from the parameters before. KL, density and image of what is
-left are those of the kept elements, computed by torch's own normals or as dense sums.
+Expected zeros come from numpy. Densities, KL and images are compared with torch's normals or dense sums.
 """
 
 import copy

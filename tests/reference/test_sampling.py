@@ -216,7 +216,7 @@ def test_draws_are_those_of_numpyro_in_float64():
 
 @pytest.mark.slow
 def test_statistics_are_those_of_the_draws():
-    """The log joint at each draw, and what the sampler's definition says of the rest."""
+    """The log joint at each draw, and identities of the sampler."""
     model = Regressor(bayesianize(nn.Linear(3, 1), 1.0), NUM_DATA, 0.5)
     x, y = make_data()
     found = nuts(model, x, y, **TINY, max_tree_depth=4)

@@ -1,4 +1,4 @@
-"""What NUTS takes and refuses, and the posterior that it gives."""
+"""Arguments of NUTS, and its posterior."""
 
 import numpy as np
 import pyro

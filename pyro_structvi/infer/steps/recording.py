@@ -28,7 +28,9 @@ from pyro_structvi.linalg.precision import autocast_off
 
 CONVOLUTION = torch.ops.aten.convolution.default
 LARGEST = 2**16  # elements of a constant that is kept
-LARGEST_READ = 16  # elements of a constant that Python may read, since it is compared before each replay
+LARGEST_READ = (
+    16  # elements of a constant that Python may read, since it is compared before each replay
+)
 
 Outputs = tuple[Tensor | None, ...]
 
