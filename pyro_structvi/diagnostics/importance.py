@@ -21,7 +21,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.dropout import BernoulliDropout
 from pyro_structvi.structures.ensemble import Members, PointMixture
 from pyro_structvi.structures.pruned import PrunedNormal
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteRole
 
 MIN_SAMPLES = 100  # of which a fifth is the tail that a Pareto distribution is fitted to

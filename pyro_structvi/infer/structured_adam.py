@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
 from pyro_structvi._torch_steps import norm_of
 from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's
 

@@ -1,10 +1,11 @@
-"""The functions of torch that are read as linear maps."""
+"""Calls of torch that are read as linear maps, row lookups, or other calls."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +13,191 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from pyro_structvi._torch import GROUPED_PRODUCT
+from pyro_structvi.maps.attention import read_attention
 from pyro_structvi.maps.convolution import ConvolutionMap, TransposedConvolutionMap
-from pyro_structvi.maps.dense import DenseMap
-from pyro_structvi.maps.readings import (
-    Application,
-    Arrangement,
-    FactorApplication,
-    Lookup,
-    Reading,
-    Rewrite,
-    merged,
-)
+from pyro_structvi.maps.linear_map import DenseMap, LinearMap
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The order in which a call takes a weight's dimensions: outputs first, then what they sum over.
+
+    ``F.linear`` and convolutions take a weight as it is, ``addmm`` takes it as ``(in, out)``, a product
+    of stacked matrices as ``(stack, in, out)``.
+
+    Attributes:
+        dims: The weight's dimensions in the order ``(*stack, out, *rest)``; several of them may be the
+            outputs, and several the rest.
+        shape: The shape that they are then seen in.
+        stack: How many dimensions of the shape are a stack of weights.
+
+    Example:
+        >>> import torch
+        >>> Arrangement.transposed((5, 3))(torch.zeros(5, 3)).shape
+        torch.Size([3, 5])
+    """
+
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    stack: int = 0
+
+    @classmethod
+    def of_dims(cls, dims: tuple[int, ...], shape: tuple[int, ...], stack: int = 0) -> Self:
+        """Return the arrangement of a weight of a shape that merges no dimensions."""
+        return cls(dims, tuple(shape[d] for d in dims), stack)
+
+    @classmethod
+    def transposed(cls, shape: tuple[int, ...]) -> Self:
+        """Return that of a weight ``(in, out, *rest)``."""
+        return cls.of_dims((1, 0, *range(2, len(shape))), shape)
+
+    @property
+    def is_transpose(self) -> bool:
+        """Whether it turns one matrix around, and nothing else."""
+        return self.dims == (1, 0) and len(self.shape) == 2 and self.stack == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes one weight as it is."""
+        return (
+            self.dims == (*range(len(self.dims)),) == (*range(len(self.shape)),) and not self.stack
+        )
+
+    @property
+    def event_dim(self) -> int:
+        """How many dimensions a single weight has then."""
+        return len(self.shape) - self.stack
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Return weights ``(*lead, *weight)`` in this order, ``(*lead, *shape)``."""
+        lead = weight.dim() - len(self.dims)
+        dims = (*range(lead), *(lead + d for d in self.dims))
+        return weight.permute(dims).reshape(*weight.shape[:lead], *self.shape)
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        """Return a weight as ``(*stack, out, in)``."""
+        arranged: Tensor = self(weight).flatten(self.stack + 1)
+        return arranged if self.event_dim > 1 else arranged.unsqueeze(-1)
+
+    def after(self, dims: tuple[int, ...]) -> "Arrangement":
+        """Return the arrangement of a weight of which a view, with these dimensions, has this one."""
+        return Arrangement(tuple(dims[d] for d in self.dims), self.shape, self.stack)
+
+
+def merged(
+    shape: tuple[int, ...], stack: tuple[int, ...], out: tuple[int, ...], rest: tuple[int, ...]
+) -> Arrangement:
+    """Return the arrangement that merges dimensions into ``(*stack, out, in)``.
+
+    Args:
+        shape: The weight's shape.
+        stack: The dimensions of a stack of weights.
+        out: The dimensions of the outputs, in their order.
+        rest: The dimensions that outputs sum over.
+    """
+    sizes = [math.prod(shape[d] for d in dims) for dims in (out, rest)]
+    stacked = [shape[d] for d in stack]
+    return Arrangement((*stack, *out, *rest), (*stacked, *sizes), len(stack))
+
+
+class Application(NamedTuple):
+    """A call that applies a weight linearly: ``linear_map(x, weight, bias)``.
+
+    With an arrangement, the map takes the weight in that order of its dimensions.
+    """
+
+    linear_map: LinearMap
+    x: Any
+    weight: Any
+    bias: Any
+    arrangement: Arrangement | None = None
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the weight meets one example more than once."""
+        return self.linear_map.has_positions(self.x)
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples the inputs are, as far as their shape tells."""
+        stack = 0 if self.arrangement is None else self.arrangement.stack
+        lead = self.x.dim() - self.linear_map.event_dim(self.x) - stack
+        size: int = self.x.shape[:lead].numel()
+        return size
+
+    def matrix_of(self, weight: Tensor) -> Tensor:
+        """Return a weight as the matrix, or the stack of matrices, that the map takes."""
+        if self.arrangement is not None:
+            return self.arrangement.matrices(weight)
+        return weight.flatten(1)
+
+
+class Lookup(NamedTuple):
+    """A call that looks up rows of a matrix, ``weight[x]`` for integers ``x (batch, *positions)``.
+
+    Rows at ``padding_idx`` get no gradient.
+    """
+
+    x: Any
+    weight: Any
+    padding_idx: int | None
+
+    @property
+    def indices(self) -> Tensor:
+        """The integers as ``(batch, positions)``; without a batch or positions there is one."""
+        indices: Tensor = self.x.reshape(self.x.shape[:1].numel(), self.x.shape[1:].numel())
+        return indices
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether one example looks up several rows."""
+        return self.indices.shape[1] > 1
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples the inputs are, as far as their shape tells."""
+        return len(self.indices)
+
+    def share_draws(self, rows: Tensor) -> Tensor:
+        """Give the same draw to all positions of an example that have the same index.
+
+        Args:
+            rows: Drawn rows ``(batch, positions, dim)``, independent where an index repeats.
+        """
+        indices = self.indices.contiguous()
+        values, order = indices.sort()
+        first = order.gather(1, torch.searchsorted(values, indices))
+        return rows.take_along_dim(first.unsqueeze(-1), 1)
+
+    def shape_outputs(self, rows: Tensor) -> Tensor:
+        """Return rows ``(batch, positions, dim)`` as the outputs of the call."""
+        outputs = rows.reshape(*self.x.shape, rows.shape[-1])
+        if self.padding_idx is None:
+            return outputs
+        is_padding = self.x == self.padding_idx % len(self.weight)
+        return torch.where(is_padding.unsqueeze(-1), outputs.detach(), outputs)
+
+
+class FactorApplication(NamedTuple):
+    """A call of a function of a factor, ``function(x, weight)``, which may have examples in front."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    x: Any
+    weight: Any
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples the inputs are, as far as their shape tells."""
+        return len(self.x)
+
+
+class Rewrite(NamedTuple):
+    """A call that is replaced by ``compute()``, whose own calls meet the weights one by one."""
+
+    compute: Callable[[], Any]
+
+
+Reading = Application | Lookup | FactorApplication | Rewrite
 
 
 def arranged_linear(
@@ -165,104 +340,6 @@ def _product_by_index(
     outputs = outputs.reshape(*outputs.shape[:-1], *sizes)
     found = [*examples, *stack, *out]
     return outputs.permute([found.index(i) for i in result])
-
-
-_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-_NOT_SERVED = ("bias_k", "bias_v", "static_k", "static_v")
-
-Attended = tuple[Tensor, Tensor | None]
-
-
-def read_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
-    """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`.
-
-    Torch applies the weights to queries, keys and values with the positions first. Here the
-    projections are calls of ``F.linear``, and the examples come first, as local reparameterization
-    takes them.
-
-    Args:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        A function that computes what torch's function returns; None for cross-attention with a packed
-        weight, which meets several inputs, and where a position is added to the keys.
-    """
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    is_self = given["query"] is given["key"] is given["value"]
-    is_served = is_self or given["use_separate_proj_weight"]
-    if (
-        not is_served
-        or given["add_zero_attn"]
-        or any(given[name] is not None for name in _NOT_SERVED)
-    ):
-        return None
-    return partial(_attend, given)
-
-
-def _attend(given: Mapping[str, Any]) -> Attended:
-    is_batched = given["query"].dim() == 3
-    heads, dropout = given["num_heads"], given["dropout_p"] if given["training"] else 0.0
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in _project(given))
-    mask = _additive_mask(given["attn_mask"], given["key_padding_mask"], q)
-    weights = None
-    if given["need_weights"]:
-        scores = q @ k.mT / q.shape[-1] ** 0.5
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        if dropout:
-            weights = F.dropout(weights, dropout)
-        mixed = weights @ v
-        weights = weights.mean(1) if given["average_attn_weights"] else weights
-        weights = weights if is_batched else weights.squeeze(0)
-    else:
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-    joined = mixed.transpose(1, 2).flatten(2)
-    outputs = F.linear(joined, given["out_proj_weight"], given["out_proj_bias"])
-    return (outputs.transpose(0, 1) if is_batched else outputs.squeeze(0)), weights
-
-
-def _project(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return queries, keys and values, each ``(batch, length, dim)``."""
-    names = ("query", "key", "value")
-    if not given["use_separate_proj_weight"]:
-        x = _batch_first(given["query"])
-        return F.linear(x, given["in_proj_weight"], given["in_proj_bias"]).chunk(3, dim=-1)
-    packed = given["in_proj_bias"]
-    biases = (None, None, None) if packed is None else packed.chunk(3)
-    weights = (given[f"{name[0]}_proj_weight"] for name in names)
-    return tuple(
-        F.linear(_batch_first(given[name]), weight, bias)
-        for name, weight, bias in zip(names, weights, biases, strict=True)
-    )
-
-
-def _batch_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1) if x.dim() == 3 else x.unsqueeze(0)
-
-
-def _additive_mask(
-    attention_mask: Tensor | None, padding_mask: Tensor | None, query: Tensor
-) -> Tensor | None:
-    """Return the sum of both masks, to be added to scores ``(batch, heads, length, length)``."""
-    total = None
-    if attention_mask is not None:
-        total = _as_numbers(attention_mask, query)
-        if total.dim() == 3:
-            total = total.unflatten(0, query.shape[:2])
-    if padding_mask is not None:
-        padding = _as_numbers(padding_mask, query)
-        padding = padding.reshape(query.shape[0], 1, 1, -1)
-        total = padding if total is None else total + padding
-    return total
-
-
-def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask as numbers to be added; minus infinity where a boolean one is true."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Size, Tensor
 
 from pyro_structvi.linalg.precision import is_half
-from pyro_structvi.maps.dense import BiasColumnMap
-from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
 
 
 def multiply_each(matrices: Tensor, images: Tensor) -> Tensor:

@@ -1,10 +1,14 @@
-"""The protocol of linear maps: what dense layers and convolutions have in common."""
+"""The protocol of linear maps, dense maps, and maps with a bias column."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from pyro_structvi.linalg.reductions import bank_and_squared_norm
 
 
 class LinearMap(ABC):
@@ -192,3 +196,205 @@ def shape_per_example(linear_map: LinearMap, x: Tensor, size: int) -> list[int]:
     positions = x.dim() + linear_map.channel_dim - len(batch)
     space = -linear_map.channel_dim - 1
     return [*batch, *(1 for _ in range(positions)), size, *(1 for _ in range(space))]
+
+
+@dataclass(frozen=True)
+class DenseMap(LinearMap):
+    """The map of :func:`torch.nn.functional.linear`; the channels are the last dimension.
+
+    Attributes:
+        positions: Whether the dimensions of an input between its first and its last are positions
+            of one example, as in a sequence. Otherwise each of them counts examples too.
+
+    Example:
+        >>> DenseMap()(torch.ones(5, 3), torch.ones(2, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    positions: bool = True
+
+    @property
+    def channel_dim(self) -> int:
+        """The last dimension."""
+        return -1
+
+    @property
+    def is_dense(self) -> bool:
+        """True."""
+        return True
+
+    def without_positions(self) -> "DenseMap":
+        """Return the map that takes each vector of an input for an example."""
+        return DenseMap(positions=False)
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``matrix (*b, out, in)`` to ``x (*batch, in)``, giving ``(*batch, out)``."""
+        if matrix.dim() == 2:
+            return F.linear(x, matrix, bias)
+        image = _stacked_product(x, matrix)
+        return image if bias is None else image + bias
+
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply filters ``(M, in)`` as a weight with ``M`` outputs."""
+        return self(x, matrix, bias)
+
+    def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``matrix (out, M)`` to the channels."""
+        return self(hidden, matrix, bias)
+
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Return ``|x|^2`` as one channel."""
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return lengths.square()
+
+    def bank_and_squared_norm(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return both, with one gradient of the size of the input where there is one matrix."""
+        if matrix.dim() > 2:
+            return super().bank_and_squared_norm(x, matrix, bias)
+        hidden, norms = bank_and_squared_norm(x.reshape(-1, x.shape[-1]), matrix)
+        if bias is not None:
+            hidden = hidden + bias
+        lead = x.shape[:-1]
+        return hidden.reshape(*lead, -1), norms.reshape(*lead, 1)
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Apply ``K`` weights as one with ``K * out`` outputs."""
+        flat = self(x, matrices.flatten(-3, -2), None if biases is None else biases.flatten(-2))
+        images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
+        return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
+
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        onto: Tensor,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Add images of scaled inputs in one product, unless scaled outputs are smaller."""
+        if matrices.dim() > 3 or not self._scales_inputs(x, matrices, onto):
+            return super().combine(x, coefficients, matrices, onto, biases)
+        batch, count = coefficients.shape[:-1], coefficients.shape[-1]
+        positions = [1 for _ in range(x.dim() - coefficients.dim())]
+        if biases is not None:
+            onto = onto + (coefficients @ biases).reshape(*batch, *positions, -1)
+        spread = coefficients.reshape(*batch, *positions, count, 1)
+        rows = (spread * x.unsqueeze(-2)).reshape(-1, count * x.shape[-1])
+        matrix = matrices.transpose(0, 1).flatten(1)
+        total = torch.addmm(onto.reshape(len(rows), -1), rows, matrix.mT)
+        return total.reshape(onto.shape)
+
+    def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
+        """Return the map itself, and the input with a column of ones."""
+        return self, torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """Return 1, and the number of positions' dimensions more where there are some."""
+        return max(outputs.dim() - 1, 1) if self.positions else 1
+
+    def has_positions(self, x: Tensor) -> bool:
+        """Return whether there are dimensions between the first and the last, and they are positions."""
+        return self.positions and x.dim() > 2
+
+
+def _stacked_product(x: Tensor, matrices: Tensor) -> Tensor:
+    """Return ``matrices (*b, out, in)`` times ``x (*batch, *b, in)``; as one product where x has all."""
+    stack = matrices.dim() - 2
+    if x.dim() <= stack + 1 or x.shape[-1 - stack : -1] != matrices.shape[:-2]:
+        return (matrices @ x.unsqueeze(-1)).squeeze(-1)
+    rows, batch = x.flatten(0, -2 - stack), x.shape[: -1 - stack]
+    outputs = torch.matmul(rows.movedim(0, -2), matrices.mT).movedim(-2, 0)
+    return outputs.reshape(*batch, *outputs.shape[1:])
+
+
+@dataclass(frozen=True)
+class BiasColumnMap(LinearMap):
+    """A map whose matrices ``(out, in + 1)`` have the bias as their last column.
+
+    For a convolution a channel of ones in the input would not do, since padding adds zeros to it. For
+    a dense map it would, see :meth:`DenseMap.join_bias`; which is faster depends on the structure.
+    Biases given beside the column are added to it.
+
+    Attributes:
+        linear_map: The map without the column.
+    """
+
+    linear_map: LinearMap
+
+    @property
+    def channel_dim(self) -> int:
+        """The channel dimension of the map without the column."""
+        return self.linear_map.channel_dim
+
+    @property
+    def groups(self) -> int:
+        """The groups of the map without the column."""
+        return self.linear_map.groups
+
+    @property
+    def has_bias_column(self) -> bool:
+        """True."""
+        return True
+
+    def without_positions(self) -> "BiasColumnMap":
+        """Return the same of the map without the column."""
+        return BiasColumnMap(self.linear_map.without_positions())
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``matrix (out, in + 1)``, its last column as the bias."""
+        return self.linear_map(x, *_split(matrix, bias))
+
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply filters ``(M, in + 1)``, their last column as biases."""
+        return self.linear_map.bank(x, *_split(matrix, bias))
+
+    def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Recombine the channels as the map without the column does."""
+        return self.linear_map.mix(hidden, matrix, bias)
+
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Return ``|patch|^2 + 1``."""
+        return self.linear_map.squared_norm(x, out) + 1
+
+    def bank_and_squared_norm(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return both, by the map without the column."""
+        hidden, norms = self.linear_map.bank_and_squared_norm(x, *_split(matrix, bias))
+        return hidden, norms + 1
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Apply ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""
+        return self.linear_map.stack(x, *_split(matrices, biases))
+
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        onto: Tensor,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Add the outputs of ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""
+        matrices, biases = _split(matrices, biases)
+        return self.linear_map.combine(x, coefficients, matrices, onto, biases)
+
+    def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
+        """Return the map with one more column, and the input."""
+        return BiasColumnMap(self), x
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """Return the number for the map without the column."""
+        return self.linear_map.event_dim(outputs)
+
+    def has_positions(self, x: Tensor) -> bool:
+        """Return whether the map without the column has positions."""
+        return self.linear_map.has_positions(x)
+
+
+def _split(matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the matrix without its last column, and that column plus the bias."""
+    column = matrix[..., -1]
+    return matrix[..., :-1], column if bias is None else column + bias

@@ -12,9 +12,8 @@ from pyro_structvi._torch import without_storage
 from pyro_structvi.linalg.factorizations import stable_cholesky
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
-from pyro_structvi.maps.dense import BiasColumnMap
-from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.maps.readings import Application, Arrangement, Lookup
+from pyro_structvi.maps.calls import Application, Arrangement, Lookup
+from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings, moments, settings_of
 from pyro_structvi.sites.joint_posterior import JointPosterior
 from pyro_structvi.sites.latent_site import LatentSite
@@ -23,7 +22,7 @@ from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.structures.transformed import TransformedNormal
 from pyro_structvi.weights.outputs import meet_channels
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.torch_distributions import base_of
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 

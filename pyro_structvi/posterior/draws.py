@@ -13,8 +13,8 @@ from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import JointPosterior, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.lazy import as_drawn
 from pyro_structvi.weights.site_role import SiteRole
-from pyro_structvi.weights.stand_in import as_drawn
 
 Posterior = Program | Mapping[str, Tensor]
 

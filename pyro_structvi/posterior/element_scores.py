@@ -16,7 +16,7 @@ from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.posterior.draws import as_arguments
 from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 
 
 @checked

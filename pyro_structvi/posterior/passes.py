@@ -29,7 +29,7 @@ from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import SameMember
-from pyro_structvi.weights.stand_in import as_drawn
+from pyro_structvi.weights.lazy import as_drawn
 
 LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

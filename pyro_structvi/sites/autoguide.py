@@ -19,8 +19,7 @@ from pyro_structvi._checks import checked, naming, warn_user
 from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.sampled_copy import buffers_that_change
-from pyro_structvi.sites.choosing import CreatePlates, InitLocFn
-from pyro_structvi.sites.family import KEY, check_options
+from pyro_structvi.sites.family import KEY, CreatePlates, InitLocFn, check_options
 from pyro_structvi.sites.finding import find_sites_by_running, separate_randomness
 from pyro_structvi.sites.latent_site import Plate
 
@@ -72,12 +71,6 @@ def _identity(parameter: Tensor) -> Tensor:
 
 
 _declare = effectful(_identity, type="param")
-
-
-def module_key(name: str) -> str:
-    """Return a site's name as a key of a module dictionary: no dots, and none of its attributes."""
-    key = name.replace("/", "//").replace(".", "/")
-    return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key
 
 
 class LocalLatentWarning(UserWarning):

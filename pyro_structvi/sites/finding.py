@@ -26,9 +26,9 @@ from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.sampled_copy import buffers_that_change
-from pyro_structvi.sites.choosing import InitLocFn
+from pyro_structvi.sites.family import InitLocFn
 from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_at
-from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import example_of, feasible_point, median, unwrapped
 

@@ -11,10 +11,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._torch import BatchOrInstanceNorm
-from pyro_structvi.maps.readings import Application, FactorApplication, Lookup
+from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
 from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
+from pyro_structvi.weights.lazy import WeightStandIn, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
-from pyro_structvi.weights.stand_in import WeightStandIn, as_drawn
 
 Value = Callable[[str, Tensor], Tensor]  # what a run has at a site, given a leaf of its graph
 

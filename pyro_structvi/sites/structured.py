@@ -9,15 +9,14 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import Positive, Program, checked
 from pyro_structvi.nn.random_module import sample_every_site
-from pyro_structvi.sites.autoguide import (
-    OwningAutoGuide,
-    declare_parameters,
-    module_key,
-    of_other_examples,
+from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters, of_other_examples
+from pyro_structvi.sites.family import (
+    CreatePlates,
+    Family,
+    InitLocFn,
+    check_patterns,
+    choose_families,
 )
-from pyro_structvi.sites.choosing import CreatePlates, InitLocFn, check_patterns, choose_families
-from pyro_structvi.sites.coupling import Coupling, check_no_plates_around, couple_families
-from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.finding import (
     FoundSite,
     find_declared_sites,
@@ -28,12 +27,22 @@ from pyro_structvi.sites.finding import (
     warn_of_unused,
 )
 from pyro_structvi.sites.gradient_paths import note_what_reaches
-from pyro_structvi.sites.joined_bias import check_joined, join_values, joins_with
-from pyro_structvi.sites.joint_posterior import JointPosterior
+from pyro_structvi.sites.joint_posterior import (
+    JointPosterior,
+    check_joined,
+    join_values,
+    joins_with,
+)
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.one_draw import sampled, to_net
 from pyro_structvi.sites.report import report
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.sampled_net import sampled, to_net
+from pyro_structvi.sites.site_posterior import (
+    Coupling,
+    SitePosterior,
+    check_no_plates_around,
+    couple_families,
+    module_key,
+)
 from pyro_structvi.weights.site_role import LocalReparam, SiteUse
 
 

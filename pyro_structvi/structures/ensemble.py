@@ -10,11 +10,9 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, checked, shape_text, validates
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.coupling import Coupling, couple
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size, check_parameters
 from pyro_structvi.weights.outputs import (
@@ -24,8 +22,7 @@ from pyro_structvi.weights.outputs import (
     draw_shared_bias,
     meet_channels,
 )
-from pyro_structvi.weights.point_mass import PointMass
-from pyro_structvi.weights.quantiles import quantiles
+from pyro_structvi.weights.site_distributions import PointMass, quantiles
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 

@@ -12,8 +12,7 @@ from pyro_structvi.linalg.matrices import solve_lower, standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.rao_blackwell import draw_by_seen_noise
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import MemoryLimitedFamily
+from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import (
     cholesky_factor,
@@ -23,8 +22,8 @@ from pyro_structvi.sites.parameterization import (
 )
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.gaussian import GaussianWeight
 from pyro_structvi.weights.outputs import GaussianOutputs
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 class FullNormal(GaussianWeight):

@@ -22,17 +22,15 @@ from pyro_structvi.linalg.factorizations import log_det, tril_or_nan
 from pyro_structvi.linalg.matrices import identity_like, shrink, standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.reductions import row_gram
+from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.maps.readings import Arrangement
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import MatrixFamily
+from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import check_index
-from pyro_structvi.weights.gaussian import GaussianWeight
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels, square
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import GaussianWeight, WeightDistribution
 
 
 class LowRankNormal(GaussianWeight):

@@ -19,16 +19,15 @@ from pyro_structvi._checks import (
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.linalg.precision import formed_once
 from pyro_structvi.linalg.reductions import variance_and_sums
+from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.maps.readings import Arrangement
-from pyro_structvi.sites.choosing import DEFAULTS, GuideOptions
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import DEFAULTS, Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import check_index
-from pyro_structvi.weights.gaussian import IndependentWeight
 from pyro_structvi.weights.outputs import NormalOutputs, square
+from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
 class MeanFieldNormal(IndependentWeight):

@@ -9,15 +9,13 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_mask, check_shape, checked
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.coupling import Coupling, SharedPosterior, couple
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, SharedPosterior, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.full_covariance import FullCovariance
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 

@@ -12,9 +12,12 @@ from pyro_structvi._checks import check_shape, checked
 from pyro_structvi.linalg.matrices import event_sum, shrink
 from pyro_structvi.linalg.reductions import squared_distance
 from pyro_structvi.weights.arguments import check_value
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
 from pyro_structvi.weights.torch_distributions import base_of
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    GaussianWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 _FAR = 40.0  # standard deviations, at which a normal's density is zero in double precision
 

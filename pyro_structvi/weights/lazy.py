@@ -1,4 +1,4 @@
-"""Lazily sampled weights, and the handler that delays their sampling."""
+"""Placeholders of weights, lazily sampled weights, and the handler that delays sampling."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Self
@@ -7,60 +7,190 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_structvi._torch import inside_backward
-from pyro_structvi.linalg.matrices import standard_normal
-from pyro_structvi.maps.dense import BiasColumnMap
+from pyro_structvi._torch import METADATA, inside_backward, tree_map, without_storage
+from pyro_structvi.maps.calls import (
+    Application,
+    Arrangement,
+    FactorApplication,
+    Lookup,
+    Rewrite,
+    parse_application,
+)
 from pyro_structvi.maps.linear_map import FactoredDraw, LinearMap, shape_per_example
-from pyro_structvi.maps.readings import Application, Arrangement, FactorApplication, Lookup
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
-from pyro_structvi.weights.outputs import autocasts
+from pyro_structvi.weights.outputs import autocasts, flipout
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
-from pyro_structvi.weights.stand_in import WeightStandIn, as_drawn
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    GaussianWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 
-def flipout(
-    q: GaussianWeight, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    r"""Draw the outputs of a map whose weight has independent elements, symmetric about their means.
+class WeightStandIn(Tensor):
+    """A tensor without storage that has shape, dtype and device; a value replaces it when it is used."""
 
-    .. math:: y_n = M x_n + r_n \circ \Delta (s_n \circ x_n), \qquad \Delta = W - M
+    use: SiteUse
 
-    with one draw of :math:`\Delta` and, for each example, signs r of the output channels and s of the
-    input channels. The outputs of an example, at all positions, have the distribution that a drawn
-    weight gives; those of different examples are uncorrelated given their inputs.
+    @classmethod
+    def _make(cls, like: Tensor, shape: torch.Size, use: SiteUse) -> Self:
+        stand_in = without_storage(cls, shape, like)
+        stand_in.use = use
+        return stand_in
+
+    def draw(self) -> Tensor:
+        """Return the ordinary tensor that this one stands for."""
+        raise NotImplementedError
+
+    def take_out(self) -> Tensor:
+        """Return the ordinary tensor to code that torch does not tell what it is used for."""
+        return self.draw()
+
+    def _draw_outputs(self, application: Application) -> Tensor | None:
+        """Draw the outputs of a linear map without drawing the weight, where that is allowed."""
+        return None
+
+    def _draw_rows(self, lookup: Lookup) -> Tensor | None:
+        """Draw the rows that are looked up without drawing the weight, where that is allowed."""
+        return None
+
+    def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
+        """Draw a factor for each example, where that is allowed."""
+        return None
+
+    def member(self, index: int) -> "WeightStandIn | None":
+        """Return the stand-in for one weight of a stack, or None where the stack is drawn."""
+        return None
+
+    def _check_input(self, application: Application | Lookup | FactorApplication) -> None:
+        """Explain an input that does not fit the weight, in place of an error from the kernel."""
+        x = application.x
+        attributes = ("device",) if isinstance(application, Lookup) else ("device", "dtype")
+        for attribute in attributes:
+            expected, got = getattr(self, attribute), getattr(x, attribute)
+            if expected != got and not (attribute == "dtype" and autocasts(x)):
+                target = repr(expected) if attribute == "dtype" else repr(str(expected))
+                raise ValueError(
+                    f"The input that meets the weight at site '{self.use.name}' must have "
+                    f"{attribute} {expected}, but got {got}. Convert the data with "
+                    f"`x.to({target})`, or move model and guide with `.to(...)` alike."
+                )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func`` with ordinary tensors, unless there is a better answer.
+
+        Shape, dtype and the like are known; the outputs of a linear map, and rows that are looked
+        up, may be drawn directly.
+        """
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        view = _read_view(func, args, kwargs)
+        if view is not None:
+            return view
+        application = parse_application(func, args, kwargs)
+        if isinstance(application, Rewrite):
+            return application.compute()
+        if application is not None and isinstance(application.weight, WeightStandIn):
+            weight = application.weight
+            weight._check_input(application)
+            if isinstance(application, Lookup):
+                outputs = weight._draw_rows(application)
+            elif isinstance(application, FactorApplication):
+                outputs = weight._draw_per_example(application)
+            else:
+                outputs = weight._draw_outputs(application)
+            if outputs is not None:
+                return outputs
+        return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Reached where ``__torch_function__`` is switched off; the same without the exception."""
+        return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs or {}))
+
+
+class ArrangedView(WeightStandIn):
+    """A weight with its dimensions in another order, such as a transpose, that is not drawn by that.
 
     Args:
-        q: A distribution with ``has_independent_elements``.
-        linear_map: A dense map or a convolution.
-        x: Its input, the first dimension of which is the batch.
-        bias: Nothing, or a tensor ``(out,)``.
-
-    Returns:
-        The outputs.
-
-    Example:
-        >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.maps import DenseMap
-        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
-        >>> y = flipout(q, DenseMap(), torch.ones(4, 1, 3).expand(4, 2, 3))
-        >>> bool((y[:, 0] == y[:, 1]).all()), bool((y[0] == y[1]).all())
-        (True, False)
-
-    References:
-        Wen, Vicol, Ba, Tran and Grosse (2018), "Flipout: efficient pseudo-independent weight
-        perturbations on mini-batches", Eq. 3.
+        base: The weight.
+        dims: Its dimensions in the order of the view.
     """
-    channels = x.shape[linear_map.channel_dim]
-    inputs = x * _signs(shape_per_example(linear_map, x, channels), x)
-    perturbation = q.as_matrix(q.scale_noise(standard_normal(q.noise_shape, q.loc)))
-    outputs = linear_map(inputs, perturbation)
-    signs = _signs(shape_per_example(linear_map, x, q.event_shape[0]), outputs)
-    return linear_map(x, q.as_matrix(q.loc), bias) + signs * outputs
+
+    base: WeightStandIn
+    _dims: tuple[int, ...]
+
+    def __new__(cls, base: WeightStandIn, dims: tuple[int, ...]) -> Self:
+        """Make the tensor that stands for the view."""
+        view = cls._make(base, torch.Size(base.shape[d] for d in dims), base.use)
+        view.base, view._dims = base, dims
+        return view
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Show the weight, which is not drawn for it, and the order."""
+        return f"ArrangedView({self.base!r}, dims={self._dims})"
+
+    def draw(self) -> Tensor:
+        """Return the weight in this order."""
+        return self.base.draw().permute(self._dims)
+
+    def member(self, index: int) -> WeightStandIn | None:
+        """Return a view of one weight of a stack."""
+        member = self.base.member(index) if self._dims[0] == 0 else None
+        if member is None:
+            return None
+        return ArrangedView(member, tuple(d - 1 for d in self._dims[1:]))
+
+    def _draw_outputs(self, application: Application) -> Tensor | None:
+        plain = Arrangement.of_dims(tuple(range(self.dim())), tuple(self.shape))
+        arrangement = (application.arrangement or plain).after(self._dims)
+        return self.base._draw_outputs(
+            application._replace(weight=self.base, arrangement=arrangement)
+        )
 
 
-def _signs(shape: list[int], like: Tensor) -> Tensor:
-    return 2 * torch.randint(2, shape, dtype=like.dtype, device=like.device) - 1
+def as_drawn(value: Any) -> Any:
+    """Return the ordinary tensor for a stand-in; any other value unchanged."""
+    return value.draw() if isinstance(value, WeightStandIn) else value
+
+
+def _read_view(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> WeightStandIn | None:
+    """Return the stand-in for a view of a stand-in, or None for any other call."""
+    base = args[0] if args else None
+    if not isinstance(base, WeightStandIn):
+        return None
+    if func in _REORDERINGS and base.dim() > 1:
+        # Seen by a tensor whose sizes all differ.
+        seen = func(torch.empty(*range(base.dim()), device="meta"), *args[1:], **kwargs)
+        return ArrangedView(base, tuple(seen.shape))
+    if func is Tensor.__getitem__ and base.dim() > 2:
+        index = args[1]
+        is_scalar = isinstance(index, Tensor) and not index.dim() and not index.is_floating_point()
+        if type(index) is int or (is_scalar and index.dtype != torch.bool):
+            return base.member(range(len(base))[int(index)])
+    return None
+
+
+_REORDERINGS = {
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
+    *(Tensor.t, torch.t, Tensor.permute, torch.permute),
+    *(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes),
+}
 
 
 class LazyWeight(WeightStandIn):
@@ -311,117 +441,6 @@ def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -
     """Draw one bias for each example, shaped to meet the outputs at every position."""
     draw = bias.distribution.rsample(x.shape[: x.dim() - linear_map.event_dim(x)])
     return draw.reshape(shape_per_example(linear_map, x, draw.shape[-1]))
-
-
-class LazyPart(WeightStandIn):
-    """A weight or its bias, as a part of a joint draw that has not been made yet.
-
-    Where a linear map gets both parts of one draw, its outputs are drawn from the image of the joint
-    distribution. Any other use takes the part out of an ordinary draw.
-
-    Args:
-        whole: The joint draw, ``(out, in + 1)``.
-        shape: The shape of the part.
-        take: Returns the part of a joint draw.
-        use: The record of the part's own site.
-    """
-
-    whole: LazyWeight
-    _take: Callable[[Tensor], Tensor]
-
-    def __new__(
-        cls, whole: LazyWeight, shape: torch.Size, take: Callable[[Tensor], Tensor], use: SiteUse
-    ) -> Self:
-        """Make the tensor that stands for the part."""
-        part = cls._make(whole, shape, use)
-        part.whole = whole
-        part._take = take
-        return part
-
-    def draw(self) -> Tensor:
-        """Return the part of the joint draw, which is made at the first call and kept."""
-        return self._take(self.whole.draw())
-
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        bias, together = application.bias, application._replace(weight=self.whole, bias=None)
-        linear_map, x = application.linear_map, application.x
-        whole = bias.whole if isinstance(bias, LazyPart) else None
-        is_other = whole is not self.whole or application.arrangement is not None
-        if is_other or isinstance(x, WeightStandIn):
-            return None
-        if self.whole.distribution.takes_bias_column:
-            linear_map = BiasColumnMap(linear_map)
-        else:
-            linear_map, x = linear_map.join_bias(x)
-        return self.whole._draw_outputs(together._replace(linear_map=linear_map, x=x))
-
-
-class Meeting:
-    """What becomes of a weight, and of the bias that is drawn with it, at its first linear map.
-
-    Args:
-        name: The weight's site.
-        draw: Returns the values of the sites, by name, for the call that applies the weight.
-    """
-
-    def __init__(self, name: str, draw: Callable[[Application], dict[str, Tensor]]) -> None:
-        self.name, self._draw = name, draw
-        self._values: dict[str, Tensor] | None = None
-        self.has_failed = False
-
-    def happen(self, application: Application) -> None:
-        """Draw the weight, unless it was drawn before."""
-        if self._values is None:
-            self.has_failed = True
-            self._values = self._draw(application)
-            self.has_failed = False
-
-    def value(self, name: str) -> Tensor:
-        """Return the value of a site.
-
-        Raises:
-            RuntimeError: If the weight has met no input so far.
-        """
-        if self._values is None:
-            self.has_failed = True
-            raise RuntimeError(
-                f"The weight at site '{self.name}' is drawn given the inputs of a linear layer or "
-                f"convolution, but the net uses '{name}' in another way first. Give it another family, "
-                f"as by `families={{'{self.name}': MeanField()}}`."
-            )
-        return self._values[name]
-
-
-class MeetingWeight(WeightStandIn):
-    """A weight or a bias that waits for the first input of the weight.
-
-    Args:
-        meeting: What happens then.
-        name: The site that this stands for.
-        value: A tensor of its shape, dtype and device.
-    """
-
-    meeting: Meeting
-    _name: str
-
-    def __new__(cls, meeting: Meeting, name: str, value: Tensor) -> Self:
-        """Make the tensor that stands for a draw."""
-        weight = cls._make(value, value.shape, SiteUse(name))
-        weight.meeting, weight._name = meeting, name
-        return weight
-
-    def __repr__(self, **options: object) -> str:  # type: ignore[override]
-        """Show the site and the shape."""
-        return f"MeetingWeight(site='{self._name}', shape={tuple(self.shape)})"
-
-    def draw(self) -> Tensor:
-        """Return the ordinary tensor."""
-        return self.meeting.value(self._name)
-
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        """Draw the weight, by which the call is then an ordinary one."""
-        self.meeting.happen(application)
-        return None
 
 
 class DelayDraws(Messenger):

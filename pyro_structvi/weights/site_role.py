@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pyro.distributions import Delta
 
-from pyro_structvi.maps.readings import Application, Lookup
+from pyro_structvi.maps.calls import Application, Lookup
 
 CHECKPOINT = "an activation checkpoint"
 LocalReparam = bool | Literal["exact", "flipout"]

@@ -6,7 +6,7 @@ Unit vectors take the place of the noise, so that ``A A'`` is the covariance wit
 import pytest
 import torch
 
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 from tests.distributions.cases import CASES, MATRIX
 from tests.distributions.subject import FLOAT64, assert_gradients_of_draws_are_exact
 from tests.unit_noise import assert_draws, draw_with_noise

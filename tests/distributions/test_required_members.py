@@ -6,8 +6,8 @@ from torch.distributions import constraints
 
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
 from pyro_structvi.weights.outputs import NormalOutputs
+from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_mean_field
 from tests.unit_noise import assert_draws

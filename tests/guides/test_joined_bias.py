@@ -11,7 +11,8 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
-from pyro_structvi.weights.lazy import DelayDraws, LazyPart
+from pyro_structvi.weights.lazy import DelayDraws
+from pyro_structvi.weights.placeholders import LazyPart
 from tests import dense_oracles as dense
 from tests.guides.joined_guides import JOINED, linear_model, make_guide
 from tests.models import regression_data

@@ -7,7 +7,7 @@ from torch import nn
 
 from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal
 from pyro_structvi.maps.calls import parse_application
-from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteUse
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, MATRIX, Case, positive

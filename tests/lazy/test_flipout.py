@@ -11,7 +11,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.distributions import LowRankNormal, MeanFieldNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
-from pyro_structvi.weights.lazy import flipout
+from pyro_structvi.weights.outputs import flipout
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_k_tied, make_mean_field
 from tests.exact_means import exact_mean

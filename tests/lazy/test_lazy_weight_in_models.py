@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteUse
 from tests.exact_means import exact_mean
 from tests.lazy_weights import (

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.maps.calls import read_attention
+from pyro_structvi.maps.attention import read_attention
 from pyro_structvi.weights.lazy import LazyWeight
 from tests.lazy_weights import lazy, narrow_normal
 

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.maps import ConvolutionMap, DenseMap
-from pyro_structvi.maps.calls import parse_application
-from pyro_structvi.maps.readings import Rewrite
+from pyro_structvi.maps.calls import Rewrite, parse_application
 from tests.maps.test_conformance import (
     CHANNELS,
     CONVOLUTIONS,

@@ -12,7 +12,7 @@ from pyro_structvi.linalg.matrices import solve_lower
 from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.structures.rowwise import RowwiseNormal
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 OF_DRAWS = (
     "A weight that is drawn given its inputs has no distribution by itself. Take `guide.draw()`, or for "

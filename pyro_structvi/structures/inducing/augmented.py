@@ -27,9 +27,8 @@ from pyro_structvi.structures.inducing.outputs import (
 from pyro_structvi.structures.inducing.prior import InducingPrior, kronecker
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.weights.arguments import as_size
-from pyro_structvi.weights.gaussian import GaussianWeight
 from pyro_structvi.weights.outputs import bias_moments
-from pyro_structvi.weights.weight_distribution import Way, WeightDistribution
+from pyro_structvi.weights.weight_distribution import GaussianWeight, Way, WeightDistribution
 
 NOISE_COST = 400
 

@@ -13,13 +13,16 @@ from pyro_structvi.structures.inducing.augmented import AugmentedNormal
 from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.structures.kl_between import kl_to_independent, no_closed_form
 from pyro_structvi.structures.matrix_normal import MatrixNormal
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
 from pyro_structvi.weights.kl import (
     JoinedPrior,
     expected_neg_log_prob,
     kl_weight_joined,
 )
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    GaussianWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 register_kl(AugmentedNormal, IndependentWeight)(kl_to_independent)
 for pair in (

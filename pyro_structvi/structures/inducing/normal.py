@@ -24,7 +24,7 @@ from pyro_structvi.structures.inducing.augmented import (
 )
 from pyro_structvi.structures.inducing.prior import InducingPrior, kronecker
 from pyro_structvi.structures.mean_field import MeanFieldNormal
-from pyro_structvi.weights.quantiles import in_front, normal_quantiles, quantiles
+from pyro_structvi.weights.site_distributions import in_front, normal_quantiles, quantiles
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 

@@ -10,8 +10,7 @@ from torch.distributions import MultivariateNormal
 from pyro_structvi.linalg.matrices import standard_normal
 from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
 from pyro_structvi.linalg.reductions import add_scaled_noise
-from pyro_structvi.maps.dense import DenseMap
-from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
