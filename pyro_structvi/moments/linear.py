@@ -18,13 +18,18 @@ from pyro_structvi.moments.random_tensor import RandomTensor, Settings, moments,
 from pyro_structvi.sites.joint_posterior import JointPosterior
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.ensemble import ensemble_of
 from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.structures.transformed import TransformedNormal
 from pyro_structvi.weights.outputs import meet_channels
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.torch_distributions import base_of
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    FactoredWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 Part = Literal["whole", "weight", "bias"]
 Sites = Sequence[tuple[LatentSite, Any]]
@@ -88,7 +93,8 @@ class RandomWeight(RandomTensor):
 
 def member_numbers(guide: StructuredGuide) -> list[int | None]:
     """Return the numbers of an ensemble's members, each of which is a posterior; else one None."""
-    return [None] if guide.ensemble is None else [*range(guide.ensemble.size)]
+    ensemble = ensemble_of(guide)
+    return [None] if ensemble is None else [*range(ensemble.size)]
 
 
 def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
@@ -185,7 +191,9 @@ def linear_moments(application: Application) -> RandomTensor:
         terms.append(meet_channels(linear_map, bias_variance))
     if q is not None:
         # Independent elements see no more of an input than its squares.
-        as_known = m if v is None or not q.has_independent_elements else floored_sqrt(m * m + v)
+        as_known = (
+            m if v is None or not isinstance(q, IndependentWeight) else floored_sqrt(m * m + v)
+        )
         terms.append(_variance_at(q, linear_map, as_known, loc, has_column))
     variance = sum(terms[1:], terms[0]).expand(loc.shape)
     found = RandomTensor(loc, variance, settings)
@@ -193,7 +201,7 @@ def linear_moments(application: Application) -> RandomTensor:
     def form_covariance() -> Tensor:
         """Add what outputs share to their variances: a weight at the mean, and the input's noise."""
         shared = torch.zeros_like(variance).diag_embed()
-        if q is not None and not q.has_independent_elements:
+        if q is not None and not isinstance(q, IndependentWeight):
             shared = shared + _image(q, linear_map, m, has_column).covariance_matrix
         if v is not None:
             shared = shared + _spread_of_input(matrix[:, :-1] if has_column else matrix, v)
@@ -245,7 +253,7 @@ class _Applied:
     def factor_of_variances(self) -> Tensor:
         """What an input's variances are multiplied by, beside the variance at a known input."""
         squares, q = self.matrix.square(), self.distribution
-        return squares if q.has_independent_elements else squares + q.as_matrix(q.variance)
+        return squares if isinstance(q, IndependentWeight) else squares + q.as_matrix(q.variance)
 
 
 def _applied(application: Application) -> _Applied | None:
@@ -329,7 +337,9 @@ def _joined(
     """Return map and input for a weight that may have its bias as a column."""
     if not has_column:
         return linear_map, m
-    return (BiasColumnMap(linear_map), m) if q.takes_bias_column else linear_map.join_bias(m)
+    return (
+        (BiasColumnMap(linear_map), m) if isinstance(q, FactoredWeight) else linear_map.join_bias(m)
+    )
 
 
 def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, has_column: bool) -> Tensor:

@@ -13,6 +13,7 @@ from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import JointPosterior, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.ensemble import ensemble_of
 from pyro_structvi.weights.lazy import as_drawn
 from pyro_structvi.weights.site_role import SiteRole
 
@@ -118,7 +119,7 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
         ValueError: If it is not a whole number of at least 1, or more than there are.
     """
     if not isinstance(posterior, Mapping):
-        ensemble = posterior.ensemble if isinstance(posterior, StructuredGuide) else None
+        ensemble = ensemble_of(posterior)
         return num_samples or (ensemble.size if ensemble else DEFAULT_NUM_SAMPLES)
     sizes = {name: len(draws) for name, draws in posterior.items()}
     if len(set(sizes.values())) != 1:

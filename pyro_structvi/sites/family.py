@@ -27,21 +27,13 @@ class Family:
     Attributes:
         needs: In words, what sites it serves.
         constants: The names among those of ``init`` that are not trained.
-        keeps_factors: Whether its distributions factor matrices, which are then kept between calls
-            without gradients for as long as the parameters stay equal.
         delayed: The names of parameters that an optimizer had better move slowly at first, since they
             fit the others as these are: ``warm_up`` of :class:`~pyro_structvi.infer.StructuredAdam`.
-        moves_in_own_coordinates: Whether means gain by a move along the correlations, where there are
-            any: ``posterior_lr`` of :class:`~pyro_structvi.infer.StructuredAdam`.
-        is_ensemble: Whether it has ``size`` points, all of which a step of such a guide runs.
     """
 
     needs: ClassVar[str]
     constants: ClassVar[tuple[str, ...]] = ()
-    keeps_factors: ClassVar[bool] = False
     delayed: ClassVar[tuple[str, ...]] = ()
-    moves_in_own_coordinates: ClassVar[bool] = True
-    is_ensemble: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the options against their annotations."""
@@ -102,6 +94,11 @@ class MatrixFamily(Family):
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is a weight matrix, or can be seen as one."""
         return site.is_real and not site.is_batch and len(site.shape) >= 2
+
+
+@dataclass(frozen=True)
+class FactoredFamily(MatrixFamily):
+    """A family whose distributions factor matrices, which are reused without gradients."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pyro_structvi.weights.placeholders import LazyPart
 from pyro_structvi.weights.site_distributions import PointMass, quantiles
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import in_single
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import FactoredWeight, WeightDistribution
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class JointPosterior:
     def factorize(self) -> None:
         """Factor what draws need, before an objective maps over draws."""
         for distribution in self._at.values():
-            if isinstance(distribution, WeightDistribution):
+            if isinstance(distribution, FactoredWeight):
                 distribution.factorize()
 
     def sample(

@@ -204,9 +204,8 @@ class MemoryEstimate:
             weight, and what sites draw together under a separate name.
         parameter_bytes: The bytes of all parameters and constants.
         training_bytes: The bytes of parameters and constants, gradients and Adam's two moments. What a
-            step forms on the way, activations above all, comes on top; so do the two further moments of
-            ``StructuredAdam`` for each number of the noise of a posterior with correlations whose family
-            has ``moves_in_own_coordinates``.
+            step forms on the way, activations above all, comes on top; so do two further moments of
+            ``StructuredAdam`` for each number of the noise of a correlated posterior.
     """
 
     parameters: dict[str, int]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._pyro import inside_plate
 from pyro_structvi._torch import is_tracing
-from pyro_structvi.sites.family import Family, as_tensor, check_options
+from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.weights.site_distributions import Auxiliary
 from pyro_structvi.weights.site_role import SiteRole
@@ -87,11 +87,12 @@ class SitePosterior(nn.Module):
     def forward(self) -> TorchDistribution:
         """Return the posterior at the current parameters.
 
-        It is made anew at every call, unless gradients are off, the family ``keeps_factors`` and no
-        parameter differs from the copies that the last one was made of.
+        Without gradients the distribution of a :class:`FactoredFamily` is reused as long as the
+        parameters stay equal.
         """
         values = {name: self.value(name) for name in self._names}
-        if torch.is_grad_enabled() or is_tracing() or not self.family.keeps_factors:
+        is_kept = isinstance(self.family, FactoredFamily)
+        if not is_kept or torch.is_grad_enabled() or is_tracing():
             self._kept = None
             return self.family.distribution(self.site, **values)
         if self._kept is None or not _are_equal(self._kept[0], values):

@@ -233,13 +233,6 @@ class StructuredGuide(OwningAutoGuide):
             )
         return JointPosterior([*self._own_posteriors()], [*self._couplings()], self._uses)
 
-    @property
-    def ensemble(self) -> Any | None:
-        """The family of an ensemble of points, where all sites are of one; it has ``size``."""
-        families = {posterior.family for posterior in self._own_posteriors()}
-        family = families.pop() if len(families) == 1 else None
-        return family if family is not None and family.is_ensemble else None
-
     def all_posteriors(self) -> Iterator[SitePosterior]:
         """Return what holds the parameters: one for each site, and for what sites draw together."""
         return (module for module in self.modules() if isinstance(module, SitePosterior))

@@ -18,12 +18,11 @@ from pyro_structvi.weights.arguments import as_size, check_parameters
 from pyro_structvi.weights.outputs import (
     OutputDistribution,
     bias_columns,
-    bias_moments,
     draw_shared_bias,
     meet_channels,
 )
 from pyro_structvi.weights.site_distributions import PointMass, quantiles
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import WeightDistribution, bias_moments
 
 
 class PointMixture(WeightDistribution):
@@ -203,7 +202,6 @@ class Members(Family):
     size: Count = 5
     vectorize: bool = field(default=True, repr=False, compare=False)
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
-    is_ensemble: ClassVar[bool] = True
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is continuous, with a bijection onto its support."""
@@ -223,6 +221,15 @@ class Members(Family):
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMixture:
         """Return the mixture."""
         return _MembersOf(site, bijection_onto(site.support)(parameters["members"]))
+
+
+def ensemble_of(guide: Any) -> Members | None:
+    """Return the family of an ensemble of points if all sites of a guide have it."""
+    if not isinstance(guide, StructuredGuide):
+        return None
+    families = {guide[name].family for name in guide.site_names}
+    family = families.pop() if len(families) == 1 else None
+    return family if isinstance(family, Members) else None
 
 
 class _MembersOf(PointMixture):

@@ -23,7 +23,7 @@ from pyro_structvi.sites.parameterization import (
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
 from pyro_structvi.weights.outputs import GaussianOutputs
-from pyro_structvi.weights.weight_distribution import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
 class FullNormal(GaussianWeight):
@@ -61,7 +61,6 @@ class FullNormal(GaussianWeight):
     """
 
     scale_tril: Annotated[Tensor, Argument("D, D", constraints.lower_cholesky)]
-    has_convolution_image = False  # a bank of filters for each example would cost more
     has_exact_positions = True
 
     def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
@@ -82,20 +81,24 @@ class FullNormal(GaussianWeight):
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
+    @property
+    def noise_shape(self) -> torch.Size:
+        """The shape ``(D,)`` of the noise of one weight."""
+        return self.scale_tril.shape[-1:]
+
     def scale_noise(self, noise: Tensor) -> Tensor:
         """Return ``L e``."""
-        flat = noise.flatten(noise.dim() - len(self.event_shape))
-        return self._scale_flat(flat).reshape(noise.shape)
+        scaled = torch.einsum("...d,...ed->...e", noise, self.scale_tril.tril())
+        return scaled.reshape(*noise.shape[:-1], *self.event_shape)
 
     def whiten(self, difference: Tensor) -> Tensor:
         """Return ``L^-1 d``."""
         flat = difference.flatten(difference.dim() - len(self.event_shape))
-        return solve_lower(self.scale_tril, flat).reshape(difference.shape)
+        return solve_lower(self.scale_tril, flat)
 
-    def _scale_flat(self, noise: Tensor) -> Tensor:
-        """Return ``L e`` for ``e (*sample_shape, *batch_shape, D)``."""
-        scaled: Tensor = torch.einsum("...d,...ed->...e", noise, self.scale_tril.tril())
-        return scaled
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Sample the weight of a convolution, cheaper than a bank of filters for each example."""
+        return ("outputs", "weight") if linear_map.is_dense else ("weight",)
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
@@ -164,8 +167,7 @@ class _FullOutputs(GaussianOutputs):
             drawn = draw_by_seen_noise(self._columns.flatten(-2), noise)
             outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
         else:  # no gradient is asked for, or they show all of the noise
-            weights = self._weight._scale_flat(noise).unflatten(-1, (self.event_shape[-1], -1))
-            outputs = self._x @ weights.mT
+            outputs = self._x @ self._weight.as_matrix(self._weight.scale_noise(noise)).mT
         if self._bias_variance is not None:
             noise = torch.randn_like(outputs[..., :1, :])
             outputs = outputs + noise * floored_sqrt(self._bias_variance).unsqueeze(-2)

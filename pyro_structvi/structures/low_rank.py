@@ -20,17 +20,16 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.factorizations import log_det, tril_or_nan
 from pyro_structvi.linalg.matrices import identity_like, shrink, standard_normal
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.precision import floored_sqrt, formed_once
 from pyro_structvi.linalg.reductions import row_gram
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import check_index
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels, square
-from pyro_structvi.weights.weight_distribution import GaussianWeight, WeightDistribution
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 class LowRankNormal(GaussianWeight):
@@ -117,7 +116,8 @@ class LowRankNormal(GaussianWeight):
     @property
     def variance_sum(self) -> Tensor:
         """The trace of the covariance, ``(*batch_shape,)``."""
-        return self._trace(self._gram(self.factors))
+        low_rank = self._gram.diagonal(dim1=-2, dim2=-1).sum(-1).to(self.loc.dtype)
+        return self.alpha * low_rank + self._diagonal_sum(self.scale.square())
 
     @property
     def log_det_covariance(self) -> Tensor:
@@ -126,14 +126,8 @@ class LowRankNormal(GaussianWeight):
         It is :math:`\sum_d \log\sigma_d^2 + \log\det(I + \alpha V^\top\operatorname{diag}(\sigma^{-2})
         V)`, of a K x K matrix.
         """
-        return self._log_det(self._whitened_gram)
-
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
-        if not self.is_isotropic:
-            return super().trace_and_log_det()
-        gram = self._gram(self.factors)
-        return self._trace(gram), self._log_det(gram / self._unit_variance)
+        low_rank = log_det(self._capacitance(self._whitened_gram)).to(self.loc.dtype)
+        return 2 * self._diagonal_sum(self.scale.log()) + low_rank
 
     @property
     def _flat_factors(self) -> Tensor:
@@ -144,32 +138,22 @@ class LowRankNormal(GaussianWeight):
         total = diagonal.flatten(len(self.batch_shape)).sum(-1)
         return self.event_shape.numel() * total if self.is_isotropic else total
 
-    def _gram(self, factors: Tensor) -> Tensor:
-        return row_gram(factors, len(self.batch_shape))
-
-    @property
-    def _unit_variance(self) -> Tensor:
-        """The variance of an isotropic diagonal part, double, ``(*batch_shape, 1, 1)``."""
-        return self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+    @formed_once
+    def _gram(self) -> Tensor:
+        """``V V'``, double, ``(*batch_shape, K, K)``."""
+        return row_gram(self.factors, len(self.batch_shape))
 
     @property
     def _whitened_gram(self) -> Tensor:
         r""":math:`V^\top \operatorname{diag}(\sigma^{-2}) V`, double, ``(*batch_shape, K, K)``."""
         if self.is_isotropic:
-            return self._gram(self.factors) / self._unit_variance
-        return self._gram(self.factors / self.scale.unsqueeze(len(self.batch_shape)))
+            return self._gram / self.scale.double().square().reshape(*self.batch_shape, 1, 1)
+        batch_dim = len(self.batch_shape)
+        return row_gram(self.factors / self.scale.unsqueeze(batch_dim), batch_dim)
 
     def _capacitance(self, whitened_gram: Tensor) -> Tensor:
         r"""Return :math:`I + \alpha V^\top \operatorname{diag}(\sigma^{-2}) V`."""
         return identity_like(whitened_gram) + self.alpha * whitened_gram
-
-    def _trace(self, gram: Tensor) -> Tensor:
-        low_rank = gram.diagonal(dim1=-2, dim2=-1).sum(-1).to(self.loc.dtype)
-        return self.alpha * low_rank + self._diagonal_sum(self.scale.square())
-
-    def _log_det(self, whitened_gram: Tensor) -> Tensor:
-        low_rank = log_det(self._capacitance(whitened_gram)).to(self.loc.dtype)
-        return 2 * self._diagonal_sum(self.scale.log()) + low_rank
 
     @property
     def precision_directions(self) -> Tensor:
@@ -207,28 +191,14 @@ class LowRankNormal(GaussianWeight):
         """Return the K directions times the first numbers, plus the diagonal part."""
         of_factors, of_diagonal = noise.split([self.rank, self.event_shape.numel()], -1)
         shape = noise.shape[:-1] + self.event_shape
-        low_rank = self._combine(of_factors).reshape(shape)
-        return torch.addcmul(low_rank, of_diagonal.reshape(shape), self.scale)
-
-    def _combine(self, noise: Tensor) -> Tensor:
-        """Return ``sqrt(alpha) V e`` for ``e (*sample_shape, *batch_shape, K)``, flat."""
-        combined: Tensor = self.alpha**0.5 * (noise.unsqueeze(-2) @ self._flat_factors).squeeze(-2)
-        return combined
+        low_rank = self.alpha**0.5 * (of_factors.unsqueeze(-2) @ self._flat_factors)
+        return torch.addcmul(low_rank.reshape(shape), of_diagonal.reshape(shape), self.scale)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
         new = super().expand(batch_shape, _instance)
         new.alpha = self.alpha
         return new
-
-    def split_noise(self, sample_shape: torch.Size) -> tuple[WeightDistribution, Tensor]:
-        """Return the diagonal part with the mean, and draws of the low-rank part."""
-        scale = self.scale.expand(self.loc.shape)
-        diagonal = MeanFieldNormal(self.loc, scale, len(self.event_shape), validate_args=False)
-        shape = self._extended_shape(sample_shape)
-        lead = shape[: len(shape) - len(self.event_shape)]
-        noise = standard_normal((*lead, self.rank), self.loc)
-        return diagonal, self._combine(noise).reshape(shape)
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
@@ -393,11 +363,6 @@ class LowRank(MatrixFamily):
     alpha: Positive | None = None
     delayed: ClassVar[tuple[str, ...]] = ("factors",)
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
-
-    @property
-    def moves_in_own_coordinates(self) -> bool:  # type: ignore[override]
-        """Whether means gain by such a move: not with a constant diagonal, along ``rank`` directions."""
-        return self.diagonal != "constant"
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]

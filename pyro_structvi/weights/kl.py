@@ -146,10 +146,9 @@ def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
 
     so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
     """
-    scale = _one_number(p.scale, q)
-    spread, log_det = (None, q.log_det_covariance) if scale is None else q.trace_and_log_det()
-    moment, log_det_of_prior = _squares_and_logs(q, p, scale, spread)
-    divergence: Tensor = 0.5 * (moment + log_det_of_prior - log_det - q.event_shape.numel())
+    moment, log_det = _squares_and_logs(q, p)
+    size = q.event_shape.numel()
+    divergence: Tensor = 0.5 * (moment + log_det - q.log_det_covariance - size)
     return divergence
 
 
@@ -163,14 +162,12 @@ def normal_cross_entropy(q: Any, p: Any) -> Tensor:
     Returns:
         Nats, ``(*batch_shape,)``.
     """
-    moment, log_det = _squares_and_logs(q, p, _one_number(p.scale, q))
+    moment, log_det = _squares_and_logs(q, p)
     nats: Tensor = 0.5 * (moment + log_det + q.event_shape.numel() * math.log(2 * math.pi))
     return nats
 
 
-def _squares_and_logs(
-    q: Any, p: Any, one_scale: Tensor | None, variance_sum: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\sum_i (\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2` and :math:`\sum_i \log s_i^2`.
 
     Where the prior has one scale in memory, nothing of the weight's size is kept for the gradient but
@@ -178,24 +175,14 @@ def _squares_and_logs(
     """
     event_dim, size = len(q.event_shape), q.event_shape.numel()
     loc = shrink(p.loc.expand(q.mean.shape), event_dim)
-    if one_scale is not None:
-        spread = q.variance_sum if variance_sum is None else variance_sum
-        distance = squared_distance(q.mean, loc, event_dim)
-        return (spread + distance) / one_scale.square(), 2 * size * one_scale.log()
     scale = shrink(p.scale.expand(q.mean.shape), event_dim)
     count = scale.shape[scale.dim() - event_dim :].numel()
+    if count == 1:
+        scale = scale.reshape(q.batch_shape)
+        distance = squared_distance(q.mean, loc, event_dim)
+        return (q.variance_sum + distance) / scale.square(), 2 * size * scale.log()
     moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
     return moment, 2 * size / count * event_sum(scale.log(), event_dim)
-
-
-def _one_number(scale: Tensor, q: Any) -> Tensor | None:
-    """Return a prior's scale, ``(*batch_shape,)``, if it is one number in memory for each weight."""
-    event_dim = len(q.event_shape)
-    small = shrink(scale.expand(q.mean.shape), event_dim)
-    if small.shape[small.dim() - event_dim :].numel() > 1:
-        return None
-    number: Tensor = small.reshape(q.batch_shape)
-    return number
 
 
 @register_kl(GaussianWeight, Laplace)

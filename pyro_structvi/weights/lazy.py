@@ -20,6 +20,7 @@ from pyro_structvi.maps.linear_map import FactoredDraw, LinearMap, shape_per_exa
 from pyro_structvi.weights.outputs import autocasts, flipout
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.weight_distribution import (
+    FactoredWeight,
     GaussianWeight,
     IndependentWeight,
     WeightDistribution,
@@ -333,10 +334,14 @@ class LazyWeight(WeightStandIn):
                 exact = distribution.has_exact_positions
                 if exact or not self.use.asks_for_exact(application):
                     return self._draw_image(application, distribution, distribution.image_under)
-                if self.use.local_reparam == "flipout" and distribution.has_independent_elements:
+                if self.use.local_reparam == "flipout" and isinstance(
+                    distribution, IndependentWeight
+                ):
                     return self._draw_image(application, distribution, None)
             if way == "factors" and arrangement is None and not self._was_formed:
                 return self._apply_factored(application)
+            if way == "weight":
+                break
         is_exact = self.use.asks_for_exact(application)
         self._why_drawn = (
             "several positions of an example"
@@ -353,8 +358,8 @@ class LazyWeight(WeightStandIn):
     ) -> Tensor:
         """Draw outputs from the image of a distribution, or by flipout if that is None.
 
-        The independent noise of a lazy bias adds its variance to that of the outputs. The rest of it,
-        or all of it where an example has several positions, is drawn once for each example.
+        A lazy bias with independent elements adds its variance to that of the outputs. A correlated one,
+        and any where an example has several positions, is drawn once for each example.
         """
         linear_map, x, _, bias, _ = application
         self._refuse_second_use()
@@ -362,10 +367,9 @@ class LazyWeight(WeightStandIn):
         if isinstance(bias, LazyWeight) and bias._may_give_outputs(x):
             bias._refuse_second_use()
             lazy_bias = bias
-            if linear_map.has_positions(x):
+            bias = lazy_bias.distribution
+            if linear_map.has_positions(x) or not isinstance(bias, IndependentWeight):
                 bias, shift = None, _draw_bias_per_example(lazy_bias, linear_map, x)
-            else:
-                bias, shift = lazy_bias.distribution.split_noise(x.shape[:-1])
         if image_under is None:
             assert isinstance(distribution, GaussianWeight)
             outputs = flipout(distribution, linear_map, x, as_drawn(bias))
@@ -403,6 +407,7 @@ class LazyWeight(WeightStandIn):
         self._refuse_second_use()
         if self._factored is None:
             with torch.set_grad_enabled(self._with_grad):
+                assert isinstance(self.distribution, FactoredWeight)
                 self._factored = self.distribution.draw_factored()
         linear_map, x, _, bias, _ = application
         return self._factored.apply(linear_map, as_drawn(x), as_drawn(bias))
@@ -477,7 +482,7 @@ class DelayDraws(Messenger):
 
     def _waits(self, distribution: Any, use: SiteUse) -> bool:
         """Whether a weight may be drawn when it is used, or not at all."""
-        can_wait = use.may_wait or getattr(distribution, "applies_in_factors", False)
+        can_wait = use.may_wait or isinstance(distribution, FactoredWeight)
         return can_wait and not use.drawn_first
 
 

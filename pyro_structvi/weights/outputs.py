@@ -159,25 +159,6 @@ def autocasts(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def bias_moments(bias: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mean and the variance of a bias.
-
-    Args:
-        bias: None, a tensor, or a distribution over a weight, whose elements must be independent.
-
-    Raises:
-        ValueError: If its elements are correlated.
-    """
-    if bias is None or isinstance(bias, Tensor):
-        return bias, None
-    if not bias.has_independent_elements:
-        raise ValueError(
-            f"`bias` must be a tensor or have independent elements, but got a "
-            f"{type(bias).__name__}. Pass a draw of it for each example."
-        )
-    return bias.mean, bias.variance
-
-
 def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
     """Shape one number for each channel, ``(*batch, out)``, so that it broadcasts to the outputs."""
     space = [1 for _ in range(-linear_map.channel_dim - 1)]
@@ -239,7 +220,7 @@ def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
     weight gives; those of different examples are uncorrelated given their inputs.
 
     Args:
-        q: A distribution with ``has_independent_elements``.
+        q: A distribution with independent elements.
         linear_map: A dense map or a convolution.
         x: Its input, the first dimension of which is the batch.
         bias: Nothing, or a tensor ``(out,)``.

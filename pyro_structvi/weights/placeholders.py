@@ -16,6 +16,7 @@ from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
 from pyro_structvi.maps.linear_map import BiasColumnMap
 from pyro_structvi.weights.lazy import LazyWeight, WeightStandIn
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteUse
+from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 
 class LazyPart(WeightStandIn):
@@ -54,7 +55,7 @@ class LazyPart(WeightStandIn):
         is_other = whole is not self.whole or application.arrangement is not None
         if is_other or isinstance(x, WeightStandIn):
             return None
-        if self.whole.distribution.takes_bias_column:
+        if isinstance(self.whole.distribution, FactoredWeight):
             linear_map = BiasColumnMap(linear_map)
         else:
             linear_map, x = linear_map.join_bias(x)

@@ -15,7 +15,7 @@ from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import DenseMap, FactoredDraw, LinearMap
 from pyro_structvi.weights import arguments
 from pyro_structvi.weights.arguments import check_required_members
-from pyro_structvi.weights.outputs import NormalOutputs, autocasts, bias_moments, grouped_variance
+from pyro_structvi.weights.outputs import NormalOutputs, autocasts, grouped_variance
 
 Way = Literal["outputs", "factors", "weight"]
 
@@ -34,17 +34,12 @@ class WeightDistribution(TorchDistribution):
     :class:`Argument` for each but ``loc``, which are then checked; ``variance``;
     ``covariance_matrix``; ``rsample``; ``image_under``.
 
-    **Optional**: ``has_independent_elements``, True if the covariance is diagonal;
-    ``has_convolution_image``, False if a convolution is to draw the weight;
-    ``has_exact_positions``, True if images are exact over the positions of an example;
-    ``takes_bias_column``, True if a joined bias is better kept as a column than met by an input of one;
-    ``applies_in_factors``, True if ``ways_to_apply`` may have ``"factors"``;
-    ``loc``, ``variance_sum``, ``ways_to_apply``, ``draw_factored``, ``split_noise``, ``rows``,
-    ``rearranged``, ``image_variance``, ``spread``, ``factorize``, ``expand``, as their docstrings say;
+    **Optional**: ``has_exact_positions``, True if images are exact over the positions of an example;
+    ``loc``, ``variance_sum``, ``ways_to_apply``, ``rows``, ``rearranged``, ``spread``, ``expand``;
     ``log_prob`` and ``entropy``.
 
-    **Provided**: ``argument_names``, ``mean``, ``image``, ``as_matrix``, ``as_weight``,
-    ``map_for_batch``, ``support``.
+    **Provided**: ``argument_names``, ``mean``, ``image``, ``image_variance``, ``as_matrix``,
+    ``as_weight``, ``map_for_batch``, ``support``.
 
     A subclass obeys these rules, and is tested for each:
 
@@ -60,11 +55,7 @@ class WeightDistribution(TorchDistribution):
     """
 
     has_rsample = True
-    has_independent_elements: ClassVar[bool] = False
-    has_convolution_image: ClassVar[bool] = True
     has_exact_positions: ClassVar[bool] = False
-    takes_bias_column: ClassVar[bool] = False
-    applies_in_factors: ClassVar[bool] = False
     _arguments: ClassVar[dict[str, arguments.Argument]] = {}
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("arg_constraints", "variance", "covariance_matrix"), ()),
@@ -152,20 +143,13 @@ class WeightDistribution(TorchDistribution):
         return self._event_sum(self.variance)
 
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
-        """Return how a linear map may get this weight, the cheapest way first.
+        """Return the supported ways of applying the weight, the cheapest first.
 
-        ``"outputs"`` draws the outputs from :meth:`image_under`, ``"factors"`` draws the weight once and
-        applies it in factors, by :meth:`draw_factored`, ``"weight"`` draws it once and forms it. The
-        objective takes the first way that it allows; ``"weight"`` is always allowed.
+        ``"outputs"`` samples the outputs from :meth:`image_under`, ``"weight"`` samples the weight, and
+        ``"factors"``, of a :class:`FactoredWeight`, applies a sample without forming it. The objective
+        takes the first way that it allows; it always allows ``"weight"``.
         """
-        return ("outputs", "weight") if self._has_image(linear_map) else ("weight",)
-
-    def _has_image(self, linear_map: LinearMap) -> bool:
-        return linear_map.is_dense or self.has_convolution_image
-
-    def draw_factored(self) -> FactoredDraw:
-        """Draw a weight that is not formed, where :meth:`ways_to_apply` has ``"factors"``."""
-        raise NotImplementedError
+        return "outputs", "weight"
 
     def rows(self, index: Tensor) -> TorchDistribution | None:
         """Return the distribution of rows of one matrix ``W (num, dim)``, independent over examples.
@@ -197,10 +181,7 @@ class WeightDistribution(TorchDistribution):
             x: Its input.
             mean: The mean of the outputs.
         """
-        has_image = self._has_image(linear_map)
-        if linear_map.groups > 1:
-            has_image = "outputs" in self.ways_to_apply(linear_map, x)
-        if not has_image:
+        if "outputs" not in self.ways_to_apply(linear_map, x):
             return grouped_variance(self.as_matrix(self.loc), self.covariance_matrix, linear_map, x)
         return self._image_variance(linear_map, x, mean)
 
@@ -225,21 +206,6 @@ class WeightDistribution(TorchDistribution):
         covariance = self.covariance_matrix.reshape(out, size, out, size)
         outputs: Tensor = torch.einsum("iajb,...ab->...ij", covariance, moment)
         return outputs
-
-    def split_noise(
-        self, sample_shape: torch.Size
-    ) -> "tuple[WeightDistribution | None, Tensor | None]":
-        """Split ``W`` into a part with independent elements, and draws of the remainder.
-
-        Returns the distribution of the first part and draws ``(*sample_shape, *batch_shape,
-        *event_shape)`` of the second, None if that part is absent; their sum has this distribution.
-        """
-        if self.has_independent_elements:
-            return self, None
-        return None, self.rsample(sample_shape)
-
-    def factorize(self) -> None:
-        """Compute the factors that draws and densities need ahead of their first use."""
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
@@ -300,6 +266,42 @@ class WeightDistribution(TorchDistribution):
         return event_sum(tensor, len(self.event_shape))
 
 
+class FactoredWeight(WeightDistribution, abstract=True):
+    """A weight whose samples can be applied as a product of factors, without forming the weight.
+
+    A joined bias is a further column of its factors.
+    """
+
+    def draw_factored(self) -> FactoredDraw:
+        """Sample a weight in factors."""
+        raise NotImplementedError
+
+    def factorize(self) -> None:
+        """Compute the factors that samples and densities share."""
+        raise NotImplementedError
+
+
+def bias_moments(
+    bias: Tensor | WeightDistribution | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mean and the variance of a bias.
+
+    Args:
+        bias: None, a tensor, or a distribution with independent elements.
+
+    Raises:
+        ValueError: If its elements are correlated.
+    """
+    if bias is None or isinstance(bias, Tensor):
+        return bias, None
+    if not isinstance(bias, IndependentWeight):
+        raise ValueError(
+            f"`bias` must be a tensor or have independent elements, but got a "
+            f"{type(bias).__name__}. Pass a draw of it for each example."
+        )
+    return bias.mean, bias.variance
+
+
 def noise_columns(q: Any) -> Tensor:
     """Return the columns of ``A``, ``(noise, *batch_shape, *event_shape)``; for small sizes."""
     size, like = q.noise_shape.numel(), q._first_parameter
@@ -322,7 +324,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     have the event's shape; ``variance``, without which it is the diagonal of the dense covariance.
 
     **Provided**: ``rsample``, ``covariance_matrix``, ``mahalanobis``, ``log_prob``, ``entropy``,
-    ``image_under`` with biases, ``trace_and_log_det``, and what :class:`WeightDistribution` provides.
+    ``image_under`` with biases, and what :class:`WeightDistribution` provides.
     """
 
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -374,10 +376,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
         """
         return NormalOutputs(linear_map, mean, self.output_variance(linear_map, x), bias_variance)
 
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        """Return ``variance_sum`` and ``log_det_covariance``, for a KL that needs both."""
-        return self.variance_sum, self.log_det_covariance
-
     # ---- provided --------------------------------------------------------------------------------
 
     mode = property(lambda self: self.mean, doc="The mode, which is the mean.")
@@ -397,7 +395,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
         """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
-        return event_sum(self.whiten(difference).square(), len(self.event_shape))
+        return event_sum(self.whiten(difference).square(), len(self.noise_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
@@ -415,7 +413,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
         hooks = ("output_variance", "image_around")
         if all(getattr(type(self), name) is getattr(GaussianWeight, name) for name in hooks):
-            return super()._image_variance(linear_map, x, mean)  # by the class's own `image_under`
+            return super()._image_variance(linear_map, x, mean)
         linear_map = self.map_for_batch(linear_map)
         variance: Tensor = self.image_around(mean, linear_map, x, None).variance
         return variance
@@ -440,7 +438,6 @@ class IndependentWeight(GaussianWeight, abstract=True):
     ``output_variance`` or ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
     """
 
-    has_independent_elements = True
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         "arg_constraints": (),
         "stddev": (),

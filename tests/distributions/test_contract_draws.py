@@ -23,43 +23,11 @@ def test_draws_have_the_dense_covariance_and_its_gradients(subject):
     assert_gradients_of_draws_are_exact(subject, found, q, lambda e: dense_moments(subject, e))
 
 
-def add_up(q, sample_shape):
-    """Draw the independent part, if there is one, and add the remainder."""
-    independent, remainder = q.split_noise(torch.Size(sample_shape))
-    parts = [] if independent is None else [independent.rsample(sample_shape)]
-    return sum(parts) if remainder is None else sum([*parts, remainder])
-
-
-def test_independent_noise_and_the_remainder_add_up(subject):
-    q, noise = subject.with_leaves(), torch.randn(500)
-    if q.split_noise(torch.Size())[0] is None:  # then the remainder is a draw like any other
-        size = draw_with_noise(q.rsample, None)[1]
-        draws = (
-            draw_with_noise(draw, noise[:size])[0] for draw in (q.rsample, lambda: add_up(q, ()))
-        )
-        assert torch.equal(*draws)
-        return
-    mean, covariance = dense_moments(subject, subject.exact())
-    found = assert_draws(lambda: add_up(q, ()), mean, covariance)
-    assert_gradients_of_draws_are_exact(subject, found, q, lambda e: dense_moments(subject, e))
-
-
-def test_the_independent_part_has_independent_elements(subject):
-    independent, _ = subject.q.split_noise(torch.Size())
-    if independent is None:
-        return
-    assert independent.has_independent_elements
-    covariance = independent.covariance_matrix
-    assert torch.equal(covariance, torch.diag_embed(covariance.diagonal(dim1=-2, dim2=-1)))
-
-
 def test_draws_of_one_call_and_of_two_are_independent(plain_subject):
     q = plain_subject.q
     mean, covariance = dense_moments(plain_subject, plain_subject.exact())
     thrice = covariance.expand(3, *covariance.shape)
     assert_draws(lambda: torch.cat([q.rsample((2,)), q.rsample((1,))]), mean, thrice)
-    if q.split_noise(torch.Size())[0] is not None:
-        assert_draws(lambda: torch.cat([add_up(q, (2,)), add_up(q, (1,))]), mean, thrice)
 
 
 # ---- A and its inverse ---------------------------------------------------------------------------
@@ -101,7 +69,7 @@ def test_whitening_is_the_inverse_of_scaling(case, sample_shape):
         torch.testing.assert_close(whitened, noise, rtol=0, atol=1e-10)
         torch.testing.assert_close(
             q.mahalanobis(q.scale_noise(noise)),
-            noise.square().flatten(-len(q.event_shape)).sum(-1),
+            noise.square().flatten(-len(q.noise_shape)).sum(-1),
         )
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.weights.weight_distribution import FactoredWeight
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, make_full, positive
 from tests.distributions.subject import (
@@ -65,7 +66,9 @@ class Layer:
             linear_map = ConvolutionMap(self.function, self.weight_shape[1:], **self.options)
         if self.bias == "joined":
             return (
-                (BiasColumnMap(linear_map), x) if q.takes_bias_column else linear_map.join_bias(x)
+                (BiasColumnMap(linear_map), x)
+                if isinstance(q, FactoredWeight)
+                else linear_map.join_bias(x)
             )
         return linear_map, x
 

@@ -129,8 +129,6 @@ def test_draws_and_moments_follow_from_the_scaling_of_noise(shifted):
     torch.testing.assert_close(shifted.variance, 2 * shifted.scale.square().expand(2, 4, 3))
     torch.testing.assert_close(shifted.variance_sum, 24 * shifted.scale.square().flatten())
     assert_draws(shifted.rsample, shifted.loc, covariance)
-    assert_draws(lambda: shifted.split_noise(torch.Size())[1], shifted.loc, covariance)
-    assert shifted.split_noise(torch.Size([5]))[0] is None
 
 
 def test_density_and_entropy_follow_from_distance_and_determinant(shifted):
@@ -139,9 +137,6 @@ def test_density_and_entropy_follow_from_distance_and_determinant(shifted):
         shifted.log_prob(value), dense.log_prob(value, shifted.loc, covariance, 2)
     )
     torch.testing.assert_close(shifted.entropy(), dense.entropy(covariance))
-    trace, log_det = shifted.trace_and_log_det()
-    assert torch.equal(trace, shifted.variance_sum)
-    assert torch.equal(log_det, shifted.log_det_covariance)
 
 
 def test_a_bias_adds_its_mean_and_hands_over_its_variance(shifted):

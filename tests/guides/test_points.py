@@ -12,6 +12,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import Dropout, MeanField, Members, PointEstimate
+from pyro_structvi.structures.ensemble import ensemble_of
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -230,7 +231,7 @@ def test_sites_in_plates_have_members_too():
     guide = ps.EnsembleGuide(model, size=4)
     history = ps.fit(model, guide, (x, y[:, 0]), num_steps=60, lr=0.05, progress=False)
     assert history.elbo[-1] > history.elbo[0]
-    assert guide.ensemble == Members(4)
+    assert ensemble_of(guide) == Members(4)
     assert guide["weight"].members.shape == (4, 3)
 
 
@@ -302,7 +303,7 @@ def test_an_ensemble_survives_its_state():
     for name in guide.site_names:
         assert torch.equal(other[name].members, guide[name].members)
         assert torch.equal(copied[name].members, guide[name].members)
-    assert copied.ensemble == Members(3)
+    assert ensemble_of(copied) == Members(3)
 
 
 # ---- dropout -------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_weight_that_was_formed_first_stays_that_weight():
     [
         (DenseMap(), (3, 4), (5, 4), ("outputs", "weight")),
         (DenseMap(), (OUT, IN), (5, IN), ("outputs", "factors", "weight")),
-        (DenseMap(), (OUT, IN), (5, 4, IN), ("factors", "weight")),
+        (DenseMap(), (OUT, IN), (5, 4, IN), ("factors", "weight", "outputs")),
         (
             ConvolutionMap(F.conv2d, (6, 2, 2), groups=3),
             (OUT, 6, 2, 2),

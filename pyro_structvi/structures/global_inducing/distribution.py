@@ -1,6 +1,7 @@
 """What the distribution of a weight is given the inputs that it meets at chosen points."""
 
 import copy
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -288,5 +289,18 @@ def already_drawn(distribution: Any, value: Tensor) -> Any:
         return value
 
     # Of this object, since its class decides what its divergence to a prior is.
-    known.__dict__.update(rsample=drawn, sample=drawn, applies_in_factors=False)
+    known.__dict__.update(rsample=drawn, sample=drawn, draw_factored=lambda: _FormedDraw(value))
     return known
+
+
+@dataclass(frozen=True)
+class _FormedDraw:
+    """A sampled weight, with the methods of samples in factors."""
+
+    value: Tensor
+
+    def weight(self) -> Tensor:
+        return self.value
+
+    def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_map(x, self.value.flatten(1), bias)

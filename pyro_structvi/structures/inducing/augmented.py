@@ -27,13 +27,18 @@ from pyro_structvi.structures.inducing.outputs import (
 from pyro_structvi.structures.inducing.prior import InducingPrior, kronecker
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.weights.arguments import as_size
-from pyro_structvi.weights.outputs import bias_moments
-from pyro_structvi.weights.weight_distribution import GaussianWeight, Way, WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    FactoredWeight,
+    GaussianWeight,
+    Way,
+    WeightDistribution,
+    bias_moments,
+)
 
 NOISE_COST = 400
 
 
-class AugmentedNormal(GaussianWeight, abstract=True):
+class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     r"""A weight that is normal given its inducing weights, which have any distribution.
 
     .. math:: W = \sigma B_r^\top (\tilde U - \lambda \bar U) B_c + \lambda \sigma \bar W
@@ -50,8 +55,6 @@ class AugmentedNormal(GaussianWeight, abstract=True):
     """
 
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
-    takes_bias_column = True
-    applies_in_factors = True
     conditional_scale: Tensor
 
     def __init__(
@@ -110,7 +113,7 @@ class AugmentedNormal(GaussianWeight, abstract=True):
     def factorize(self) -> None:
         """Factor both sides of the joint prior, and those of nested inducing weights."""
         _ = self.bases
-        if self._inducing is not None:
+        if isinstance(self._inducing, FactoredWeight):
             self._inducing.factorize()
 
     @property
@@ -189,7 +192,7 @@ class AugmentedNormal(GaussianWeight, abstract=True):
         drawn: tuple[Way, ...] = ("factors", "weight") if 3 * thin < whole else ("weight",)
         of_outputs = thin + out * (inducing_out + NOISE_COST)
         if linear_map.has_positions(x) and of_outputs > whole:
-            return drawn
+            return (*drawn, "outputs")
         return ("outputs", *drawn)
 
     def image_under(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import torch
 from pyro.distributions import Normal
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, Positive, Rule, checked
-from pyro_structvi.sites.family import Family, GuideOptions, MatrixFamily
+from pyro_structvi.sites.family import FactoredFamily, Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import capped, uncapped
 from pyro_structvi.sites.site_posterior import Coupling, SharedPosterior, SitePosterior, couple
@@ -34,7 +34,7 @@ InducingShape = Annotated[
 
 
 @dataclass(frozen=True)
-class InducingWeights(MatrixFamily):
+class InducingWeights(FactoredFamily):
     r"""Weights that a small matrix of inducing weights knows about, the rest as in the prior.
 
     Parameters, for a weight ``(out, in)`` and inducing weights ``(M_out, M_in)``: ``row_factor (M_out,
@@ -83,7 +83,6 @@ class InducingWeights(MatrixFamily):
     shared: bool = False
     max_conditional_scale: Positive | None = None
     prior_scale: Positive | None = None
-    keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -176,7 +176,7 @@ def _second_moment(inducing: WeightDistribution, gram: Tensor) -> Tensor:
 
 def _spread(inducing: WeightDistribution, gram: Tensor) -> Tensor:
     """Return ``E[D' G D]`` for the deviation D of the inducing weights from their mean."""
-    if inducing.has_independent_elements:
+    if isinstance(inducing, IndependentWeight):
         diagonal = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
         return torch.diag_embed((diagonal @ inducing.variance).squeeze(-2))
     if isinstance(inducing, MatrixNormal):

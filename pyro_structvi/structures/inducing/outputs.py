@@ -12,7 +12,7 @@ from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
 from pyro_structvi.linalg.reductions import add_scaled_noise
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import IndependentWeight, WeightDistribution
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class MatheronBases:
         ``squared`` is :math:`|\sigma x|^2`, ``(..., positions, 1)``.
         """
         squares = self.rows.square()
-        if inducing.has_independent_elements:
+        if isinstance(inducing, IndependentWeight):
             spread = hidden.square() @ inducing.variance.mT @ squares
         else:
             seen = inducing.image_under(DenseMap(False), hidden.movedim(-2, 0)).covariance_matrix
