@@ -96,13 +96,13 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
                 "`guide.initialize(...)` with the model's arguments so that it is found, or "
                 "add it to your guide."
             )
-        elif not SiteRole.of(guide[name]).is_part:
+        elif not SiteRole.of(guide[name]).is_slice:
             kl[name] = _latent_term(guide[name], site)
     for name, site in guide.items():
         role = SiteRole.of(site)
         if any(part in model for part in role.joins):
             kl[name] = _joined_term(site, role.joins, model)
-        elif name not in model and not role.is_part:
+        elif name not in model and not role.is_slice:
             if not role.is_auxiliary:
                 raise ValueError(
                     f"The guide's site '{name}' is missing in the model, so nothing would bound its "

@@ -46,7 +46,7 @@ def floored_sqrt(variance: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
-def formed_once(form: Callable[[Any], T]) -> cached_property[T]:
+def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
     """Make a method a property, computed at its first use and kept with its graph.
 
     The object's ``_with_grad`` is the gradient mode it was made in.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def draw_by_seen_noise(columns: Tensor, noise: Tensor) -> Tensor:
+def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
     r"""Return :math:`f = K^\top e`, with a gradient of less variance than that of e.
 
     The gradient of a function of f by K is :math:`e\,g^\top`. Where there is more noise than there are

@@ -99,7 +99,7 @@ def member_numbers(guide: StructuredGuide) -> list[int | None]:
 
 def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
     """Return each global site and its distribution by itself, or that of a member of an ensemble."""
-    return [*joint.given("marginals" if number is None else "draw", number=number)]
+    return [*joint.conditionals("marginals" if number is None else "draw", number=number)]
 
 
 def by_name(sites: Sites) -> dict[str, Any]:

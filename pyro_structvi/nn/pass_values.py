@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._nested import nested_tensors
-from pyro_structvi._pyro import one_draw_around, plain_class
+from pyro_structvi._pyro import fixed_draw_around, plain_class
 from pyro_structvi._torch import after_backward, inside_backward, inside_reentrant_backward
 
 _MISSING = object()
@@ -34,7 +34,7 @@ class PassEffects:
         """Take back what the pass before has left, and look at what there is."""
         if self._root is not None:
             return
-        block = one_draw_around()
+        block = fixed_draw_around()
         if block is None or block is not self._block:
             self.undo()
         self._root, self._block = root, block

@@ -153,7 +153,7 @@ def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, A
 
 def _taken_out(value: Any) -> Any:
     """Return the tensor itself where a value stands for one."""
-    return getattr(value, "take_out", lambda: value)()
+    return getattr(value, "materialize", lambda: value)()
 
 
 def sample_every_site(module: nn.Module) -> None:

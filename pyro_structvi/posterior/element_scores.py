@@ -41,7 +41,7 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
     """
     variances: dict[str, Tensor] = {}
     with torch.no_grad():
-        for site, posterior in guide.joint_posterior().given("mean"):
+        for site, posterior in guide.joint_posterior().conditionals("mean"):
             if site.is_real:
                 drawn_together = isinstance(posterior, PointMass) and not posterior.is_known
                 variance = posterior.variance if drawn_together else guide[site.name]().variance

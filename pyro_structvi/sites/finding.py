@@ -144,16 +144,16 @@ def find_sites_by_running(
     with trial_run(model), recorder:
         model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
-    takes_checkpoints = any(found.use.drawn_first for found in recorder.found.values())
+    takes_checkpoints = any(found.use.eager_reason for found in recorder.found.values())
     for name, found in recorder.found.items():
         counted = recorder.counted[name]
         found.use.has_unknown_rows = bool(
             recorder.num_examples and counted.rows - recorder.num_examples
         )
-        found.use.has_other_rows = found.use.has_unknown_rows or counted.has_members
+        found.use.has_other_rows = found.use.has_unknown_rows or counted.is_indexed
         # What this pass has not used, another may use in a checkpoint as well.
         if takes_checkpoints and found.use.count == 0:
-            found.use.drawn_first = CHECKPOINT
+            found.use.eager_reason = CHECKPOINT
         found.is_declared = name in declared
         is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
         found.site = replace(found.site, is_local=is_local)
@@ -189,7 +189,7 @@ def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
     Args:
         uses: How passes have used the sites.
     """
-    named = [name for name, use in uses.items() if use.has_unknown_rows and use.gives_outputs]
+    named = [name for name, use in uses.items() if use.has_unknown_rows and use.allows_outputs]
     if named:
         warn_user(
             f"The rows that meet the weights at {named} are not the examples that the model observes, "

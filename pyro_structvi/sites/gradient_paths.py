@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from pyro_structvi._torch import BatchOrInstanceNorm
 from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
 from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
-from pyro_structvi.weights.lazy import WeightStandIn, as_drawn
+from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 
 Value = Callable[[str, Tensor], Tensor]  # what a run has at a site, given a leaf of its graph
 
 
-def note_what_reaches(
+def trace_gradient_paths(
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -54,21 +54,21 @@ def note_what_reaches(
     if torch.is_inference_mode_enabled() or not uses:
         return
     plain = run(partial(_ProbedWeight, changed=()))
-    used = {name for name, use in uses.items() if use.count and not use.drawn_first}
+    used = {name for name, use in uses.items() if use.count and not use.eager_reason}
     if used - plain.reached:
         drawn = run(_ordinary)
         _refuse(used - drawn.reached, drawn, run)
         for name in (used & drawn.reached) - plain.reached:
-            uses[name].drawn_first = "an operation below autograd"
+            uses[name].eager_reason = "an operation below autograd"
     changed = [
         name
         for name, use in uses.items()
         if use.local_reparam is not True or not use.has_unknown_rows  # which a warning names
     ]
-    if any(uses[name].gives_outputs for name in changed):
+    if any(uses[name].allows_outputs for name in changed):
         meet = plain.differs(run(partial(_ProbedWeight, changed=changed)), 1)
         for use in uses.values():
-            use.examples_meet |= meet
+            use.examples_interact |= meet
 
 
 def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) -> None:
@@ -146,7 +146,7 @@ def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
     return log_prob
 
 
-class _ProbedWeight(WeightStandIn):
+class _ProbedWeight(WeightPlaceholder):
     """A weight in the place of a lazy one, whose outputs may be changed in the first row.
 
     Args:

@@ -15,7 +15,7 @@ from pyro_structvi.sites.family import Family, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.site_posterior import Coupling, How, SharedPosterior, SitePosterior
 from pyro_structvi.weights.lazy import LazyWeight
-from pyro_structvi.weights.placeholders import LazyPart
+from pyro_structvi.weights.placeholders import LazySlice
 from pyro_structvi.weights.site_distributions import PointMass, quantiles
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import in_single
@@ -64,7 +64,7 @@ class JointPosterior:
 
         Args:
             plates: Pyro's plates by name; of one that is subsampled its examples are sampled.
-            number: As for :meth:`given`.
+            number: As for :meth:`conditionals`.
             left_out: The sites that are left to the model.
         """
         values: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ class JointPosterior:
             if posterior.site.name not in left_out
             and drawn.intersection(plate.name for plate in posterior.site.plates)
         }
-        for site, distribution in self.given("sample", True, number, at):
+        for site, distribution in self.conditionals("sample", True, number, at):
             if site.name in left_out:
                 continue
             if site.bias is not None:
@@ -91,7 +91,7 @@ class JointPosterior:
     def draw(self, local: bool = False, number: Tensor | int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, as ordinary tensors; see :meth:`StructuredGuide.draw`."""
         values: dict[str, Tensor] = {}
-        for site, distribution in self.given("draw", local, number):
+        for site, distribution in self.conditionals("draw", local, number):
             values |= site.split(distribution.rsample())
         return values
 
@@ -110,7 +110,7 @@ class JointPosterior:
     def median(self) -> dict[str, Tensor]:
         """Return the median of each site; see :meth:`StructuredGuide.median`."""
         medians: dict[str, Tensor] = {}
-        for site, distribution in self.given("mean", True):
+        for site, distribution in self.conditionals("mean", True):
             medians |= site.split(median_of(distribution).clone())
         return medians
 
@@ -120,7 +120,7 @@ class JointPosterior:
         if not bool(((asked >= 0) & (asked <= 1)).all()):
             raise ValueError(f"`quantiles` must be numbers from 0 to 1, but got {probs}.")
         found: dict[str, Tensor] = {}
-        for site, own in self.given("marginals", True):
+        for site, own in self.conditionals("marginals", True):
             distribution = in_single(own)
             mean = getattr(distribution, "base_dist", distribution).mean
             try:
@@ -133,7 +133,7 @@ class JointPosterior:
             found |= site.split(values)
         return found
 
-    def given(
+    def conditionals(
         self,
         how: How,
         local: bool = False,
@@ -152,7 +152,7 @@ class JointPosterior:
         at = self._at if at is None else at
         given: dict[str, Any] = {}
         for coupling in self._couplings:
-            given |= coupling.given(how, at, number)
+            given |= coupling.condition(how, at, number)
         for site in (posterior.site for posterior in self._posteriors):
             if local or not site.is_local:
                 yield site, given.get(site.name, at[site.name])
@@ -236,10 +236,10 @@ def sample_joined(
     """
     assert site.bias is not None
     counts = {uses[name].count for name in site.names}
-    once = all(uses[name].gives_outputs for name in site.names)
+    once = all(uses[name].allows_outputs for name in site.names)
     count = 1 if once else 0 if counts == {0} else None
-    drawn_first = uses[site.names[0]].drawn_first or uses[site.names[1]].drawn_first
-    use = SiteUse(site.name, uses[site.name].local_reparam, count, drawn_first)
+    eager_reason = uses[site.names[0]].eager_reason or uses[site.names[1]].eager_reason
+    use = SiteUse(site.name, uses[site.name].local_reparam, count, eager_reason)
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
     is_lazy = isinstance(joint, LazyWeight)
@@ -247,7 +247,9 @@ def sample_joined(
     event_dims = (len(site.bias.weight_shape), 1)
     return {
         name: pyro.sample(
-            name, PointMass(part, dim, validate_args=False), infer=SiteRole(is_part=True).as_infer()
+            name,
+            PointMass(part, dim, validate_args=False),
+            infer=SiteRole(is_slice=True).as_infer(),
         )
         for (name, part), dim in zip(parts.items(), event_dims, strict=True)
     }
@@ -255,14 +257,16 @@ def sample_joined(
 
 def _lazy_parts(
     site: LatentSite, joint: LazyWeight, uses: Mapping[str, SiteUse]
-) -> dict[str, LazyPart]:
+) -> dict[str, LazySlice]:
     assert site.bias is not None
     shapes = zip(site.names, (site.bias.weight_shape, joint.shape[:1]), strict=True)
 
     def take(name: str, value: Tensor) -> Tensor:
         return site.split(value)[name]
 
-    return {name: LazyPart(joint, shape, partial(take, name), uses[name]) for name, shape in shapes}
+    return {
+        name: LazySlice(joint, shape, partial(take, name), uses[name]) for name, shape in shapes
+    }
 
 
 def joint_name(site: LatentSite) -> str:

@@ -15,7 +15,7 @@ from pyro_structvi.sites.finding import check_call, separate_randomness, shapes_
 from pyro_structvi.sites.joint_posterior import joint_name
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
-from pyro_structvi.weights.placeholders import LazyPart
+from pyro_structvi.weights.placeholders import LazySlice
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteUse
 from pyro_structvi.weights.weight_distribution import WeightDistribution
@@ -148,19 +148,19 @@ def _report_site(
 
 def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
     """Return what was drawn in a pass, and why that is the weight."""
-    if isinstance(value, LazyPart):
+    if isinstance(value, LazySlice):
         value = value.whole
     if isinstance(value, LazyWeight):
         return value.way
     if use.local_reparam is False:
         return "weight", "local_reparam=False"
-    if use.drawn_first:
-        return "weight", use.drawn_first
+    if use.eager_reason:
+        return "weight", use.eager_reason
     if use.count is not None and use.count > 1:
         return "weight", f"{use.count} uses"
     if not isinstance(q, WeightDistribution):
         return "weight", "a site that is not a weight"
-    if use.examples_meet:
+    if use.examples_interact:
         return "weight", "examples that meet"
     return "weight", "rows that are not examples" if use.has_other_rows else "a site in a plate"
 

@@ -54,7 +54,7 @@ def _outermost(module: Any) -> list[nn.Module]:
 
 
 @checked
-def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "OneDraw":
+def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
     """Let the model use one draw of the posterior in this block, in all its calls.
 
     The draw is differentiable in the guide's parameters where gradients are on. Guides and
@@ -86,17 +86,17 @@ def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "OneDraw":
             f"`draw` must have a value for each site, but {sorted(missing)} are missing. Pass one draw, "
             "as `guide.draw()` returns it."
         )
-    return OneDraw(values)
+    return FixedDraw(values)
 
 
-class OneDraw(Messenger):
+class FixedDraw(Messenger):
     """Gives the sites of a model values, wherever nothing else does; a guide's sites stay its own.
 
     Args:
         values: The values, by site.
     """
 
-    is_one_draw = True
+    fixes_draw = True
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class OneDraw(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         value, role = self.values.get(msg["name"]), SiteRole.of(msg)
-        if value is None or msg["value"] is not None or role.use is not None or role.is_part:
+        if value is None or msg["value"] is not None or role.use is not None or role.is_slice:
             return
         expected = msg["fn"].shape()
         if value.shape != expected:

@@ -166,7 +166,9 @@ class Coupling(nn.Module):
         """Whether sites that are found late may join."""
         return False
 
-    def given(self, how: How, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+    def condition(
+        self, how: How, at: Mapping[str, Any], number: Tensor | int | None
+    ) -> dict[str, Any]:
         """Return, by site, the site's distribution given what is drawn together.
 
         Args:
@@ -176,7 +178,7 @@ class Coupling(nn.Module):
             number: The number of the pass.
         """
         parts = getattr(self, how)(at, number)
-        return {name: at[name].given(part) for name, part in parts.items() if name in at}
+        return {name: at[name].condition(part) for name, part in parts.items() if name in at}
 
     def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
         """Draw as a part of a guide, with a sample site where there is a KL to count."""

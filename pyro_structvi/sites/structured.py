@@ -26,7 +26,7 @@ from pyro_structvi.sites.finding import (
     warn_of_other_rows,
     warn_of_unused,
 )
-from pyro_structvi.sites.gradient_paths import note_what_reaches
+from pyro_structvi.sites.gradient_paths import trace_gradient_paths
 from pyro_structvi.sites.joint_posterior import (
     JointPosterior,
     check_joined,
@@ -166,7 +166,7 @@ class StructuredGuide(OwningAutoGuide):
         # In the order of execution, as Pyro's mean-field ELBO expects.
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
         with separate_randomness():
-            note_what_reaches(self.model, args, kwargs, self._uses)
+            trace_gradient_paths(self.model, args, kwargs, self._uses)
         self._initialized = True
         warn_of_unused(found, self._uses)
         warn_of_other_rows(self._uses)

@@ -239,7 +239,7 @@ class _MembersOf(PointMixture):
         super().__init__(members, members.dim() - 1, validate_args=False)
         self._event_dim = site.event_dim
 
-    def given(self, value: Tensor) -> PointMass:
+    def condition(self, value: Tensor) -> PointMass:
         """Return the distribution where it is known which member it is: that member."""
         return PointMass(value, self._event_dim, validate_args=False)
 

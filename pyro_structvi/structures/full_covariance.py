@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_structvi.linalg.matrices import solve_lower, standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.linalg.rao_blackwell import draw_by_seen_noise
+from pyro_structvi.linalg.rao_blackwell import rao_blackwell_sample
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
@@ -164,7 +164,7 @@ class _FullOutputs(GaussianOutputs):
         lead = torch.Size(sample_shape) + self.batch_shape
         noise = standard_normal((*lead, self._weight.scale_tril.shape[-1]), self.loc)
         if torch.is_grad_enabled() and self.event_shape.numel() < noise.shape[-1]:
-            drawn = draw_by_seen_noise(self._columns.flatten(-2), noise)
+            drawn = rao_blackwell_sample(self._columns.flatten(-2), noise)
             outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
         else:  # no gradient is asked for, or they show all of the noise
             outputs = self._x @ self._weight.as_matrix(self._weight.scale_noise(noise)).mT

@@ -20,7 +20,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.factorizations import log_det, tril_or_nan
 from pyro_structvi.linalg.matrices import identity_like, shrink, standard_normal
-from pyro_structvi.linalg.precision import floored_sqrt, formed_once
+from pyro_structvi.linalg.precision import floored_sqrt, grad_cached_property
 from pyro_structvi.linalg.reductions import row_gram
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
@@ -138,7 +138,7 @@ class LowRankNormal(GaussianWeight):
         total = diagonal.flatten(len(self.batch_shape)).sum(-1)
         return self.event_shape.numel() * total if self.is_isotropic else total
 
-    @formed_once
+    @grad_cached_property
     def _gram(self) -> Tensor:
         """``V V'``, double, ``(*batch_shape, K, K)``."""
         return row_gram(self.factors, len(self.batch_shape))

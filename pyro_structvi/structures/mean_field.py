@@ -17,7 +17,7 @@ from pyro_structvi._checks import (
     checked,
 )
 from pyro_structvi.linalg.matrices import shrink
-from pyro_structvi.linalg.precision import formed_once
+from pyro_structvi.linalg.precision import grad_cached_property
 from pyro_structvi.linalg.reductions import variance_and_sums
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
@@ -183,11 +183,11 @@ class LogScaleNormal(MeanFieldNormal):
         loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)
         return LogScaleNormal(loc, log_scale, arrangement.event_dim, validate_args=False)
 
-    @formed_once
+    @grad_cached_property
     def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         return variance_and_sums(self.log_scale, len(self.event_shape))
 
-    @formed_once
+    @grad_cached_property
     def _variance_alone(self) -> Tensor:
         return (2 * self.log_scale).exp_()  # a prediction has no use for the sums
 

@@ -102,7 +102,7 @@ class PartlyChosen(PointMass):
         super().__init__(rest, event_dim, validate_args=False)
         self._index = index
 
-    def given(self, part: ChosenPart) -> PointMass:
+    def condition(self, part: ChosenPart) -> PointMass:
         """Return the distribution of the site where the chosen elements are drawn elsewhere."""
         value, mean = (self._put(self.v, chosen) for chosen in (part.value, part.mean))
         variance = self._put(torch.zeros_like(self.v), part.variance)

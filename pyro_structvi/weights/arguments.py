@@ -186,7 +186,7 @@ def as_expanded(shape: Any, own: torch.Size) -> torch.Size:
     return size
 
 
-def check_required_members(
+def check_overrides(
     cls: type, contract: tuple[type, ...], required: Mapping[str, tuple[str, ...]]
 ) -> None:
     """Raise a ``TypeError`` that names the members which a class must define and does not.

@@ -27,7 +27,7 @@ from pyro_structvi.weights.weight_distribution import (
 )
 
 
-class WeightStandIn(Tensor):
+class WeightPlaceholder(Tensor):
     """A tensor without storage that has shape, dtype and device; a value replaces it when it is used."""
 
     use: SiteUse
@@ -42,7 +42,7 @@ class WeightStandIn(Tensor):
         """Return the ordinary tensor that this one stands for."""
         raise NotImplementedError
 
-    def take_out(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the ordinary tensor to code that torch does not tell what it is used for."""
         return self.draw()
 
@@ -58,7 +58,7 @@ class WeightStandIn(Tensor):
         """Draw a factor for each example, where that is allowed."""
         return None
 
-    def member(self, index: int) -> "WeightStandIn | None":
+    def member(self, index: int) -> "WeightPlaceholder | None":
         """Return the stand-in for one weight of a stack, or None where the stack is drawn."""
         return None
 
@@ -98,7 +98,7 @@ class WeightStandIn(Tensor):
         application = parse_application(func, args, kwargs)
         if isinstance(application, Rewrite):
             return application.compute()
-        if application is not None and isinstance(application.weight, WeightStandIn):
+        if application is not None and isinstance(application.weight, WeightPlaceholder):
             weight = application.weight
             weight._check_input(application)
             if isinstance(application, Lookup):
@@ -123,7 +123,7 @@ class WeightStandIn(Tensor):
         return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs or {}))
 
 
-class ArrangedView(WeightStandIn):
+class ArrangedView(WeightPlaceholder):
     """A weight with its dimensions in another order, such as a transpose, that is not drawn by that.
 
     Args:
@@ -131,10 +131,10 @@ class ArrangedView(WeightStandIn):
         dims: Its dimensions in the order of the view.
     """
 
-    base: WeightStandIn
+    base: WeightPlaceholder
     _dims: tuple[int, ...]
 
-    def __new__(cls, base: WeightStandIn, dims: tuple[int, ...]) -> Self:
+    def __new__(cls, base: WeightPlaceholder, dims: tuple[int, ...]) -> Self:
         """Make the tensor that stands for the view."""
         view = cls._make(base, torch.Size(base.shape[d] for d in dims), base.use)
         view.base, view._dims = base, dims
@@ -148,7 +148,7 @@ class ArrangedView(WeightStandIn):
         """Return the weight in this order."""
         return self.base.draw().permute(self._dims)
 
-    def member(self, index: int) -> WeightStandIn | None:
+    def member(self, index: int) -> WeightPlaceholder | None:
         """Return a view of one weight of a stack."""
         member = self.base.member(index) if self._dims[0] == 0 else None
         if member is None:
@@ -165,15 +165,15 @@ class ArrangedView(WeightStandIn):
 
 def as_drawn(value: Any) -> Any:
     """Return the ordinary tensor for a stand-in; any other value unchanged."""
-    return value.draw() if isinstance(value, WeightStandIn) else value
+    return value.draw() if isinstance(value, WeightPlaceholder) else value
 
 
 def _read_view(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> WeightStandIn | None:
+) -> WeightPlaceholder | None:
     """Return the stand-in for a view of a stand-in, or None for any other call."""
     base = args[0] if args else None
-    if not isinstance(base, WeightStandIn):
+    if not isinstance(base, WeightPlaceholder):
         return None
     if func in _REORDERINGS and base.dim() > 1:
         # Seen by a tensor whose sizes all differ.
@@ -194,7 +194,7 @@ _REORDERINGS = {
 }
 
 
-class LazyWeight(WeightStandIn):
+class LazyWeight(WeightPlaceholder):
     """A weight at a guide's sample site that is drawn when, and as what, it is needed.
 
     ``F.linear``, the convolutions and ``F.embedding`` hand themselves to it by torch's
@@ -266,7 +266,7 @@ class LazyWeight(WeightStandIn):
         """Whether a weight has been drawn as a tensor from the start."""
         return self._drawn is not None and self._factored is None
 
-    def member(self, index: int) -> WeightStandIn | None:
+    def member(self, index: int) -> WeightPlaceholder | None:
         """Return the weight at an index of the first dimension, undrawn, of a stack of matrices.
 
         Each has its own draw: they are used apart, so the distribution must let them be independent.
@@ -332,7 +332,7 @@ class LazyWeight(WeightStandIn):
         for way in distribution.ways_to_apply(application.linear_map, application.x):
             if way == "outputs" and self._may_give_outputs(application.x):
                 exact = distribution.has_exact_positions
-                if exact or not self.use.asks_for_exact(application):
+                if exact or not self.use.requires_exact(application):
                     return self._draw_image(application, distribution, distribution.image_under)
                 if self.use.local_reparam == "flipout" and isinstance(
                     distribution, IndependentWeight
@@ -342,7 +342,7 @@ class LazyWeight(WeightStandIn):
                 return self._apply_factored(application)
             if way == "weight":
                 break
-        is_exact = self.use.asks_for_exact(application)
+        is_exact = self.use.requires_exact(application)
         self._why_drawn = (
             "several positions of an example"
             if is_exact
@@ -388,7 +388,7 @@ class LazyWeight(WeightStandIn):
             return None
         self._refuse_second_use()
         rows: Tensor = image.rsample()
-        if self.use.asks_for_exact(lookup):
+        if self.use.requires_exact(lookup):
             rows = lookup.share_draws(rows)
         self._given = "rows"
         return lookup.shape_outputs(rows)
@@ -414,7 +414,9 @@ class LazyWeight(WeightStandIn):
 
     def _may_give_outputs(self, x: Any) -> bool:
         """Whether this weight's part in the outputs for ``x`` may be drawn in its place."""
-        return self.use.gives_outputs and not self.is_drawn and not isinstance(x, WeightStandIn)
+        return (
+            self.use.allows_outputs and not self.is_drawn and not isinstance(x, WeightPlaceholder)
+        )
 
     def _refuse_second_use(self) -> None:
         if inside_backward():
@@ -482,8 +484,8 @@ class DelayDraws(Messenger):
 
     def _waits(self, distribution: Any, use: SiteUse) -> bool:
         """Whether a weight may be drawn when it is used, or not at all."""
-        can_wait = use.may_wait or isinstance(distribution, FactoredWeight)
-        return can_wait and not use.drawn_first
+        can_wait = use.can_be_delayed or isinstance(distribution, FactoredWeight)
+        return can_wait and not use.eager_reason
 
 
 class LeaveUndrawn(DelayDraws):

@@ -14,12 +14,12 @@ from pyro_structvi._torch import (
 )
 from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
 from pyro_structvi.maps.linear_map import BiasColumnMap
-from pyro_structvi.weights.lazy import LazyWeight, WeightStandIn
+from pyro_structvi.weights.lazy import LazyWeight, WeightPlaceholder
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteUse
 from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 
-class LazyPart(WeightStandIn):
+class LazySlice(WeightPlaceholder):
     """A weight or its bias, as a part of a joint draw that has not been made yet.
 
     Where a linear map gets both parts of one draw, its outputs are drawn from the image of the joint
@@ -51,9 +51,9 @@ class LazyPart(WeightStandIn):
     def _draw_outputs(self, application: Application) -> Tensor | None:
         bias, together = application.bias, application._replace(weight=self.whole, bias=None)
         linear_map, x = application.linear_map, application.x
-        whole = bias.whole if isinstance(bias, LazyPart) else None
+        whole = bias.whole if isinstance(bias, LazySlice) else None
         is_other = whole is not self.whole or application.arrangement is not None
-        if is_other or isinstance(x, WeightStandIn):
+        if is_other or isinstance(x, WeightPlaceholder):
             return None
         if isinstance(self.whole.distribution, FactoredWeight):
             linear_map = BiasColumnMap(linear_map)
@@ -62,7 +62,7 @@ class LazyPart(WeightStandIn):
         return self.whole._draw_outputs(together._replace(linear_map=linear_map, x=x))
 
 
-class Meeting:
+class DeferredSample:
     """What becomes of a weight, and of the bias that is drawn with it, at its first linear map.
 
     Args:
@@ -98,7 +98,7 @@ class Meeting:
         return self._values[name]
 
 
-class MeetingWeight(WeightStandIn):
+class DeferredWeight(WeightPlaceholder):
     """A weight or a bias that waits for the first input of the weight.
 
     Args:
@@ -107,10 +107,10 @@ class MeetingWeight(WeightStandIn):
         value: A tensor of its shape, dtype and device.
     """
 
-    meeting: Meeting
+    meeting: DeferredSample
     _name: str
 
-    def __new__(cls, meeting: Meeting, name: str, value: Tensor) -> Self:
+    def __new__(cls, meeting: DeferredSample, name: str, value: Tensor) -> Self:
         """Make the tensor that stands for a draw."""
         weight = cls._make(value, value.shape, SiteUse(name))
         weight.meeting, weight._name = meeting, name
@@ -118,7 +118,7 @@ class MeetingWeight(WeightStandIn):
 
     def __repr__(self, **options: object) -> str:  # type: ignore[override]
         """Show the site and the shape."""
-        return f"MeetingWeight(site='{self._name}', shape={tuple(self.shape)})"
+        return f"DeferredWeight(site='{self._name}', shape={tuple(self.shape)})"
 
     def draw(self) -> Tensor:
         """Return the ordinary tensor."""
@@ -130,7 +130,7 @@ class MeetingWeight(WeightStandIn):
         return None
 
 
-class CountedWeight(WeightStandIn):
+class CountedWeight(WeightPlaceholder):
     """A value that counts the calls it is an argument of.
 
     Args:
@@ -139,13 +139,13 @@ class CountedWeight(WeightStandIn):
 
     Attributes:
         rows: The numbers of rows that met it in linear maps and look-ups.
-        has_members: Whether one weight of a stack was used, which may meet any share of the rows.
+        is_indexed: Whether one weight of a stack was used, which may meet any share of the rows.
     """
 
     _counted: Tensor
     _counts: Counter[int | None]
     rows: set[int]
-    has_members: bool
+    is_indexed: bool
 
     def __new__(cls, value: Tensor, use: SiteUse) -> Self:
         """Make the tensor that stands for the value."""
@@ -153,7 +153,7 @@ class CountedWeight(WeightStandIn):
         weight._counted = value
         weight._counts = Counter()
         weight.rows = set()
-        weight.has_members = False
+        weight.is_indexed = False
         use.count = 0
         return weight
 
@@ -162,20 +162,20 @@ class CountedWeight(WeightStandIn):
         self.add_use(None)
         return self._counted
 
-    def take_out(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the value, and note that it may be used in the backward pass, so is drawn before."""
-        self.use.drawn_first = "a reader of `parameters()`"
+        self.use.eager_reason = "a reader of `parameters()`"
         return self.draw()
 
-    def member(self, index: int) -> WeightStandIn:
+    def member(self, index: int) -> WeightPlaceholder:
         """Return one weight of a stack, whose uses count apart from those of the others."""
         return _CountedMember(self, index)
 
     def add_use(self, member: int | None) -> None:
         """Count a use of the whole value, or of one weight of it; of the latter the most used counts."""
         if inside_checkpoint():
-            self.use.drawn_first = CHECKPOINT
-        self.has_members |= member is not None
+            self.use.eager_reason = CHECKPOINT
+        self.is_indexed |= member is not None
         self._counts[member] += 2 if _may_be_repeated() else 1
         most = max((count for index, count in self._counts.items() if index is not None), default=0)
         self.use.count = self._counts[None] + most
@@ -190,7 +190,7 @@ class CountedWeight(WeightStandIn):
         self.rows.add(application.num_examples)
 
 
-class _CountedMember(WeightStandIn):
+class _CountedMember(WeightPlaceholder):
     """One weight of a stack, which counts in the stack how often it is used.
 
     Args:

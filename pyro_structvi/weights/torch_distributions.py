@@ -39,7 +39,7 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return map_tensors(value, change) if isinstance(value, Distribution) else value
 
     kind: Any = type(distribution)
-    formed = _formed_once(kind)
+    formed = _cached_names(kind)
     old = {name: value for name, value in vars(distribution).items() if name not in formed}
     members = {name: of_member(value) for name, value in old.items()}
     if all(members[name] is value for name, value in old.items()):
@@ -51,7 +51,7 @@ def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 @cache
-def _formed_once(kind: type) -> frozenset[str]:
+def _cached_names(kind: type) -> frozenset[str]:
     members = (vars(base).items() for base in kind.__mro__)
     named = (pair for pairs in members for pair in pairs)
     return frozenset(name for name, member in named if isinstance(member, cached_property))

@@ -14,7 +14,7 @@ from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import DenseMap, FactoredDraw, LinearMap
 from pyro_structvi.weights import arguments
-from pyro_structvi.weights.arguments import check_required_members
+from pyro_structvi.weights.arguments import check_overrides
 from pyro_structvi.weights.outputs import NormalOutputs, autocasts, grouped_variance
 
 Way = Literal["outputs", "factors", "weight"]
@@ -72,7 +72,7 @@ class WeightDistribution(TorchDistribution):
             cls.arg_constraints = {"loc": constraints.real, **named}
         if not abstract:
             contract = tuple(base for base in cls.__mro__ if "_required" in vars(base))
-            check_required_members(cls, contract, cls._required)
+            check_overrides(cls, contract, cls._required)
 
     def __init__(
         self,

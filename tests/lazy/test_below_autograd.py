@@ -157,10 +157,10 @@ def test_a_layer_that_decides_nothing_may_have_no_gradient():
 
     _, guide = make(layer)
     guide.initialize(*regression_data())
-    assert guide.uses["net.2.unused.weight"].gives_outputs
+    assert guide.uses["net.2.unused.weight"].allows_outputs
 
 
 def test_so_may_a_scale_that_only_a_prior_has():
     guide = ps.MeanFieldGuide(hierarchical_function)
     guide.initialize(*regression_data())
-    assert guide.uses["weight"].gives_outputs
+    assert guide.uses["weight"].allows_outputs

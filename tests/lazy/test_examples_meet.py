@@ -55,8 +55,8 @@ def test_noise_of_each_example_would_be_another_bound():
         model, guide, data = make(True, init_scale=2.0)
         guide.initialize(*data)
         for use in guide.uses.values():
-            assert use.examples_meet
-            use.examples_meet = meet
+            assert use.examples_interact
+            use.examples_interact = meet
         elbo = ps.StructuredELBO()
         with torch.no_grad():
             return torch.stack([
@@ -81,5 +81,5 @@ def test_runs_that_are_compared_have_the_same_random_numbers_of_python():
         random.seed(seed)
         guide = ps.MeanFieldGuide(model)
         guide.initialize(torch.randn(12, 3), torch.randn(12, 1))
-        assert guide.uses["net.weight"].gives_outputs
+        assert guide.uses["net.weight"].allows_outputs
     assert random.random() == random.Random(7).random()

@@ -149,7 +149,7 @@ def test_rows_that_are_examples_get_their_outputs_drawn(local_reparam, make_mode
     model = make_model()
     guide = ps.MeanFieldGuide(model, local_reparam=local_reparam)
     guide.initialize(*regression_data())
-    assert all(use.gives_outputs for use in guide._uses.values())
+    assert all(use.allows_outputs for use in guide._uses.values())
 
 
 def test_the_number_of_examples_is_that_of_the_pass():
@@ -161,7 +161,7 @@ def test_the_number_of_examples_is_that_of_the_pass():
 
     guide = ps.MeanFieldGuide(model, local_reparam="exact")
     guide.initialize(torch.zeros(10, 3), torch.zeros(10))
-    assert guide._uses["weight"].gives_outputs
+    assert guide._uses["weight"].allows_outputs
 
 
 def test_a_net_differentiated_forwards_is_used_twice():

@@ -138,7 +138,7 @@ def test_one_step_is_the_function_of_a_normal():
     guide = ps.MeanFieldGuide(model, init_scale=0.3)
     x = torch.randn(2, 1, 3)
     found = ps.predict_moments(model, guide, x)
-    sites = {site.name: q for site, q in guide.joint_posterior().given("marginals")}
+    sites = {site.name: q for site, q in guide.joint_posterior().conditionals("marginals")}
     name = "net.layer.{}_l0"
     w, b, own = (sites[name.format(part)] for part in ("weight_ih", "bias_ih", "bias_hh"))
     m = F.linear(x[:, 0], w.mean, b.mean + own.mean)

@@ -80,7 +80,7 @@ class NormalGivenInputs(TorchDistribution):
         """Refuse."""
         raise NotImplementedError(OF_DRAWS)
 
-    def given(self, rows: Tensor) -> GaussianWeight:
+    def condition(self, rows: Tensor) -> GaussianWeight:
         """Return the distribution of the weight that meets these inputs ``(rows, in)``.
 
         Precisions are those of many observations, so all is computed in double. What is factored has the

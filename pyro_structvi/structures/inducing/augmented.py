@@ -16,7 +16,7 @@ from pyro_structvi._checks import (
     validates,
 )
 from pyro_structvi.linalg.matrices import KroneckerLogDet, KroneckerQuadratic, identity_like
-from pyro_structvi.linalg.precision import autocast_off, formed_once
+from pyro_structvi.linalg.precision import autocast_off, grad_cached_property
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.outputs import (
@@ -102,7 +102,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
         """Whether this is not normal, but a mixture of several normals."""
         return getattr(self.inducing, "is_mixture", False)
 
-    @formed_once
+    @grad_cached_property
     def bases(self) -> MatheronBases:
         """What Matheron's rule needs of this weight."""
         rows, columns, scale = self.joint.rows, self.joint.columns, self.joint.column_scale

@@ -14,7 +14,7 @@ from pyro_structvi._checks import (
     validates,
 )
 from pyro_structvi.linalg.matrices import identity_like
-from pyro_structvi.linalg.precision import formed_once
+from pyro_structvi.linalg.precision import grad_cached_property
 from pyro_structvi.linalg.quadrature import bisect
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.augmented import (
@@ -110,7 +110,7 @@ class InducingNormal(AugmentedNormal):
             joint: The joint prior of W and U.
             inducing: A distribution over ``(M_out, M_in)``: independent normals, a matrix normal, one
                 full covariance, or a :class:`PointMixture`, whose own KL is left out of the weight's,
-                as for ensembles. None where a guide draws them elsewhere; see :meth:`given`.
+                as for ensembles. None where a guide draws them elsewhere; see :meth:`condition`.
             conditional_scale: The scale of the conditional noise.
             validate_args: As for the class.
 
@@ -123,7 +123,7 @@ class InducingNormal(AugmentedNormal):
         AugmentedNormal.__init__(new, joint, inducing, conditional_scale, validate_args)
         return new
 
-    def given(self, whitened: Tensor) -> "GivenInducing":
+    def condition(self, whitened: Tensor) -> "GivenInducing":
         """Return the distribution of the weight for whitened inducing weights drawn elsewhere.
 
         Args:
@@ -154,19 +154,19 @@ class InducingNormal(AugmentedNormal):
         distance: Tensor = self._around_zero.mahalanobis(difference) - explained.to(v.dtype)
         return distance
 
-    @formed_once
+    @grad_cached_property
     def _around_zero(self) -> ConditionalNormal:
         """The distribution given inducing weights of zero, with the covariance given any others."""
         zeros = torch.zeros_like(self.inducing.mean)
         return ConditionalNormal(self.joint, zeros, self.conditional_scale, validate_args=False)
 
-    @formed_once
+    @grad_cached_property
     def _residual(self) -> Tensor:
         """The matrix ``I - B_r B_r' (x) B_c B_c'`` in double, ``(*batch, M_out M_in, M_out M_in)``."""
         g, f = (side.complement.double() for side in (self.joint.rows, self.joint.columns))
         return kronecker(g, identity_like(f)) + kronecker(identity_like(g) - g, f)
 
-    @formed_once
+    @grad_cached_property
     def _seen_covariance(self) -> Tensor:
         r"""The matrix ``I + C Q``, ``Q = ((I - T)^-1 - I) / lambda^2``, C the inducing covariance."""
         identity = identity_like(self._residual)
@@ -251,7 +251,7 @@ def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
         if distribution.is_mixture:
             raise NotImplementedError("There is no rule for the quantiles of nested ensembles.")
         return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
-    given = [distribution.given(member) for member in inducing.members.movedim(-3, 0)]
+    given = [distribution.condition(member) for member in inducing.members.movedim(-3, 0)]
     means, stddev = torch.stack([each.mean for each in given]), given[0].variance.sqrt()
     ends = normal_quantiles(means, stddev, probs)
     wanted = in_front(probs, stddev)

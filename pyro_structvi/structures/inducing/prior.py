@@ -19,7 +19,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.factorizations import OrthonormalRows
 from pyro_structvi.linalg.matrices import identity_like, standard_normal
-from pyro_structvi.linalg.precision import autocast_off, formed_once
+from pyro_structvi.linalg.precision import autocast_off, grad_cached_property
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import as_expanded
 
@@ -52,7 +52,7 @@ class InducingSide:
         with autocast_off(factor):
             return cls(factor, diagonal, *OrthonormalRows.apply(factor, diagonal))
 
-    @formed_once
+    @grad_cached_property
     def scale_tril(self) -> Tensor:
         """The factor :math:`L`, ``(*batch, M, M)``, in double precision."""
         factor, square = self.factor.double(), self.diagonal.double().square()
@@ -60,12 +60,12 @@ class InducingSide:
         tril: Tensor = torch.linalg.cholesky_ex(psi).L
         return tril
 
-    @formed_once
+    @grad_cached_property
     def gram(self) -> Tensor:
         """The matrix ``B B'``, ``(*batch, M, M)``."""
         return identity_like(self.complement) - self.complement
 
-    @formed_once
+    @grad_cached_property
     def complement(self) -> Tensor:
         """The matrix ``I - B B' = H H'``, ``(*batch, M, M)``."""
         with autocast_off(self.remainder):
@@ -163,12 +163,12 @@ class InducingPrior:
 
     # ---- factors ---------------------------------------------------------------------------------
 
-    @formed_once
+    @grad_cached_property
     def rows(self) -> InducingSide:
         """The factored rows."""
         return InducingSide.of(self.row_factor, self.row_diagonal)
 
-    @formed_once
+    @grad_cached_property
     def columns(self) -> InducingSide:
         """The factored columns."""
         return InducingSide.of(self.column_factor, self.column_diagonal)
