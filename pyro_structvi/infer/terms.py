@@ -30,7 +30,7 @@ from pyro_structvi.moments.random_tensor import Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import read_declared
 from pyro_structvi.weights.kl import JoinedPrior
-from pyro_structvi.weights.lazy import LazyWeight, LeaveUndrawn
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_distributions import Auxiliary, PointMass
 from pyro_structvi.weights.site_role import SiteRole
 from pyro_structvi.weights.torch_distributions import base_of, in_single
@@ -285,7 +285,7 @@ def _kl_terms(
         with site_values(model):
             read_declared(model)
 
-    with LeaveUndrawn():
+    with DelayDraws(always=True):
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     model_trace = poutine.trace(poutine.replay(priors, trace=guide_trace)).get_trace()
     return terms_of(model_trace, guide_trace, 0)

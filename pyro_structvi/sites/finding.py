@@ -148,7 +148,7 @@ def find_sites_by_running(
     for name, found in recorder.found.items():
         counted = recorder.counted[name]
         found.use.has_unknown_rows = bool(
-            recorder.num_examples and counted.rows - recorder.num_examples
+            recorder.num_examples and counted.num_examples - recorder.num_examples
         )
         found.use.has_other_rows = found.use.has_unknown_rows or counted.is_indexed
         # What this pass has not used, another may use in a checkpoint as well.

@@ -168,17 +168,16 @@ class _ProbedWeight(WeightPlaceholder):
         """Return the weight."""
         return self._value
 
-    def _draw_outputs(self, application: Application) -> Tensor:
-        linear_map, x, _, bias, arrangement = application
-        matrix = application.matrix_of(self._value)
+    def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor:
+        """Evaluate the call, and change the first row of its result."""
+        if isinstance(call, Lookup):
+            return self._changed(call.shape_outputs(self._value[call.indices]))
+        if isinstance(call, FactorApplication):
+            return self._changed(call.function(call.x, self._value))
+        linear_map, x, _, bias, arrangement = call
         stack = 0 if arrangement is None else arrangement.stack
+        matrix = call.matrix_of(self._value)
         return self._changed(linear_map(as_drawn(x), matrix, as_drawn(bias)), stack)
-
-    def _draw_rows(self, lookup: Lookup) -> Tensor:
-        return self._changed(lookup.shape_outputs(self._value[lookup.indices]))
-
-    def _draw_per_example(self, application: FactorApplication) -> Tensor:
-        return self._changed(application.function(application.x, self._value))
 
     def _changed(self, outputs: Tensor, stack: int = 0) -> Tensor:
         if not self._changes:

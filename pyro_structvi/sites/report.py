@@ -151,7 +151,8 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
     if isinstance(value, LazySlice):
         value = value.whole
     if isinstance(value, LazyWeight):
-        return value.way
+        value = next(iter(value.used_items), value)
+        return value.sampled or "nothing", value.reason if value.sampled == "weight" else ""
     if use.local_reparam is False:
         return "weight", "local_reparam=False"
     if use.eager_reason:

@@ -1,6 +1,6 @@
 """A guide that puts a family on each latent site of a model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyro.poutine as poutine
@@ -113,7 +113,6 @@ class StructuredGuide(OwningAutoGuide):
         self._uses: dict[str, SiteUse] = {}
         self._weight_of: dict[str, str] = {}  # of each joined bias
         self._initialized = False
-        self._pass: tuple[JointPosterior, Tensor | int | None] | None = None
         with separate_randomness():
             self._adopt(find_declared_sites(model))
         sample_every_site(poutine.unwrap(model))
@@ -180,33 +179,34 @@ class StructuredGuide(OwningAutoGuide):
         Raises:
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
-        joint, number = self._pass or (self.begin_pass(*args, **kwargs), None)
+        joint = self.begin_pass(*args, **kwargs)
         left_out: list[str] = []
         local = [name for name in self.local_site_names if not self[name].site.is_subsampled]
-        if self._pass is None and local and self.model is not None and poutine.get_mask() is False:
+        if local and self.model is not None and poutine.get_mask() is False:
             shapes = {name: self[name].site.shape for name in local}
             left_out = of_other_examples(self.model, shapes, args, kwargs)
-        sites = (self[name].site for name in self._uses if name not in left_out)
-        plates = self.make_plates((plate for site in sites for plate in site.plates), args, kwargs)
-        return joint.sample(plates, number, left_out)
+        return self._sample_sites(joint, None, left_out, args, kwargs)
 
     def in_pass(
         self, joint: JointPosterior, number: Tensor | int | None
     ) -> Callable[..., dict[str, Tensor]]:
-        """Return this guide, to be called with the distributions from :meth:`begin_pass`.
+        """Return a function that samples every site from the distributions of :meth:`begin_pass`.
 
-        The ``number`` of the pass says which member of an ensemble is taken; None for any.
+        The ``number`` of the pass selects a member of an ensemble; None for any.
         """
+        return lambda *args, **kwargs: self._sample_sites(joint, number, (), args, kwargs)
 
-        def guide(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            self._pass = joint, number
-            try:
-                values: dict[str, Tensor] = self(*args, **kwargs)
-            finally:
-                self._pass = None
-            return values
-
-        return guide
+    def _sample_sites(
+        self,
+        joint: JointPosterior,
+        number: Tensor | int | None,
+        left_out: Collection[str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        sites = (self[name].site for name in self._uses if name not in left_out)
+        plates = self.make_plates((plate for site in sites for plate in site.plates), args, kwargs)
+        return joint.sample(plates, number, left_out)
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
         """Show the parameters to Pyro, and return the distributions of the sites at them.

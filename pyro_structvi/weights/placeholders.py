@@ -1,4 +1,4 @@
-"""Placeholders of parts of a joint draw, of draws that wait for an input, and of counted values."""
+"""Placeholders of slices of a joint sample, of deferred samples, and of counted values."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,11 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import (
-    inside_checkpoint,
-    inside_forward_derivative,
-    inside_transform,
-)
+from pyro_structvi._torch import inside_checkpoint, inside_forward_derivative, inside_transform
 from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
 from pyro_structvi.maps.linear_map import BiasColumnMap
 from pyro_structvi.weights.lazy import LazyWeight, WeightPlaceholder
@@ -20,16 +16,16 @@ from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 
 class LazySlice(WeightPlaceholder):
-    """A weight or its bias, as a part of a joint draw that has not been made yet.
+    """A weight or its bias, as a slice of a lazily sampled joint weight.
 
-    Where a linear map gets both parts of one draw, its outputs are drawn from the image of the joint
-    distribution. Any other use takes the part out of an ordinary draw.
+    A linear map with both slices samples its outputs from the image of the joint distribution. Any other
+    use takes the slice of a joint sample.
 
     Args:
-        whole: The joint draw, ``(out, in + 1)``.
-        shape: The shape of the part.
-        take: Returns the part of a joint draw.
-        use: The record of the part's own site.
+        whole: The joint weight, ``(out, in + 1)``.
+        shape: The shape of the slice.
+        take: Returns the slice of a joint sample.
+        use: The use of the slice's site.
     """
 
     whole: LazyWeight
@@ -38,35 +34,35 @@ class LazySlice(WeightPlaceholder):
     def __new__(
         cls, whole: LazyWeight, shape: torch.Size, take: Callable[[Tensor], Tensor], use: SiteUse
     ) -> Self:
-        """Make the tensor that stands for the part."""
-        part = cls._make(whole, shape, use)
-        part.whole = whole
-        part._take = take
-        return part
+        """Make the placeholder."""
+        piece = cls._make(whole, shape, use)
+        piece.whole, piece._take = whole, take
+        return piece
 
     def draw(self) -> Tensor:
-        """Return the part of the joint draw, which is made at the first call and kept."""
+        """Return the slice of the joint sample."""
         return self._take(self.whole.draw())
 
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        bias, together = application.bias, application._replace(weight=self.whole, bias=None)
-        linear_map, x = application.linear_map, application.x
-        whole = bias.whole if isinstance(bias, LazySlice) else None
-        is_other = whole is not self.whole or application.arrangement is not None
-        if is_other or isinstance(x, WeightPlaceholder):
+    def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor | None:
+        """Apply the joint weight if the bias of the call is the other slice."""
+        if not isinstance(call, Application) or call.arrangement is not None:
+            return None
+        linear_map, x, _, bias, _ = call
+        has_both = isinstance(bias, LazySlice) and bias.whole is self.whole
+        if not has_both or isinstance(x, WeightPlaceholder):
             return None
         if isinstance(self.whole.distribution, FactoredWeight):
             linear_map = BiasColumnMap(linear_map)
         else:
             linear_map, x = linear_map.join_bias(x)
-        return self.whole._draw_outputs(together._replace(linear_map=linear_map, x=x))
+        return self.whole.sample_outputs(Application(linear_map, x, self.whole, None))
 
 
 class DeferredSample:
-    """What becomes of a weight, and of the bias that is drawn with it, at its first linear map.
+    """A joint sample of a weight and its bias that depends on the first inputs of the weight.
 
     Args:
-        name: The weight's site.
+        name: The site of the weight.
         draw: Returns the values of the sites, by name, for the call that applies the weight.
     """
 
@@ -75,8 +71,8 @@ class DeferredSample:
         self._values: dict[str, Tensor] | None = None
         self.has_failed = False
 
-    def happen(self, application: Application) -> None:
-        """Draw the weight, unless it was drawn before."""
+    def sample(self, application: Application) -> None:
+        """Sample at the first call."""
         if self._values is None:
             self.has_failed = True
             self._values = self._draw(application)
@@ -86,7 +82,7 @@ class DeferredSample:
         """Return the value of a site.
 
         Raises:
-            RuntimeError: If the weight has met no input so far.
+            RuntimeError: If the weight was not applied to an input before.
         """
         if self._values is None:
             self.has_failed = True
@@ -99,21 +95,21 @@ class DeferredSample:
 
 
 class DeferredWeight(WeightPlaceholder):
-    """A weight or a bias that waits for the first input of the weight.
+    """A weight or bias of a :class:`DeferredSample`.
 
     Args:
-        meeting: What happens then.
-        name: The site that this stands for.
-        value: A tensor of its shape, dtype and device.
+        sample: The deferred sample.
+        name: The site.
+        value: A tensor of the same shape, dtype and device.
     """
 
-    meeting: DeferredSample
+    sample: DeferredSample
     _name: str
 
-    def __new__(cls, meeting: DeferredSample, name: str, value: Tensor) -> Self:
-        """Make the tensor that stands for a draw."""
+    def __new__(cls, sample: DeferredSample, name: str, value: Tensor) -> Self:
+        """Make the placeholder."""
         weight = cls._make(value, value.shape, SiteUse(name))
-        weight.meeting, weight._name = meeting, name
+        weight.sample, weight._name = sample, name
         return weight
 
     def __repr__(self, **options: object) -> str:  # type: ignore[override]
@@ -122,12 +118,12 @@ class DeferredWeight(WeightPlaceholder):
 
     def draw(self) -> Tensor:
         """Return the ordinary tensor."""
-        return self.meeting.value(self._name)
+        return self.sample.value(self._name)
 
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        """Draw the weight, by which the call is then an ordinary one."""
-        self.meeting.happen(application)
-        return None
+    def sample_outputs(self, call: Application | Lookup | FactorApplication) -> None:
+        """Sample the weight given the inputs; the call is then an ordinary one."""
+        if isinstance(call, Application):
+            self.sample.sample(call)
 
 
 class CountedWeight(WeightPlaceholder):
@@ -138,81 +134,75 @@ class CountedWeight(WeightPlaceholder):
         use: The record that keeps the count, set to zero here.
 
     Attributes:
-        rows: The numbers of rows that met it in linear maps and look-ups.
-        is_indexed: Whether one weight of a stack was used, which may meet any share of the rows.
+        num_examples: The numbers of examples, by the shapes of inputs of linear maps and row lookups.
+        is_indexed: Whether one weight of a stack was used, whose inputs may be a share of the examples.
     """
 
-    _counted: Tensor
+    _value: Tensor
     _counts: Counter[int | None]
-    rows: set[int]
+    num_examples: set[int]
     is_indexed: bool
 
     def __new__(cls, value: Tensor, use: SiteUse) -> Self:
-        """Make the tensor that stands for the value."""
+        """Make the placeholder."""
         weight = cls._make(value, value.shape, use)
-        weight._counted = value
-        weight._counts = Counter()
-        weight.rows = set()
-        weight.is_indexed = False
+        weight._value, weight._counts = value, Counter()
+        weight.num_examples, weight.is_indexed = set(), False
         use.count = 0
         return weight
 
     def draw(self) -> Tensor:
-        """Return the value, and count; a use that may be repeated or differentiated counts twice."""
+        """Return the value, and count."""
         self.add_use(None)
-        return self._counted
+        return self._value
 
     def materialize(self) -> Tensor:
-        """Return the value, and note that it may be used in the backward pass, so is drawn before."""
+        """Return the value; it may be used again in the backward pass."""
         self.use.eager_reason = "a reader of `parameters()`"
         return self.draw()
 
-    def member(self, index: int) -> WeightPlaceholder:
-        """Return one weight of a stack, whose uses count apart from those of the others."""
-        return _CountedMember(self, index)
+    def item_of_stack(self, index: int) -> WeightPlaceholder:
+        """Return one weight of a stack, whose uses are counted separately."""
+        return _CountedItem(self, index)
 
-    def add_use(self, member: int | None) -> None:
-        """Count a use of the whole value, or of one weight of it; of the latter the most used counts."""
+    def add_use(self, index: int | None) -> None:
+        """Count a use of the whole value, or of one weight of a stack.
+
+        The total is the number of uses of the weight that is used most. A use that may be repeated or
+        differentiated counts twice.
+        """
         if inside_checkpoint():
             self.use.eager_reason = CHECKPOINT
-        self.is_indexed |= member is not None
-        self._counts[member] += 2 if _may_be_repeated() else 1
-        most = max((count for index, count in self._counts.items() if index is not None), default=0)
-        self.use.count = self._counts[None] + most
+        self.is_indexed |= index is not None
+        # The counting run has gradients off, unless the model differentiates its own net.
+        is_repeated = torch.is_grad_enabled() or inside_transform() or inside_forward_derivative()
+        self._counts[index] += 2 if is_repeated else 1
+        items = (count for item, count in self._counts.items() if item is not None)
+        self.use.count = self._counts[None] + max(items, default=0)
 
-    def _draw_outputs(self, application: Application) -> None:
-        self.rows.add(application.num_examples)
-
-    def _draw_rows(self, lookup: Lookup) -> None:
-        self.rows.add(lookup.num_examples)
-
-    def _draw_per_example(self, application: FactorApplication) -> None:
-        self.rows.add(application.num_examples)
+    def sample_outputs(self, call: Application | Lookup | FactorApplication) -> None:
+        """Record the number of examples."""
+        self.num_examples.add(call.num_examples)
 
 
-class _CountedMember(WeightPlaceholder):
-    """One weight of a stack, which counts in the stack how often it is used.
+class _CountedItem(WeightPlaceholder):
+    """One weight of a counted stack.
 
     Args:
         stack: The stack.
-        index: Which weight it is.
+        index: The index of the weight.
     """
 
     _stack: CountedWeight
     _index: int
 
     def __new__(cls, stack: CountedWeight, index: int) -> Self:
-        """Make the tensor that stands for the weight."""
-        member = cls._make(stack, stack.shape[1:], stack.use)
-        member._stack, member._index = stack, index
-        return member
+        """Make the placeholder."""
+        item = cls._make(stack, stack.shape[1:], stack.use)
+        item._stack, item._index = stack, index
+        return item
 
     def draw(self) -> Tensor:
         """Return the value, and count."""
         self._stack.add_use(self._index)
-        return self._stack._counted[self._index]
-
-
-def _may_be_repeated() -> bool:
-    """Whether the model differentiates or maps its own net; the counting run has gradients off."""
-    return torch.is_grad_enabled() or inside_transform() or inside_forward_derivative()
+        return self._stack._value[self._index]

@@ -485,8 +485,8 @@ class IndependentWeight(GaussianWeight, abstract=True):
         """Return the difference in standard deviations."""
         return difference / self.stddev
 
-    def _member(self, index: int) -> Self:
-        """Return the distribution of one weight of the first batch dimension."""
+    def _item(self, index: int) -> Self:
+        """Return the distribution at an index of the first batch dimension."""
         new: Self = self._get_checked_instance(type(self))
         for name in self.argument_names:
             setattr(new, name, getattr(self, name)[index])

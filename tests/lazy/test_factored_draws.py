@@ -62,8 +62,7 @@ def test_every_use_of_a_weight_is_of_one_draw():
     weight = LazyWeight(q, SiteUse("weight", count=2))
     x, y = torch.randn(5, IN), torch.randn(3, IN)
     first, second = F.linear(x, weight), F.linear(y, weight)
-    assert isinstance(weight._factored, MatheronDraw)
-    assert weight._drawn is None
+    assert weight.sampled == "factors"
     formed = weight.draw()
     torch.testing.assert_close(first, F.linear(x, formed))
     torch.testing.assert_close(second, F.linear(y, formed))
@@ -76,7 +75,7 @@ def test_a_weight_that_was_formed_first_stays_that_weight():
     weight, x = LazyWeight(q, SiteUse("weight", count=2)), torch.randn(5, IN)
     formed = weight + 0
     assert torch.equal(F.linear(x, weight), F.linear(x, formed))
-    assert weight._factored is None
+    assert weight.sampled == "weight"
 
 
 @pytest.mark.parametrize(

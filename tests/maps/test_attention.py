@@ -118,13 +118,13 @@ def test_what_is_not_served_is_torchs():
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_examples_come_first_in_both_projections(batch_first, monkeypatch):
     met = {}
-    draw = LazyWeight._draw_outputs
+    draw = LazyWeight.sample_outputs
 
     def record(self, application):
         met[self.use.name] = tuple(application.x.shape)
         return draw(self, application)
 
-    monkeypatch.setattr(LazyWeight, "_draw_outputs", record)
+    monkeypatch.setattr(LazyWeight, "sample_outputs", record)
     module = nn.MultiheadAttention(SIZE, HEADS, batch_first=batch_first)
     x = torch.randn(BATCH, LENGTH, SIZE)
     net = x if batch_first else x.transpose(0, 1)

@@ -137,16 +137,14 @@ class Run(Messenger):
     ) -> None:
         super().__init__()
         self._draw = draw
-        self.meetings: dict[str, DeferredSample] = {}
+        self.deferred: dict[str, DeferredSample] = {}
         self._values: dict[str, Tensor] = dict(others)
         for posterior in own:
             site = posterior.site
-            meeting = self.meetings[site.name] = DeferredSample(
-                site.name, partial(self._meet, site)
-            )
+            sample = self.deferred[site.name] = DeferredSample(site.name, partial(self._meet, site))
             like = posterior.value("log_scale")
             for name, part in site.split(like.new_empty(site.shape)).items():
-                self._values[name] = DeferredWeight(meeting, name, part)
+                self._values[name] = DeferredWeight(sample, name, part)
 
     def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
         """Run the model, unseen by Pyro's handlers."""

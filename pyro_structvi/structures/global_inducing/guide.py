@@ -206,7 +206,7 @@ class GlobalInducingGuide(StructuredGuide):
                 run.run(self.model, inputs)  # type: ignore[arg-type]
                 break
             except RuntimeError as error:
-                failed = [name for name, each in run.meetings.items() if each.has_failed]
+                failed = [name for name, each in run.deferred.items() if each.has_failed]
                 if not failed:
                     raise
                 wrong |= dict.fromkeys(failed, error)
