@@ -122,7 +122,9 @@ def pareto_k(
             return _log_weight(model, guide.in_pass(joint, None), args, kwargs)
 
         joint.factorize()
-        log_weights = _of_draws(log_weight, num_samples)
+        weights = guide.median().values()
+        size = sum(value.numel() * value.element_size() for value in weights)
+        log_weights = _of_draws(log_weight, num_samples, size)
     return _diagnosis(log_weights)
 
 
@@ -178,15 +180,15 @@ def _check_sites(of_model: Any, of_guide: Any) -> None:
         )
 
 
-def _of_draws(log_weight: Callable[[Any], Tensor], count: int) -> Tensor:
+def _of_draws(log_weight: Callable[[Any], Tensor], count: int, size: int) -> Tensor:
     """Return the log weights of so many draws: the first by itself, the others together if possible.
 
     What torch cannot vectorize runs draw by draw; then only the time differs. Under vmap nothing can be
     validated, so what is wrong in any case must show in the first draw, or as a NaN.
     """
-    with counted_bytes() as outputs:  # of layers, and of the guide, which are the weights
+    with counted_bytes() as outputs:  # of layers
         first = log_weight(0)
-    at_once = max(1, MAX_BYTES // max(1, sum(outputs)))
+    at_once = max(1, MAX_BYTES // max(1, size + sum(outputs)))
     numbers = torch.arange(1, count, device=first.device)
     others: list[Tensor] = []
     for part in numbers.split(at_once):

@@ -24,7 +24,7 @@ from pyro_structvi._checks import (
     check_positive_number,
 )
 from pyro_structvi._pyro import declared_samples
-from pyro_structvi.weights.torch_distributions import map_tensors, median, tensors_of, unwrapped
+from pyro_structvi.weights.torch_distributions import base_of, map_tensors, median, tensors_of
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -125,7 +125,7 @@ class HierarchicalScale:
                 "`prior` must be a distribution over positive numbers, such as "
                 f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)}."
             )
-        support = unwrapped(self.prior).support
+        support = base_of(self.prior).support
         lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
         if support.is_discrete or not bool((lower >= 0).all()):
             raise ValueError(
@@ -220,7 +220,7 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
             prior = replace(prior, fan_in=FanIn().standard_deviation(parameter, fan_in) ** -2)
         return replace(prior, prior=own)
     if isinstance(prior, torch.distributions.Distribution):
-        is_whole = len(unwrapped(prior).event_shape) > 0
+        is_whole = len(base_of(prior).event_shape) > 0
         return (_whole_distribution if is_whole else _element_distribution)(prior, name, parameter)
     if isinstance(prior, Tensor):
         scale = prior.detach().to(parameter)
@@ -251,7 +251,7 @@ def _check_fan_in(
 
 
 def _element_distribution(prior: Any, name: str, parameter: Tensor) -> Any:
-    prior = unwrapped(prior)
+    prior = base_of(prior)
     try:
         is_pyros = isinstance(prior, TorchDistributionMixin)
         kind = type(prior) if is_pyros else getattr(dist, type(prior).__name__)

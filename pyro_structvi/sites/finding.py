@@ -30,7 +30,7 @@ from pyro_structvi.sites.family import InitLocFn
 from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_at
 from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
-from pyro_structvi.weights.torch_distributions import example_of, feasible_point, median, unwrapped
+from pyro_structvi.weights.torch_distributions import base_of, example_of, feasible_point, median
 
 
 class UnusedSiteWarning(UserWarning):
@@ -264,7 +264,7 @@ def _plate_of(frame: Any) -> Plate:
 def _scale_of(prior: Any) -> float | None:
     """Return the standard deviation of a prior, root mean square over its elements."""
     try:
-        deviation = unwrapped(prior).stddev
+        deviation = base_of(prior).stddev
         scales = shrink(deviation, deviation.dim())
     except (NotImplementedError, AttributeError):
         return None

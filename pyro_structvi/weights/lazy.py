@@ -183,8 +183,8 @@ class LazyWeight(WeightPlaceholder):
     """A weight at a sample site of a guide, sampled when it is used.
 
     ``F.linear``, convolutions and ``F.embedding`` receive samples of their *outputs*, independent for
-    each example (local reparameterization). Any other function receives a sample of the weight, which is
-    kept. After its outputs were sampled, a further use raises an error, since it would see an independent
+    each example (local reparameterization). Any other function receives a sample of the weight, which
+    is kept. After outputs were sampled, a further use raises an error, since it would see an independent
     weight.
 
     Args:
@@ -345,11 +345,11 @@ class LazyWeight(WeightPlaceholder):
         shift = None
         if isinstance(bias, LazyWeight) and bias._may_sample_outputs(x):
             bias._refuse_second_use()
-            bias.sampled = "outputs"
-            q: WeightDistribution | None = bias.distribution
+            bias.sampled, q = "outputs", bias.distribution
             if linear_map.has_positions(x) or not isinstance(q, IndependentWeight):
-                q, shift = None, _sample_bias(q, linear_map, x)
-            bias = q
+                bias, shift = None, _sample_bias(q, linear_map, x)
+            else:
+                bias = q
         outputs = sample(linear_map, x, as_drawn(bias))
         self.sampled = "outputs"
         return _in_layer_dtype(outputs if shift is None else outputs + shift, x, self.dtype)

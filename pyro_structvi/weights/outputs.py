@@ -22,10 +22,7 @@ class OutputDistribution(TorchDistribution):
 
     Args:
         loc: The mean, ``(*batch_shape, *event_shape)``.
-        event_dim: How many trailing dimensions are the outputs of one example.
-
-    Attributes:
-        loc: The mean.
+        event_dim: The number of trailing dimensions of one example.
     """
 
     has_rsample = True
@@ -61,7 +58,7 @@ class OutputDistribution(TorchDistribution):
 
 
 class GaussianOutputs(OutputDistribution):
-    """Outputs with a normal distribution; the density is NaN where the covariance is singular."""
+    """Normal outputs; the density is NaN if the covariance is singular."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
@@ -87,9 +84,9 @@ class NormalOutputs(GaussianOutputs):
 
     Args:
         linear_map: The map.
-        mean: Means, of the shape of its outputs.
+        mean: Means of its outputs.
         variance: Variances, of the same shape.
-        bias_variance: Variances ``(out,)`` that are still to be added to these, or None.
+        bias_variance: Variances ``(out,)`` to add, or None.
     """
 
     def __init__(
@@ -139,13 +136,13 @@ class NormalOutputs(GaussianOutputs):
 
 
 def square(x: Tensor) -> Tensor:
-    """Return ``x^2``, with a gradient of one pass."""
+    """Return ``x^2``, with a gradient in one pass over memory."""
     squares: Tensor = x.square() if inside_transform() else Square.apply(x)
     return squares
 
 
 def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-    """Return ``mean + sqrt(variance) * noise``, the variance with a floor as in ``floored_sqrt``."""
+    """Return ``mean + sqrt(variance) * noise``, with the floor of ``floored_sqrt``."""
     is_narrow = torch.finfo(variance.dtype).bits < 32
     if is_narrow or inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
         return mean + floored_sqrt(variance) * noise
@@ -160,21 +157,15 @@ def autocasts(x: Tensor) -> bool:
 
 
 def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
-    """Shape one number for each channel, ``(*batch, out)``, so that it broadcasts to the outputs."""
+    """Reshape numbers ``(*batch, out)`` to broadcast to the outputs."""
     space = [1 for _ in range(-linear_map.channel_dim - 1)]
     return values.reshape(*values.shape, *space)
 
 
 def bias_columns(linear_map: LinearMap, bias_variance: Tensor, event_shape: torch.Size) -> Tensor:
-    """Return vectors whose outer products add up to the covariance of a bias that positions share.
+    """Return vectors ``(out, *event_shape)`` whose outer products add up to the covariance of a bias.
 
-    Args:
-        linear_map: The map.
-        bias_variance: Variances ``(out,)``.
-        event_shape: The shape of an example's outputs.
-
-    Returns:
-        One vector for each channel, ``(out, *event_shape)``.
+    All positions share the bias, whose variances are ``(out,)``.
     """
     scales = torch.diag(bias_variance.sqrt())
     before = [1 for _ in range(len(event_shape) + linear_map.channel_dim)]
@@ -185,23 +176,21 @@ def bias_columns(linear_map: LinearMap, bias_variance: Tensor, event_shape: torc
 
 
 def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) -> Tensor:
-    """Draw the noise of a bias once for each example, shaped to meet the outputs at all positions."""
+    """Sample the noise of a bias once for each example, in a shape that broadcasts over positions."""
     shape = shape_per_example(linear_map, x, len(bias_variance))
     return meet_channels(linear_map, floored_sqrt(bias_variance)) * standard_normal(shape, x)
 
 
-def grouped_variance(
-    matrix: Tensor, covariance: Tensor, linear_map: LinearMap, x: Tensor
-) -> Tensor:
-    """Return the variances of outputs under a map of several groups, by the covariance of each row.
+def dense_output_variance(out: int, covariance: Tensor, linear_map: LinearMap, x: Tensor) -> Tensor:
+    """Return the variances of outputs by the dense covariance of the weight.
 
     Args:
-        matrix: The weight's mean ``(out, in)``, for its shape.
-        covariance: The weight's dense covariance.
+        out: The number of outputs.
+        covariance: The dense covariance ``(D, D)`` of the weight.
         linear_map: The map.
         x: Its input.
     """
-    channel_dim, (out, size) = linear_map.channel_dim, matrix.shape
+    channel_dim, size = linear_map.channel_dim, covariance.shape[-1] // out
     rows = covariance.reshape(out, size, out, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
     rows = rows.unflatten(0, (linear_map.groups, -1))
     patches = linear_map.bank(x, torch.eye(size, dtype=x.dtype, device=x.device))
@@ -211,19 +200,19 @@ def grouped_variance(
 
 
 def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Draw the outputs of a map whose weight has independent elements, symmetric about their means.
+    r"""Sample the outputs of a linear map by flipout.
 
     .. math:: y_n = M x_n + r_n \circ \Delta (s_n \circ x_n), \qquad \Delta = W - M
 
-    with one draw of :math:`\Delta` and, for each example, signs r of the output channels and s of the
-    input channels. The outputs of an example, at all positions, have the distribution that a drawn
-    weight gives; those of different examples are uncorrelated given their inputs.
+    with one sample of :math:`\Delta`, and random signs r of the output channels and s of the input
+    channels for each example. The outputs of one example have their exact distribution over all
+    positions; outputs of different examples are uncorrelated given the inputs.
 
     Args:
-        q: A distribution with independent elements.
+        q: A Gaussian with independent elements.
         linear_map: A dense map or a convolution.
-        x: Its input, the first dimension of which is the batch.
-        bias: Nothing, or a tensor ``(out,)``.
+        x: Its input, with the batch as its first dimension.
+        bias: None or a tensor ``(out,)``.
 
     Returns:
         The outputs.
@@ -278,11 +267,11 @@ class Square(torch.autograd.Function):
 
 
 class DrawNormal(torch.autograd.Function):
-    """``mean + sqrt(variance) * noise``; noise takes no gradient."""
+    """``mean + sqrt(variance) * noise``, without a gradient of the noise."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-        """Return the draws, and keep noise over deviation, which is zero where the floor is."""
+        """Return the samples, and save noise over deviation, which is zero at the floor."""
         least = torch.finfo(variance.dtype).tiny
         scale = variance.clamp_min(least).sqrt_()
         draws = torch.addcmul(mean, noise, scale)
@@ -293,7 +282,7 @@ class DrawNormal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Hand the gradient on to the mean, and half of it times the ratio to the variance."""
+        """Return the gradient, and half of it times the ratio for the variance."""
         variance, ratio = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return gradient, None, None

@@ -21,17 +21,17 @@ from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 class PointMass(Delta):
-    r"""A known value. Its divergence from a prior p is :math:`E[-\log p(w)]`, in nats.
+    r"""A point mass whose divergence from a prior p is :math:`E[-\log p(w)]`, in nats.
 
-    That is the KL without the entropy of a point, which is minus infinity for every value. So a guide
-    of points has the loss of a maximum a posteriori estimate. ``log_prob`` is zero at the value.
+    This is the KL without the infinite entropy of a point, so that a guide of points has the loss of a
+    maximum a posteriori estimate. ``log_prob`` is zero at the value.
 
     Args:
         value: The value, ``(*batch, *event)``.
-        event_dim: How many of its trailing dimensions are the event.
-        mean: The mean that the value was drawn with, where another site of the guide drew it.
-        variance: Likewise the variance of each element.
-        validate_args: Whether to check arguments; Pyro's own setting when None.
+        event_dim: The number of trailing dimensions of the event.
+        mean: The mean of the distribution that the value was sampled from, if it was.
+        variance: Its variance.
+        validate_args: Whether to check arguments; Pyro's setting when None.
 
     Raises:
         ValueError: If a tensor is not finite, or of another shape than ``value``, or if ``event_dim`` is
@@ -68,7 +68,7 @@ class PointMass(Delta):
         self._mean, self._variance = mean, variance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the value, as ``pyro.sample`` does; no parameter, which a module would register."""
+        """Return the value; a view of a parameter, which a module would register."""
         value: Tensor = self.v
         return value.view_as(value) if isinstance(value, nn.Parameter) else value
 
@@ -103,7 +103,7 @@ class PointMass(Delta):
 
     @property
     def is_known(self) -> bool:
-        """Whether the value is known, not drawn."""
+        """Whether the value is fixed, not sampled."""
         return self._variance is None
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
@@ -116,7 +116,7 @@ class PointMass(Delta):
 
 @register_kl(PointMass, PyroDistribution)  # Pyro has a rule for Delta and this class
 def _kl_point_mass(q: PointMass, p: Any) -> Tensor:
-    """The expected negative log density, in closed form or at a known value."""
+    """The expected negative log density, in closed form or at a fixed value."""
     base = base_of(p)
     if isinstance(base, Normal):
         return normal_cross_entropy(q, base)
@@ -127,14 +127,14 @@ def _kl_point_mass(q: PointMass, p: Any) -> Tensor:
 
 
 class Auxiliary(TorchDistribution):
-    r"""The posterior of an auxiliary variable, scored against the prior it was given.
+    r"""The posterior of an auxiliary variable of a guide, with ``log_prob`` relative to its prior.
 
-    A guide that draws an auxiliary variable U beside the model's W bounds the evidence by :math:`E[\log
-    p(y, W) + \log r(U \mid W) - \log q(W, U)]`. Where r comes from a joint prior p(U) p(W | U) whose
-    marginal is p(W), this is the bound without ``log r`` if U is scored by ``log q(U) - log p(U)`` and
-    W by ``log p(W) + log q(W | U) - log p(W | U)``. The first is ``log_prob`` here.
+    With an auxiliary variable U and weights W the evidence is bounded by :math:`E[\log p(y, W) +
+    \log r(U \mid W) - \log q(W, U)]`. If r follows from a joint prior p(U) p(W | U) with the marginal
+    p(W), then U contributes ``log q(U) - log p(U)`` to the KL, and W contributes ``log q(W | U) -
+    log p(W | U)``.
 
-    Without a prior the variable is a part of W itself, whose own site has all of ``log p(W)``.
+    Without a prior the variable is a part of W, and the site of W has all of ``log p(W)``.
 
     Args:
         posterior: The distribution of the variable in the guide.
@@ -152,7 +152,7 @@ class Auxiliary(TorchDistribution):
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
-        """That of the posterior."""
+        """The support of the posterior."""
         return self.posterior.support
 
     @property
@@ -168,7 +168,7 @@ class Auxiliary(TorchDistribution):
         return variance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw the variable from its posterior."""
+        """Sample the posterior."""
         draw: Tensor = self.posterior.rsample(as_size("sample_shape", sample_shape))
         return draw
 
@@ -181,7 +181,7 @@ class Auxiliary(TorchDistribution):
         return ratio if self.prior is None else ratio - self.prior.log_prob(value)
 
     def kl(self) -> Tensor:
-        """Return the mean of :meth:`log_prob`: a divergence, or without a prior minus an entropy."""
+        """Return the mean of :meth:`log_prob`: a KL, or minus an entropy without a prior."""
         with autocast_off(self.posterior.mean):
             if self.prior is None:
                 nats: Tensor = -self.posterior.entropy()
@@ -197,12 +197,11 @@ class Auxiliary(TorchDistribution):
 
 @singledispatch
 def quantiles(distribution: Any, probs: Tensor) -> Tensor:
-    """Return the quantiles of each element by itself.
+    """Return marginal quantiles of each element.
 
-    Of a transformed distribution they are the transformed quantiles: exact where each element is
-    transformed by itself, as onto the positive numbers; otherwise, as onto a simplex, the values that
-    belong to the quantiles of the unconstrained elements. Those of K equally likely points are
-    interpolated, as by :func:`torch.quantile`.
+    Quantiles of a transformed distribution are transformed: they are exact for elementwise bijections,
+    and for others, such as a simplex, they are images of unconstrained quantiles. Quantiles of K equally
+    likely points are interpolated, as by :func:`torch.quantile`.
 
     Args:
         distribution: A posterior.
@@ -236,7 +235,7 @@ def _(distribution: PointMass, probs: Tensor) -> Tensor:
 
 @quantiles.register
 def _(distribution: TransformedDistribution, probs: Tensor) -> Tensor:
-    """Of what a bijection makes of a distribution; it may fall, as onto the negative numbers."""
+    """Transform quantiles by a bijection, which may be decreasing."""
 
     def image(probs: Tensor) -> Tensor:
         values = quantiles(distribution.base_dist, probs)
@@ -246,18 +245,18 @@ def _(distribution: TransformedDistribution, probs: Tensor) -> Tensor:
 
     try:
         _ = [transform.sign for transform in distribution.transforms]
-    except NotImplementedError:  # not of each element by itself
+    except NotImplementedError:  # not elementwise
         return image(probs)
     ends, wanted = torch.stack([image(probs), image(1 - probs)]), in_front(probs, image(probs)[0])
     return torch.where(wanted < 0.5, ends.amin(0), ends.amax(0))
 
 
 def normal_quantiles(mean: Tensor, stddev: Tensor, probs: Tensor) -> Tensor:
-    """Return quantiles of normals, with the probabilities in front; a point has no tails."""
+    """Return quantiles of normals, ``(num, *shape)``; a scale may be zero."""
     at = ndtri(in_front(probs, mean))
     return torch.where(stddev > 0, mean + stddev * at, mean)
 
 
 def in_front(probs: Tensor, like: Tensor) -> Tensor:
-    """Return probabilities with dimensions of size 1 for those of a tensor."""
+    """Return probabilities ``(num, 1, ...)`` that broadcast to a tensor."""
     return probs.reshape(-1, *(1 for _ in range(like.dim())))

@@ -15,24 +15,21 @@ from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import DenseMap, FactoredDraw, LinearMap
 from pyro_structvi.weights import arguments
 from pyro_structvi.weights.arguments import check_overrides
-from pyro_structvi.weights.outputs import NormalOutputs, autocasts, grouped_variance
+from pyro_structvi.weights.outputs import NormalOutputs, autocasts, dense_output_variance
 
 Way = Literal["outputs", "factors", "weight"]
 
 
 class WeightDistribution(TorchDistribution):
-    r"""A random weight :math:`W` that knows the distribution of :math:`W x`.
+    r"""The distribution of a weight :math:`W`, with the distribution of :math:`W x`.
 
-    The event shape is the weight's own, ``(out, *rest)``, seen as a matrix ``(out, in)`` with
-    ``in = prod(rest)``; a vector ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in
-    front. All covariances are over the row-major ``vec(W)``, of length ``D = out * in``.
+    The event shape ``(out, *rest)`` is seen as a matrix ``(out, in)`` with ``in = prod(rest)``; a vector
+    ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in front. All covariances are over the
+    row-major ``vec(W)``, of length ``D = out * in``.
 
-    A subclass that is a normal distribution derives from :class:`GaussianWeight`, which asks for less.
-
-    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``, by
-    the names of its tensor arguments, each with batch dimensions in front, or annotations that have an
-    :class:`Argument` for each but ``loc``, which are then checked; ``variance``;
-    ``covariance_matrix``; ``rsample``; ``image_under``.
+    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` of the
+    tensor arguments, or annotations with an :class:`Argument` for each of them but ``loc``;
+    ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``.
 
     **Optional**: ``has_exact_positions``, True if images are exact over the positions of an example;
     ``loc``, ``variance_sum``, ``ways_to_apply``, ``rows``, ``rearranged``, ``spread``, ``expand``;
@@ -41,14 +38,9 @@ class WeightDistribution(TorchDistribution):
     **Provided**: ``argument_names``, ``mean``, ``image``, ``image_variance``, ``as_matrix``,
     ``as_weight``, ``map_for_batch``, ``support``.
 
-    A subclass obeys these rules, and is tested for each:
-
-    1. ``rsample`` has ``mean`` and ``covariance_matrix``.
-    2. ``log_prob`` and ``entropy`` are those of the dense multivariate normal.
-    3. ``kl_divergence(q, p)`` is the dense one, for every independent normal ``p``.
-    4. ``image(x)`` has the mean and covariance of ``W x``, and ``spread`` is that for a random ``x``.
-    5. Gradients equal those of the dense computation.
-    6. ``expand`` and batches commute with all of these.
+    Values and gradients equal the dense computation: the moments of ``rsample`` and ``image``,
+    ``log_prob``, ``entropy``, ``spread``, and the KL divergence from independent normals. They commute
+    with ``expand`` and batches.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -64,7 +56,7 @@ class WeightDistribution(TorchDistribution):
     loc: Tensor
 
     def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
-        """Read the arguments of a class; check that it defines what it must, unless it is abstract."""
+        """Read the annotated arguments; check the required members unless the class is abstract."""
         super().__init_subclass__(**options)
         if found := arguments.declared(cls):
             cls._arguments = found
@@ -83,7 +75,10 @@ class WeightDistribution(TorchDistribution):
         if validate_args is not False:  # as in a training step
             check("validate_args", validate_args, bool | None)
         if event_dim is None:
-            event_dim = arguments.event_dim_of(parameters, self._arguments)
+            name, argument = next(iter(self._arguments.items()))
+            if validates(validate_args):
+                arguments.check_event_dim(parameters, name, argument)
+            event_dim = parameters["loc"].dim() - parameters[name].dim() + len(argument.letters)
         for name, value in parameters.items():
             setattr(self, name, value)
         if validates(validate_args):
@@ -98,11 +93,11 @@ class WeightDistribution(TorchDistribution):
     ) -> None:
         super().__init__(batch_shape, event_shape, validate_args=False)
         self._validate_args = validates(validate_args)
-        self._with_grad = torch.is_grad_enabled()  # for what is formed once
+        self._with_grad = torch.is_grad_enabled()  # for cached properties
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
-        """Every real tensor of the event shape."""
+        """All real tensors of the event shape."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
     # ---- required --------------------------------------------------------------------------------
@@ -126,12 +121,12 @@ class WeightDistribution(TorchDistribution):
         Args:
             linear_map: A dense map or a convolution.
             x: Its input.
-            bias: None, a tensor ``(out,)``, or the distribution of one with independent elements,
-                independent of ``W`` too.
+            bias: None, a tensor ``(out,)``, or a distribution with independent elements that is
+                independent of ``W``.
 
         Returns:
-            A distribution over all outputs of the map. Each output has its exact distribution; over the
-            positions of one example, correlations from independent elements are dropped.
+            A distribution over the outputs. The marginal of each output is exact; correlations between
+            the positions of an example that stem from independent elements are dropped.
         """
         raise NotImplementedError
 
@@ -155,26 +150,26 @@ class WeightDistribution(TorchDistribution):
         """Return the distribution of rows of one matrix ``W (num, dim)``, independent over examples.
 
         Args:
-            index: Which rows, integers ``(batch, positions)``.
+            index: Indices of rows, integers ``(batch, positions)``.
 
         Returns:
-            A distribution over ``W[index]`` with the event ``(positions, dim)``, or None, and the weight
-            is then drawn. Over the positions of one example the noise of independent rows is
-            independent, also where an index repeats. Noise that rows share is one draw for an example.
+            A distribution over ``W[index]`` with the event ``(positions, dim)``, or None if the weight
+            must be sampled. The noise of independent rows is independent over positions, also for a
+            repeated index. Noise that rows share has one sample for each example.
         """
         arguments.check_index(self, index)
         return None
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "WeightDistribution | None":
-        """Return the distribution of the weight in another order, or None: the weight is then drawn.
+        """Return the distribution with permuted dimensions, or None if its structure is lost.
 
         A stack of weights becomes batch dimensions.
         """
         return None
 
     def image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        """Return the variance of each output of ``linear_map(x, W)``, also where no outputs are drawn.
+        """Return the variance of each output of ``linear_map(x, W)``, for any supported map.
 
         Args:
             linear_map: A dense map or a convolution.
@@ -182,7 +177,7 @@ class WeightDistribution(TorchDistribution):
             mean: The mean of the outputs.
         """
         if "outputs" not in self.ways_to_apply(linear_map, x):
-            return grouped_variance(self.as_matrix(self.loc), self.covariance_matrix, linear_map, x)
+            return dense_output_variance(self.event_shape[0], self.covariance_matrix, linear_map, x)
         return self._image_variance(linear_map, x, mean)
 
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
@@ -190,10 +185,10 @@ class WeightDistribution(TorchDistribution):
         return variance
 
     def spread(self, moment: Tensor) -> Tensor:
-        r"""Return :math:`E[(W - M) S (W - M)^\top]`, the covariance of outputs that the weight makes.
+        r"""Return :math:`E[(W - M) S (W - M)^\top]`.
 
-        For a random input that is independent of the weight, ``S`` is its second moment :math:`E[x
-        x^\top]`. Without a rule of a structure's own the dense covariance is formed.
+        It is the covariance of :math:`(W - M) x` for an independent input with the second moment
+        :math:`S = E[x x^\top]`. By default the dense covariance is formed.
 
         Args:
             moment: Symmetric matrices ``S (*batch, in, in)``.
@@ -222,7 +217,7 @@ class WeightDistribution(TorchDistribution):
 
     @property
     def argument_names(self) -> tuple[str, ...]:
-        """The names of the tensor arguments, each with batch dimensions in front."""
+        """The names of the tensor arguments."""
         return tuple(self.arg_constraints)
 
     @property
@@ -249,7 +244,7 @@ class WeightDistribution(TorchDistribution):
         return matrix.reshape(*matrix.shape[:-2], *self.event_shape)
 
     def map_for_batch(self, linear_map: LinearMap) -> LinearMap:
-        """Return the map for a batch of weights, for which no input has positions."""
+        """Return the map without positions for a batch of weights, else the map itself."""
         return linear_map.without_positions() if self.batch_shape else linear_map
 
     def _validate_sample(self, value: Tensor) -> None:
@@ -315,16 +310,15 @@ class GaussianWeight(WeightDistribution, abstract=True):
     r"""A weight :math:`W = \mu + A e` with standard normal noise :math:`e`.
 
     **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` with
-    ``"loc"`` first, or annotations in its place; ``scale_noise``, that is :math:`A e`; ``whiten``, that
-    is :math:`A^{-1} d` (or ``mahalanobis`` in its place, if A is not square);
-    ``log_det_covariance``; ``output_variance``, the variances of the outputs of a linear map where these
-    are independent, or ``image_around``, their distribution.
+    ``"loc"`` first, or annotations; ``scale_noise``, :math:`A e`; ``whiten``, :math:`A^{-1} d`, or
+    ``mahalanobis`` if A is not square; ``log_det_covariance``; ``output_variance``, the variances of
+    independent outputs of a linear map, or ``image_around``, the distribution of correlated ones.
 
-    **Optional**, beside what :class:`WeightDistribution` lists: ``noise_shape``, where ``e`` does not
-    have the event's shape; ``variance``, without which it is the diagonal of the dense covariance.
+    **Optional**, in addition to :class:`WeightDistribution`: ``noise_shape``, by default the event
+    shape; ``variance``, by default the diagonal of the dense covariance.
 
     **Provided**: ``rsample``, ``covariance_matrix``, ``mahalanobis``, ``log_prob``, ``entropy``,
-    ``image_under`` with biases, and what :class:`WeightDistribution` provides.
+    ``image_under``, and the members that :class:`WeightDistribution` provides.
     """
 
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -338,7 +332,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     # ---- required --------------------------------------------------------------------------------
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return ``A e`` for ``e (*sample_shape, *batch_shape, *noise_shape)``, of a weight's shape."""
+        """Return ``A e (..., *event_shape)`` for ``e (*sample_shape, *batch_shape, *noise_shape)``."""
         raise NotImplementedError
 
     def whiten(self, difference: Tensor) -> Tensor:
@@ -372,7 +366,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     ) -> TorchDistribution:
         """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
 
-        The mean is that of map and bias together; ``bias_variance (out,)`` is None for a known bias.
+        The mean includes the mean of the bias; ``bias_variance (out,)`` is None for a fixed bias.
         """
         return NormalOutputs(linear_map, mean, self.output_variance(linear_map, x), bias_variance)
 
@@ -421,7 +415,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
     ) -> TorchDistribution:
-        """Do as the base class, with variances in the precision of the parameters."""
+        """Return the distribution of the outputs, with variances in the precision of the parameters."""
         linear_map = self.map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
@@ -474,7 +468,7 @@ class IndependentWeight(GaussianWeight, abstract=True):
         noise = standard_normal(
             samples + self.batch_shape + self.event_shape, self._first_parameter
         )
-        return torch.addcmul(self.loc, noise, self.stddev)  # one pass over memory, not two
+        return torch.addcmul(self.loc, noise, self.stddev)  # one pass over memory
 
     def spread(self, moment: Tensor) -> Tensor:
         """Return the diagonal matrices of ``sum_j Var(W_ij) S_jj``."""
