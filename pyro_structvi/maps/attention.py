@@ -18,64 +18,59 @@ Attended = tuple[Tensor, Tensor | None]
 def read_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
     """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`.
 
-    Torch applies the weights to queries, keys and values with the positions first. Here the
-    projections are calls of ``F.linear``, and the examples come first, as local reparameterization
-    takes them.
-
-    Args:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+    The projections are calls of ``F.linear`` with the examples first, as required by local
+    reparameterization; torch has the positions first.
 
     Returns:
-        A function that computes what torch's function returns; None for cross-attention with a packed
-        weight, which meets several inputs, and where a position is added to the keys.
+        A function that computes the result; None for cross-attention with a packed weight, which has
+        several inputs, and where a position is added to the keys.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    is_self = given["query"] is given["key"] is given["value"]
-    is_served = is_self or given["use_separate_proj_weight"]
+    call = bound.arguments
+    is_self = call["query"] is call["key"] is call["value"]
+    is_served = is_self or call["use_separate_proj_weight"]
     if (
         not is_served
-        or given["add_zero_attn"]
-        or any(given[name] is not None for name in _NOT_SERVED)
+        or call["add_zero_attn"]
+        or any(call[name] is not None for name in _NOT_SERVED)
     ):
         return None
-    return partial(_attend, given)
+    return partial(_attend, call)
 
 
-def _attend(given: Mapping[str, Any]) -> Attended:
-    is_batched = given["query"].dim() == 3
-    heads, dropout = given["num_heads"], given["dropout_p"] if given["training"] else 0.0
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in _project(given))
-    mask = _additive_mask(given["attn_mask"], given["key_padding_mask"], q)
+def _attend(call: Mapping[str, Any]) -> Attended:
+    is_batched = call["query"].dim() == 3
+    heads, dropout = call["num_heads"], call["dropout_p"] if call["training"] else 0.0
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in _project(call))
+    mask = _additive_mask(call["attn_mask"], call["key_padding_mask"], q)
     weights = None
-    if given["need_weights"]:
+    if call["need_weights"]:
         scores = q @ k.mT / q.shape[-1] ** 0.5
         weights = (scores if mask is None else scores + mask).softmax(-1)
         if dropout:
             weights = F.dropout(weights, dropout)
         mixed = weights @ v
-        weights = weights.mean(1) if given["average_attn_weights"] else weights
+        weights = weights.mean(1) if call["average_attn_weights"] else weights
         weights = weights if is_batched else weights.squeeze(0)
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     joined = mixed.transpose(1, 2).flatten(2)
-    outputs = F.linear(joined, given["out_proj_weight"], given["out_proj_bias"])
+    outputs = F.linear(joined, call["out_proj_weight"], call["out_proj_bias"])
     return (outputs.transpose(0, 1) if is_batched else outputs.squeeze(0)), weights
 
 
-def _project(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+def _project(call: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Return queries, keys and values, each ``(batch, length, dim)``."""
     names = ("query", "key", "value")
-    if not given["use_separate_proj_weight"]:
-        x = _batch_first(given["query"])
-        return F.linear(x, given["in_proj_weight"], given["in_proj_bias"]).chunk(3, dim=-1)
-    packed = given["in_proj_bias"]
+    if not call["use_separate_proj_weight"]:
+        x = _batch_first(call["query"])
+        return F.linear(x, call["in_proj_weight"], call["in_proj_bias"]).chunk(3, dim=-1)
+    packed = call["in_proj_bias"]
     biases = (None, None, None) if packed is None else packed.chunk(3)
-    weights = (given[f"{name[0]}_proj_weight"] for name in names)
+    weights = (call[f"{name[0]}_proj_weight"] for name in names)
     return tuple(
-        F.linear(_batch_first(given[name]), weight, bias)
+        F.linear(_batch_first(call[name]), weight, bias)
         for name, weight, bias in zip(names, weights, biases, strict=True)
     )
 
@@ -87,7 +82,7 @@ def _batch_first(x: Tensor) -> Tensor:
 def _additive_mask(
     attention_mask: Tensor | None, padding_mask: Tensor | None, query: Tensor
 ) -> Tensor | None:
-    """Return the sum of both masks, to be added to scores ``(batch, heads, length, length)``."""
+    """Return the sum of both masks, in the shape of scores ``(batch, heads, length, length)``."""
     total = None
     if attention_mask is not None:
         total = _as_numbers(attention_mask, query)
@@ -101,7 +96,7 @@ def _additive_mask(
 
 
 def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask as numbers to be added; minus infinity where a boolean one is true."""
+    """Return an additive mask; minus infinity where a boolean mask is true."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

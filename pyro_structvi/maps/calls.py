@@ -20,16 +20,15 @@ from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The order in which a call takes a weight's dimensions: outputs first, then what they sum over.
+    """A permutation of a weight's dimensions to ``(*stack, out, *rest)``, with a reshape.
 
-    ``F.linear`` and convolutions take a weight as it is, ``addmm`` takes it as ``(in, out)``, a product
-    of stacked matrices as ``(stack, in, out)``.
+    ``F.linear`` and convolutions take a weight ``(out, *rest)``, ``addmm`` takes ``(in, out)``, and a
+    product of stacked matrices takes ``(stack, in, out)``.
 
     Attributes:
-        dims: The weight's dimensions in the order ``(*stack, out, *rest)``; several of them may be the
-            outputs, and several the rest.
-        shape: The shape that they are then seen in.
-        stack: How many dimensions of the shape are a stack of weights.
+        dims: The dimensions of the weight in this order; several of them may be outputs.
+        shape: The shape after the permutation, with outputs merged.
+        stack: The number of dimensions of the stack.
 
     Example:
         >>> import torch
@@ -43,33 +42,33 @@ class Arrangement:
 
     @classmethod
     def of_dims(cls, dims: tuple[int, ...], shape: tuple[int, ...], stack: int = 0) -> Self:
-        """Return the arrangement of a weight of a shape that merges no dimensions."""
+        """Return an arrangement of a weight that merges no dimensions."""
         return cls(dims, tuple(shape[d] for d in dims), stack)
 
     @classmethod
     def transposed(cls, shape: tuple[int, ...]) -> Self:
-        """Return that of a weight ``(in, out, *rest)``."""
+        """Return the arrangement of a weight ``(in, out, *rest)``."""
         return cls.of_dims((1, 0, *range(2, len(shape))), shape)
 
     @property
     def is_transpose(self) -> bool:
-        """Whether it turns one matrix around, and nothing else."""
+        """Whether it is the transpose of one matrix."""
         return self.dims == (1, 0) and len(self.shape) == 2 and self.stack == 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether it takes one weight as it is."""
+        """Whether it is the identity for one weight."""
         return (
             self.dims == (*range(len(self.dims)),) == (*range(len(self.shape)),) and not self.stack
         )
 
     @property
     def event_dim(self) -> int:
-        """How many dimensions a single weight has then."""
+        """The number of dimensions of one weight."""
         return len(self.shape) - self.stack
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """Return weights ``(*lead, *weight)`` in this order, ``(*lead, *shape)``."""
+        """Return arranged weights ``(*lead, *shape)``."""
         lead = weight.dim() - len(self.dims)
         dims = (*range(lead), *(lead + d for d in self.dims))
         return weight.permute(dims).reshape(*weight.shape[:lead], *self.shape)
@@ -80,31 +79,21 @@ class Arrangement:
         return arranged if self.event_dim > 1 else arranged.unsqueeze(-1)
 
     def after(self, dims: tuple[int, ...]) -> "Arrangement":
-        """Return the arrangement of a weight of which a view, with these dimensions, has this one."""
+        """Return the arrangement of a weight whose view with permuted dimensions has this one."""
         return Arrangement(tuple(dims[d] for d in self.dims), self.shape, self.stack)
 
 
 def merged(
     shape: tuple[int, ...], stack: tuple[int, ...], out: tuple[int, ...], rest: tuple[int, ...]
 ) -> Arrangement:
-    """Return the arrangement that merges dimensions into ``(*stack, out, in)``.
-
-    Args:
-        shape: The weight's shape.
-        stack: The dimensions of a stack of weights.
-        out: The dimensions of the outputs, in their order.
-        rest: The dimensions that outputs sum over.
-    """
+    """Return the arrangement that merges a weight's dimensions to ``(*stack, out, in)``."""
     sizes = [math.prod(shape[d] for d in dims) for dims in (out, rest)]
     stacked = [shape[d] for d in stack]
     return Arrangement((*stack, *out, *rest), (*stacked, *sizes), len(stack))
 
 
 class Application(NamedTuple):
-    """A call that applies a weight linearly: ``linear_map(x, weight, bias)``.
-
-    With an arrangement, the map takes the weight in that order of its dimensions.
-    """
+    """A call ``linear_map(x, weight, bias)``, with the arrangement of its weight."""
 
     linear_map: LinearMap
     x: Any
@@ -114,19 +103,19 @@ class Application(NamedTuple):
 
     @property
     def has_positions(self) -> bool:
-        """Whether the weight meets one example more than once."""
+        """Whether the weight is applied to an example more than once."""
         return self.linear_map.has_positions(self.x)
 
     @property
     def num_examples(self) -> int:
-        """How many examples the inputs are, as far as their shape tells."""
+        """The number of examples, by the shape of the inputs."""
         stack = 0 if self.arrangement is None else self.arrangement.stack
         lead = self.x.dim() - self.linear_map.event_dim(self.x) - stack
         size: int = self.x.shape[:lead].numel()
         return size
 
     def matrix_of(self, weight: Tensor) -> Tensor:
-        """Return a weight as the matrix, or the stack of matrices, that the map takes."""
+        """Return a weight as a matrix or a stack of matrices."""
         if self.arrangement is not None:
             return self.arrangement.matrices(weight)
         return weight.flatten(1)
@@ -144,7 +133,7 @@ class Lookup(NamedTuple):
 
     @property
     def indices(self) -> Tensor:
-        """The integers as ``(batch, positions)``; without a batch or positions there is one."""
+        """The integers as ``(batch, positions)``, with sizes of 1 for missing dimensions."""
         indices: Tensor = self.x.reshape(self.x.shape[:1].numel(), self.x.shape[1:].numel())
         return indices
 
@@ -155,15 +144,11 @@ class Lookup(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """How many examples the inputs are, as far as their shape tells."""
+        """The number of examples."""
         return len(self.indices)
 
     def share_draws(self, rows: Tensor) -> Tensor:
-        """Give the same draw to all positions of an example that have the same index.
-
-        Args:
-            rows: Drawn rows ``(batch, positions, dim)``, independent where an index repeats.
-        """
+        """Replace sampled rows ``(batch, positions, dim)`` by the first with the same index."""
         indices = self.indices.contiguous()
         values, order = indices.sort()
         first = order.gather(1, torch.searchsorted(values, indices))
@@ -179,7 +164,7 @@ class Lookup(NamedTuple):
 
 
 class FactorApplication(NamedTuple):
-    """A call of a function of a factor, ``function(x, weight)``, which may have examples in front."""
+    """A call ``function(x, weight)``, whose weight may have a dimension of examples in front."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     x: Any
@@ -187,12 +172,12 @@ class FactorApplication(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """How many examples the inputs are, as far as their shape tells."""
+        """The number of examples."""
         return len(self.x)
 
 
 class Rewrite(NamedTuple):
-    """A call that is replaced by ``compute()``, whose own calls meet the weights one by one."""
+    """A call that is replaced by ``compute()``, which makes several calls."""
 
     compute: Callable[[], Any]
 
@@ -203,16 +188,9 @@ Reading = Application | Lookup | FactorApplication | Rewrite
 def arranged_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, arrangement: Arrangement
 ) -> Tensor:
-    """Apply a dense layer, or a stack of them, whose weight has its dimensions in another order.
+    """Apply a dense layer or a stack of them to ``x (*batch, *stack, in)``.
 
-    Args:
-        x: Inputs ``(*batch, *stack, in)``.
-        weight: The weight.
-        bias: Nothing, or a bias ``(out,)``.
-        arrangement: How the weight is ``(*stack, out, in)``.
-
-    Returns:
-        Outputs ``(*batch, *stack, out)``.
+    The arrangement of the weight is ``(*stack, out, in)``; outputs are ``(*batch, *stack, out)``.
     """
     tensors = (x, weight, bias)
     if has_torch_function(tensors):
@@ -228,7 +206,7 @@ def read_arranged_linear(x: Any, weight: Any, bias: Any, arrangement: Arrangemen
 
 
 def read_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Application:
-    """Read a bilinear layer: its weight ``(out, in1, in2)`` meets the products of both inputs."""
+    """Read a bilinear layer as a weight ``(out, in1, in2)`` of the products of both inputs."""
     x = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
     return Application(DenseMap(), x, weight, bias)
 
@@ -257,7 +235,7 @@ def read_addmm(
 def read_baddbmm(
     input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1
 ) -> Rewrite | None:
-    """Read ``biases + x @ weights`` for stacks of inputs and weights; the biases are drawn."""
+    """Read ``biases + x @ weights`` for stacks of inputs and weights; the biases are sampled."""
     if beta != 1 or alpha != 1 or len(batch1) != len(batch2):
         return None
     return Rewrite(lambda: input + _stacked_product(batch1, batch2))
@@ -266,7 +244,7 @@ def read_baddbmm(
 def read_grouped_product(
     mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Rewrite | None:
-    """Read ``F.grouped_mm`` of rows ``(rows, in)``, of which each weight of a stack has a share."""
+    """Read ``F.grouped_mm``, which applies each weight of a stack to a share of ``(rows, in)``."""
     is_plain = bias is None and out_dtype is None
     if mat_b.dim() != 3 or mat_a.dim() != 2 or offs is None or not is_plain:
         return None
@@ -274,10 +252,10 @@ def read_grouped_product(
 
 
 def read_einsum(equation: Any, *operands: Any) -> Rewrite | None:
-    """Read the product of an input and a weight, in which each index means one thing.
+    """Read the product of an input and a weight whose indices have one role each.
 
-    An index of both and of the result counts a stack of weights, one of both alone is summed, one of
-    weight and result is an output's, and one of input and result counts examples or positions.
+    The roles are a stack of weights (in both and the result), a sum (in both), outputs (in weight and
+    result), and examples or positions (in input and result).
     """
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
@@ -306,7 +284,7 @@ def _stacked_product(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return rows ``x (rows, in)``, up to the end of each share, times ``weights (stack, in, out)``."""
+    """Return shares of ``x (rows, in)`` up to these ends, times ``weights (stack, in, out)``."""
     arrangement = Arrangement.transposed(tuple(weights.shape[1:]))
     bounds = [0, *ends.tolist()]
     parts = [
@@ -343,7 +321,7 @@ def _product_by_index(
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
-    if weight.dim() != 2:  # a vector, which torch takes as a single output without a dimension
+    if weight.dim() != 2:  # of a vector, torch returns outputs without a dimension
         return None
     return Application(DenseMap(), input, weight, bias)
 
@@ -394,7 +372,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Lookup | None:
-    """Read a look-up, or None where it writes into the weight or changes what its gradient is."""
+    """Read a lookup, or None where it writes into the weight or changes its gradient."""
     if weight.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     return Lookup(input, weight, padding_idx)
@@ -405,7 +383,7 @@ def _attention(*args: Any, **kwargs: Any) -> Rewrite | None:
     return None if compute is None else Rewrite(compute)
 
 
-# From a call to how it is read; a reader takes the arguments of the call, and may return None.
+# A reader takes the arguments of the call, and may return None.
 _READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
     F.linear: _linear,
     F.bilinear: read_bilinear,
@@ -438,11 +416,10 @@ _READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
 
 
 def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a function of inputs and a small factor one for which a lazy factor is drawn anew.
+    """Decorate a function of inputs and a factor, so that a lazy factor is sampled for each example.
 
-    For layers whose weight is a function of a factor: each example then has a separate weight, at
-    the price of the factor's draws, and the joint distribution of its outputs is exact. A decorator, for
-    functions of a module. A factor that the model uses twice, or under another objective, is drawn once,
+    For layers whose weight is a function of a small factor: each example then has a separate weight, and
+    the joint distribution of its outputs is exact. A factor that the model uses twice is sampled once,
     as any :class:`~pyro_structvi.weights.lazy.LazyWeight`.
 
     Args:
@@ -483,15 +460,7 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def parse_application(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Reading | None:
-    """Read a call that applies a weight, with arguments by position or by keyword.
-
-    Args:
-        function: The function called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        What the call does with its weight, or None if that is not known.
+    """Return a call as an application of a weight, or None if there is no rule for the function.
 
     Example:
         >>> import torch

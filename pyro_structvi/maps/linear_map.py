@@ -15,27 +15,26 @@ class LinearMap(ABC):
     r"""A layer as a map that is linear in its weight.
 
     A weight ``(out, *rest)`` is seen as the matrix ``(out, in)`` with ``in = prod(rest)``. The map
-    applies it at every *position* p of every example n to one vector, the *patch*:
+    applies it to the *patch* at every *position* p of every example n:
 
     .. math:: y_{np} = W x_{np} + b
 
     A dense layer has one position for each vector of its input; a convolution has one for each place of
-    its filter. Structured posteriors are written against this class and hold for every map. Any map can
-    be put in the place of any other: all members take the same arguments.
+    its filter.
 
     **Required** of a subclass: ``channel_dim``, ``__call__``, ``bank``, ``mix``, ``squared_norm``,
     ``stack``, ``join_bias``, ``event_dim``, ``has_positions``. **Optional**, with its default in
     brackets: ``groups`` (1), ``is_dense`` (False), ``has_bias_column`` (False), ``without_positions``
     (the map itself), ``bank_and_squared_norm`` (one call after the other), ``combine`` (by ``stack``).
 
-    Shapes: an input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with ``out``
-    channels at ``channel_dim``. Maps are immutable, and equal if their settings are equal.
+    An input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with ``out`` channels at
+    ``channel_dim``. Maps are immutable, and equal if their settings are equal.
     """
 
     @property
     @abstractmethod
     def channel_dim(self) -> int:
-        """The dimension of inputs and outputs that holds the channels, counted from the right."""
+        """The dimension of the channels of inputs and outputs, counted from the right."""
 
     @property
     def groups(self) -> int:
@@ -44,7 +43,7 @@ class LinearMap(ABC):
 
     @property
     def is_dense(self) -> bool:
-        """Whether outputs are ``x @ matrix.mT``, so that inputs are the patches as they are."""
+        """Whether outputs are ``x @ matrix.mT``, so that the patches are the inputs."""
         return False
 
     @property
@@ -53,10 +52,7 @@ class LinearMap(ABC):
         return False
 
     def without_positions(self) -> "LinearMap":
-        """Return the map for which dimensions between the first and the last count examples.
-
-        A convolution keeps its positions.
-        """
+        """Return a dense map whose inputs have no positions; a convolution keeps its positions."""
         return self
 
     @abstractmethod
@@ -65,9 +61,9 @@ class LinearMap(ABC):
 
         Args:
             x: Inputs.
-            matrix: The weight as a matrix ``(out, in)``. A dense map also takes ``(*b, out, in)``, whose
-                dimensions ``b`` broadcast against those of the input.
-            bias: Nothing, or a bias ``(out,)``; ``(*b, out)`` with a batch of matrices.
+            matrix: The weight ``(out, in)``. A dense map also takes ``(*b, out, in)``, with dimensions
+                ``b`` that broadcast against the input.
+            bias: None or a bias ``(out,)``; ``(*b, out)`` with a batch of matrices.
 
         Returns:
             Outputs ``(*batch, *event)``.
@@ -75,15 +71,15 @@ class LinearMap(ABC):
 
     @abstractmethod
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply a bank of filters in place of the weight, to every group alike.
+        """Apply a bank of filters to every group in place of the weight.
 
         Args:
             x: Inputs.
             matrix: Filters ``(M, in)``, in any number; batches as in ``__call__``.
-            bias: Nothing, or one number for each filter, ``(M,)``.
+            bias: None or one number for each filter, ``(M,)``.
 
         Returns:
-            ``groups * M`` channels at every position, those of a group together.
+            ``groups * M`` channels at every position, ordered by group.
         """
 
     @abstractmethod
@@ -91,9 +87,9 @@ class LinearMap(ABC):
         """Recombine channels at every position, so that ``mix(bank(x, V), U)`` is the map of ``U V``.
 
         Args:
-            hidden: What :meth:`bank` returns.
-            matrix: Coefficients ``(out, M)``; the rows of a group meet its channels.
-            bias: Nothing, or a bias ``(out,)``.
+            hidden: The result of :meth:`bank`.
+            matrix: Coefficients ``(out, M)``; the rows of a group apply to its channels.
+            bias: None or a bias ``(out,)``.
 
         Returns:
             Outputs ``(*batch, *event)``.
@@ -101,14 +97,14 @@ class LinearMap(ABC):
 
     @abstractmethod
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
-        """Return the squared Euclidean norm of the patch that each output sees.
+        """Return the squared Euclidean norm of the patch of each output.
 
         Args:
             x: Inputs.
             out: The number of outputs.
 
         Returns:
-            Norms that broadcast to the outputs: one channel, or ``out`` where there are several groups.
+            Norms that broadcast to the outputs: one channel, or ``out`` with several groups.
         """
 
     def bank_and_squared_norm(
@@ -124,7 +120,7 @@ class LinearMap(ABC):
         Args:
             x: Inputs.
             matrices: ``K`` weights ``(K, out, in)``; for a dense map also ``(*b, K, out, in)``.
-            biases: Nothing, or their biases ``(K, out)``; ``(*b, K, out)`` with batches.
+            biases: None or biases ``(K, out)``; ``(*b, K, out)`` with batches.
 
         Returns:
             Their outputs, ``(*batch, K, *event)``.
@@ -138,7 +134,7 @@ class LinearMap(ABC):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Add the outputs of several weights, times coefficients of each example, onto outputs.
+        """Add the outputs of several weights times coefficients of each example.
 
         Args:
             x: Inputs.
@@ -148,8 +144,8 @@ class LinearMap(ABC):
             biases: As in :meth:`stack`.
 
         Returns:
-            A new tensor ``(*batch, *event)``. The coefficients multiply inputs or outputs, whichever
-            forms the smaller tensors.
+            A new tensor ``(*batch, *event)``. The coefficients multiply inputs or outputs, depending on
+            their size.
         """
         images = self.stack(x, matrices, biases)
         batch, count = coefficients.shape[:-1].numel(), coefficients.shape[-1]
@@ -163,25 +159,25 @@ class LinearMap(ABC):
 
     @abstractmethod
     def join_bias(self, x: Tensor) -> "tuple[LinearMap, Tensor]":
-        """Return map and input for which a matrix ``(out, in + 1)`` is a weight with its bias."""
+        """Return map and input for matrices ``(out, in + 1)`` whose last column is a bias."""
 
     @abstractmethod
     def event_dim(self, outputs: Tensor) -> int:
-        """Return how many trailing dimensions of outputs, or of inputs, belong to one example."""
+        """Return the number of trailing dimensions of outputs, or of inputs, for one example."""
 
     @abstractmethod
     def has_positions(self, x: Tensor) -> bool:
-        """Return whether an example may meet the weight at more than one position."""
+        """Return whether an example may have more than one position."""
 
     @staticmethod
     def _scales_inputs(x: Tensor, matrices: Tensor, outputs: Tensor) -> bool:
-        """Whether inputs times coefficients, and matrices rearranged for them, are less than outputs."""
+        """Whether scaled inputs and rearranged matrices are smaller than scaled outputs."""
         rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
         return x.numel() + rearranged < outputs.numel()
 
 
 class FactoredDraw(Protocol):
-    """One draw of a weight that can be applied without being formed."""
+    """A sample of a weight that can be applied without being formed."""
 
     def weight(self) -> Tensor:
         """Return the weight."""
@@ -203,8 +199,8 @@ class DenseMap(LinearMap):
     """The map of :func:`torch.nn.functional.linear`; the channels are the last dimension.
 
     Attributes:
-        positions: Whether the dimensions of an input between its first and its last are positions
-            of one example, as in a sequence. Otherwise each of them counts examples too.
+        positions: Whether the inner dimensions of an input are positions of one example, as in a
+            sequence; else they count examples.
 
     Example:
         >>> DenseMap()(torch.ones(5, 3), torch.ones(2, 3)).shape
@@ -224,7 +220,7 @@ class DenseMap(LinearMap):
         return True
 
     def without_positions(self) -> "DenseMap":
-        """Return the map that takes each vector of an input for an example."""
+        """Return the map with one example for each vector of an input."""
         return DenseMap(positions=False)
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -250,7 +246,7 @@ class DenseMap(LinearMap):
     def bank_and_squared_norm(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return both, with one gradient of the size of the input where there is one matrix."""
+        """Return both, with one gradient of the size of the input for a single matrix."""
         if matrix.dim() > 2:
             return super().bank_and_squared_norm(x, matrix, bias)
         hidden, norms = bank_and_squared_norm(x.reshape(-1, x.shape[-1]), matrix)
@@ -273,7 +269,7 @@ class DenseMap(LinearMap):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Add images of scaled inputs in one product, unless scaled outputs are smaller."""
+        """Apply all weights to scaled inputs in one product, unless scaled outputs are smaller."""
         if matrices.dim() > 3 or not self._scales_inputs(x, matrices, onto):
             return super().combine(x, coefficients, matrices, onto, biases)
         batch, count = coefficients.shape[:-1], coefficients.shape[-1]
@@ -287,20 +283,20 @@ class DenseMap(LinearMap):
         return total.reshape(onto.shape)
 
     def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
-        """Return the map itself, and the input with a column of ones."""
+        """Return the map and the input with a column of ones."""
         return self, torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
     def event_dim(self, outputs: Tensor) -> int:
-        """Return 1, and the number of positions' dimensions more where there are some."""
+        """Return 1 plus the number of dimensions of positions."""
         return max(outputs.dim() - 1, 1) if self.positions else 1
 
     def has_positions(self, x: Tensor) -> bool:
-        """Return whether there are dimensions between the first and the last, and they are positions."""
+        """Return whether an input has dimensions of positions."""
         return self.positions and x.dim() > 2
 
 
 def _stacked_product(x: Tensor, matrices: Tensor) -> Tensor:
-    """Return ``matrices (*b, out, in)`` times ``x (*batch, *b, in)``; as one product where x has all."""
+    """Return ``matrices (*b, out, in)`` times ``x (*batch, *b, in)``, in one product if x has all b."""
     stack = matrices.dim() - 2
     if x.dim() <= stack + 1 or x.shape[-1 - stack : -1] != matrices.shape[:-2]:
         return (matrices @ x.unsqueeze(-1)).squeeze(-1)
@@ -311,11 +307,10 @@ def _stacked_product(x: Tensor, matrices: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BiasColumnMap(LinearMap):
-    """A map whose matrices ``(out, in + 1)`` have the bias as their last column.
+    """A map of matrices ``(out, in + 1)`` whose last column is a bias.
 
-    For a convolution a channel of ones in the input would not do, since padding adds zeros to it. For
-    a dense map it would, see :meth:`DenseMap.join_bias`; which is faster depends on the structure.
-    Biases given beside the column are added to it.
+    A channel of ones in the input is an alternative for dense maps, :meth:`DenseMap.join_bias`, but not
+    for convolutions, since padding adds zeros to it. Separate biases are added to the column.
 
     Attributes:
         linear_map: The map without the column.
@@ -339,7 +334,7 @@ class BiasColumnMap(LinearMap):
         return True
 
     def without_positions(self) -> "BiasColumnMap":
-        """Return the same of the map without the column."""
+        """Return the map with a column of a map without positions."""
         return BiasColumnMap(self.linear_map.without_positions())
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -351,7 +346,7 @@ class BiasColumnMap(LinearMap):
         return self.linear_map.bank(x, *_split(matrix, bias))
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Recombine the channels as the map without the column does."""
+        """Recombine the channels by the map without the column."""
         return self.linear_map.mix(hidden, matrix, bias)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
@@ -386,7 +381,7 @@ class BiasColumnMap(LinearMap):
         return BiasColumnMap(self), x
 
     def event_dim(self, outputs: Tensor) -> int:
-        """Return the number for the map without the column."""
+        """Return the number of the map without the column."""
         return self.linear_map.event_dim(outputs)
 
     def has_positions(self, x: Tensor) -> bool:
