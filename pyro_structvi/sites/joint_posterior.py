@@ -1,4 +1,4 @@
-"""The posteriors of all sites, their joint draws, and biases joined to weights."""
+"""The distributions of all sites, their joint samples, and biases joined to weights."""
 
 import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class JointPosterior:
-    """The distributions of a guide's sites at its parameters as they stand, and what is drawn from them.
+    """The distributions of all sites of a guide at its current parameters.
 
-    Each distribution is made once, so that whatever it factors is shared by all draws. An objective
-    takes one for a step, and a new one after the parameters have changed.
+    Each distribution is made once, so that all samples share its factors. An objective makes a new
+    object after the parameters have changed.
 
     Args:
-        posteriors: The posteriors of the sites, in the order in which they are sampled.
-        couplings: What sites draw together.
+        posteriors: The posteriors of the sites, in the order of sampling.
+        couplings: The couplings of sites.
         uses: How the model uses each of its sites.
     """
 
@@ -49,7 +49,7 @@ class JointPosterior:
         self._draws_in_turn = False
 
     def factorize(self) -> None:
-        """Factor what draws need, before an objective maps over draws."""
+        """Compute the factors that samples share, before an objective maps over samples."""
         for distribution in self._at.values():
             if isinstance(distribution, FactoredWeight):
                 distribution.factorize()
@@ -60,12 +60,12 @@ class JointPosterior:
         number: Tensor | int | None = None,
         left_out: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Sample every site but those left out, as a guide does.
+        """Sample the sites of a guide by ``pyro.sample``.
 
         Args:
-            plates: Pyro's plates by name; of one that is subsampled its examples are sampled.
+            plates: Pyro's plates by name; a subsampled plate selects its examples.
             number: As for :meth:`conditionals`.
-            left_out: The sites that are left to the model.
+            left_out: Sites that the model samples.
         """
         values: dict[str, Tensor] = {}
         drawn = {name for name, plate in plates.items() if plate.subsample_size != plate.size}
@@ -96,7 +96,7 @@ class JointPosterior:
         return values
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
-        """Draw all sites once for each number, stacked; together, where torch can vectorize that."""
+        """Draw all sites once for each number, stacked; vectorized if torch supports that."""
         state = [value for own in self._every for value in (*own.parameters(), *own.buffers())]
         if len(numbers) > 1 and not self._draws_in_turn and are_plain(state):
             self.factorize()
@@ -140,26 +140,25 @@ class JointPosterior:
         number: Tensor | int | None = None,
         at: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[LatentSite, Any]]:
-        """Yield each site and its distribution given what sites draw together.
+        """Yield each site and its distribution conditioned on the values that couplings share.
 
         Args:
-            how: Whether that is sampled as a part of a guide, drawn, or averaged; or whether each site's
-                distribution is by itself.
-            local: Whether to yield the sites that belong to single examples too.
-            number: Which of several passes it is: members of an ensemble take turns. None for any.
-            at: The distributions, where they are not those of all examples.
+            how: The method of :class:`Coupling` that returns these values.
+            local: Whether to yield the sites of single examples too.
+            number: The number of the pass, which selects a member of an ensemble; None for any.
+            at: The distributions, if they are not the distributions of all examples.
         """
         at = self._at if at is None else at
-        given: dict[str, Any] = {}
+        conditioned: dict[str, Any] = {}
         for coupling in self._couplings:
-            given |= coupling.condition(how, at, number)
+            conditioned |= coupling.condition(how, at, number)
         for site in (posterior.site for posterior in self._posteriors):
             if local or not site.is_local:
-                yield site, given.get(site.name, at[site.name])
+                yield site, conditioned.get(site.name, at[site.name])
 
 
 def median_of(distribution: Any) -> Tensor:
-    """Return the median of a posterior of this library; of a mixture its mean."""
+    """Return the median of a posterior of this library, or the mean of a mixture."""
     value: Tensor = getattr(distribution, "base_dist", distribution).mean
     for transform in getattr(distribution, "transforms", ()):
         value = transform(value)
@@ -167,20 +166,18 @@ def median_of(distribution: Any) -> Tensor:
 
 
 def are_plain(values: Iterable[Any]) -> bool:
-    """Whether no value is a tensor of a subclass, such as a sharded one, of which vmap may not know."""
+    """Whether no value is a tensor subclass, such as a sharded tensor, which vmap may not support."""
     tensors = (value for value in values if isinstance(value, Tensor))
     return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
 def in_one_pass(run: Callable[[Any], T], values: Any) -> T | None:
-    """Run a function of a draw at several that are stacked, each with random numbers of its own.
+    """Map a function over stacked samples by vmap, each with separate random numbers.
 
-    Operations that torch runs one after another do not warn: what it cannot map at all would not either.
-    Nothing is validated, since nothing can look at values.
+    Validation is off, since values are not accessible under vmap.
 
     Returns:
-        What the function returns, stacked; None if it raises anything. What torch cannot map may raise
-        any error, a user's own too, and what is wrong in any case a single draw says itself.
+        The stacked results, or None after any error; a run with one sample shows errors of the user.
     """
     with warnings.catch_warnings(), pyro.validation_enabled(False):
         warnings.filterwarnings("ignore", "There is a performance drop")
@@ -199,15 +196,14 @@ def stack_draws(draws: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, LatentSite]) -> str:
-    """Return the name of the bias that a weight takes along, or "" if it stays by itself.
+    """Return the name of the bias to join with a weight, or "" for none.
+
+    The bias of ``<name>weight<suffix>`` is ``<name>bias<suffix>``, real, of shape ``(out,)``.
 
     Args:
-        site: The weight's site.
+        site: The site of the weight.
         family: The family chosen for it.
         sites: All latent sites of the model.
-
-    Returns:
-        The bias of ``<name>weight<suffix>`` is ``<name>bias<suffix>``, real, of shape ``(out,)``.
     """
     if not (isinstance(family, MatrixFamily) and family.join_bias and len(site.shape) >= 2):
         return ""
@@ -221,10 +217,9 @@ def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, Late
 def sample_joined(
     site: LatentSite, distribution: WeightDistribution, uses: Mapping[str, SiteUse]
 ) -> dict[str, Tensor]:
-    """Sample a weight and its bias in a guide: their joint distribution at a separate site.
+    """Sample a weight and its bias in a guide, at an auxiliary site of their joint distribution.
 
-    The joint site is auxiliary, as Pyro calls one that the model does not have; the model's two sites
-    hold its parts. The ``joins`` of its role names them for the objective.
+    The two sites of the model are point masses at slices of the joint sample.
 
     Args:
         site: The joint site.
@@ -232,7 +227,7 @@ def sample_joined(
         uses: How the model uses its sites.
 
     Returns:
-        The two values, by the names of the model's sites.
+        The two values, by site.
     """
     assert site.bias is not None
     counts = {uses[name].count for name in site.names}
@@ -270,7 +265,7 @@ def _lazy_parts(
 
 
 def joint_name(site: LatentSite) -> str:
-    """Return the name of a joint site in the guide's trace, ``<weight>+<bias>``."""
+    """Return the name ``<weight>+<bias>`` of a joint site in the trace of the guide."""
     weight, bias = site.names
     return f"{weight}+{bias.rpartition('.')[-1]}"
 
@@ -281,11 +276,11 @@ def join_values(weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def check_joined(found: Container[str], weight_of: Mapping[str, str]) -> None:
-    """Raise a ``ValueError`` if a model samples only one of a weight and the bias joined to it.
+    """Raise a ``ValueError`` if a model samples only one of a weight and its joined bias.
 
     Args:
         found: The names of the sites that the model samples.
-        weight_of: The weight of each joined bias.
+        weight_of: The weight of each joined bias, by name.
     """
     for bias, weight in weight_of.items():
         if (bias in found) != (weight in found):

@@ -1,4 +1,4 @@
-"""What a guide does with each parameter of its model, and the memory that it takes."""
+"""Reports of the posterior and the sampling of each parameter, and estimates of memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
@@ -25,21 +25,20 @@ _HEAD = ("name", "shape", "state", "posterior", "drawn", "why", "prior", "scale"
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """What a guide does with one parameter of a model.
+    """The posterior and the sampling of one parameter of a model.
 
     Attributes:
-        name: The site's name, or the parameter's.
+        name: The name of the site or parameter.
         shape: Its shape.
-        state: "random", "point" for a site whose posterior is a point, "trained" for a parameter
-            without a prior, "frozen".
-        posterior: The family of its posterior; "with ..." for a bias that is drawn with its weight.
-        drawn: What an ELBO draws of it: "outputs" of its layer, "rows" that are looked up, "factors" of
-            a weight that is not formed, the "weight", or "nothing" where the pass does not use it.
-        why: Why the weight is drawn, if it is.
-        prior: The prior's standard deviation, None where it has none.
-        scale: The root of the posterior's mean variance; None where no variance is known, as of inducing
+        state: "random", "point" for a point mass, "trained" for a parameter without a prior, "frozen".
+        posterior: The family of its posterior; "with ..." for a bias that is joined to its weight.
+        drawn: The values that an ELBO samples: "outputs" of its layer, "rows" of a lookup, "factors" of
+            the weight, the "weight", or "nothing" for an unused site.
+        why: The reason for sampling the weight.
+        prior: The standard deviation of the prior, None if it has none.
+        scale: The root of the mean variance of the posterior; None if it is unknown, as for inducing
             weights that layers share.
-        parameters: How many numbers are trained for it.
+        parameters: The number of trained parameters.
     """
 
     name: str
@@ -55,7 +54,7 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class GuideReport:
-    """What a guide does with each parameter of its model; printed as a table.
+    """The posterior and the sampling of each parameter of a model, printed as a table.
 
     Attributes:
         parameters: One record for each parameter, sites first.
@@ -65,7 +64,7 @@ class GuideReport:
 
     @property
     def local_share(self) -> float:
-        """Of the random elements that the pass uses, the share whose outputs or rows are drawn."""
+        """The share of sampled outputs or rows among the used random elements."""
         sizes = {True: 0, False: 0}
         for each in self.parameters:
             if each.state == "random" and each.drawn != "nothing":
@@ -84,10 +83,9 @@ class GuideReport:
 
 
 def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
-    """Say of each parameter whether it is random, what an ELBO draws of it, and why.
+    """Report for each parameter whether it is random, what an ELBO samples, and why.
 
-    One pass is run, as ``StructuredELBO`` does it, without a trace in the model or in the global
-    random state.
+    One pass is run as by ``StructuredELBO``; the model and the global random state are restored.
 
     Args:
         self: The guide.
@@ -147,7 +145,7 @@ def _report_site(
 
 
 def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
-    """Return what was drawn in a pass, and why that is the weight."""
+    """Return the kind of values sampled in a pass, and the reason if it is the weight."""
     if isinstance(value, LazySlice):
         value = value.whole
     if isinstance(value, LazyWeight):
@@ -162,13 +160,13 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
     if not isinstance(q, WeightDistribution):
         return "weight", "a site that is not a weight"
     if use.examples_interact:
-        return "weight", "examples that meet"
+        return "weight", "examples that interact"
     return "weight", "rows that are not examples" if use.has_other_rows else "a site in a plate"
 
 
 @torch.no_grad()
 def _scale_of(posterior: SitePosterior) -> float | None:
-    """Return the root of the mean variance; None where it is not known, or sites are drawn together."""
+    """Return the root of the mean variance, or None if it is unknown or sites are coupled."""
     try:
         variance = posterior().variance
     except (NotImplementedError, RuntimeError):
@@ -202,10 +200,10 @@ class MemoryEstimate:
 
     Attributes:
         parameters: The number of trained parameters of each site, by name; a joined bias counts with its
-            weight, and what sites draw together under a separate name.
+            weight, and a shared posterior of several sites has a separate name.
         parameter_bytes: The bytes of all parameters and constants.
-        training_bytes: The bytes of parameters and constants, gradients and Adam's two moments. What a
-            step forms on the way, activations above all, comes on top; so do two further moments of
+        training_bytes: The bytes of parameters and constants, gradients and Adam's two moments, without
+            intermediate results of a step such as activations, and without two further moments of
             ``StructuredAdam`` for each number of the noise of a correlated posterior.
     """
 
@@ -226,20 +224,20 @@ def estimate_memory(
     *args: Any,
     **options: Any,
 ) -> MemoryEstimate:
-    """Count the parameters that a guide of a model would have, without making them.
+    """Count the parameters of a guide without allocating them.
 
     Args:
-        make_guide: A guide's class, or a function that returns a guide.
-        model: A model that declares its sites, as any that ``bayesianize`` makes.
-        *args: Passed on to ``make_guide``, as the families of a ``StructuredGuide``.
-        **options: Likewise.
+        make_guide: The class of a guide, or a function that returns a guide.
+        model: A model that declares its sites, as by ``bayesianize``.
+        *args: Further arguments of ``make_guide``, such as the families of a ``StructuredGuide``.
+        **options: Its keyword arguments.
 
     Returns:
         The estimate.
 
     Raises:
-        ValueError: If the model declares no sites; those of a function are known only when it has run.
-        MemoryError: If a site would take more than its family's ``max_memory``.
+        ValueError: If the model declares no sites.
+        MemoryError: If a site exceeds ``max_memory`` of its family.
 
     Example:
         >>> import torch

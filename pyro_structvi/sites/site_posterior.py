@@ -19,9 +19,9 @@ from pyro_structvi.weights.site_role import SiteRole
 
 
 class SitePosterior(nn.Module):
-    """The variational parameters of one site; calling it gives the posterior as it stands now.
+    """The variational parameters of one site; a call returns its distribution.
 
-    Its state holds the family's options beside the parameters, since these mean nothing without.
+    The state dict also holds the options of the family, which define the meaning of the parameters.
 
     Args:
         family: The kind of posterior.
@@ -58,27 +58,27 @@ class SitePosterior(nn.Module):
         return as_tensor(self.family)
 
     def set_extra_state(self, state: Any) -> None:
-        """Leave the family as it is: a state with another one was refused before anything changed."""
+        """Do nothing; a state with another family is refused before it is loaded."""
 
     def value(self, name: str) -> Tensor:
-        """Return a parameter or constant as it stands, masks and parametrizations applied."""
+        """Return a parameter or constant, with masks and parametrizations applied."""
         value: Tensor = getattr(self, name)
         return value
 
     def release(self, name: str) -> Tensor:
-        """Give up a parameter and return its value."""
+        """Remove a parameter and return its value."""
         self._names = tuple(own for own in self._names if own != name)
         value = self.value(name).detach()
         delattr(self, name)
         return value
 
     def put(self, name: str, value: Tensor) -> None:
-        """Take a parameter more, at this value."""
+        """Add a parameter with this value."""
         self._names = (*self._names, name)
         self.register_parameter(name, nn.Parameter(value.detach()))
 
     def replace_family(self, family: Family, **constants: Tensor) -> None:
-        """Go over to a family with the same parameters, and some constants beside them."""
+        """Change to a family with the same parameters and further constants."""
         self.family = family
         self._names = tuple(dict.fromkeys([*self._names, *constants]))
         for name, value in constants.items():
@@ -101,11 +101,7 @@ class SitePosterior(nn.Module):
         return self._kept[1]
 
     def of_examples(self, plates: Mapping[str, Any]) -> TorchDistribution:
-        """Return the posterior of the examples that plates have drawn, of their rows of parameters.
-
-        Args:
-            plates: Pyro's plates by name, those around the site among them.
-        """
+        """Return the distribution of the examples that plates select, by name."""
         site = self.site
         unconstrained = bijection_onto(site.support).inverse_shape(site.shape)
         event_dim = len(unconstrained) - (len(site.shape) - site.event_dim)
@@ -118,13 +114,13 @@ class SitePosterior(nn.Module):
         return self.family.distribution(site, **values)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what can be computed again, and without gradients of masks."""
+        """Return the state without the reusable distribution and gradients of masks."""
         state = {**super().__getstate__(), "_kept": None}
         masked = {name: state[name].detach() for name in self._names if name in state}
         return state | masked
 
     def extra_repr(self) -> str:
-        """Say which sites have a posterior of which family."""
+        """Show the sites and the family."""
         return f"{' and '.join(self.site.names)}: {self.family}"
 
 
@@ -138,7 +134,7 @@ def _are_equal(kept: dict[str, Tensor], values: dict[str, Tensor]) -> bool:
 
 
 def module_key(name: str) -> str:
-    """Return a site's name as a key of a module dictionary: no dots, and none of its attributes."""
+    """Return the name of a site as a key of ``nn.ModuleDict``, without dots or names of attributes."""
     key = name.replace("/", "//").replace(".", "/")
     return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key
 
@@ -147,12 +143,12 @@ How = Literal["sample", "draw", "mean", "marginals"]
 
 
 class Coupling(nn.Module):
-    """What several sites of a guide draw together, once for each pass of the model.
+    """A value that several sites of a guide share, sampled once for each pass of the model.
 
-    ``sample``, ``draw``, ``mean`` and ``marginals`` return, by site, what the site's distribution is
-    then taken ``given``, such as the whitened inducing weights ``(M_out, M_in)`` or a member. Their
-    arguments are the distributions at the current parameters by site, one of the guide's own included,
-    and the number of the pass, by which members of an ensemble take turns; None for any.
+    ``sample``, ``draw``, ``mean`` and ``marginals`` return, by site, the value that its distribution is
+    conditioned on, such as inducing weights ``(M_out, M_in)`` or a member of an ensemble. Their
+    arguments are the distributions at the current parameters, by site, and the number of the pass,
+    which selects a member of an ensemble; None for any.
 
     Args:
         sites: The names of the sites.
@@ -163,25 +159,24 @@ class Coupling(nn.Module):
         self.sites = tuple(sites)
 
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
-        """Whether sites that are found late may join."""
+        """Whether sites that are found later may be added."""
         return False
 
     def condition(
         self, how: How, at: Mapping[str, Any], number: Tensor | int | None
     ) -> dict[str, Any]:
-        """Return, by site, the site's distribution given what is drawn together.
+        """Return the conditional distributions of the sites.
 
         Args:
-            how: Whether that is sampled as a part of a guide, drawn, or averaged; or whether each site's
-                distribution is by itself.
-            at: The distributions at the current parameters.
+            how: The method that returns the shared values.
+            at: The distributions at the current parameters, by site.
             number: The number of the pass.
         """
-        parts = getattr(self, how)(at, number)
-        return {name: at[name].condition(part) for name, part in parts.items() if name in at}
+        values = getattr(self, how)(at, number)
+        return {name: at[name].condition(value) for name, value in values.items() if name in at}
 
     def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Draw as a part of a guide, with a sample site where there is a KL to count."""
+        """Sample in a guide, with a sample site if the value contributes to the KL."""
         return self.draw(at, number)
 
     def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
@@ -193,16 +188,16 @@ class Coupling(nn.Module):
         raise NotImplementedError
 
     def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Return what gives each site's distribution by itself; nothing where it has that already."""
+        """Return the values for marginal distributions; none for sites that have them already."""
         return {}
 
 
 class SharedPosterior(Coupling):
-    """One posterior over something of several sites, at an auxiliary sample site.
+    """One posterior for several sites, at an auxiliary sample site.
 
     Args:
         sites: The names of the sites.
-        posterior: The posterior that they share.
+        posterior: The shared posterior.
     """
 
     def __init__(self, sites: Iterable[str], posterior: SitePosterior) -> None:
@@ -215,7 +210,7 @@ class SharedPosterior(Coupling):
         return self.sites
 
     def auxiliary(self, q: Any) -> Auxiliary:
-        """Return the shared distribution as the guide samples it, with its prior."""
+        """Return the auxiliary distribution of the guide, with its prior."""
         return Auxiliary(q)
 
     def split(self, value: Tensor, q: Any) -> dict[str, Any]:
@@ -240,7 +235,7 @@ class SharedPosterior(Coupling):
         return self.split(q.mean, q)
 
     def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Return the parts of the mean, where these carry their variances."""
+        """Return the parts of the mean, which include variances."""
         return self.mean(at, number)
 
 
@@ -248,14 +243,14 @@ class SharedPosterior(Coupling):
 def couple(
     family: Family, posteriors: Mapping[str, SitePosterior], scale: float
 ) -> Coupling | None:
-    """Return what sites of a family draw together, or None where they are independent.
+    """Return the coupling of the sites of a family, or None for independent sites.
 
-    A family of which this is not None registers a function here, by ``couple.register``.
+    Families with a coupling register a function by ``couple.register``.
 
     Args:
         family: The family.
-        posteriors: The posteriors of all its sites, by site.
-        scale: The standard deviation of each element at the start.
+        posteriors: The posteriors of its sites, by name.
+        scale: The initial standard deviation of each element.
     """
     return None
 
@@ -263,15 +258,15 @@ def couple(
 def couple_families(
     posteriors: Iterable[SitePosterior], known: nn.ModuleDict, scale: float
 ) -> None:
-    """Make what the sites of each family draw together, once; its key is that of its first site.
+    """Add missing couplings, with the key of their first site.
 
     Args:
         posteriors: The posteriors of all sites.
-        known: What sites draw together already; new couplings are added.
-        scale: The standard deviation of each element at the start.
+        known: The existing couplings, changed in place.
+        scale: The initial standard deviation of each element.
 
     Raises:
-        ValueError: If sites that draw together were found too late.
+        ValueError: If a coupled site was found too late.
     """
     groups: dict[Family, dict[str, SitePosterior]] = {}
     for posterior in posteriors:
@@ -295,7 +290,7 @@ def couple_families(
 
 
 def check_no_plates_around(couplings: Iterable[Coupling]) -> None:
-    """Raise a ``NotImplementedError`` if sites that draw together stand in the plates of particles."""
+    """Raise a ``NotImplementedError`` if coupled sites are inside plates of particles."""
     sites = [list(each.sites) for each in couplings]
     if sites and inside_plate():
         raise NotImplementedError(

@@ -39,7 +39,7 @@ def test_the_weights_are_drawn_and_the_report_says_so(local_reparam):
     model, guide, data = make(local_reparam)
     found = {each.name: each for each in guide.report(*data).parameters}
     for name in ("image.weight", "text.weight"):
-        assert (found[name].drawn, found[name].why) == ("weight", "examples that meet")
+        assert (found[name].drawn, found[name].why) == ("weight", "examples that interact")
     torch.manual_seed(0)
     own = ps.StructuredELBO().terms(model, guide, *data).elbo
     model, guide, data = make(False)
