@@ -34,7 +34,7 @@ def make(local_reparam, init_scale=0.7):
     return model, guide, data
 
 
-@pytest.mark.parametrize("local_reparam", [True, "exact", "flipout"])
+@pytest.mark.parametrize("local_reparam", [True, "exact"])
 def test_the_weights_are_drawn_and_the_report_says_so(local_reparam):
     model, guide, data = make(local_reparam)
     found = {each.name: each for each in guide.report(*data).parameters}
@@ -60,7 +60,7 @@ def test_noise_of_each_example_would_be_another_bound():
         elbo = ps.StructuredELBO()
         with torch.no_grad():
             return torch.stack([
-                elbo.terms(model, guide, *data).log_likelihood["obs"] for _ in range(1000)
+                elbo.terms(model, guide, *data).log_likelihood["obs"] for _ in range(300)
             ])
 
     one, each = bounds(meet=True), bounds(meet=False)

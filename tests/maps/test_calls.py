@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.maps import ConvolutionMap, DenseMap
-from pyro_structvi.maps.calls import Rewrite, parse_application
+from pyro_structvi.maps.calls import parse_application
 from tests.maps.test_conformance import (
     CHANNELS,
     CONVOLUTIONS,
@@ -55,22 +55,3 @@ def test_a_convolution_call_is_read_whatever_way_it_is_written(dim, positional):
 )
 def test_other_functions_are_no_linear_maps_of_their_weight(function):
     assert parse_application(function, (torch.ones(2), torch.ones(2)), {}) is None
-
-
-def test_self_attention_is_read_as_other_calls():
-    x, weight = torch.randn(3, 2, 4), torch.randn(12, 4)
-    given = {
-        **dict.fromkeys(("query", "key", "value"), x),
-        "embed_dim_to_check": 4,
-        "num_heads": 2,
-        "in_proj_weight": weight,
-        **dict.fromkeys(("in_proj_bias", "bias_k", "bias_v", "out_proj_bias")),
-        "add_zero_attn": False,
-        "dropout_p": 0.0,
-        "out_proj_weight": torch.randn(4, 4),
-    }
-    reading = parse_application(F.multi_head_attention_forward, (), given)
-    assert isinstance(reading, Rewrite)
-    close(reading.compute()[0], F.multi_head_attention_forward(**given)[0])
-    crossed = given | {"key": x + 1}
-    assert parse_application(F.multi_head_attention_forward, (), crossed) is None

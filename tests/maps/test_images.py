@@ -63,16 +63,6 @@ def test_every_position_of_a_convolution_has_its_exact_moments(case, dim, geomet
 
 
 @pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
-def test_an_input_without_batch_is_a_batch_of_one(case):
-    x, linear_map = make_input(2), make_map(2, {})
-    q = case.make((), filters_shape(2, {}), torch.float64)
-    single, batch = q.image_under(linear_map, x[1]), q.image_under(linear_map, x)
-    assert single.batch_shape == ()
-    close(single.mean, batch.mean[1])
-    close(single.variance, batch.variance[1])
-
-
-@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=lambda case: case.name)
 def test_a_convolution_of_zeros_has_finite_gradients(case):
     """Padding alone makes patches of zeros, and rounding may make a variance negative."""
     x = torch.zeros(1, CHANNELS, *SPACES[2])
