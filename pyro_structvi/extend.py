@@ -3,7 +3,13 @@
 from pyro_structvi._checks import Count, Positive, Share, Whole, checked
 from pyro_structvi.linalg.matrices import solve_lower
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
-from pyro_structvi.sites.family import Family, GuideOptions, MatrixFamily, MemoryLimitedFamily
+from pyro_structvi.sites.family import (
+    FactoredFamily,
+    Family,
+    GuideOptions,
+    MatrixFamily,
+    MemoryLimitedFamily,
+)
 from pyro_structvi.sites.latent_site import (
     JoinedBias,
     LatentSite,
@@ -23,6 +29,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
 from pyro_structvi.weights.outputs import GaussianOutputs, NormalOutputs, OutputDistribution
 from pyro_structvi.weights.weight_distribution import (
+    FactoredWeight,
     GaussianWeight,
     IndependentWeight,
     Way,
@@ -33,6 +40,7 @@ __all__ = [
     # distributions
     "Argument",
     "DenseMap",
+    "FactoredWeight",
     "GaussianOutputs",
     "GaussianWeight",
     "IndependentWeight",
@@ -44,6 +52,7 @@ __all__ = [
     "solve_lower",
     # families
     "Count",
+    "FactoredFamily",
     "Family",
     "JoinedBias",
     "LatentSite",

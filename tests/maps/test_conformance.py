@@ -277,42 +277,6 @@ def test_a_dense_map_takes_batches_of_matrices(join):
     close(linear_map.combine(x, coefficients, matrices, onto, biases), expected)
 
 
-SMALLEST = {
-    "dense": (DenseMap(), (2, 2, 2), 2),
-    "convolution": (ConvolutionMap(F.conv1d, (1, 2), padding=1, groups=2), (2, 2, 2), 2),
-}
-
-
-@pytest.mark.parametrize("scales_inputs", [False, True])
-@pytest.mark.parametrize("join", [False, True], ids=["plain", "bias column"])
-@pytest.mark.parametrize(("plain", "shape", "size"), SMALLEST.values(), ids=SMALLEST)
-def test_gradients_are_those_of_finite_differences(
-    plain, shape, size, join, scales_inputs, monkeypatch
-):
-    monkeypatch.setattr(LinearMap, "_scales_inputs", lambda *sizes: scales_inputs)
-    linear_map, size = (BiasColumnMap(plain), size + 1) if join else (plain, size)
-
-    def leaf(*shape):
-        return torch.randn(*shape, requires_grad=True)
-
-    x, matrices, biases = leaf(*shape), leaf(2, 2, size), leaf(2, 2)
-    with torch.no_grad():
-        outputs = linear_map(x, matrices[0])
-
-    def combine(x, coefficients, matrices, onto, biases):
-        return linear_map.combine(x, coefficients, matrices, onto, biases)
-
-    def mix(x, matrix, mixing, bias):
-        hidden, norms = linear_map.bank_and_squared_norm(x, matrix, bias)
-        return linear_map.mix(hidden, mixing), norms, linear_map.squared_norm(x, 2)
-
-    onto = outputs.clone().requires_grad_()
-    assert torch.autograd.gradcheck(linear_map, (x, matrices[0], biases[0]))
-    assert torch.autograd.gradcheck(linear_map.stack, (x, matrices, biases))
-    assert torch.autograd.gradcheck(combine, (x, leaf(2, 2), matrices, onto, biases))
-    assert torch.autograd.gradcheck(mix, (x, matrices[0], leaf(2, 2), biases[0]))
-
-
 def test_the_smaller_tensors_are_formed():
     """Counted with the weights that scaled inputs need in another order."""
     narrow, wide, few = torch.zeros(100, 4), torch.zeros(100, 400), torch.zeros(3, 4)
