@@ -186,7 +186,6 @@ def test_a_structure_that_does_not_survive_the_order_is_drawn_once():
         lambda w: torch.einsum("ii,io->io", torch.ones(IN, IN), w),
         lambda w: torch.einsum("bi,io->b", torch.ones(ROWS, IN), w),
         lambda w: torch.einsum("...i,io->...o", torch.ones(ROWS, IN), w),
-        lambda w: F.conv_transpose1d(torch.ones(2, IN, 5), w.reshape(IN, 1, OUT), groups=IN),
         lambda w: w.transpose(0, 1) + 1,
         lambda w: w[0] * 2,
     ],
@@ -196,6 +195,12 @@ def test_other_calls_draw_the_weight(call):
     value = call(weight)
     assert weight.is_drawn
     torch.testing.assert_close(value, call(weight.draw()))
+
+
+def test_a_transposed_convolution_in_groups_draws_the_weight():
+    weight = lazy(mean_field(IN, 1, OUT))
+    F.conv_transpose1d(torch.ones(2, IN, 5), weight, groups=IN)
+    assert weight.is_drawn
 
 
 def test_two_views_of_one_weight_are_one_weight():

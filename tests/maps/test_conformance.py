@@ -112,7 +112,7 @@ PLAIN = {
     "1d, valid": lambda: convolution_subject(1, padding="valid"),
     "1d, groups and all": lambda: convolution_subject(1, groups=2, **EVERYTHING),
     "1d, no batch": lambda: convolution_subject(1, has_batch=False, groups=2),
-    "2d, same": lambda: convolution_subject(2, padding="same", dilation=2),
+    "2d, same": lambda: convolution_subject(2, padding="same", dilation=(2, 1)),
     "3d, uneven": lambda: convolution_subject(3, **UNEVEN),
 }
 SUBJECTS = {
