@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -14,17 +15,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map  # as in torch.func, for nested arguments
 
 T = TypeVar("T", bound=Tensor)
-
-
-def signature_of(operation: Any) -> str:
-    """Return what an operation of torch's dispatcher takes and returns, as ``torch.library`` writes it.
-
-    Without it an operation that takes another's place would repeat its signature.
-    """
-    return "(" + str(operation._schema).partition("(")[2]
 
 
 def inside_transform() -> bool:
@@ -54,12 +48,36 @@ def inside_forward_derivative() -> bool:
     return forward_ad._current_level >= 0
 
 
-def is_tracing() -> bool:
-    """Whether ``make_fx`` records what runs here, so that tensors' values may not steer Python.
+_IS_RECORDING = ContextVar("_IS_RECORDING", default=False)
 
-    Without it a branch on a value would raise while a step is traced.
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Announce that a block is recorded, so that tensors' values may not steer Python."""
+    token = _IS_RECORDING.set(True)
+    try:
+        yield
+    finally:
+        _IS_RECORDING.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether this code runs in a :func:`recording` block, or in ``make_fx``.
+
+    Torch has no public question for the latter. Without it a branch on a value would raise there.
     """
-    return get_proxy_mode() is not None
+    return _IS_RECORDING.get() or get_proxy_mode() is not None
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether Python may read a constant here without an error, a wait or a lost gradient.
+
+    Torch has no public question for its tracers. Without it they would refuse code that reads constants.
+    """
+    if torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None:
+        return False
+    is_traced = inside_transform() or inside_jit_trace()
+    return not (is_traced or tensor.requires_grad or tensor.device.type != "cpu")
 
 
 def inside_backward() -> bool:

@@ -27,11 +27,6 @@ from pyro_structvi.linalg.matrices import event_sum
 from pyro_structvi.linalg.precision import floored_sqrt
 
 
-def plain_variance_and_sums(log_scale: Tensor, event_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    variance = (2 * log_scale).exp()
-    return variance, event_sum(variance, event_dim), 2 * event_sum(log_scale, event_dim)
-
-
 def plain_row_gram(factors: Tensor, batch_dim: int) -> Tensor:
     flat = factors.flatten(batch_dim + 1)
     return (flat @ flat.mT).double()
@@ -45,26 +40,18 @@ def plain_squared_distance(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
     return event_sum((mean - loc).square(), event_dim)
 
 
-def plain_bank_and_squared_norm(x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    return x @ matrix.mT, x.square().sum(-1, keepdim=True)
-
-
 # By name: torch's own operations for a function, and guides whose step calls it.
 PLAIN: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "square": (torch.square, ["mean field", "k-tied, k = 1"]),
     "draw_normal": (
         lambda mean, variance, noise: mean + floored_sqrt(variance) * noise,
         ["mean field", "k-tied, k = 1"],
     ),
-    "variance_and_sums": (plain_variance_and_sums, ["mean field"]),
     "squared_distance": (
         plain_squared_distance,
         ["mean field", "k-tied, k = 1", "low rank, K = 2"],
     ),
     "sum_of_logs": (plain_sum_of_logs, ["k-tied, k = 2"]),
     "row_gram": (plain_row_gram, ["low rank, K = 2"]),
-    "add_scaled_noise": (torch.addcmul, ["inducing 64"]),
-    "bank_and_squared_norm": (plain_bank_and_squared_norm, ["inducing 64"]),
 }
 
 

@@ -1,4 +1,4 @@
-"""How many observations the predictive intervals hold."""
+"""Coverage of predictive intervals."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ Level = Annotated[float, Rule("a number above 0 and below 1", lambda value: 0 < 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many observations the intervals of one level hold.
+    """Coverage of the intervals of one level.
 
     Attributes:
         observed: The share of observations within their intervals, bounds included.
-        standard_error: The standard deviation that this share would have if the intervals were right,
-            ``sqrt(level (1 - level) / N)`` for N independent examples.
+        standard_error: The standard deviation of this share for correct intervals of N independent
+            examples, ``sqrt(level (1 - level) / N)``.
     """
 
     observed: float
@@ -31,20 +31,19 @@ class Coverage:
 def expected_coverage(
     prediction: Prediction, y: Tensor, levels: Sequence[Level] = (0.5, 0.8, 0.9, 0.95)
 ) -> dict[float, Coverage]:
-    r"""Return which share of new observations lies in the predictive intervals of each level.
+    r"""Return the share of new observations within the predictive intervals of each level.
 
     .. math:: \hat c = \frac1N \sum_n 1[l_n \le y_n \le u_n]
 
-    How to read it: the share should be the level, give or take two standard errors. Below it the
-    predictions are too sure, above it not sure enough. The right coverage alone is no praise: intervals
-    of the marginal distribution of y have it too, so look at their width or at a log density beside it.
-    On the training data itself coverage is too high.
+    How to read it: the share should be the level, up to two standard errors. Below it the predictions
+    are overconfident, above it underconfident. Intervals of the marginal distribution of y have the
+    right coverage too, so compare their widths or a log density as well. On training data the coverage
+    is too high.
 
     Args:
-        prediction: What ``predict`` returns at N inputs: ``prediction.interval(level)`` is the lower and
-            the upper bound, ``(N, *event)`` each.
-        y: Observations at these inputs, ``(N, *event)``. Of several targets each counts, and the
-            standard error is still that of N examples, which is at least the right one.
+        prediction: A prediction at N inputs.
+        y: Observations at these inputs, ``(N, *event)``. Several targets of an example all count; the
+            standard error remains that for N examples, an upper bound.
         levels: Levels of the intervals, each above 0 and below 1.
 
     Returns:
@@ -52,8 +51,8 @@ def expected_coverage(
 
     Raises:
         TypeError: If ``prediction`` is no prediction.
-        ValueError: If a level is not between 0 and 1, there is none, ``y`` has not the intervals'
-            shape or is not finite, or the prediction has no intervals, as that of classes.
+        ValueError: If a level is not between 0 and 1, ``levels`` is empty, ``y`` is not finite or of
+            another shape than the intervals, or the prediction has no intervals, as for classes.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""How noisy the gradients of a guide's parameters are."""
+"""Signal-to-noise ratios of the gradients of a guide's parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ from pyro_structvi.sites.finding import separate_randomness
 class GradientNoise:
     """The noise of one parameter's gradient, over independent draws at the same data.
 
-    Elements whose gradient is zero in every draw are left out of all three numbers, which are NaN where
-    no other elements are there. An element whose gradient does not vary has an infinite ratio.
+    Elements without a gradient in any draw are excluded; without other elements all three numbers are
+    NaN. An element with a constant gradient has an infinite ratio.
 
     Attributes:
         snr: The signal-to-noise ratio ``E[g]^2 / Var[g]``, averaged over elements.
-        median_snr: The median of that ratio over elements, which a few large ones do not move.
-        second_moment_ratio: ``E[g^2] / Var[g]``, averaged over elements; one more than ``snr``, but for
-            the finite number of draws.
+        median_snr: The median of that ratio over elements.
+        second_moment_ratio: ``E[g^2] / Var[g]``, averaged over elements; ``snr + 1`` except for the
+            finite number of draws.
     """
 
     snr: float
@@ -48,26 +48,24 @@ def gradient_snr(
     .. math:: \mathrm{SNR} = \mathrm{E}[g]^2 / \mathrm{Var}[g]
 
     for each element g of the gradient of the negative ELBO, estimated from independent gradients at the
-    present parameters and on the same batch, with the unbiased estimate of the variance. Parameters,
-    their ``.grad``, buffers of the model and the global state of random numbers stay as they are.
+    current parameters on the same batch, with the unbiased variance. Parameters, their ``.grad``,
+    buffers of the model and the global random state do not change.
 
-    How to read it: a step of plain gradient descent knows the sign of an element's gradient well if the
-    ratio is well above 1, and must average many steps if it is far below. The estimate for pure noise is
-    about ``1 / num_samples``, so numbers of that size say zero. Ratios fall on the way to the optimum,
-    where ``E[g]`` is zero: compare guides at the same stage of training. The noise of choosing
-    mini-batches is not in it.
+    How to read it: well above 1 one step of gradient descent has the right sign; far below 1 many steps
+    must be averaged. Pure noise gives about ``1 / num_samples``. Ratios fall towards the optimum, since
+    ``E[g]`` vanishes there: compare guides at the same stage of training. The noise of mini-batches is
+    not included.
 
     Args:
         model: The model.
         guide: The guide.
         *args: Their arguments, a batch as in training.
         num_samples: The number of gradients, at least 2.
-        objective: The objective, with its present weight of the KL and number of particles; a
-            ``StructuredELBO()`` when None.
+        objective: The objective, at its current weight of the KL; a ``StructuredELBO()`` when None.
         **kwargs: Keyword arguments of model and guide.
 
     Returns:
-        By the name of the guide's parameter, as ``guide.named_parameters()`` has it.
+        The noise by the name in ``guide.named_parameters()``.
 
     Raises:
         ValueError: If ``num_samples`` is below 2, or the guide has no parameter to train.
@@ -82,8 +80,7 @@ def gradient_snr(
 
     References:
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.2 and Figure 4. Their
-        footnote 2 prints ``E[g^2] / Var[g^2]``, which depends on the unit of the gradient, and takes the
-        moments over 10 successive batches; here the ratio has no unit and the batch is fixed.
+        footnote 2 has ``E[g^2] / Var[g^2]``, over 10 successive batches.
     """
     if num_samples < 2:
         raise ValueError(
@@ -102,7 +99,7 @@ def gradient_snr(
 
 
 def _gradients(guide: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of a loss by parameter, zeros where it does not depend on one."""
+    """Return the gradients of a loss by parameter, zeros for parameters that it does not contain."""
     trained = {name: value for name, value in guide.named_parameters() if value.requires_grad}
     if not trained or not loss.requires_grad:
         raise ValueError("`guide` must have parameters to train, but has none that the ELBO needs.")
@@ -115,7 +112,7 @@ def _gradients(guide: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 def _moments(
     draw: Callable[[], Mapping[str, Tensor]], count: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return mean and unbiased variance of each element, of which no draw has to be kept.
+    """Return mean and unbiased variance of each element, one draw at a time.
 
     References:
         Welford (1962), "Note on a method for calculating corrected sums of squares and products".
@@ -131,12 +128,9 @@ def _moments(
 
 
 def _summary(signal: Tensor, variance: Tensor, share: float) -> GradientNoise:
-    """Average the ratios of the elements that have a gradient.
+    """Average the ratios of elements with a gradient.
 
-    Args:
-        signal: The squared mean.
-        variance: The unbiased variance.
-        share: By how much ``E[g^2]`` is above the squared mean, as a share of that variance.
+    ``signal`` is the squared mean, and ``E[g^2]`` is ``signal + share * variance``.
     """
     has_gradient = (signal > 0) | (variance > 0)
     signal, variance = signal[has_gradient], variance[has_gradient]
@@ -148,7 +142,7 @@ def _summary(signal: Tensor, variance: Tensor, share: float) -> GradientNoise:
 
 @contextmanager
 def _kept_buffers(model: Any) -> Iterator[None]:
-    """Put back the buffers of a model, such as running statistics, after this block."""
+    """Restore the buffers of a model, such as running statistics, after this block."""
     buffers = [each for each in tensors_in(model) if not isinstance(each, nn.Parameter)]
     before = [each.clone() for each in buffers]
     try:

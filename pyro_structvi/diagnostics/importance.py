@@ -1,8 +1,8 @@
-"""How far a guide is from the posterior, by the weights of importance sampling."""
+"""Distance of a guide from the posterior, by importance weights."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,64 +24,62 @@ from pyro_structvi.structures.pruned import PrunedNormal
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteRole
 
-MIN_SAMPLES = 100  # of which a fifth is the tail that a Pareto distribution is fitted to
+MIN_SAMPLES = 100  # a fifth is the tail that a Pareto distribution is fitted to
 MAX_BYTES = 2**25  # of weights and layers' outputs in one pass, as by default in `predict`
-ROUNDING = 1e-8  # log weights within it, relative to their size, are equal
+ROUNDING = 1e-8  # relative differences of log weights that count as zero
 
 
 @dataclass(frozen=True)
 class ImportanceDiagnosis:
-    """What the importance weights of a guide's draws say of it.
+    """Importance weights of a guide's draws, summarized.
 
     Attributes:
         k_hat: The shape of the generalized Pareto distribution of the largest weights; minus infinity
-            where all weights are equal, so that there is no tail.
+            if all weights are equal.
         elbo: The average of the log weights, in nats: an estimate of the evidence lower bound.
         importance_weighted_bound: The log of the average weight, in nats.
-        effective_sample_size: As how many draws of the posterior the smoothed weights count, from 1 to
-            ``num_samples``.
+        effective_sample_size: The number of posterior draws that the smoothed weights are worth, from 1
+            to ``num_samples``.
+        log_weights: The log weights ``(num_samples,)``, in nats.
     """
 
     k_hat: float
     elbo: float
     importance_weighted_bound: float
     effective_sample_size: float
+    log_weights: Tensor = field(repr=False, compare=False)
 
 
 @checked
 def pareto_k(
-    model: Program,
-    guide: StructuredGuide,
-    *args: Any,
-    num_samples: Count = 1000,
-    **kwargs: Any,
+    model: Program, guide: StructuredGuide, *args: Any, num_samples: Count = 1000, **kwargs: Any
 ) -> ImportanceDiagnosis:
-    r"""Say how far a guide is from the posterior of all weights together.
+    r"""Compare a guide with the posterior of all weights jointly.
 
-    The log weights of S draws of the whole guide, :math:`r_s = \log p(y, w_s) - \log q(w_s)`, are the
-    log evidence for every draw if q is the posterior. Of them
+    The log weights of S draws of the whole guide, :math:`r_s = \log p(y, w_s) - \log q(w_s)`, all equal
+    the log evidence if q is the posterior. They give the ELBO and the importance-weighted bound
 
-    .. math:: \mathcal{L} = \frac1S \sum_s r_s \le \mathcal{L}_S = \log \frac1S \sum_s e^{r_s}
+    .. math:: \mathcal{L} = \frac1S \sum_s r_s \le \mathcal{L}_S = \log \frac1S \sum_s e^{r_s},
 
-    are the ELBO and the importance-weighted bound. In expectation :math:`\mathrm{E}[\mathcal{L}] \le
-    \mathrm{E}[\mathcal{L}_S] \le \log p(y)`, and :math:`\mathcal{L}_S` grows with S.
+    with expectations :math:`\mathrm{E}[\mathcal{L}] \le \mathrm{E}[\mathcal{L}_S] \le \log p(y)`, and
+    :math:`\mathrm{E}[\mathcal{L}_S]` grows with S.
 
-    How to read it: below 0.5 the guide is so close that averages under the posterior can be had from its
-    draws by weighting; up to 0.7 still with many draws; above 0.7 neither the weights nor the
-    importance-weighted bound and the effective sample size are to be trusted. A k above 0.7 means that
-    some direction of all the weights is wrong, as nearly always in a net of many weights, whose
-    posterior has several modes; predictions may be good all the same, so check these on held-out data
-    (:func:`expected_coverage`). A gap between the two bounds is a part of ``KL(q, posterior)``.
+    How to read it: for k below 0.5 weighted draws of the guide give accurate averages under the
+    posterior; up to 0.7 they need many draws; above 0.7 the weights, the importance-weighted bound and
+    the effective sample size are unreliable. A k above 0.7 means that some direction of all the weights
+    is wrong, as nearly always in a net of many weights, whose posterior has several modes. Predictions
+    may still be good, so check them on held-out data (:func:`expected_coverage`). A gap between the two
+    bounds is a part of ``KL(q, posterior)``.
 
-    Weights are drawn, whatever the guide's ``local_reparam``, and the model runs in evaluation mode. The
-    density of an ``InducingWeightGuide`` is that of the weights W alone, so that its ELBO here is above
-    the bound on W and U that training has; with ``shared=True`` it is that of W and U together.
+    Weights are drawn regardless of the guide's ``local_reparam``, and the model runs in evaluation mode.
+    An ``InducingWeightGuide`` has the density of the weights W alone, so its ELBO here is above the
+    training bound on W and U; with ``shared=True`` both are joint in W and U.
 
     Args:
         model: The model.
         guide: A fitted guide with a density: no points, ensembles or dropout.
-        *args: The arguments of model and guide: *all* training data, observations included. A mini-batch
-            gives the weights of another posterior.
+        *args: The arguments of model and guide: *all* training data, observations included, since a
+            mini-batch has another posterior.
         num_samples: The number S of draws, at least 100.
         **kwargs: Their keyword arguments.
 
@@ -90,15 +88,15 @@ def pareto_k(
 
     Raises:
         ImportError: If ArviZ is not installed.
-        ValueError: If the guide has no density or not the model's sites, ``num_samples`` is below 100,
-            or a log weight is NaN.
+        ValueError: If the guide has no density or other sites than the model, ``num_samples`` is below
+            100, or a log weight is NaN.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
         >>> net = bayesianize(torch.nn.Linear(1, 1, bias=False), prior=1.0)
         >>> model = Regressor(net, num_data=8, noise_scale=1.0)
         >>> x = torch.linspace(-1, 1, 8).unsqueeze(-1)
-        >>> guide = MeanFieldGuide(model, init_scale=0.01)  # far too narrow, as it is not trained
+        >>> guide = MeanFieldGuide(model, init_scale=0.01)  # not trained, and far too narrow
         >>> diagnosis = pareto_k(model, guide, x, 2 * x, num_samples=200)
         >>> diagnosis.elbo < diagnosis.importance_weighted_bound
         True
@@ -181,10 +179,9 @@ def _check_sites(of_model: Any, of_guide: Any) -> None:
 
 
 def _of_draws(log_weight: Callable[[Any], Tensor], count: int, size: int) -> Tensor:
-    """Return the log weights of so many draws: the first by itself, the others together if possible.
+    """Return the log weights of several draws, vectorized unless torch cannot vectorize the model.
 
-    What torch cannot vectorize runs draw by draw; then only the time differs. Under vmap nothing can be
-    validated, so what is wrong in any case must show in the first draw, or as a NaN.
+    vmap disables validation, so the first draw runs alone to raise errors.
     """
     with counted_bytes() as outputs:  # of layers
         first = log_weight(0)
@@ -206,8 +203,8 @@ def _diagnosis(log_weights: Tensor) -> ImportanceDiagnosis:
     bound = float(log_weights.logsumexp(0)) - math.log(len(log_weights))
     values = log_weights.cpu().numpy()
     if np.ptp(values) <= ROUNDING * max(1.0, np.abs(values).max()):
-        return ImportanceDiagnosis(-math.inf, elbo, bound, float(len(values)))
+        return ImportanceDiagnosis(-math.inf, elbo, bound, float(len(values)), log_weights)
     smoothed, k_hat = pareto_smoothed(values)
     weights = np.exp(smoothed - smoothed.max())
     size = weights.sum() ** 2 / np.square(weights).sum()
-    return ImportanceDiagnosis(k_hat, elbo, bound, float(size))
+    return ImportanceDiagnosis(k_hat, elbo, bound, float(size), log_weights)

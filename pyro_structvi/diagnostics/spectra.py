@@ -12,13 +12,13 @@ from pyro_structvi.sites.structured import StructuredGuide
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Singular values of the posterior of one weight, taken as a matrix ``(out, rest)``.
+    """Singular values of the posterior of one weight, as a matrix ``(out, rest)``.
 
     Attributes:
         mean: Singular values of the matrix of means, descending, ``(min(out, rest),)``.
-        scale: Those of the matrix of standard deviations.
-        mean_share: For each singular value of the means, its share of the explained variance, the
-            square over the sum of squares; zeros for a matrix of zeros.
+        scale: Singular values of the matrix of standard deviations.
+        mean_share: Share of each singular value of the means in the explained variance, its square over
+            the sum of squares; zeros for a matrix of zeros.
         scale_share: The same for the standard deviations.
     """
 
@@ -32,26 +32,25 @@ class Spectrum:
 def spectra(guide: StructuredGuide) -> dict[str, Spectrum]:
     r"""Return the singular values of the posterior of each weight with at least two dimensions.
 
-    A weight ``(out, *rest)`` is flattened to the matrix ``(out, prod(rest))``: that of a convolution
-    ``(out, in, h, w)`` to ``(out, in h w)``, which has the singular values of the paper's ``(h w in,
-    out)``. Of a matrix of rank r the share of the explained variance is
+    A weight ``(out, *rest)`` is flattened to a matrix ``(out, prod(rest))``, for a convolution ``(out,
+    in h w)``. A matrix of rank r has the shares of the explained variance
 
     .. math:: \gamma_k^2 / \textstyle\sum_{j \le r} \gamma_j^2
 
-    How to read it: ``scale_share.cumsum(0)[k - 1]`` is what a k-tied posterior of rank k can keep at
-    most of the standard deviations. Where it is near 1 for a small k, :func:`compress_scales` or a
+    How to read it: ``scale_share.cumsum(0)[k - 1]`` bounds the share of the standard deviations that a
+    k-tied posterior of rank k can keep. If it is near 1 for a small k, :func:`compress_scales` or a
     ``KTiedGuide(model, rank=k)`` loses little. Means usually need many ranks, and standard deviations
-    few, in part because these are positive, so that one rank holds their common level.
+    few, since these are positive and one rank holds their common level.
 
     Args:
         guide: A fitted guide.
 
     Returns:
-        The spectra by site, in float64. Sites that do not take every real value are left out.
+        The spectra by site, in float64, without constrained sites.
 
     Raises:
         ValueError: If no site has a matrix or filters.
-        RuntimeError: If the guide knows no site yet.
+        RuntimeError: If the guide has not found its sites yet.
 
     Example:
         >>> from pyro_structvi import Classifier, KTiedGuide, bayesianize

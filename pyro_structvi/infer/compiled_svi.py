@@ -1,4 +1,4 @@
-"""Stochastic variational inference of which a step is one compiled function."""
+"""Stochastic variational inference with compiled steps."""
 
 from typing import Any
 
@@ -15,34 +15,34 @@ from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck, Loss
 
 
 class CompiledSVI:
-    r"""``SVI`` of which a step runs without Pyro's handlers, and with few kernels.
+    """``SVI`` with compiled steps, without Pyro's handlers.
 
-    The first two steps with inputs of new shapes are ordinary ones. The second is traced besides: model,
-    guide, ELBO and gradients become a graph of tensor operations, which must have the ordinary step's
-    loss, to rounding, and draw as many random numbers. From then on this graph runs: on the CPU
-    compiled by inductor, which takes some seconds; on a GPU, after three steps that warm it
-    up, as a CUDA graph, which holds the optimizer's update too without ``check_finite``. All of these
-    are real steps, and draw the noise that ``SVI`` would draw from the same seed, so the losses are
-    those of ``SVI`` up to rounding.
+    The first three steps with inputs of new shapes are ordinary ones. The second is recorded: model,
+    guide, ELBO, gradients and update become a list of tensor operations. The record and, in the third
+    step, its replay must have the ordinary step's loss up to rounding, and draw as many random numbers.
+    Later steps replay the record: on the CPU compiled by inductor, which takes some seconds; on a GPU as
+    a CUDA graph, after three steps that warm it up. The CUDA graph holds the optimizer's update, too,
+    without ``check_finite``. All steps are real ones and draw the noise of ``SVI``, so the losses are
+    the same up to rounding.
 
-    What Python decides, it decides once for each combination of shapes, dtypes, other arguments, modules
-    with their parameters, buffers and training modes, and autocast: an ``if`` on a counter is not asked
-    again. Values of parameters and buffers, learning rates and the weight of the KL are read at each
-    step; plates draw new subsamples.
+    Python's decisions are made once for each combination of shapes, dtypes, other arguments, modules
+    with their parameters, buffers and training modes, and autocast. An ``if`` on a counter is a constant
+    of the record. Values of parameters and buffers, learning rates and the weight of the KL are read in
+    each step; plates draw new subsamples.
 
     Args:
         model: The model.
         guide: The guide.
-        optim: A Pyro optimizer such as ``pyro.optim.Adam({"lr": 1e-3})``, of which one fused torch
-            optimizer is made; or a torch optimizer, which trains the parameters that it was made of.
-        loss: A :class:`StructuredELBO`; with ``fallback`` any of Pyro's.
-        backend: A backend of ``torch.compile``, or None to run the traced operations one by one, by
-            torch's interpreter on the CPU, which takes no compiler.
-            "auto" is "inductor" on the CPU, which needs a C++ compiler, and None on a GPU.
-        fallback: Whether a step that cannot be compiled runs as ``SVI`` runs it, with a
+        optim: A Pyro optimizer such as ``pyro.optim.Adam({"lr": 1e-3})``, which becomes one fused torch
+            optimizer; or a torch optimizer with its parameters.
+        loss: A :class:`StructuredELBO`; with ``fallback`` any ELBO of Pyro.
+        backend: A backend of ``torch.compile``, or None to run the recorded operations one by one, which
+            needs no compiler. "auto" is "inductor" on the CPU, which needs a C++ compiler, and None on a
+            GPU.
+        fallback: Whether a step that cannot be compiled runs as in ``SVI``, with a
             :class:`CompileFallbackWarning`, instead of raising.
-        check_finite: Whether loss and gradients are looked at before each update, as ``fit`` does.
-            Without it a CUDA graph holds the update too, and a NaN in the data is found everywhere.
+        check_finite: Whether loss and gradients are checked before each update, as in ``fit``. Without
+            it a CUDA graph holds the update, too, and a NaN in the data spreads to all parameters.
 
     Raises:
         TypeError: If ``optim`` or ``loss`` is of the wrong kind.

@@ -28,15 +28,15 @@ class SampledKLWarning(UserWarning):
 
 
 class StructuredELBO(ELBO):
-    r"""The evidence lower bound that evaluates what enters it, and nothing else.
+    r"""The evidence lower bound, which evaluates only the densities that it needs.
 
     .. math:: \mathcal{L} = \mathrm{E}_q[\log p(y \mid x, W)] - w \sum_s \mathrm{KL}(q_s \| p_s)
 
-    Log densities are computed at observed sites only, so a weight that has not been drawn stays
-    undrawn. Where neither a closed form nor quadrature is registered, ``log q - log p`` at the draw
-    stands in, and a :class:`SampledKLWarning` names a weight once. Closed forms need the posteriors of
-    different sites to be independent, or to say at an auxiliary site what they share, as in every
-    guide of this package. For an ensemble of points the terms are averages over its members.
+    Log densities are computed at observed sites only, so a weight that has not been sampled stays
+    unsampled. Without a closed form or a registered quadrature the KL is ``log q - log p`` at the draw,
+    after one :class:`SampledKLWarning` for each weight. Closed forms need independent posteriors of
+    different sites, or a shared auxiliary site, as in every guide of this package. For an ensemble of
+    points the terms are averages over its members.
 
     The scale and mask of a latent site are those of the *model*: a ``poutine.scale`` around the
     model weighs the KL of the sites inside it.

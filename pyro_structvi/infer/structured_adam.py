@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
+from pyro_structvi._torch import is_recording
 from pyro_structvi._torch_steps import norm_of
 from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.site_posterior import SitePosterior
@@ -34,8 +35,8 @@ class StructuredAdam(torch.optim.Optimizer):
 
     .. math:: \mu \leftarrow \mu - A \, \operatorname{Adam}_\rho(A^\top g), \qquad g = \nabla_\mu.
 
-    Without Adam's division this is the natural gradient step :math:`\Sigma g`, for which a
-    Gaussian posterior has curvature 1 in every direction. Where many elements are as wide as a wide
+    Without Adam's division this is the natural gradient step :math:`\Sigma g`: a Gaussian posterior
+    has curvature 1 in every direction. Where many elements are as wide as a wide
     prior, most of their gradients are noise, and so would their moves be: the root mean square of
     this move over a weight is at most that of Adam's own, the rate in the mean's unit. A low rank with
     a constant diagonal, which gains little by it, moves once.
@@ -138,7 +139,7 @@ class StructuredAdam(torch.optim.Optimizer):
             closure: Computes the loss and the gradients anew, as for any optimizer of torch.
 
         Returns:
-            What the closure returns.
+            The value of the closure.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -177,7 +178,7 @@ class StructuredAdam(torch.optim.Optimizer):
             state["norm"] = torch.zeros_like(norm).repeat(2)
         before = state["norm"]
         square = (norm if scale is None else norm / scale.to(norm)).square()
-        by_numbers = norm.is_cpu and not torch.compiler.is_compiling()
+        by_numbers = norm.is_cpu and not (is_recording() or torch.compiler.is_compiling())
         excess, usual = (_excess_on_cpu if by_numbers else _excess)(square, before, clip)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             usual = torch.where(found_inf.to(norm) > 0, before, usual)
@@ -224,7 +225,7 @@ class StructuredAdam(torch.optim.Optimizer):
     ) -> None:
         """Move tensors; averages are kept with these parameters, under names with a prefix.
 
-        A step of parameters counts, and those with a prefix come before it.
+        A step without a prefix counts; steps with a prefix precede it.
         """
         averages: list[Tensor] = []
         squares: list[Tensor] = []

@@ -74,7 +74,7 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
     """Return the terms of one pass, each by the role of its site.
 
     Args:
-        model_trace: The trace of the model, replayed against that of the guide.
+        model_trace: The trace of the model, replayed against the guide's.
         guide_trace: The trace of the guide.
         max_plate_nesting: As for Pyro's objectives, for the check of shapes.
 
@@ -228,7 +228,7 @@ def expected_terms(
         guide: A guide of this package.
         args: Their arguments.
         kwargs: Their keyword arguments.
-        bounds: Whether a lower bound in closed form stands in the place of quadrature.
+        bounds: Whether a lower bound in closed form replaces quadrature.
 
     Raises:
         TypeError: If model or guide is something else.

@@ -1,1 +1,1 @@
-"""Matrix identities, factorizations and gradients that distributions share."""
+"""Matrix identities, factorizations, sums and quadratures."""

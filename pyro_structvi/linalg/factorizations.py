@@ -1,20 +1,20 @@
-"""Cholesky and LQ factorizations that every device and dtype survives."""
+"""Cholesky and LQ factorizations, robust to rounding on every device."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import inside_transform, is_tracing
+from pyro_structvi._torch import inside_transform, is_recording
 
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
-LEAST_PIVOT = 3e-7  # of the largest; less may be all rounding
+LEAST_PIVOT = 3e-7  # relative to the largest; smaller pivots may be rounding errors
 
 
 def log_det(matrix: Tensor) -> Tensor:
     """Return the log determinant ``(*batch,)`` of positive definite matrices ``(*batch, M, M)``.
 
-    NaN where one is not, because of rounding or a NaN: an error would make a device wait at every step.
+    It is NaN for other matrices, since an error would synchronize a GPU at every step.
     """
     if inside_transform():
         return _log_det(tril_or_nan(matrix))
@@ -23,23 +23,22 @@ def log_det(matrix: Tensor) -> Tensor:
 
 
 def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a Cholesky factor and the jitter that it took, the smallest of a few that works.
+    """Return a Cholesky factor with the smallest jitter that works, and the jitter.
 
-    The jitter is a multiple of the mean diagonal, one of 0, 1e-12, 1e-10, ..., 1e-4. On a GPU the host
-    does not wait: all of them are tried at once.
+    The jitter is a multiple of the mean diagonal: 0, 1e-12, 1e-10, ..., or 1e-4. A GPU tries all of them
+    at once, without synchronization.
 
     Args:
         matrix: Symmetric, ``(*batch, M, M)``, in double precision.
 
     Returns:
-        The lower factor, of NaN where no jitter helps, and what was added to the diagonal
-        ``(*batch,)``.
+        The lower factor, NaN if no jitter works, and the number added to the diagonal ``(*batch,)``.
     """
     if matrix.device.type != "cpu" or torch.compiler.is_exporting():
         return _best_of_all(matrix)
-    if not is_tracing():
+    if not is_recording():
         return _first_that_works(matrix)
-    # By an operation of its own, which may look at values, and has no gradient.
+    # A custom operation may read values; it has no gradient.
     tril, jitter = torch.ops.pyro_structvi.stable_cholesky(matrix.detach())
     if torch.is_grad_enabled() and matrix.requires_grad:
         return _with_jitter(matrix, jitter), jitter
@@ -47,17 +46,17 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what :func:`stable_cholesky` does, by one factorization in the usual case."""
+    """Return the result of :func:`stable_cholesky` by one factorization in the usual case."""
     tril, failed = _try_cholesky(matrix)
     if not bool(failed.any()):
         return tril, matrix.new_zeros(matrix.shape[:-2])
     tril, jitter = _best_of_all(matrix)
-    as_factored = tril.mT.contiguous().mT  # the layout of which compilers are told
+    as_factored = tril.mT.contiguous().mT  # the layout of the fake implementation below
     return as_factored, jitter
 
 
 def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverse of a Cholesky factor and the jitter that it took, without a gradient.
+    """Return the inverse of a Cholesky factor and its jitter, without a gradient.
 
     Args:
         matrix: As for :func:`stable_cholesky`.
@@ -65,7 +64,7 @@ def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         ``L^-1``, lower triangular, ``(*batch, M, M)``, and the jitter ``(*batch,)``.
     """
-    if matrix.device.type == "cpu" and is_tracing() and not torch.compiler.is_exporting():
+    if matrix.device.type == "cpu" and is_recording() and not torch.compiler.is_exporting():
         inverse, jitter = torch.ops.pyro_structvi.inverse_factor(matrix.detach())
         return inverse, jitter
     return _inverse_of(*stable_cholesky(matrix))
@@ -78,7 +77,7 @@ def _inverse_of(tril: Tensor, jitter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _define(name: str, function: Any, shapes: Any) -> None:
-    """Define an operation on a matrix, by which a record may look at values on the CPU."""
+    """Define an operation on a matrix that reads values on the CPU inside a recorded step."""
     torch.library.define(f"pyro_structvi::{name}", "(Tensor matrix) -> (Tensor, Tensor)")
     torch.library.impl(f"pyro_structvi::{name}", "CPU", function)
     torch.library.register_fake(f"pyro_structvi::{name}", shapes)
@@ -108,7 +107,7 @@ def _with_jitter(matrix: Tensor, jitter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def smallest_jitter(matrix: Tensor) -> Tensor:
-    """Return the jitter ``(*batch,)`` that each matrix takes, by trying all at once; 0 if none helps."""
+    """Return the smallest jitter ``(*batch,)`` that works for each matrix; 0 if none does."""
     diagonal = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
     tried = torch.stack([diagonal * jitter for jitter in JITTERS], -1)
     _, failed = _try_cholesky(add_to_diagonal(matrix.unsqueeze(-3), tried))
@@ -117,7 +116,7 @@ def smallest_jitter(matrix: Tensor) -> Tensor:
 
 
 def _try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower factor, and where it does not exist or is lost in rounding, ``(*batch,)``."""
+    """Return the lower factor, and where it is missing or dominated by rounding, ``(*batch,)``."""
     tril, info = torch.linalg.cholesky_ex(matrix)
     least, most = torch.aminmax(tril.detach().diagonal(dim1=-2, dim2=-1), dim=-1)
     return tril, (info > 0) | (least < LEAST_PIVOT * most)
@@ -143,13 +142,13 @@ class LogDet(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """Return the gradient with respect to the matrices."""
         matrix, tril = ctx.saved_tensors
-        again = torch.is_grad_enabled()  # where the gradient is differentiated
+        again = torch.is_grad_enabled()  # for second derivatives
         inverse: Tensor = torch.linalg.inv(matrix) if again else torch.cholesky_inverse(tril)
         return gradient[..., None, None] * inverse
 
 
 def tril_or_nan(matrix: Tensor) -> Tensor:
-    """Return Cholesky factors of ``(*batch, M, M)``, of NaN where one is not positive definite."""
+    """Return Cholesky factors of ``(*batch, M, M)``, NaN for matrices that are not positive definite."""
     tril, info = torch.linalg.cholesky_ex(matrix)
     factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
     return factor
@@ -162,8 +161,8 @@ def _log_det(tril: Tensor) -> Tensor:
 class OrthonormalRows(torch.autograd.Function):
     """``L^-1 [Z, D]`` for ``L L' = Z Z' + D^2``: the LQ decomposition of ``[Z, D]``, by Cholesky.
 
-    Factored in double precision, with the smallest jitter that works, which counts to ``D^2``. The
-    gradient is computed from the decomposition, in the arguments' precision.
+    The factorization is in double precision and adds the smallest jitter that works to ``D^2``. The
+    gradient is in the arguments' precision.
     """
 
     @staticmethod
@@ -178,12 +177,12 @@ class OrthonormalRows(torch.autograd.Function):
     def setup_context(
         ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Keep the rows and the diagonal, which together say what ``L^-1`` is."""
+        """Keep the rows and the diagonal, which determine ``L^-1``."""
         (_, diagonal), (basis, remainder, jitter) = inputs, output
         ctx.save_for_backward(basis, remainder, diagonal, jitter)
         ctx.save_for_forward(basis, remainder, diagonal, jitter)
         ctx.mark_non_differentiable(jitter)
-        ctx.set_materialize_grads(False)  # of columns the remainder is rarely used
+        ctx.set_materialize_grads(False)  # the remainder of columns is rarely used
 
     @staticmethod
     def backward(
@@ -223,6 +222,6 @@ class OrthonormalRows(torch.autograd.Function):
 def _inverse_and_share(
     remainder: Tensor, diagonal: Tensor, jitter: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ``L^-1`` from ``L^-1 D``, and how much of the jittered ``D`` is ``D`` itself."""
+    """Return ``L^-1`` from ``L^-1 D``, and the ratio of ``D`` to ``D`` with jitter."""
     jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
     return remainder / jittered.unsqueeze(-2), diagonal / jittered

@@ -25,16 +25,13 @@ def identity_like(matrix: Tensor) -> Tensor:
 
 
 def event_sum(tensor: Tensor, event_dim: int) -> Tensor:
-    """Sum over the last dimensions; a scalar event has none, and torch would then sum all."""
+    """Sum over the last dimensions."""
+    # With no dimensions torch would sum over all.
     return tensor.sum(tuple(range(-event_dim, 0))) if event_dim else tensor
 
 
 def shrink(tensor: Tensor, event_dim: int) -> Tensor:
-    """Return ``(*batch, *event)`` with every event dimension that repeats one entry at size 1.
-
-    What :meth:`torch.Tensor.expand` made large is small again; a tensor of one number in memory has
-    an event of size 1.
-    """
+    """Return ``(*batch, *event)`` with expanded event dimensions reduced to size 1."""
     index: Any = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
     return tensor[(..., *index[tensor.dim() - event_dim :])]
 
@@ -46,7 +43,7 @@ _IN_ONE: ContextVar[bool] = ContextVar("in_one", default=False)
 
 @contextmanager
 def rows_in_one() -> Iterator[None]:
-    """Let rows be one block in this code, for a compiler that makes blocks of its own."""
+    """Disable :func:`blocks_of_rows` in a block of code, for a compiler that tiles loops."""
     token = _IN_ONE.set(True)
     try:
         yield
@@ -55,7 +52,7 @@ def rows_in_one() -> Iterator[None]:
 
 
 def blocks_of_rows(rows: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Split ``rows (*batch, n, k)`` so that a block of them by ``width`` stays in a CPU's cache."""
+    """Split ``rows (*batch, n, k)`` into blocks that fit a CPU cache with ``width`` numbers a row."""
     if rows.device.type != "cpu" or _IN_ONE.get():
         return (rows,)
     blocks: tuple[Tensor, ...] = rows.split(max(1, BLOCK // max(1, width)), dim=-2)
@@ -63,26 +60,24 @@ def blocks_of_rows(rows: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 def solve_lower(tril: Tensor, vectors: Tensor) -> Tensor:
-    """Return ``L^-1 v``.
-
-    Args:
-        tril: Lower triangular factors ``(*batch, n, n)``.
-        vectors: Vectors ``(*sample, *batch, n)``.
-
-    Returns:
-        Vectors of the same shape.
-    """
+    """Return ``L^-1 v`` for lower triangular ``L (*batch, n, n)`` and ``v (*sample, *batch, n)``."""
     sample = vectors.shape[: vectors.dim() - tril.dim() + 1]
     columns = vectors.reshape(sample.numel(), *vectors.shape[len(sample) :]).movedim(0, -1)
     solved: Tensor = torch.linalg.solve_triangular(tril, columns, upper=False)
     return solved.movedim(-1, 0).reshape(vectors.shape)
 
 
-class KroneckerLogDet(torch.autograd.Function):
-    """``log det(I - G (x) F)``, where ``I - G`` and ``I - F`` are given; no derivative of ``eigh``.
+def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the Kronecker product of matrices, ``(*batch, A C, B D)``."""
+    product = torch.einsum("...ab,...cd->...acbd", rows, columns)
+    return product.flatten(-4, -3).flatten(-2)
 
-    Sums over the eigenvalues ``g`` and ``f`` of the two: ``1 - (1 - g) (1 - f) = g + f - g f`` keeps its
-    digits where G and F come close to the identity.
+
+class KroneckerLogDet(torch.autograd.Function):
+    """``log det(I - G (x) F)`` for given ``I - G`` and ``I - F``, without a derivative of ``eigh``.
+
+    With eigenvalues ``g`` and ``f`` of the arguments, ``g + f - g f`` is accurate if G and F are close
+    to the identity.
     """
 
     @staticmethod
@@ -105,7 +100,7 @@ class KroneckerLogDet(torch.autograd.Function):
 
 
 class KroneckerQuadratic(torch.autograd.Function):
-    """``k' (I - G (x) F)^-1 k``, where ``I - G`` and ``I - F`` are given; no derivative of ``eigh``."""
+    """``k' (I - G (x) F)^-1 k`` for given ``I - G`` and ``I - F``, without a derivative of ``eigh``."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -129,7 +124,8 @@ class KroneckerQuadratic(torch.autograd.Function):
 
 
 def _refuse_second_derivatives() -> None:
-    """Raise where a graph of the gradients is asked for: torch's decorator lets most pass as zeros."""
+    """Raise an error for second derivatives."""
+    # Torch's `once_differentiable` returns zeros in most of these cases.
     if torch.is_grad_enabled():
         raise RuntimeError(
             "A density of Kronecker structure has first derivatives only. Differentiate it without "
@@ -149,10 +145,9 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
     r"""Multiply the last dimension by the orthonormal Walsh-Hadamard matrix, in natural order.
 
     The matrix is :math:`H_1 = 1`, :math:`H_{2m} = \begin{pmatrix} H_m & H_m \\ H_m & -H_m
-    \end{pmatrix} / \sqrt{2}`. It is symmetric and its own inverse, and so is the transform; the
-    gradient is the transform of the gradient. Since :math:`H_{rm} = H_r \otimes H_m`, a vector of D
-    numbers takes products with matrices of at most 32 rows along one axis at a time, O(D log D) in
-    all. Torch does these faster than the log2(D) sums and differences of the textbook.
+    \end{pmatrix} / \sqrt{2}`, symmetric and its own inverse. Since :math:`H_{rm} = H_r \otimes H_m`, the
+    transform multiplies by matrices of at most 32 rows along one axis at a time, in O(D log D). In torch
+    that is faster than log2(D) sums and differences.
 
     Args:
         x: Vectors ``(*batch, D)`` with ``D`` a power of two.
@@ -185,7 +180,7 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
 
 
 def _factors(size: int) -> list[int]:
-    """Split a power of two into as few factors as may be, alike in size."""
+    """Split a power of two into the fewest factors of similar size."""
     bits = size.bit_length() - 1
     count = max(math.ceil(bits / _LARGEST_FACTOR_BITS), 1)
     return [2 ** ((bits + index) // count) for index in range(count)]
@@ -193,7 +188,7 @@ def _factors(size: int) -> list[int]:
 
 @cache
 def _hadamard_matrix(size: int) -> np.ndarray:
-    """Return the orthonormal matrix of a power of two; an array, which belongs to no device."""
+    """Return the orthonormal matrix of a power of two, as an array without a device."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

@@ -1,4 +1,4 @@
-"""Precision of sums and roots, and tensors that are formed once."""
+"""Precision of sums and roots, and properties that are cached with their graph."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,34 +10,31 @@ from torch import Tensor
 
 
 def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which autocast leaves the tensor's device alone.
-
-    Where it is off already that is no context of torch's, which takes longer than a small operation.
-    """
+    """Return a context that disables autocast for the tensor's device."""
     kind = tensor.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()
+        return nullcontext()  # torch's own context takes longer than a small operation
     return torch.autocast(kind, enabled=False)
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Whether a tensor holds numbers of less than 32 bits."""
+    """Whether a tensor has floating-point numbers of less than 32 bits."""
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4
 
 
 def at_least_single(tensor: Tensor) -> Tensor:
-    """Return a tensor of half precision in single; any other as it is.
+    """Return half precision as single, and other tensors as they are.
 
-    A sum in bfloat16 is rounded to 8 bits: a log likelihood of -67,000 nats to the next 512.
+    A sum in bfloat16 is rounded to 8 bits, a log likelihood of -67,000 nats to a multiple of 512.
     """
     return tensor.float() if is_half(tensor) else tensor
 
 
 def floored_sqrt(variance: Tensor) -> Tensor:
-    """Return standard deviations, with a floor under the variance in the dtype's own scale.
+    """Return standard deviations of variances of at least the dtype's smallest normal number.
 
-    A variance of zero (an input of zeros), or one that a convolution's rounding turned negative,
-    keeps a finite gradient. Half precision, in which autocast has variances, gets roots in single.
+    A variance of zero, or one that is negative by rounding, then has a finite gradient. The result is at
+    least in single precision.
     """
     variance = at_least_single(variance)
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
@@ -47,9 +44,9 @@ T = TypeVar("T")
 
 
 def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
-    """Make a method a property, computed at its first use and kept with its graph.
+    """Make a method a property that is computed once, with gradients if the object was made with them.
 
-    The object's ``_with_grad`` is the gradient mode it was made in.
+    The object's ``_with_grad`` is the gradient mode of its construction.
     """
 
     @wraps(form)

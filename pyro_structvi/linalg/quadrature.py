@@ -1,4 +1,4 @@
-"""Nodes and weights for expectations under normals, and roots by bisection."""
+"""Quadrature under normals, and bisection."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def _hermite(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gauss_hermite(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights of E f(z) under a standard normal, exact for degree ``2 count - 1``."""
+    """Return nodes and weights under a standard normal, exact for degree ``2 count - 1``."""
     nodes, weights = (torch.as_tensor(part).to(like) for part in _hermite(count))
     return nodes, weights
 
@@ -34,8 +34,8 @@ def _sobol(count: int, size: int) -> Tensor:
 def normal_points(count: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return points ``(count, size)`` for averages under independent standard normals, and weights.
 
-    Scrambled Sobol points and their negatives, always the same: odd moments and variances of each
-    coordinate are exact.
+    The points are scrambled Sobol points and their negatives with a fixed seed. Odd moments and
+    variances of each coordinate are exact.
 
     References:
         Owen (1998), "Scrambling Sobol' and Niederreiter-Xing points".
@@ -44,16 +44,16 @@ def normal_points(count: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return points, points.new_full((count,), 1 / count)
 
 
-HALVINGS = 60  # after which double precision has no bits left
+HALVINGS = 60  # exhausts double precision
 
 
 def bisect(is_below: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """Return where a condition turns false, between two ends of each element.
+    """Return the root between ``low`` and ``high``, elementwise.
 
     Args:
-        is_below: Whether the points, of the ends' shape, lie below the root.
-        low: Points at or below it.
-        high: Points at or above it.
+        is_below: Whether points are below the root.
+        low: Lower ends.
+        high: Upper ends.
     """
     for _ in range(HALVINGS):
         middle = low + (high - low) / 2

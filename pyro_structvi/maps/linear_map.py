@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_structvi.linalg.reductions import bank_and_squared_norm
-
 
 class LinearMap(ABC):
     r"""A layer as a map that is linear in its weight.
@@ -242,18 +240,6 @@ class DenseMap(LinearMap):
         """Return ``|x|^2`` as one channel."""
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return lengths.square()
-
-    def bank_and_squared_norm(
-        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return both, with one gradient of the size of the input for a single matrix."""
-        if matrix.dim() > 2:
-            return super().bank_and_squared_norm(x, matrix, bias)
-        hidden, norms = bank_and_squared_norm(x.reshape(-1, x.shape[-1]), matrix)
-        if bias is not None:
-            hidden = hidden + bias
-        lead = x.shape[:-1]
-        return hidden.reshape(*lead, -1), norms.reshape(*lead, 1)
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         """Apply ``K`` weights as one with ``K * out`` outputs."""

@@ -19,17 +19,17 @@ from pyro_structvi.metrics.scores import (
 )
 
 __all__ = [
-    # of predictions
+    # predictions
     "ClassificationScores",
     "RegressionScores",
     "classification_scores",
     "regression_scores",
-    # of uncertainties: examples from elsewhere, and examples that are left out
+    # uncertainties
     "DetectionScores",
     "RiskCoverage",
     "detection_scores",
     "risk_coverage",
-    # between the predictions of two posteriors
+    # predictions of two posteriors
     "PredictiveDistance",
     "agreement",
     "predictive_distance",

@@ -1,4 +1,4 @@
-"""How far one posterior's predictions are from another's."""
+"""Distances between the predictions of two posteriors."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from pyro_structvi.metrics.inputs import check_not_empty, checked_probabilities
 
 @dataclass(frozen=True)
 class PredictiveDistance:
-    """How far the predictions of one posterior are from a reference, averaged over inputs.
+    """Distance of the predictions of a posterior from a reference, averaged over inputs.
 
     Attributes:
         mean_difference: Average absolute difference of predictive means, in the targets' units.
         scale_ratio: Geometric mean of the ratio of predictive standard deviations; below 1 the
-            posterior is too sure.
+            posterior is overconfident.
         wasserstein: Average 1-Wasserstein distance of the predictive distributions, in the targets'
             units.
     """
@@ -38,7 +38,7 @@ def predictive_distance(functions: Tensor, reference: Tensor) -> PredictiveDista
         The distances.
 
     Raises:
-        ValueError: If the numbers of inputs differ, or one has a single draw, and so no deviation.
+        ValueError: If the numbers of inputs differ, or there is a single draw.
 
     Example:
         >>> draws = torch.randn(500, 3)
@@ -70,7 +70,7 @@ def wasserstein(draws: Tensor, reference: Tensor) -> float:
     which for equal numbers of draws is the average difference of the sorted draws.
 
     Args:
-        draws: ``(S, N, *event)``, each number a draw of a distribution of its own.
+        draws: Draws ``(S, N, *event)``; each element has a separate distribution.
         reference: Draws of the reference at the same inputs; their number may differ.
 
     Returns:
@@ -85,7 +85,7 @@ def wasserstein(draws: Tensor, reference: Tensor) -> float:
 
     References:
         Villani (2009), "Optimal transport"; Wilson et al. (2022), "Evaluating approximate inference
-        in Bayesian deep learning", who compare regressions by it.
+        in Bayesian deep learning".
     """
     return float(_wasserstein(*_columns(draws=draws, reference=reference)).mean())
 
@@ -95,12 +95,11 @@ def agreement(probabilities: Tensor, reference: Tensor) -> float:
     """Return the share of examples with the same most probable class as the reference.
 
     Args:
-        probabilities: Averaged over draws, ``(N, classes)``; among equally probable classes the first
-            one counts.
-        reference: Those of the reference, of the same shape.
+        probabilities: Averaged over draws, ``(N, classes)``; ties count as the first class.
+        reference: Probabilities of the reference, of the same shape.
 
     Returns:
-        The share, from 0 to 1; the higher the closer.
+        The share, from 0 to 1; higher is closer.
 
     Raises:
         ValueError: If shapes differ, or a row is no vector of probabilities.
@@ -125,10 +124,10 @@ def total_variation(probabilities: Tensor, reference: Tensor) -> float:
 
     Args:
         probabilities: Averaged over draws, ``(N, classes)``.
-        reference: Those of the reference, of the same shape.
+        reference: Probabilities of the reference, of the same shape.
 
     Returns:
-        The average, from 0 to 1; the lower the closer.
+        The average, from 0 to 1; lower is closer.
 
     Raises:
         ValueError: If shapes differ, or a row is no vector of probabilities.
@@ -152,7 +151,7 @@ def _class_probabilities(probabilities: Tensor, reference: Tensor) -> tuple[Tens
 
 
 def _columns(**tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two sets of draws in double, ``(S, inputs)`` and ``(T, inputs)``, or raise."""
+    """Return two sets of draws in float64, ``(S, inputs)`` and ``(T, inputs)``, or raise."""
     for name, tensor in tensors.items():
         check_real(name, tensor, dim=2)
         check_not_empty(name, tensor)
@@ -172,7 +171,7 @@ def _wasserstein(ours: Tensor, theirs: Tensor) -> Tensor:
     if len(ours) == len(theirs):
         return (ours.sort(0).values - theirs.sort(0).values).abs().mean(0)
     values, order = torch.cat([ours, theirs]).sort(0)
-    # F - G between two neighbours, in whole numbers: times the product of the numbers of draws.
+    # F - G between neighbours, times both numbers of draws: integers without rounding errors.
     is_ours = order < len(ours)
     steps = torch.where(is_ours, len(theirs), -len(ours))
     heights = steps.cumsum(0)[:-1].abs().double()

@@ -13,7 +13,8 @@ def checked_probabilities(name: str, probabilities: Tensor, dim: int = 2) -> Ten
     double = probabilities.detach().double().flatten(0, -2)
     beyond = torch.maximum(-double, double - 1).amax(-1)
     off = torch.maximum(beyond, (double.sum(-1) - 1).abs())
-    wrong = ~(off <= _tolerance(probabilities))  # NaN too
+    rounding = max(1e-3, torch.finfo(probabilities.dtype).eps ** 0.5)
+    wrong = ~(off <= rounding)  # NaN too
     if bool(wrong.any()):
         index = int(wrong.nonzero()[0])
         raise ValueError(
@@ -24,7 +25,7 @@ def checked_probabilities(name: str, probabilities: Tensor, dim: int = 2) -> Ten
 
 
 def checked_classes(name: str, y: Tensor, probabilities: Tensor) -> Tensor:
-    """Return the right classes ``(N,)``, on the device of ``(N, classes)`` probabilities, or raise."""
+    """Return classes ``(N,)`` on the device of probabilities ``(N, classes)``, or raise."""
     check_shape(name, y, probabilities.shape[:1], "(N,)", by="probabilities")
     check_classes(name, y, probabilities.shape[-1])
     return y.long().to(probabilities.device)
@@ -43,7 +44,7 @@ def same_shape_doubles(**tensors: Tensor) -> list[Tensor]:
 
 
 def check_not_empty(name: str, tensor: Tensor) -> None:
-    """Raise a ``ValueError`` if a tensor has no values, for a mean of none is no number."""
+    """Raise a ``ValueError`` if a tensor has no values, whose mean is NaN."""
     if not tensor.numel():
         raise ValueError(f"`{name}` must hold at least one value, but got {brief(tensor)}.")
 
@@ -55,8 +56,3 @@ def check_vector(name: str, tensor: Tensor) -> None:
             f"`{name}` must have one number for each example, (N,), but got {brief(tensor)}. Sum or "
             "average over the other dimensions."
         )
-
-
-def _tolerance(probabilities: Tensor) -> float:
-    """Return the rounding error that is allowed in probabilities of this dtype."""
-    return float(max(1e-3, torch.finfo(probabilities.dtype).eps ** 0.5))

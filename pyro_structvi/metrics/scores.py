@@ -1,4 +1,4 @@
-"""Scores of predictions, from torchmetrics and scoringrules; risk against coverage, from neither."""
+"""Scores of predictions and uncertainties."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,11 +26,11 @@ class RegressionScores:
     """Scores of a prediction of numbers.
 
     Attributes:
-        rmse: Root of the average squared error of the predictive mean, in the targets' units.
-        log_density: Average log of the predictive density of a target, in nats; minus infinity if a
-            density is zero.
+        rmse: Root mean squared error of the predictive mean, in the targets' units.
+        log_density: Average log predictive density of a target, in nats; minus infinity if a density
+            is zero.
         crps: Average continuous ranked probability score, in the targets' units.
-        coverage: Share of targets in their predictive intervals; the level if these are right.
+        coverage: Share of targets in their predictive intervals, ideally the level.
         width: Average width of the intervals, in the targets' units.
     """
 
@@ -46,8 +46,8 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
     """Score a prediction of numbers.
 
     The predictive distribution is the mixture of the likelihoods at the draws of the weights. The
-    continuous ranked probability score is the fair estimate from one observation of each draw, or from
-    100 observations of a single draw, as of a point estimate. They are drawn by torch's random state.
+    continuous ranked probability score is the fair estimate from one random observation of each draw, or
+    from 100 of a single draw, such as a point estimate.
 
     Args:
         prediction: A prediction with ``predict(..., y=y)``.
@@ -60,8 +60,8 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
     Raises:
         ImportError: If torchmetrics or scoringrules is not installed.
         TypeError: If ``prediction`` is no prediction.
-        ValueError: If shapes differ, a target is not finite, a log density is NaN, the prediction has no
-            density of the targets, or it was streamed.
+        ValueError: If shapes differ, a target is not finite, a log density is NaN or missing, or the
+            prediction was streamed.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -91,7 +91,7 @@ def regression_scores(prediction: Prediction, y: Tensor, level: Share = 0.95) ->
         draws = prediction.sample_observations(num_samples=DRAWS_OF_A_POINT)
     squared_error = _library("torchmetrics.functional").mean_squared_error
     crps = _library("scoringrules").crps_ensemble
-    # The estimator by weighted moments is the fair one, in a time of S log S.
+    # The estimator by weighted moments is fair, and takes S log S operations.
     by_target = crps(y, draws.double(), m_axis=0, estimator="pwm", backend="torch")
     return RegressionScores(
         rmse=float(squared_error(mean.flatten(), y.flatten(), squared=False)),
@@ -108,13 +108,12 @@ class ClassificationScores:
 
     Attributes:
         accuracy: Share of examples whose most probable class is right.
-        nll: Average negative log probability of the right class, in nats; infinite if one of them has
-            the probability zero.
+        nll: Average negative log probability of the right class, in nats; infinite if one is zero.
         calibration_error: Expected calibration error (equal-width bins, absolute differences).
-        brier: Average squared distance, summed over classes, of the probabilities from the right
-            class; from 0 to 2.
-        recall: Share of each class's examples that are recognized; NaN for a class without examples.
-        balanced_accuracy: Average recall of the classes that have examples.
+        brier: Average squared distance of the probabilities from the right class, summed over classes;
+            from 0 to 2.
+        recall: Accuracy within each class; NaN for a class without examples.
+        balanced_accuracy: Average recall of the classes with examples.
     """
 
     accuracy: float
@@ -132,8 +131,8 @@ def classification_scores(
     """Score predicted class probabilities.
 
     Args:
-        probabilities: Averaged over draws, ``(N, classes)``, such as ``prediction.mean``. Rounding
-            beyond 0 and 1 is cut off.
+        probabilities: Averaged over draws, ``(N, classes)``, such as ``prediction.mean``; rounding
+            errors beyond 0 and 1 are clipped.
         y: Right classes ``(N,)``, integers.
         num_bins: Number of bins of the calibration error.
 
@@ -178,16 +177,15 @@ def classification_scores(
 
 @dataclass(frozen=True)
 class DetectionScores:
-    """Separation of examples from outside and examples inside by a score.
+    """Scores of the detection of examples from outside the data distribution.
 
     Attributes:
         auroc: Area under the receiver operating characteristic: the probability that an example from
-            outside has the higher score, where ties count one half. 1/2 by chance.
-        aupr: Area under precision and recall, as average precision, where the examples from
-            outside are to be found. Their share by chance.
-        aupr_inside: The same where the examples inside are to be found, by the lowest scores.
-        fpr_at_95: Share of the examples inside that are taken for outside at the threshold at which
-            at least 95% of those from outside are found; the lower the better.
+            outside has the higher score; ties count one half. 1/2 by chance.
+        aupr: Average precision of the detection of examples from outside; their share by chance.
+        aupr_inside: Average precision of the detection of examples inside, by low scores.
+        fpr_at_95: Share of examples inside above the threshold that detects at least 95% of the examples
+            from outside; lower is better.
     """
 
     auroc: float
@@ -198,20 +196,20 @@ class DetectionScores:
 
 @checked
 def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
-    """Score how well an uncertainty separates examples from elsewhere.
+    """Score the detection of out-of-distribution examples by an uncertainty.
 
     Args:
-        inside: Uncertainties of examples of the kind that was trained on, ``(N,)``, such as
+        inside: Uncertainties of examples from the data distribution, ``(N,)``, such as
             ``prediction.entropy`` or ``prediction.mutual_information``.
         outside: Uncertainties of examples from elsewhere, ``(M,)``.
 
     Returns:
-        Areas under curves, and the rate of false alarms. For the rate at which examples from
-        outside pass where 95% of those inside do, write ``detection_scores(-outside, -inside)``.
+        Areas under curves, and the rate of false alarms. ``detection_scores(-outside, -inside)`` has the
+        share of examples from outside below the threshold that keeps 95% of the examples inside.
 
     Raises:
         ImportError: If torchmetrics is not installed.
-        ValueError: If one has no examples, or a number is not finite.
+        ValueError: If a tensor is empty, or a number is not finite.
 
     Example:
         >>> scores = detection_scores(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9]))
@@ -220,7 +218,7 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
 
     References:
         Hendrycks, Mazeika and Dietterich (2019), "Deep anomaly detection with outlier exposure",
-        Section 4.1, where examples from outside are the ones to be found.
+        Section 4.1.
     """
     for name, scores in (("inside", inside), ("outside", outside)):
         check_real(name, scores)
@@ -228,9 +226,9 @@ def detection_scores(inside: Tensor, outside: Tensor) -> DetectionScores:
         check_finite(name, scores)
         check_vector(name, scores)
     values = torch.cat([inside.detach().double(), outside.detach().double().to(inside.device)])
-    # Ranks are whole numbers from 1 on, and torchmetrics takes what is beyond [0, 1] for logits.
+    # Ranks as shares, because torchmetrics treats numbers beyond [0, 1] as logits.
     _, ranks = values.unique(return_inverse=True)
-    share = (ranks + 1).double() / (len(values) + 1)
+    share = ranks.double() / len(values)
     is_outside = torch.arange(len(values), device=values.device) >= len(inside)
     curves = _library("torchmetrics.functional.classification")
     false_alarms, found, _ = curves.binary_roc(share, is_outside.long())
@@ -248,10 +246,9 @@ class RiskCoverage:
 
     Attributes:
         coverage: Share of examples that are answered, ``(N,)``: 1/N, 2/N, up to 1.
-        risk: Average loss of as many of the most certain examples, ``(N,)``, in units of the loss.
-        area: Average of the risk over all coverages, which is the area under the curve (AURC).
-        excess_area: The area less the smallest one, in the order of the losses; zero if
-            uncertainty orders the examples as their losses do.
+        risk: Average loss of this share of the most certain examples, ``(N,)``, in units of the loss.
+        area: Average of the risk over all coverages, the area under the curve (AURC).
+        excess_area: The area minus its minimum, the area for examples in the order of their losses.
     """
 
     coverage: Tensor
@@ -262,7 +259,7 @@ class RiskCoverage:
 
 @checked
 def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
-    r"""Return the average loss of the most certain examples, for every number of them.
+    r"""Return the average loss of the most certain examples, as a function of their share.
 
     With the examples in the order of ascending uncertainty,
 
@@ -270,11 +267,10 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
         \mathrm{area} = \frac{1}{N} \sum_k \mathrm{risk}(k / N).
 
     Examples of equal uncertainty count with their average loss, the expectation over their orders.
-    The result does not depend on the order of the examples.
 
     Args:
-        uncertainty: One number for each example ``(N,)``, such as an entropy, in any units.
-        loss: Loss of each example ``(N,)``, real numbers; ``(guess != y).double()`` for errors.
+        uncertainty: One number for each example ``(N,)``, such as an entropy.
+        loss: Loss of each example ``(N,)``; ``(guess != y).double()`` for errors.
 
     Returns:
         The curve and its area.
@@ -290,9 +286,8 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
         0.0
 
     References:
-        Geifman and El-Yaniv (2017), "Selective classification for deep neural networks", for risk and
-        coverage; Geifman, Uziel and El-Yaniv (2019), "Bias-reduced uncertainty estimation for deep
-        neural classifiers", for the area and its excess.
+        Geifman and El-Yaniv (2017), "Selective classification for deep neural networks"; Geifman, Uziel
+        and El-Yaniv (2019), "Bias-reduced uncertainty estimation for deep neural classifiers".
     """
     uncertainty, loss = same_shape_doubles(uncertainty=uncertainty, loss=loss)
     check_vector("uncertainty", uncertainty)
@@ -310,7 +305,7 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
 
 
 def _library(module: str) -> Any:
-    """Import a library at the first use: torchmetrics takes seconds."""
+    """Import an optional library at its first use; torchmetrics takes seconds."""
     try:
         return import_module(module)
     except ImportError as error:

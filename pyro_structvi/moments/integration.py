@@ -1,4 +1,4 @@
-"""Nodes of quadrature over a net's random output."""
+"""Expectations of a likelihood over a net's random output, by quadrature."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,22 +17,15 @@ from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.structures.transformed import TransformedNormal
 from pyro_structvi.weights.torch_distributions import base_of
 
-NODES = {1: 32, 2: 16}  # along each variable, by how many variables there are
-POINTS = 256  # for more variables than that
+NODES = {1: 32, 2: 16}  # along each variable, by the number of variables
+POINTS = 256  # for more variables
 LARGEST_OUTPUT = torch.quasirandom.SobolEngine.MAXDIM
 LARGEST_JOINT = 128  # outputs whose covariance is formed
+BLOCK = 2**16  # logits at nodes that are held at once, and stay in the processor's cache
 
 
 def nodes_of(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nodes ``(count, size)`` and their weights ``(count,)``.
-
-    Args:
-        size: How many variables there are.
-        like: A tensor of their dtype and device.
-
-    Raises:
-        NotImplementedError: If there are more variables than quasi-random points have dimensions.
-    """
+    """Return nodes ``(count, size)`` and weights ``(count,)`` for standard normal variables."""
     if size > LARGEST_OUTPUT:
         raise NotImplementedError(
             f"Moments have nodes for up to {LARGEST_OUTPUT:,} logits, but there are {size:,}. Predict "
@@ -60,11 +53,11 @@ class AtNodes(NamedTuple):
 
     Attributes:
         likelihood: The distribution of the observations, ``(nodes, batch)``.
-        scale: What the model multiplies its log likelihood by.
+        scale: The model's factor of its log likelihood.
         weights: The nodes' weights, which add up to one.
-        shared: How many values the nodes have for what all elements of an example share, a noise scale;
-            it varies fastest. Given that, the elements are independent. One if they share nothing.
-        y: The observations as the likelihood takes them, NaN where none are given.
+        shared: The number of values of variables that all elements of an example share, such as a noise
+            scale; they vary fastest. Given these values, the elements are independent.
+        y: The observations as the likelihood takes them, NaN if none are given.
         site: The name of the observed site.
     """
 
@@ -79,21 +72,12 @@ class AtNodes(NamedTuple):
 def likelihood_at_nodes(
     model: Likelihood, output: RandomTensor, posteriors: Mapping[str, Any], y: Tensor | None = None
 ) -> AtNodes:
-    """Return a model's likelihood at nodes of its net's random output.
+    """Return a model's likelihood at nodes of its net's random output ``(batch, ...)``.
 
-    With one or two variables in each term of the log likelihood these are a grid of Gauss-Hermite
-    quadrature, so expectations of polynomials up to degree 63 or 31 are exact. For more, such as the
-    logits of classes, they are 256 fixed quasi-random points, antithetic and of exact variances.
-
-    Args:
-        model: The model.
-        output: The moments of its net's output, ``(batch, ...)``.
-        posteriors: The distribution of each latent site by name; those that the likelihood itself
-            samples, such as a noise scale, are variables too.
-        y: Observations, or None.
-
-    Raises:
-        NotImplementedError: If a site of the likelihood has a posterior that is no transformed normal.
+    With one or two variables in each term of the log likelihood the nodes are a grid of Gauss-Hermite
+    quadrature, exact for polynomials up to degree 63 or 31. With more, such as the logits of classes,
+    they are 256 fixed quasi-random points, antithetic and with exact variances. Sites of the likelihood,
+    such as a noise scale, are variables with transformed normal ``posteriors``.
     """
     own = {
         name: posteriors[name]
@@ -107,16 +91,9 @@ def likelihood_at_nodes(
     with site_values(model) as cache, _Observation() as seen:
         cache.update(values)
         model.observe(outputs, 1, y)
-    shared = _shared_values(first, [*own.values()], len(nodes))
+    is_shared = any((q.batch_shape + q.event_shape).numel() == 1 for q in own.values())
+    shared = NODES.get(first + len(own), len(nodes)) if is_shared else 1
     return AtNodes(seen.likelihood, seen.scale, weights, shared, seen.y, seen.site)
-
-
-def _shared_values(first: int, own: list[Any], count: int) -> int:
-    """Return how many values the nodes have for what all elements of an example share."""
-    if all((q.batch_shape + q.event_shape).numel() > 1 for q in own):
-        return 1
-    variables = first + len(own)
-    return NODES[variables] ** len(own) if variables in NODES else count
 
 
 def observation_at(model: Likelihood, output: Tensor, y: Tensor | None) -> AtNodes:
@@ -164,7 +141,7 @@ def _at(q: Any, nodes: Tensor, name: str) -> Tensor:
 
 
 class _Observation(Messenger):
-    """Keeps the distribution of the observations in place of a draw of it."""
+    """Record the distribution of the observations without a draw."""
 
     likelihood: Any = None
     scale: Any = 1.0
@@ -182,17 +159,11 @@ class _Observation(Messenger):
             msg["is_observed"], msg["done"], msg["stop"] = True, True, True
 
 
-BLOCK = 2**16  # logits at nodes that are held at once, so that they stay in the processor's cache
-
-
 class ClassExpectations(NamedTuple):
     """Expectations of a softmax over its logits.
 
-    Attributes:
-        probabilities: The probabilities of classes, ``(batch, classes)``.
-        variance: Their variances.
-        entropy: The entropy of the classes, ``(batch,)``, in nats.
-        log_density: The log of the probability of the observed classes, ``(batch,)``; None without.
+    Probabilities and their variances are ``(batch, classes)``, the entropy of classes is ``(batch,)`` in
+    nats, and the log density is None without observed classes.
     """
 
     probabilities: Tensor
@@ -202,20 +173,15 @@ class ClassExpectations(NamedTuple):
 
 
 def is_softmax(model: Likelihood) -> bool:
-    """Whether the observation is a class with the net's output as logits; not where a class differs."""
+    """Whether the observations are classes, and the net's output is their logits."""
     return type(model).observe is Classifier.observe
 
 
 def class_expectations(output: RandomTensor, y: Tensor | None) -> ClassExpectations:
-    """Return expectations over random logits ``(batch, classes)``.
-
-    Args:
-        output: The logits.
-        y: Observed classes ``(batch,)``, or None.
-    """
+    """Return expectations over random logits ``(batch, classes)``, with observed classes or None."""
     parts: list[tuple[Tensor, ...]] = []
     for rows, logits, weights in _blocks(output):
-        logits.sub_(logits.detach().amax(1, keepdim=True))  # of which nothing here is a function
+        logits.sub_(logits.detach().amax(1, keepdim=True))  # a shift that changes nothing below
         exponentials = logits.exp()
         total = exponentials.sum(1, keepdim=True)
         at_nodes = exponentials / total
@@ -233,16 +199,16 @@ def class_expectations(output: RandomTensor, y: Tensor | None) -> ClassExpectati
 
 
 def excess_of_log_total(output: RandomTensor) -> Tensor:
-    """Return the expectation of ``logsumexp`` minus that at the mean logits, ``(batch,)``."""
+    """Return the expectation of ``logsumexp`` minus its value at the mean logits, ``(batch,)``."""
     parts = [logits.logsumexp(1) @ weights for _, logits, weights in _blocks(output)]
     return torch.cat(parts) - output.loc.logsumexp(-1)
 
 
 def _blocks(output: RandomTensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield some rows at a time, their logits ``(rows, classes, nodes)``, and the nodes' weights."""
+    """Yield blocks of rows, their logits ``(rows, classes, nodes)``, and the nodes' weights."""
     classes = output.shape[-1]
     nodes, weights = nodes_of(classes, output.loc)
-    points = nodes.mT.contiguous()  # else all that is formed of them has their strides
+    points = nodes.mT.contiguous()  # results of elementwise operations inherit the strides
     loc = output.loc.clamp_min(torch.finfo(output.loc.dtype).min / 4).unsqueeze(-1)
     covariance = joint_covariance(output)
     if covariance is None:

@@ -1,7 +1,7 @@
-"""Random weights: moments of what a guide's sites hold."""
+"""Random weights, and moments of linear maps."""
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Literal, Self
 
 import torch
@@ -12,9 +12,10 @@ from pyro_structvi._torch import without_storage
 from pyro_structvi.linalg.factorizations import stable_cholesky
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
-from pyro_structvi.maps.calls import Application, Arrangement, Lookup
+from pyro_structvi.maps.calls import Application, Lookup
 from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
-from pyro_structvi.moments.random_tensor import RandomTensor, Settings, moments, settings_of
+from pyro_structvi.moments.nonlinear import NODES, averages
+from pyro_structvi.moments.random_tensor import RandomTensor, Settings, moments, settings_of, total
 from pyro_structvi.sites.joint_posterior import JointPosterior
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
@@ -33,29 +34,22 @@ from pyro_structvi.weights.weight_distribution import (
 
 Part = Literal["whole", "weight", "bias"]
 Sites = Sequence[tuple[LatentSite, Any]]
+# The distribution of a random weight, its mean as a matrix, and the factor of an input's variances.
+Applied = tuple[WeightDistribution | None, Tensor, Tensor | None]
 
-NODES = 32  # for the moments of what is pushed onto a support
+LARGEST = 4096  # elements of a weight whose covariance is formed to bring it into another order
 
 
 class RandomWeight(RandomTensor):
-    """A weight with a structured posterior, or the weight or bias of one that they have together.
+    """A weight with a structured posterior, or the weight or bias of a joint posterior.
 
-    Linear maps ask the distribution for the moments of their outputs. Anything else sees the means and
-    variances of its elements, which are formed when they are asked for.
-
-    Args:
-        distribution: The distribution.
-        settings: How moments are propagated.
-        part: What of the distribution this is.
-        shape: The shape of that part.
-
-    Attributes:
-        applied: What linear maps have formed of it, by how they take it.
+    Linear maps take the moments of their outputs from the distribution; other functions take the means
+    and variances of its elements.
     """
 
     distribution: WeightDistribution
     part: Part
-    applied: dict[Any, Any]
+    applied: dict[Any, "Applied"]  # shared by all mini-batches of a pass
 
     def __new__(
         cls,
@@ -64,7 +58,7 @@ class RandomWeight(RandomTensor):
         part: Part = "whole",
         shape: torch.Size | None = None,
     ) -> Self:
-        """Make the tensor that stands for the weight."""
+        """Make the tensor."""
         shape = distribution.event_shape if shape is None else shape
         weight = without_storage(cls, shape, distribution._first_parameter)
         weight.distribution, weight.part, weight.applied = distribution, part, {}
@@ -82,7 +76,7 @@ class RandomWeight(RandomTensor):
         return self._take(self.distribution.variance)
 
     def become(self, other: RandomTensor) -> Self:
-        """Refuse: the posterior would not know of it."""
+        """Refuse, since the posterior would not change along."""
         raise NotImplementedError("A random weight that is changed in place has no moments")
 
     def _take(self, values: Tensor) -> Tensor:
@@ -92,13 +86,13 @@ class RandomWeight(RandomTensor):
 
 
 def member_numbers(guide: StructuredGuide) -> list[int | None]:
-    """Return the numbers of an ensemble's members, each of which is a posterior; else one None."""
+    """Return the numbers of an ensemble's members, or one None for another guide."""
     ensemble = ensemble_of(guide)
     return [None] if ensemble is None else [*range(ensemble.size)]
 
 
 def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
-    """Return each global site and its distribution by itself, or that of a member of an ensemble."""
+    """Return each global site and its marginal distribution, or a distribution of an ensemble."""
     return [*joint.conditionals("marginals" if number is None else "draw", number=number)]
 
 
@@ -108,12 +102,7 @@ def by_name(sites: Sites) -> dict[str, Any]:
 
 
 def random_values(sites: Sites, settings: Settings) -> dict[str, Tensor]:
-    """Return the value of each site: random, or a tensor where it is known.
-
-    Args:
-        sites: The sites and their distributions.
-        settings: How moments are propagated.
-    """
+    """Return the value of each site, which is random unless its distribution is a point."""
     values: dict[str, Tensor] = {}
     for site, q in sites:
         if isinstance(q, WeightDistribution) and site.bias is not None:
@@ -135,13 +124,7 @@ def _value_of(q: Any, settings: Settings) -> Tensor:
     if not isinstance(base, TransformedNormal):
         return RandomTensor(q.mean, q.variance, settings)
     nodes, weights = gauss_hermite(NODES, base.base_dist.mean)
-    values = base.at(nodes)
-    mean = torch.einsum("k,k...->...", weights, values)
-    variance = torch.einsum("k,k...->...", weights, (values - mean).square())
-    return RandomTensor(mean, variance, settings)
-
-
-LARGEST = 4096  # elements of a weight whose covariance is formed to bring it into another order
+    return RandomTensor(*averages(base.at(nodes), weights), settings)
 
 
 def linear_moments(application: Application) -> RandomTensor:
@@ -152,65 +135,154 @@ def linear_moments(application: Application) -> RandomTensor:
     .. math:: \operatorname{Var}(y_i) = m^\top \Sigma_i m + \sum_j (\Sigma_{i,jj} + M_{ij}^2) v_j
             + \operatorname{Var}(b_i),
 
-    where :math:`\Sigma_i` is the covariance of row i of W. It holds for every distribution of W, and is
-    exact; what is lost is the covariance between outputs, unless it is kept.
+    where :math:`\Sigma_i` is the covariance of row i of W. It is exact for every distribution of W,
+    except that the covariance between outputs is lost unless it is kept.
 
     References:
         Wu, Nowozin, Meeds, Turner, Hernandez-Lobato and Gaunt (2019), "Deterministic variational
         inference for robust Bayesian neural networks", Eq. 5, for independent elements.
-
-    Raises:
-        NotImplementedError: If weight and bias have a joint posterior and the weight another order.
     """
     linear_map, x, weight, bias, arrangement = application
-    settings = settings_of(x, weight, bias)
-    if arrangement is not None and _is_along(weight, bias):
+    settings, is_joint = settings_of(x, weight, bias), _is_joint(weight, bias)
+    if arrangement is not None and is_joint:
         raise NotImplementedError(
             "A weight and bias with a joint posterior meet a call that takes the weight's dimensions in "
             "another order, for which they have no moments. Use `join_bias=False`."
         )
-    m, v = moments(x)
-    applied, has_column = _applied(application), _is_along(weight, bias)
-    q = None if applied is None else applied.distribution
-    matrix = application.matrix_of(weight) if applied is None else applied.matrix
-    bias_mean, bias_variance = moments(None if has_column else bias)
-    loc = (BiasColumnMap(linear_map) if has_column else linear_map)(m, matrix, bias_mean)
+    bias = None if is_joint else bias
+    (m, v), (bias_mean, bias_variance) = moments(x), moments(bias)
+    q, matrix, factor = _applied(application, is_joint, v is not None)
+    loc = (BiasColumnMap(linear_map) if is_joint else linear_map)(m, matrix, bias_mean)
 
     has_covariance = linear_map.is_dense and loc.dim() == 2
+    bias_covariance = None if bias_variance is None else _covariance_of(bias)
     if settings.full_covariance and has_covariance:
-        covariance = _covariance(x, q, matrix, has_column)
-        if bias_variance is not None:
-            covariance = covariance + _covariance_of(bias)
+        covariance = total(_covariance(x, q, matrix, is_joint), bias_covariance)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         return RandomTensor(loc, variance, settings, covariance)
-    terms = []
-    if v is not None:
-        factor = matrix.square() if applied is None else applied.factor_of_variances
-        terms.append(linear_map(v, factor[..., :-1] if has_column else factor, bias_variance))
+
+    of_input = of_weight = None
+    if v is not None and factor is not None:
+        of_input = linear_map(v, factor[..., :-1] if is_joint else factor, bias_variance)
     elif bias_variance is not None:
-        terms.append(meet_channels(linear_map, bias_variance))
+        of_input = meet_channels(linear_map, bias_variance)
     if q is not None:
-        # Independent elements see no more of an input than its squares.
-        as_known = (
-            m if v is None or not isinstance(q, IndependentWeight) else floored_sqrt(m * m + v)
-        )
-        terms.append(_variance_at(q, linear_map, as_known, loc, has_column))
-    variance = sum(terms[1:], terms[0]).expand(loc.shape)
+        # Independent elements depend on an input by its second moments alone.
+        at = m if v is None or not isinstance(q, IndependentWeight) else floored_sqrt(m * m + v)
+        of_weight = q.image_variance(*_with_column(q, linear_map, at, is_joint), loc)
+    variance = total(of_input, of_weight).expand(loc.shape)
     found = RandomTensor(loc, variance, settings)
 
     def form_covariance() -> Tensor:
-        """Add what outputs share to their variances: a weight at the mean, and the input's noise."""
-        shared = torch.zeros_like(variance).diag_embed()
+        """Return the covariance of a weight at the mean input, and of the input."""
+        shared: Tensor = torch.zeros_like(variance).diag_embed()
         if q is not None and not isinstance(q, IndependentWeight):
-            shared = shared + _image(q, linear_map, m, has_column).covariance_matrix
+            image = q.image_under(*_with_column(q, linear_map, m, is_joint))
+            shared = shared + image.covariance_matrix
         if v is not None:
-            shared = shared + _spread_of_input(matrix[:, :-1] if has_column else matrix, v)
-        if bias_variance is not None:
-            shared = shared + _covariance_of(bias)
+            shared = shared + _spread_of_input(matrix[:, :-1] if is_joint else matrix, v)
+        shared = total(shared, bias_covariance)
         return shared + torch.diag_embed(variance - shared.diagonal(dim1=-2, dim2=-1))
 
     found.form_covariance = cache(form_covariance) if has_covariance else None
     return found
+
+
+def lookup_moments(lookup: Lookup) -> RandomTensor:
+    """Return the moments of rows that are looked up."""
+    weight: RandomTensor = lookup.weight
+    loc, variance = (F.embedding(lookup.x, part) for part in (weight.loc, weight.variance))
+    return RandomTensor(loc, variance, weight.settings)
+
+
+def _is_joint(weight: Any, bias: Any) -> bool:
+    """Whether a weight and its bias have one joint distribution."""
+    both = isinstance(weight, RandomWeight) and isinstance(bias, RandomWeight)
+    return both and weight.part == "weight" and bias.distribution is weight.distribution
+
+
+def _applied(application: Application, is_joint: bool, has_random_input: bool) -> Applied:
+    """Return the parts of a weight that a linear map takes."""
+    weight, arrangement = application.weight, application.arrangement
+    key = arrangement, is_joint, has_random_input
+    formed = weight.applied if isinstance(weight, RandomWeight) else {}
+    if key in formed:
+        found: Applied = formed[key]
+        return found
+    q: WeightDistribution | None = None
+    if isinstance(weight, RandomWeight):
+        q = _arranged(weight, application, is_joint)
+    elif isinstance(weight, RandomTensor):
+        q = MeanFieldNormal(weight.loc, floored_sqrt(weight.variance), validate_args=False)
+        q = q if arrangement is None else q.rearranged(arrangement)
+    matrix = application.matrix_of(weight) if q is None else q.as_matrix(q.loc)
+    factor = matrix.square() if has_random_input else None
+    if q is not None and factor is not None and not isinstance(q, IndependentWeight):
+        factor = factor + q.as_matrix(q.variance)
+    formed[key] = q, matrix, factor
+    return q, matrix, factor
+
+
+def _arranged(weight: RandomWeight, application: Application, is_joint: bool) -> WeightDistribution:
+    q, arrangement = weight.distribution, application.arrangement
+    is_whole = weight.part == "whole" or is_joint
+    if arrangement is None:
+        return q if is_whole else _dense(weight)
+    found = q.rearranged(arrangement) if is_whole else None
+    if found is not None:
+        return found
+    dense = q if is_whole and isinstance(q, FullNormal) else _dense(weight)
+    if arrangement.stack:
+        raise NotImplementedError(
+            "A stack of weights that are correlated has no moments. Predict with draws."
+        )
+    order = arrangement(torch.arange(dense.event_shape.numel()).reshape(dense.event_shape))
+    covariance = dense.covariance_matrix[order.flatten()][:, order.flatten()]
+    return FullNormal(arrangement(dense.loc), _root(covariance), validate_args=False)
+
+
+def _dense(weight: RandomWeight) -> FullNormal:
+    """Return the distribution of a weight, without its joint bias, by its covariance."""
+    q = weight.distribution
+    if q.event_shape.numel() > LARGEST:
+        raise NotImplementedError(
+            f"A {type(q).__name__} of {q.event_shape.numel()} elements meets a call that takes its "
+            "dimensions in another order, or without its bias, for which it has no moments. Use a "
+            "structure with independent elements there, `join_bias=False`, or predict with draws."
+        )
+    covariance = q.covariance_matrix
+    if weight.part == "weight":
+        out, size = q.event_shape
+        parts = covariance.reshape(out, size, out, size)[:, :-1, :, :-1]
+        covariance = parts.reshape(out * (size - 1), -1)
+    return FullNormal(weight.loc, _root(covariance), validate_args=False)
+
+
+def _root(covariance: Tensor) -> Tensor:
+    return stable_cholesky(covariance.double())[0].to(covariance)
+
+
+def _with_column(
+    q: WeightDistribution, linear_map: LinearMap, x: Tensor, is_joint: bool
+) -> tuple[LinearMap, Tensor]:
+    """Return map and input for a weight that may have its bias as a column."""
+    if not is_joint:
+        return linear_map, x
+    if isinstance(q, FactoredWeight):
+        return BiasColumnMap(linear_map), x
+    return linear_map.join_bias(x)
+
+
+def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, is_joint: bool) -> Tensor:
+    """Return the covariance between the outputs of a dense map, ``(batch, out, out)``."""
+    m, _ = moments(x)
+    own = _covariance_of(x) if isinstance(x, RandomTensor) else None
+    if is_joint:
+        m = torch.cat([m, torch.ones_like(m[:, :1])], -1)
+        own = None if own is None else F.pad(own, (0, 1, 0, 1))
+    outer = m.unsqueeze(-1) * m.unsqueeze(-2)
+    spread = torch.zeros_like(outer[:, :1, :1]) if q is None else q.spread(total(outer, own))
+    return spread if own is None else spread + matrix @ own @ matrix.mT
 
 
 def _spread_of_input(matrix: Tensor, v: Tensor) -> Tensor:
@@ -221,145 +293,9 @@ def _spread_of_input(matrix: Tensor, v: Tensor) -> Tensor:
     return spread.reshape(len(v), len(matrix), -1)
 
 
-def lookup_moments(lookup: Lookup) -> RandomTensor:
-    """Return the moments of rows that are looked up."""
-    weight: RandomTensor = lookup.weight
-    loc, variance = (F.embedding(lookup.x, part) for part in (weight.loc, weight.variance))
-    return RandomTensor(loc, variance, weight.settings)
-
-
-def _is_along(weight: Any, bias: Any) -> bool:
-    """Whether a weight and its bias come from one joint distribution."""
-    both = isinstance(weight, RandomWeight) and isinstance(bias, RandomWeight)
-    return both and weight.part == "weight" and bias.distribution is weight.distribution
-
-
-class _Applied:
-    """A random weight as a linear map takes it, with what all mini-batches of a pass share.
-
-    Args:
-        distribution: Its distribution.
-    """
-
-    def __init__(self, distribution: WeightDistribution) -> None:
-        self.distribution = distribution
-
-    @cached_property
-    def matrix(self) -> Tensor:
-        """The means as the matrix, or the stack of matrices, that the map takes."""
-        return self.distribution.as_matrix(self.distribution.loc)
-
-    @cached_property
-    def factor_of_variances(self) -> Tensor:
-        """What an input's variances are multiplied by, beside the variance at a known input."""
-        squares, q = self.matrix.square(), self.distribution
-        return squares if isinstance(q, IndependentWeight) else squares + q.as_matrix(q.variance)
-
-
-def _applied(application: Application) -> _Applied | None:
-    """Return the weight as the map takes it; None where it is known."""
-    weight, arrangement = application.weight, application.arrangement
-    if not isinstance(weight, RandomTensor):
-        return None
-    if not isinstance(weight, RandomWeight):
-        return _Applied(_distribution_of(application))
-    key = arrangement, _is_along(weight, application.bias)
-    if key not in weight.applied:
-        weight.applied[key] = _Applied(_distribution_of(application))
-    found: _Applied = weight.applied[key]
-    return found
-
-
-def _distribution_of(application: Application) -> WeightDistribution:
-    """Return the distribution of a random weight as the map takes it."""
-    weight, arrangement = application.weight, application.arrangement
-    if not isinstance(weight, RandomWeight):
-        scale = floored_sqrt(weight.variance)
-        q: WeightDistribution = MeanFieldNormal(weight.loc, scale, validate_args=False)
-    elif weight.part == "whole" or _is_along(weight, application.bias):
-        q = weight.distribution
-    else:
-        q = _dense(weight.distribution, weight)
-    if arrangement is None:
-        return q
-    is_whole = q.event_shape == weight.shape
-    found = q.rearranged(arrangement) if is_whole else None
-    if found is not None:
-        return found
-    is_dense = is_whole and isinstance(q, FullNormal)
-    return _rearranged(q if is_dense else _dense(q, weight), arrangement)
-
-
-def _dense(q: WeightDistribution, weight: RandomTensor) -> FullNormal:
-    """Return the distribution of a weight, or of the weight without its bias, by its covariance."""
-    if q.event_shape.numel() > LARGEST:
-        raise NotImplementedError(
-            f"A {type(q).__name__} of {q.event_shape.numel()} elements meets a call that takes its "
-            "dimensions in another order, or without its bias, for which it has no moments. Use a "
-            "structure with independent elements there, `join_bias=False`, or predict with draws."
-        )
-    covariance = q.covariance_matrix
-    if isinstance(weight, RandomWeight) and weight.part == "weight":
-        out, size = q.event_shape
-        parts = covariance.reshape(out, size, out, size)[:, :-1, :, :-1]
-        covariance = parts.reshape(out * (size - 1), -1)
-    return FullNormal(weight.loc, _root(covariance), validate_args=False)
-
-
-def _rearranged(q: FullNormal, arrangement: Arrangement) -> FullNormal:
-    """Return a full covariance in another order of the dimensions, of a single weight."""
-    if arrangement.stack:
-        raise NotImplementedError(
-            "A stack of weights that are correlated has no moments. Predict with draws."
-        )
-    order = arrangement(torch.arange(q.event_shape.numel()).reshape(q.event_shape)).flatten()
-    covariance = q.covariance_matrix[order][:, order]
-    return FullNormal(arrangement(q.loc), _root(covariance), validate_args=False)
-
-
-def _root(covariance: Tensor) -> Tensor:
-    return stable_cholesky(covariance.double())[0].to(covariance)
-
-
-def _variance_at(
-    q: WeightDistribution, linear_map: LinearMap, x: Tensor, loc: Tensor, has_column: bool
-) -> Tensor:
-    return q.image_variance(*_joined(q, linear_map, x, has_column), loc)
-
-
-def _image(q: WeightDistribution, linear_map: LinearMap, m: Tensor, has_column: bool) -> Any:
-    return q.image_under(*_joined(q, linear_map, m, has_column))
-
-
-def _joined(
-    q: WeightDistribution, linear_map: LinearMap, m: Tensor, has_column: bool
-) -> tuple[LinearMap, Tensor]:
-    """Return map and input for a weight that may have its bias as a column."""
-    if not has_column:
-        return linear_map, m
-    return (
-        (BiasColumnMap(linear_map), m) if isinstance(q, FactoredWeight) else linear_map.join_bias(m)
-    )
-
-
-def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, has_column: bool) -> Tensor:
-    """Return the covariance between the outputs of a dense map, ``(batch, out, out)``."""
-    m, _ = moments(x)
-    own = _covariance_of(x) if isinstance(x, RandomTensor) else None
-    if has_column:
-        m = torch.cat([m, torch.ones_like(m[:, :1])], -1)
-        own = None if own is None else F.pad(own, (0, 1, 0, 1))
-    outer = m.unsqueeze(-1) * m.unsqueeze(-2)
-    total = (
-        torch.zeros_like(outer[:, :1, :1])
-        if q is None
-        else q.spread(outer if own is None else outer + own)
-    )
-    return total if own is None else total + matrix @ own @ matrix.mT
-
-
-def _covariance_of(x: RandomTensor) -> Tensor:
+def _covariance_of(x: Any) -> Tensor:
     if isinstance(x, RandomWeight) and x.part == "whole":
         covariance: Tensor = x.distribution.covariance_matrix
-        return covariance
-    return torch.diag_embed(x.variance) if x.covariance is None else x.covariance
+    else:
+        covariance = torch.diag_embed(x.variance) if x.covariance is None else x.covariance
+    return covariance

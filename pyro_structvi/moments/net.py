@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief, checked, naming
 from pyro_structvi._pyro import site_values
-from pyro_structvi.moments import rules as rules  # answers calls with random tensors
+from pyro_structvi.moments import rules as rules  # the rules of random tensors
 from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
@@ -20,16 +20,9 @@ from pyro_structvi.structures.ensemble import ensemble_of
 def output_moments(
     model: Likelihood, values: Mapping[str, Tensor], x: Any, settings: Settings
 ) -> RandomTensor:
-    """Return the moments of the output of a model's net.
+    """Return the moments of the output of a model's net, for random or known values of its sites.
 
-    Args:
-        model: The model.
-        values: The values of its sites, random or known, of :func:`~.weights.random_values`.
-        x: The net's input.
-        settings: How moments are propagated.
-
-    Raises:
-        NotImplementedError: If a function of the net has no rule; the message names the module.
+    If a function of the net has no rule, the message of the error names the module.
     """
     with site_values(model) as cache:
         cache.update(values)
@@ -43,7 +36,7 @@ def output_moments(
 
 
 def _explained(error: Exception, model: nn.Module, settings: Settings) -> str:
-    """Return a message with the module that an error came from, and what to do where it does not say."""
+    """Return the message of an error with its module, and advice unless it has some."""
     text, place = str(error), _place(error, model)
     if text.endswith("."):
         return f"{text} This was met{place.removeprefix(',')}." if place else text
@@ -52,7 +45,7 @@ def _explained(error: Exception, model: nn.Module, settings: Settings) -> str:
 
 
 def _place(error: Exception, model: nn.Module) -> str:
-    """Return where in a model an error came from, by the innermost of its modules that ran."""
+    """Return the innermost module of a model that an error passed through."""
     names = {id(module): name for name, module in model.named_modules()}
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -64,17 +57,7 @@ def _place(error: Exception, model: nn.Module) -> str:
 
 
 def check_served(model: Any, guide: Any, name: str) -> None:
-    """Raise unless moments can be propagated through a model with a posterior.
-
-    Args:
-        model: The model.
-        guide: The posterior.
-        name: The name of that argument.
-
-    Raises:
-        TypeError: If the model is none of the likelihoods around a net, or the posterior no guide.
-        NotImplementedError: If the guide has latents of single examples.
-    """
+    """Raise unless moments can be propagated through a model with a guide, the argument ``name``."""
     if not isinstance(model, Likelihood):
         raise TypeError(
             "`model` must be a Classifier, Regressor or another likelihood around a net, whose output "
@@ -82,7 +65,7 @@ def check_served(model: Any, guide: Any, name: str) -> None:
         )
     if not isinstance(guide, StructuredGuide):
         raise TypeError(
-            f"`{name}` must be a guide of this package, which knows the moments of its weights, but got "
+            f"`{name}` must be a guide of this package, which has the moments of its weights, but got "
             f"{brief(guide)}. Predict with draws."
         )
     if guide.local_site_names:
@@ -93,10 +76,7 @@ def check_served(model: Any, guide: Any, name: str) -> None:
 
 
 def used_more_than_once(model: Likelihood, guide: StructuredGuide) -> list[str]:
-    """Return the weights that a pass uses several times, whose uses count as independent.
-
-    Those of recurrent layers are among them, which use theirs at every step.
-    """
+    """Return the weights that a pass uses several times, as a recurrent layer does at each step."""
     recurrent = {name for name, part in model.named_modules() if isinstance(part, nn.RNNBase)}
     return [
         name
@@ -110,14 +90,14 @@ class NetMoments(nn.Module):
 
     .. math:: m(x) = E_q[f(x, W)], \qquad v(x) = \operatorname{Var}_q[f(x, W)]
 
-    Each layer's moments are computed from those of its input. A linear layer's are exact for any
-    structure; functions of single elements are exact for normal inputs; covariances between units are
-    left out unless ``covariance="full"``, and so are those between positions of a convolution, between
-    the terms of a residual sum, and between the uses of one weight.
+    The moments of each layer follow from the moments of its input. Linear layers are exact for any
+    structure, and functions of single elements are exact for normal inputs. Covariances between units
+    are ignored unless ``covariance="full"``; covariances between positions of a convolution, terms of
+    a residual sum and uses of one weight always are.
 
-    No random number is in it, so it can be differentiated, compiled, and exported by
+    The module is deterministic: it can be differentiated, compiled, and exported by
     :func:`torch.export.export` (``strict=False``) without Pyro. With ``covariance="full"`` slices and
-    permutations of units are found out by values, which an export does not take.
+    permutations of units depend on values, which cannot be exported.
 
     Args:
         model: A :class:`~pyro_structvi.Classifier`, :class:`~pyro_structvi.Regressor` or another
@@ -127,8 +107,8 @@ class NetMoments(nn.Module):
         linearize: Whether a function without a rule is replaced by its tangent at the mean.
 
     Raises:
-        TypeError: If ``model`` or ``guide`` is something else.
-        ValueError: If the guide is an ensemble, of which each member has moments of its own.
+        TypeError: If ``model`` or ``guide`` is of another type.
+        ValueError: If the guide is an ensemble, whose members have separate moments.
         NotImplementedError: In a call, if a function of the net has no rule.
 
     Example:
@@ -157,7 +137,7 @@ class NetMoments(nn.Module):
         check_served(model, guide, "guide")
         if ensemble_of(guide) is not None:
             raise ValueError(
-                "`guide` must be no ensemble, whose members have moments of their own, but got "
+                "`guide` must be no ensemble, whose members have separate moments, but got "
                 f"{type(guide).__name__}. Call `predict_moments(...)`, which mixes them."
             )
         self.model: Likelihood = model

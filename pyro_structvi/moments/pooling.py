@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.moments.nonlinear import in_deviations, normal_cdf, normal_density
+from pyro_structvi.moments.nonlinear import Moments, in_deviations, normal_cdf, normal_density
 from pyro_structvi.moments.random_tensor import RandomTensor
-
-Moments = tuple[Tensor, Tensor]
 
 
 def maximum_of_two(a: Moments, b: Moments) -> Moments:
@@ -25,15 +22,11 @@ def maximum_of_two(a: Moments, b: Moments) -> Moments:
     theta = floored_sqrt(va + vb)
     alpha = in_deviations(ma - mb, theta)
     first, second = normal_cdf(alpha), normal_cdf(-alpha)
-    density = normal_density(alpha)
-    loc = ma * first + mb * second + theta * density
-    # About the mean, so that no large squares are subtracted.
-    above, below = ma - loc, mb - loc
-    variance = (
-        (va + above.square()) * first
-        + (vb + below.square()) * second
-        + (above + below) * theta * density
-    )
+    density = theta * normal_density(alpha)
+    loc = ma * first + mb * second + density
+    # About the mean, without differences of large squares.
+    da, db = ma - loc, mb - loc
+    variance = (va + da.square()) * first + (vb + db.square()) * second + (da + db) * density
     return loc, variance.clamp_min(0)
 
 
@@ -47,33 +40,27 @@ def _max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> RandomTensor:
-    """Return the moments of the maximum over windows, each maximum of two taken for a normal."""
+    """Return the moments of the maximum over windows; each maximum of two counts as normal."""
     kernel, padding, dilation = (_tuple(value, dims) for value in (kernel_size, padding, dilation))
     stride = kernel if stride is None or stride == [] else _tuple(stride, dims)
     if ceil_mode or return_indices or any(d != 1 for d in dilation):
         raise NotImplementedError(
             "Max pooling with `ceil_mode`, `return_indices` or a dilation has no moments"
         )
-    low = (input.loc.amin() - 40 * floored_sqrt(input.variance.amax())).detach()
     loc, variance = input.loc, input.variance
     if any(padding):
+        low = (loc.amin() - 40 * floored_sqrt(variance.amax())).detach()
         width = [size for size in reversed(padding) for _ in range(2)]
         pads = F.pad(torch.zeros_like(loc), width, value=1.0).bool()
-        loc = torch.where(pads, low, F.pad(loc, width))
-        variance = F.pad(variance, width)
-    first = loc.dim() - dims
-    for axis, (size, step) in enumerate(zip(kernel, stride, strict=True)):
-        loc, variance = (part.unfold(first + axis, size, step) for part in (loc, variance))
-    found = _maximum([*zip(*(p.flatten(-dims).unbind(-1) for p in (loc, variance)), strict=True)])
-    return RandomTensor(*found, input.settings)
-
-
-def _maximum(parts: list[Moments]) -> Moments:
-    """Return the moments of the largest, in rounds of pairs."""
-    while len(parts) > 1:
+        loc, variance = torch.where(pads, low, F.pad(loc, width)), F.pad(variance, width)
+    for axis, (size, step) in enumerate(zip(kernel, stride, strict=True), input.dim() - dims):
+        loc, variance = (part.unfold(axis, size, step) for part in (loc, variance))
+    columns = (part.flatten(-dims).unbind(-1) for part in (loc, variance))
+    parts: list[Moments] = [*zip(*columns, strict=True)]
+    while len(parts) > 1:  # in rounds of pairs
         pairs = zip(parts[::2], parts[1::2], strict=False)
         parts = [maximum_of_two(*pair) for pair in pairs] + parts[len(parts) // 2 * 2 :]
-    return parts[0]
+    return RandomTensor(*parts[0], input.settings)
 
 
 def _average_pool(
@@ -92,26 +79,24 @@ def _average_pool(
             "Average pooling with `ceil_mode`, `divisor_override`, or padding that does not count, has "
             "no moments"
         )
-    kernel = _tuple(kernel_size, dims)
     pool = getattr(F, f"avg_pool{dims}d")
-    loc, variance = (pool(part, kernel, stride, padding) for part in (input.loc, input.variance))
-    return RandomTensor(loc, variance / torch.Size(kernel).numel(), input.settings)
+    loc, variance = (
+        pool(part, kernel_size, stride, padding) for part in (input.loc, input.variance)
+    )
+    count = torch.Size(_tuple(kernel_size, dims)).numel()
+    return RandomTensor(loc, variance / count, input.settings)
 
 
 def _adaptive_average_pool(dims: int, input: RandomTensor, output_size: Any) -> RandomTensor:
     """Return the moments of averages over windows that fill the input."""
-    sizes = [
-        old if new is None else new
-        for new, old in zip(_tuple(output_size, dims), input.shape[-dims:], strict=True)
-    ]
-    pool = getattr(F, f"adaptive_avg_pool{dims}d")
-    counts = torch.ones((), dtype=input.dtype, device=input.device)
-    for new, old in zip(sizes, input.shape[-dims:], strict=True):
-        own = [-(-(i + 1) * old // new) - i * old // new for i in range(new)]
+    old = input.shape[-dims:]
+    new = [own or size for own, size in zip(_tuple(output_size, dims), old, strict=True)]
+    counts = input.loc.new_ones(())
+    for size, parts in zip(old, new, strict=True):
+        own = [-(-(i + 1) * size // parts) - i * size // parts for i in range(parts)]
         counts = counts.unsqueeze(-1) * counts.new_tensor(own)
-    return RandomTensor(
-        pool(input.loc, sizes), pool(input.variance, sizes) / counts, input.settings
-    )
+    pool = getattr(F, f"adaptive_avg_pool{dims}d")
+    return RandomTensor(pool(input.loc, new), pool(input.variance, new) / counts, input.settings)
 
 
 def _tuple(value: Any, dims: int) -> tuple[Any, ...]:
@@ -120,14 +105,12 @@ def _tuple(value: Any, dims: int) -> tuple[Any, ...]:
     return (value,) * dims
 
 
-_POOLS: dict[str, Callable[..., RandomTensor]] = {
-    "max": _max_pool,
-    "avg": _average_pool,
-    "adaptive_avg": _adaptive_average_pool,
-}
-
 POOLING_RULES: dict[str, Callable[..., Any]] = {
     f"{name}_pool{dims}d": partial(rule, dims)
-    for name, rule in _POOLS.items()
+    for name, rule in (
+        ("max", _max_pool),
+        ("avg", _average_pool),
+        ("adaptive_avg", _adaptive_average_pool),
+    )
     for dims in (1, 2, 3)
 }

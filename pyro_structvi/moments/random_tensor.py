@@ -1,14 +1,11 @@
-"""A tensor of which only the moments are known, and which flows through a net like any other."""
+"""A tensor with moments in place of values, which a net takes like any other tensor."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from pyro_structvi._torch import METADATA, take_apart, without_storage
-
-Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Settings(NamedTuple):
@@ -24,11 +21,11 @@ class Settings(NamedTuple):
 
 
 class RandomTensor(Tensor):
-    """A tensor whose elements have known means and variances, and count as normal.
+    """A tensor of normal elements with known means and variances, and without values.
 
-    It has no values. Functions of torch that meet it answer with the moments of their result, by
-    the table in :mod:`pyro_structvi.moments.rules`; one without a rule raises a
-    ``NotImplementedError``. Elements count as independent of each other, unless there is a covariance.
+    Functions of torch return the moments of their result, by the table in
+    :mod:`pyro_structvi.moments.rules`; one without a rule raises a ``NotImplementedError``. Elements
+    are independent of each other, unless there is a covariance.
 
     Args:
         loc: Means.
@@ -38,10 +35,10 @@ class RandomTensor(Tensor):
             size)`` for a tensor ``(*batch, size)``.
 
     Attributes:
-        form_covariance: For outputs of a dense map, what forms the covariance between them from the
-            variances of the map's inputs, where it is not kept.
+        form_covariance: A function that forms the covariance of outputs of a dense map on demand.
 
     Example:
+        >>> import torch
         >>> x = RandomTensor(torch.zeros(2), torch.ones(2), Settings())
         >>> y = 3 * x + 1
         >>> y.loc, y.variance
@@ -53,12 +50,12 @@ class RandomTensor(Tensor):
     settings: Settings
     covariance: Tensor | None
     form_covariance: Callable[[], Tensor] | None = None
-    _answer: ClassVar[Answer]
+    moments_of_call: ClassVar[Callable[..., Any]]  # set by the table of rules
 
     def __new__(
         cls, loc: Tensor, variance: Tensor, settings: Settings, covariance: Tensor | None = None
     ) -> Self:
-        """Make the tensor that has moments in place of values."""
+        """Make the tensor."""
         tensor = without_storage(cls, loc.shape, loc)
         tensor._loc, tensor._variance = loc, variance
         tensor.settings, tensor.covariance = settings, covariance
@@ -84,11 +81,6 @@ class RandomTensor(Tensor):
         """Show the moments."""
         return f"RandomTensor(loc={self.loc!r}, variance={self.variance!r})"
 
-    @staticmethod
-    def answer_calls_by(answer: Answer) -> None:
-        """Let a function return the moments of a call, given torch's function and its arguments."""
-        RandomTensor._answer = staticmethod(answer)
-
     @classmethod
     def __torch_function__(
         cls,
@@ -97,10 +89,10 @@ class RandomTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return the moments of what ``func`` returns."""
+        """Return the moments of the result of ``func``."""
         if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs)
-        return cls._answer(func, args, kwargs or {})
+        return cls.moments_of_call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -110,7 +102,7 @@ class RandomTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Reached where ``__torch_function__`` is switched off, as inside of torch's own kernels."""
+        """Refuse calls inside torch's own kernels, without ``__torch_function__``."""
         raise NotImplementedError(f"`{func}` has no rule for the moments of a random input.")
 
 
@@ -125,16 +117,17 @@ def settings_of(*values: Any) -> Settings:
 
 
 def moments(value: Any) -> tuple[Any, Tensor | None]:
-    """Return mean and variance of an argument; the variance of what is known is None."""
+    """Return mean and variance of an argument; the variance of a known value is None."""
     return (value.loc, value.variance) if isinstance(value, RandomTensor) else (value, None)
 
 
-# Besides what any tensor that stands for another knows, what torch's layers ask before they call.
+def total(*terms: Tensor | None) -> Any:
+    """Return the sum of the terms that are not None, or None."""
+    found = [term for term in terms if term is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+# Layers of torch read these attributes before they call a function.
 _KNOWN = METADATA | {
     getattr(Tensor, name).__get__ for name in ("is_nested", "requires_grad", "grad_fn")
 }
-
-
-def known(tensor: Tensor, like: Any) -> Tensor:
-    """Return zero variances for a tensor that is known, beside a random one."""
-    return torch.zeros_like(torch.as_tensor(tensor, dtype=like.dtype, device=like.device))

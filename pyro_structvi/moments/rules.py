@@ -1,4 +1,4 @@
-"""The table from a function of torch to its moments; the functions stand in files by kind."""
+"""The table from a function of torch to its moments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,37 +13,21 @@ from pyro_structvi.maps.calls import (
     Rewrite,
     parse_application,
 )
-from pyro_structvi.moments.layers import LAYER_RULES, RECURRENT_RULES, SUM_RULES
+from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate
 from pyro_structvi.moments.pooling import POOLING_RULES
 from pyro_structvi.moments.random_tensor import RandomTensor, random_among
-from pyro_structvi.moments.rearranging import ATTENTION_RULES, REARRANGING_RULES
+from pyro_structvi.moments.rearranging import REARRANGING_RULES
 
 # By torch's names and with torch's arguments; one name serves functions, methods and operators.
-RULES: dict[str, Callable[..., Any]] = {
-    **REARRANGING_RULES,
-    **SUM_RULES,
-    **LAYER_RULES,
-    **POOLING_RULES,
-    **ATTENTION_RULES,
-    **RECURRENT_RULES,
-}
+RULES: dict[str, Callable[..., Any]] = {**REARRANGING_RULES, **LAYER_RULES, **POOLING_RULES}
 
 
 def moments_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the moments of what a function of torch returns at random arguments.
-
-    Args:
-        function: The function called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        NotImplementedError: If the function has no rule.
-    """
+    """Return the moments of the result of a function of torch."""
     reading = parse_application(function, args, kwargs)
     if isinstance(reading, Rewrite):
         return reading.compute()
@@ -54,13 +38,12 @@ def moments_of_call(
     if isinstance(reading, FactorApplication):
         return reading.function(reading.x, reading.weight)
     name = name_of(function)
-    is_in_place = name.endswith("_") or kwargs.get("inplace", False)
     found = _apply(name.removesuffix("_"), function, args, kwargs)
-    if is_in_place and isinstance(args[0], RandomTensor):
-        return args[0].become(found)
-    if is_in_place:
+    if not name.endswith("_") and not kwargs.get("inplace", False):
+        return found
+    if not isinstance(args[0], RandomTensor):
         raise NotImplementedError(f"`{name}` would make a known tensor random in place")
-    return found
+    return args[0].become(found)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -78,10 +61,12 @@ def _apply(
 ) -> Any:
     if name in RULES:
         return RULES[name](*args, **kwargs)
-    if name in NONLINEARITIES and isinstance(args[0], RandomTensor):
-        return propagate(NONLINEARITIES[name](*args[1:], **kwargs), args[0])
-    x = next(random_among((args, kwargs)))
-    if x.settings.linearize:
+    x = args[0] if args else None
+    if name in NONLINEARITIES and isinstance(x, RandomTensor):
+        closed_form = NONLINEARITIES[name]
+        closed = None if closed_form is None else closed_form(*args[1:], **kwargs)
+        return propagate(lambda values: function(values, *args[1:], **kwargs), closed, x)
+    if next(random_among((args, kwargs))).settings.linearize:
         return linearized(function, args, kwargs)
     raise NotImplementedError(
         f"The function `{name}` has no rule for the moments of a random input"
@@ -94,7 +79,7 @@ def linearized(
     r"""Return the moments of a function's tangent at the mean, ``J S J'`` with its Jacobian J.
 
     The first argument must be the only random one, with the examples first, and the function must treat
-    each example by itself. It takes a derivative of each element of an example's result.
+    each example independently. The cost is one backward pass for each element of an example's result.
     """
     x = args[0] if args else None
     if not isinstance(x, RandomTensor) or len([*random_among((args, kwargs))]) != 1:
@@ -102,7 +87,6 @@ def linearized(
             f"`linearize` takes functions of one random tensor, their first argument, but "
             f"`{name_of(function)}` has others"
         )
-
     loc = function(x.loc, *args[1:], **kwargs)
     if not isinstance(loc, Tensor) or not loc.is_floating_point() or loc.shape[:1] != x.shape[:1]:
         raise NotImplementedError(
@@ -112,9 +96,8 @@ def linearized(
     pull: Any = torch.func.vjp(lambda value: function(value, *args[1:], **kwargs), x.loc)[1]
     size = loc.shape[1:].numel()
     units = torch.eye(size, dtype=loc.dtype, device=loc.device).reshape(size, 1, *loc.shape[1:])
-    rows = torch.func.vmap(lambda unit: pull(unit.expand_as(loc))[0], chunk_size=64)(units).flatten(
-        2
-    )
+    rows = torch.func.vmap(lambda unit: pull(unit.expand_as(loc))[0], chunk_size=64)(units)
+    rows = rows.flatten(2)
     if x.settings.full_covariance and x.dim() == loc.dim() == 2:
         own = torch.diag_embed(x.variance) if x.covariance is None else x.covariance
         covariance = torch.einsum("ibk,bkl,jbl->bij", rows, own, rows)
@@ -124,4 +107,4 @@ def linearized(
     return RandomTensor(loc, variance.reshape(loc.shape), x.settings)
 
 
-RandomTensor.answer_calls_by(moments_of_call)
+RandomTensor.moments_of_call = staticmethod(moments_of_call)

@@ -1,4 +1,4 @@
-"""A net as a model of classes."""
+"""Likelihoods of classes and labels."""
 
 from typing import Any
 
@@ -14,18 +14,17 @@ class Classifier(Likelihood):
     """A net as a model of classes: ``y_n ~ Categorical(softmax(net(x_n)))``.
 
     Args:
-        net: A module from ``(batch, ...)`` to logits ``(batch, classes)``, with sample sites; it may
-            return an object with ``logits``.
-        num_data: Number of training examples; the log likelihood of a batch counts
-            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
-        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
-            anything else its ``logits``.
-        class_weights: How often the examples of each class count, ``(classes,)``, as the ``weight`` of
-            ``torch.nn.CrossEntropyLoss``: ``N / (classes * counts)`` balances them. Predictive densities
-            have no weights.
+        net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch, classes)``.
+        num_data: Number of training examples; the log likelihood of a batch is multiplied by
+            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
+        output: From the return value of the net to the logits. By default a tensor, or the ``logits``
+            of an object.
+        class_weights: Weights of the log likelihoods of each class, ``(classes,)``, as ``weight`` of
+            ``torch.nn.CrossEntropyLoss``: ``N / (classes * counts)`` balances classes. Predictive
+            densities have no weights.
 
     Raises:
-        ValueError: If ``num_data`` is not a whole number of at least 1, or a weight is not positive.
+        ValueError: If ``num_data`` is not at least 1, or a weight is not positive.
         TypeError: If ``net`` is not a module.
 
     Example:
@@ -66,21 +65,12 @@ class Classifier(Likelihood):
         return chosen - (mean + 0.5 * variance).logsumexp(-1)
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
-        """Sample or observe the classes.
-
-        Args:
-            output: Logits ``(*plates, batch, classes)``.
-            plates: How many of their dimensions are vectorized plates around the model.
-            y: Classes ``(batch,)`` as integers, or None.
-
-        Returns:
-            The logits, in float32 where the net's output has half precision.
-        """
+        """Sample or observe classes ``(batch,)``, integers, and return the logits."""
         self._check_classes(output, plates, y, "batch")
         weights = self.class_weights
         if weights is not None:
             check_shape("class_weights", weights, output.shape[-1:], "(classes,)")
-            # A class out of range is the likelihood's error.
+            # The likelihood refuses classes out of range.
             weights = None if y is None else weights[y.clamp(0, len(weights) - 1)]
         self._observe(finite_likelihood(lambda: dist.Categorical(logits=output)), y, weights)
         return output
@@ -89,19 +79,16 @@ class Classifier(Likelihood):
 class BinaryClassifier(Likelihood):
     """A net as a model of binary targets: ``y_n ~ Bernoulli(sigmoid(net(x_n)))``.
 
-    With several outputs each is a label, independent of the others given the weights (multi-label
-    classification).
+    Several outputs are labels, independent given the weights (multi-label classification).
 
     Args:
-        net: A module from ``(batch, ...)`` to logits ``(batch,)`` or ``(batch, labels)``, with sample
-            sites; it may return an object with ``logits``.
-        num_data: Number of training examples; the log likelihood of a batch counts
-            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
-        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
-            anything else its ``logits``.
+        net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch,)`` or
+            ``(batch, labels)``.
+        num_data: As for :class:`Classifier`.
+        output: As for :class:`Classifier`.
 
     Raises:
-        ValueError: If ``num_data`` is not a whole number of at least 1.
+        ValueError: If ``num_data`` is not at least 1.
         TypeError: If ``net`` is not a module.
 
     Example:
@@ -113,48 +100,31 @@ class BinaryClassifier(Likelihood):
         torch.Size([3, 5, 3])
     """
 
-    @property
-    def terms(self) -> Terms:
-        """Single outputs."""
-        return "elements"
+    terms: Terms = "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
-        """Sample or observe the targets.
-
-        Args:
-            output: Logits ``(*plates, batch)`` or ``(*plates, batch, labels)``.
-            plates: How many of their dimensions are vectorized plates around the model.
-            y: Zeros and ones of the shape of the logits, in any dtype, or None.
-
-        Returns:
-            The logits, in float32 where the net's output has half precision.
-        """
-        y, event = self._as_numbers(output, plates, y), output.dim() - plates - 1
-        labels = finite_likelihood(lambda: dist.Bernoulli(logits=output).to_event(event))
-        self._observe(labels, y)
-        return output
+        """Sample or observe zeros and ones in any dtype, and return the logits."""
+        return self._observe_numbers(
+            lambda logits: dist.Bernoulli(logits=logits), output, plates, y
+        )
 
 
 class TokenClassifier(Likelihood):
     """A net as a model of one class for each token: ``y_nt ~ Categorical(softmax(net(x_n)_t))``.
 
-    For language models, and for tags of words. Tokens whose class is ``ignore_index`` do not count, as
-    those of the padding.
+    For language models and tags of words. Tokens of the class ``ignore_index``, such as padding, have no
+    likelihood.
 
     Args:
-        net: A module from ``(batch, ...)`` to logits ``(batch, length, classes)``, with sample sites; it
-            may return an object with ``logits``.
-        num_data: Number of training sequences; the log likelihood of a batch counts
-            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
-        ignore_index: The class of tokens that do not count.
-        shift: Whether the logits at a token are those of the next one, as of causal language models.
-            Then ``y`` are the tokens themselves, and the last logits are left out; ``predict`` scores
-            the tokens after the first, ``y[:, 1:]``.
-        output: What takes the logits from what the net returns; a tensor is taken as it is, and of
-            anything else its ``logits``.
+        net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch, length, classes)``.
+        num_data: Number of training sequences, as for :class:`Classifier`.
+        ignore_index: The class of ignored tokens.
+        shift: Whether the logits at a token predict the next token, as in causal language models. Then
+            ``y`` are the tokens, the last logits are dropped, and ``predict`` scores ``y[:, 1:]``.
+        output: As for :class:`Classifier`.
 
     Raises:
-        ValueError: If ``num_data`` is not a whole number of at least 1.
+        ValueError: If ``num_data`` is not at least 1.
         TypeError: If ``net`` is not a module.
 
     Example:
@@ -180,17 +150,7 @@ class TokenClassifier(Likelihood):
         self.ignore_index, self.shift = ignore_index, shift
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
-        """Sample or observe the classes of all tokens.
-
-        Args:
-            output: Logits ``(*plates, batch, length, classes)``.
-            plates: How many of their dimensions are vectorized plates around the model.
-            y: Classes ``(batch, length)`` as integers, or None.
-
-        Returns:
-            The logits ``(batch, length, classes)``, one token less if shifted, in float32 where the
-            net's output has half precision.
-        """
+        """Sample or observe classes ``(batch, length)``, integers; return the logits, shifted."""
         self._check_classes(output, plates, y, "batch", "length")
         logits = output
         if self.shift:
@@ -203,13 +163,13 @@ class TokenClassifier(Likelihood):
 
 
 class PaddedCategorical(dist.Categorical):
-    """A categorical distribution under which one value means that nothing was observed.
+    """A categorical distribution that ignores one value.
 
     Args:
         probs: Probabilities ``(*batch, classes)``.
         logits: Logits in their place.
         ignore_index: The value whose log probability is zero.
-        validate_args: Whether to check arguments and values; Pyro's own setting when None.
+        validate_args: Whether to check arguments and values; the setting of Pyro when None.
 
     Example:
         >>> import torch
@@ -236,18 +196,18 @@ class PaddedCategorical(dist.Categorical):
 
     @constraints.dependent_property(is_discrete=True, event_dim=0)
     def support(self) -> constraints.Constraint:
-        """What can be observed: a class, or nothing."""
+        """Classes and the ignored value."""
         return _ClassOr(self.ignore_index, super().support)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return log probabilities of the values' shape, zero where a value is to be ignored."""
+        """Return log probabilities of the values' shape, zero for ignored values."""
         ignored = value == self.ignore_index
         log_probs: Tensor = super().log_prob(value.masked_fill(ignored, 0))
         return log_probs.masked_fill(ignored, 0.0)
 
 
 class _ClassOr(constraints.Constraint):
-    """A class, or the value that stands for none."""
+    """A class or the ignored value."""
 
     is_discrete = True
 

@@ -1,4 +1,4 @@
-"""Nets inside vectorized plates, as Pyro's objectives and ``Predictive`` put them around a model."""
+"""Likelihoods around a net."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -30,111 +30,36 @@ from pyro_structvi._pyro import (
     site_values,
     was_called,
 )
-from pyro_structvi._torch import inside_transform, is_tracing
+from pyro_structvi._torch import inside_transform, is_recording
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.random_module import RandomModule
-
-
-def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """Run a net, once for each draw of its weights where plates around the model vectorize them.
-
-    Inside such plates a site's value is ``(*plates, 1, *shape)``, the 1 for the plate of the data, or
-    ``(*plates, *shape)`` as ``Predictive`` has it, which no layer could take. The net is then run by
-    :func:`torch.func.vmap`.
-
-    Args:
-        net: The net; its sample sites are those its modules declare.
-        call: Runs it once, on the same input for all draws.
-
-    Returns:
-        The outputs ``(*plates, batch, ...)``, and how many dimensions the plates are.
-
-    Raises:
-        RuntimeError: If the net has operations for which vmap has no rule, such as updates of running
-            statistics.
-    """
-    plates = plates_around()
-    if not plates or not isinstance(net, PyroModule):
-        return call(), 0
-    with site_values(net) as cache:
-        values, flat = {}, {}
-        for module in net.modules():
-            for attribute, prior in declared_samples(module).items():
-                name, value = site_name(module, attribute), getattr(module, attribute)
-                is_fixed = isinstance(prior, torch.distributions.Distribution)
-                distribution = prior if is_fixed else prior(module)
-                shape = distribution.event_shape or distribution.shape()
-                values[name], flat[name] = value, value.reshape(plates.numel(), *shape)
-
-        def run(own: dict[str, Tensor]) -> Tensor:
-            cache.update(own)
-            return call()
-
-        try:
-            with pyro.validation_enabled(False):  # it reads values, which vmap does not allow
-                outputs: Tensor = torch.func.vmap(run, randomness="different")(flat)
-        finally:
-            cache.update(values)
-    return outputs.reshape(*plates, *outputs.shape[1:]), len(plates)
-
-
-def call_net(net: nn.Module, x: Any) -> Any:
-    """Call a net with an input; a mapping gives keyword arguments where ``forward`` has their names.
-
-    Args:
-        net: The net.
-        x: A tensor, or whatever the net takes.
-    """
-    return net(**x) if isinstance(x, Mapping) and _takes_keywords(net, x) else net(x)
-
-
-def read_output(result: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
-    """Return the tensor among what a net returns.
-
-    Args:
-        result: What the net returned: a tensor, or an object with ``logits``, such as a ``ModelOutput``.
-        output: What to take of it, if neither.
-
-    Raises:
-        TypeError: If that is no tensor.
-    """
-    found = output(result) if output is not None else getattr(result, "logits", result)
-    if isinstance(found, Tensor):
-        return found
-    source = "`output`" if output is not None else "The net"
-    raise TypeError(
-        f"{source} must return a tensor, or an object with `logits`, but got {brief(found)}. Pass "
-        "`output=lambda result: ...`, which takes the tensor from what the net returns."
-    )
-
-
-def _takes_keywords(net: nn.Module, x: Mapping[Any, Any]) -> bool:
-    parameters = inspect.signature(net.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return all(isinstance(key, str) for key in x)
-    return set(x) <= set(parameters)
-
 
 Output = Annotated[Callable[[Any], Tensor], NO_CLASS]
 Terms = Literal["elements", "pairs", "last dimension"]
 
 
 class Likelihood(RandomModule):
-    """A net as a model of its observations.
+    """Base of the likelihoods: a net as a model of its observations.
 
-    A plain net that has PyroModules among its parts becomes one itself, in place, so that the names of
-    their sites say where they are.
+    A plain net with PyroModules among its parts becomes a PyroModule in place, so that the names of
+    their sites are paths in the net.
 
     Args:
         net: A module with sample sites.
-        num_data: Number of training examples, or None where ``fit`` is to set it.
-        output: What takes a tensor from what the net returns; None for a tensor, or the ``logits`` of an
-            object.
+        num_data: Number of training examples; the log likelihood of a batch is multiplied by
+            ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
+        output: From the return value of the net to a tensor. By default a tensor, or the ``logits`` of
+            an object.
 
     Attributes:
-        num_data: That number; None as long as it is not known.
-        is_num_data_given: Whether the user gave it, and not ``fit``.
+        num_data: The number of training examples; None as long as it is unknown.
+        is_num_data_given: Whether the user gave it.
+        terms: The outputs in each term of an example's log likelihood, for expectations by quadrature:
+            single outputs, "elements"; "pairs" of an output in the first half of the last dimension and
+            an output in the second half; or the whole "last dimension", which always holds.
     """
+
+    terms: Terms = "last dimension"
 
     @checked
     def __init__(
@@ -147,31 +72,21 @@ class Likelihood(RandomModule):
         self.num_data = num_data
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
-        """Run the net, and sample the observations at site ``obs`` or observe them.
+        """Run the net, and sample or observe the site ``obs``.
 
         Args:
             x: The net's input, first dimension the batch; a mapping, such as a ``BatchEncoding``, gives
-                keyword arguments where the net's ``forward`` has their names.
+                keyword arguments if the net's ``forward`` has their names.
             y: Observations, or None.
 
         Returns:
-            What :meth:`observe` returns of the net's output.
+            The result of :meth:`observe` on the net's output.
 
         Raises:
-            ValueError: If the net's output or ``y`` does not have the shape or the dtype that this
-                likelihood takes.
+            ValueError: If the net's output or ``y`` has a wrong shape or dtype.
         """
         with naming("x", x):
             return self.observe(*self.run_net(x), y)
-
-    @property
-    def terms(self) -> Terms:
-        """Over what the log likelihood of an example is a sum, for expectations over random outputs.
-
-        Of functions of single outputs; of an output of the first half of the last dimension and its
-        partner of the second; or of all outputs along the last dimension, which always holds.
-        """
-        return "last dimension"
 
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         """Return a lower bound of each example's expected log likelihood, in closed form.
@@ -182,7 +97,7 @@ class Likelihood(RandomModule):
             y: Observations.
 
         Raises:
-            NotImplementedError: If this likelihood has none.
+            NotImplementedError: If this likelihood has no such bound.
         """
         raise NotImplementedError(
             f'A {type(self).__name__} has no lower bound in closed form. Pass `estimator="moments"`, '
@@ -190,24 +105,31 @@ class Likelihood(RandomModule):
         )
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
-        """Sample or observe what a net's output says of the observations; a subclass defines it.
+        """Sample or observe the observations given a net's output; defined by subclasses.
 
         Args:
             output: The output, ``(*plates, batch, ...)``.
-            plates: How many of its dimensions are vectorized plates around the model.
+            plates: Number of leading dimensions from vectorized plates around the model.
             y: Observations without those dimensions, or None.
 
         Returns:
-            What the model returns.
+            The return value of the model.
         """
         raise NotImplementedError
 
     def run_net(self, x: Any) -> tuple[Tensor, int]:
-        """Return the output, in single precision at least, and how many of its dimensions are plates."""
+        """Return the output in at least single precision, and its number of plate dimensions."""
         net, output = self.net, self._output
         found, plates = run_in_plates(net, lambda: read_output(call_net(net, x), output))
-        _check_batch_of_one(x, found.shape[plates:])
-        if found.dim() <= plates or found.shape[plates] == 0:
+        shape = found.shape[plates:]
+        is_one = isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == 1
+        if is_one and len(shape) < 2 and shape != (1,):
+            raise ValueError(
+                f"`x` is a batch of one example, but the net's output has shape {shape_text(shape)}: a "
+                "`squeeze()` in the net drops every dimension of size 1. Write `squeeze(-1)` there, or "
+                "leave a last batch of one out, with `DataLoader(..., drop_last=True)`."
+            )
+        if not shape or shape[0] == 0:
             raise ValueError(
                 "`x` must hold at least one example, but the net's output has shape "
                 f"{tuple(found.shape)}."
@@ -230,20 +152,24 @@ class Likelihood(RandomModule):
                     f"`y` must hold classes as integers, but got {y.dtype}. Pass `y.long()`."
                 )
 
-    def _as_numbers(self, found: Tensor, plates: int, y: Tensor | None) -> Tensor | None:
-        """Return observations in the output's dtype, if they have its shape."""
+    def _observe_numbers(
+        self, make: Callable[[Tensor], Any], output: Tensor, plates: int, y: Tensor | None
+    ) -> Tensor:
+        """Observe numbers of any dtype and of the shape of the output, and return the output."""
         if y is not None:
-            check_shape("y", y, found.shape[plates:], "that of the net's output")
+            check_shape("y", y, output.shape[plates:], "that of the net's output")
             if y.is_complex():
                 raise ValueError(f"`y` must hold real numbers, but got {y.dtype}. Pass `y.real`.")
-            y = y.to(found.dtype)
-            check_same_kind("y", y, "net(x)", found)
-        return y
+            y = y.to(output.dtype)
+            check_same_kind("y", y, "net(x)", output)
+        event = output.dim() - plates - 1
+        self._observe(finite_likelihood(lambda: make(output).to_event(event)), y)
+        return output
 
     def _observe(self, likelihood: Any, y: Tensor | None, weights: Tensor | None = None) -> None:
-        """Observe a batch, scaled up to the data set; without ``y`` the site is still no latent site."""
+        """Observe a batch, scaled to the data set; without ``y`` the site is still no latent site."""
         size = likelihood.batch_shape[-1]
-        unseen = y is None or y.is_meta or inside_transform() or is_tracing()
+        unseen = y is None or y.is_meta or inside_transform() or is_recording()
         if y is not None and not unseen and validates(None):
             check_support("y", y, likelihood.support)
         if y is not None and self.num_data is None:
@@ -270,19 +196,81 @@ def _check_net(net: nn.Module) -> nn.Module:
 
 
 def finite_likelihood(make: Callable[[], Any]) -> Any:
-    """Make a likelihood; torch's error about its parameters would print them."""
+    """Make a likelihood with a short error; the error of torch prints all parameters."""
     try:
         return make()
     except ValueError:
         raise ValueError("The net's output for `x` must be finite, but holds a NaN.") from None
 
 
-def _check_batch_of_one(x: Any, shape: torch.Size) -> None:
-    """Raise a ``ValueError`` if a net has dropped the dimension of a batch that has one example."""
-    is_one = isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == 1
-    if is_one and len(shape) < 2 and shape != (1,):
-        raise ValueError(
-            f"`x` is a batch of one example, but the net's output has shape {shape_text(shape)}: a "
-            "`squeeze()` in the net drops every dimension of size 1. Write `squeeze(-1)` there, or "
-            "leave a last batch of one out, with `DataLoader(..., drop_last=True)`."
-        )
+def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """Run a net, by :func:`torch.func.vmap` if plates around the model vectorize draws of its weights.
+
+    The value of a site in such plates is ``(*plates, 1, *shape)``, with a 1 for the plate of the data,
+    or ``(*plates, *shape)`` in ``Predictive``.
+
+    Args:
+        net: The net; its sample sites are declared by its modules.
+        call: Runs it once, on the same input for all draws.
+
+    Returns:
+        The outputs ``(*plates, batch, ...)``, and the number of plate dimensions.
+
+    Raises:
+        RuntimeError: If vmap cannot vectorize the net, as with updates of running statistics.
+    """
+    plates = plates_around()
+    if not plates or not isinstance(net, PyroModule):
+        return call(), 0
+    with site_values(net) as cache:
+        values, flat = {}, {}
+        for module in net.modules():
+            for attribute, prior in declared_samples(module).items():
+                name, value = site_name(module, attribute), getattr(module, attribute)
+                is_fixed = isinstance(prior, torch.distributions.Distribution)
+                distribution = prior if is_fixed else prior(module)
+                shape = distribution.event_shape or distribution.shape()
+                values[name], flat[name] = value, value.reshape(plates.numel(), *shape)
+
+        def run(own: dict[str, Tensor]) -> Tensor:
+            cache.update(own)
+            return call()
+
+        try:
+            with pyro.validation_enabled(False):  # vmap has no values to validate
+                outputs: Tensor = torch.func.vmap(run, randomness="different")(flat)
+        finally:
+            cache.update(values)
+    return outputs.reshape(*plates, *outputs.shape[1:]), len(plates)
+
+
+def call_net(net: nn.Module, x: Any) -> Any:
+    """Call a net with an input; a mapping gives keyword arguments if ``forward`` has their names."""
+    return net(**x) if isinstance(x, Mapping) and _takes_keywords(net, x) else net(x)
+
+
+def _takes_keywords(net: nn.Module, x: Mapping[Any, Any]) -> bool:
+    parameters = inspect.signature(net.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return all(isinstance(key, str) for key in x)
+    return set(x) <= set(parameters)
+
+
+def read_output(result: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
+    """Return the tensor in a net's return value.
+
+    Args:
+        result: A tensor, or an object with ``logits``, such as a ``ModelOutput``.
+        output: From any other return value to the tensor, or None.
+
+    Raises:
+        TypeError: If there is no tensor.
+    """
+    found = output(result) if output is not None else getattr(result, "logits", result)
+    if isinstance(found, Tensor):
+        return found
+    source = "`output`" if output is not None else "The net"
+    raise TypeError(
+        f"{source} must return a tensor, or an object with `logits`, but got {brief(found)}. Pass "
+        "`output=lambda result: ...`, a function from the return value of the net to the tensor."
+    )

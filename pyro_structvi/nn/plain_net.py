@@ -1,4 +1,4 @@
-"""From a Bayesian net back to a net of the user's own classes, at given weights."""
+"""Conversion of a Bayesian net to a plain net with given weights."""
 
 import copy
 from collections.abc import Mapping
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import declared_name, declared_samples, make_plain_module
 from pyro_structvi._torch import remove_hooks
-from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior
-from pyro_structvi.nn.random_module import PASS_HOOKS
-from pyro_structvi.nn.sampled_copy import frozen_names, keep_priors_only
+from pyro_structvi.nn.priors import BufferedPrior, ScaledPrior, TiedPrior
+from pyro_structvi.nn.random_module import PASS_HOOKS, frozen_names, keep_priors_only
 
 _ADDED = ("initial_values", "parameter_names", "frozen_parameters")
 
@@ -19,16 +18,16 @@ _ADDED = ("initial_values", "parameter_names", "frozen_parameters")
 def plain_net(net: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of a Bayesian net whose sites are parameters with given values.
 
-    It shares no memory with the net, nor with the one that was made Bayesian.
+    The copy shares no memory with the net or its original.
 
     Args:
         net: The Bayesian net.
         values: Values of its sites, by name.
 
     Raises:
-        ValueError: If a site has no value, or one of another shape.
+        ValueError: If a site has no value, or a value of another shape.
     """
-    memo: dict[int, Any] = {}  # what the copy does not keep
+    memo: dict[int, Any] = {}  # values that need no copy
     for module in net.modules():
         starts = vars(module).get("initial_values", {}).values()
         buffers = map(module.get_buffer, _prior_buffers(module))
@@ -50,17 +49,17 @@ def _prior_buffers(module: nn.Module) -> list[str]:
 def _parameters_of(
     module: Any, made: dict[Any, nn.Parameter], values: Mapping[str, Tensor]
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that a module is to have, in the order of the net's; tied ones are one."""
+    """Return the parameters of a plain module in the order of the net; tied sites share a parameter."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     samples = declared_samples(module)
     scales = {prior.scale for prior in samples.values() if isinstance(prior, ScaledPrior)}
     for attribute in (name for name in samples if name not in scales):
-        prior, owner, owners = samples[attribute], module, attribute
-        if getattr(prior, "is_tied", False):
-            owner, owners = prior.owner, prior.attribute
-        name = declared_name(owner, owners)
+        prior, site = samples[attribute], (module, attribute)
+        if isinstance(prior, TiedPrior):
+            site = prior.owner, prior.attribute
+        name = declared_name(*site)
         if name not in made:
-            made[name] = nn.Parameter(_value_of(owner, owners, name, values))
+            made[name] = nn.Parameter(_value_of(*site, name, values))
         own[attribute] = made[name]
     for name in frozen_names(module):
         value = module.get_buffer(name)
@@ -83,7 +82,7 @@ def _value_of(module: Any, attribute: str, name: str, values: Mapping[str, Tenso
 
 
 def _make_plain(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give a module the class that it had, and parameters in place of sites and buffers."""
+    """Restore the original class of a module, with parameters in place of sites and buffers."""
     removed = [*_prior_buffers(module), *frozen_names(module)]
     samples, is_plain = [*declared_samples(module)], "parameter_names" in vars(module)
     remove_hooks(module, (*PASS_HOOKS, keep_priors_only))
@@ -91,7 +90,7 @@ def _make_plain(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> No
         vars(module).pop(name, None)
     make_plain_module(module)
     present = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    # A layer of this package stays a PyroModule, which takes a parameter that goes out of the store.
+    # A factor layer stays a PyroModule, which deletes a removed parameter from the param store.
     for name in (*removed, *(present if is_plain else samples)):
         delattr(module, name)
     for name, parameter in parameters.items():

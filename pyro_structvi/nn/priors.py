@@ -1,4 +1,4 @@
-"""Priors of weights, and the sample sites made of them."""
+"""Priors of weights, and their sample sites."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -28,28 +28,28 @@ from pyro_structvi.weights.torch_distributions import base_of, map_tensors, medi
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern is the name itself, or matches it with wildcards as in a shell."""
+    """Return whether a pattern equals a name, or matches it with shell-style wildcards."""
     return name == pattern or fnmatchcase(name, pattern)
 
 
 @dataclass(frozen=True)
 class FanIn:
-    """Independent normals whose standard deviation shrinks with the inputs of a unit.
+    """Independent normals with a standard deviation scaled by the fan-in.
 
-    A weight gets the standard deviation ``scale / sqrt(fan_in)``, so that outputs have the same prior
-    variance whatever the width; a vector gets ``vector_scale``. The fan-in, over how many terms an
-    output sums, follows from what the weight's module does with it: ``prod(rest)`` for ``(out, *rest)``
-    in a dense layer or a convolution, ``in / groups`` times the taps that reach an output for a
-    transposed convolution, 1 for an embedding, ``in`` for the ``(in, out)`` of a ``Conv1D``.
+    A weight has the standard deviation ``scale / sqrt(fan_in)``, so that the prior variance of outputs
+    does not depend on the width; a vector has ``vector_scale``. The fan-in, the number of terms in an
+    output, is ``prod(rest)`` for a weight ``(out, *rest)`` of a dense layer or a convolution,
+    ``in / groups`` times the taps that reach an output for a transposed convolution, 1 for an embedding,
+    and ``in`` for the weight ``(in, out)`` of a ``Conv1D``.
 
     Args:
         scale: The numerator for weights; sqrt(2) keeps variances through ReLU layers.
         vector_scale: The standard deviation of biases and other vectors.
-        fan_in: The fan-in of all weights with this prior, where it cannot be known, as for the stacked
-            weights of experts: ``{"*.experts": FanIn(fan_in=64), "*": FanIn()}``.
+        fan_in: The fan-in of all weights with this prior, if the module does not define it, as for
+            stacked weights of experts: ``{"*.experts": FanIn(fan_in=64), "*": FanIn()}``.
 
     Raises:
-        ValueError: If a scale, or ``fan_in``, is not a positive number.
+        ValueError: If a scale or ``fan_in`` is not positive.
 
     Example:
         >>> FanIn(scale=2.0).standard_deviation(torch.zeros(3, 16))
@@ -68,8 +68,8 @@ class FanIn:
         """Return the standard deviation of each element of a parameter.
 
         Args:
-            parameter: The parameter, ``(out, *rest)`` where nothing else is said.
-            fan_in: Its fan-in, 0 for a vector; what the shape says when None.
+            parameter: The parameter.
+            fan_in: Its fan-in, 0 for a vector; when None, the fan-in of a weight ``(out, *rest)``.
         """
         check("parameter", parameter, Tensor)
         check("fan_in", fan_in, NonNegative | None)
@@ -86,18 +86,18 @@ class HierarchicalScale:
 
     .. math:: s \sim p(s), \qquad w \mid s \sim N(0, s^2)
 
-    A parameter ``weight`` gets the site ``weight_scale`` beside its own, so that each layer learns from
-    the data how large its weights are. The KL of the weight given a draw of the scale has a closed
-    form; the KL of the scale has one if its prior is a log-normal, as a guide's posterior of it is.
+    A parameter ``weight`` has a second site ``weight_scale``, so that each layer learns the size of its
+    weights. The KL of the weight given a draw of the scale has a closed form, and so has the KL of the
+    scale if its prior is log-normal, like its posterior.
 
-    Not for point estimates of both: where the prior of the scale does not vanish at zero, as a
-    half-Cauchy does not, their density grows without bound as weights and scale go to zero together.
+    Not for point estimates of both: unless the prior of the scale vanishes at zero, which a half-Cauchy
+    does not, their density is unbounded as weights and scale approach zero together.
 
     Args:
-        prior: The distribution of the scale, over positive numbers. With batch dimensions it is one of
-            several scales, which broadcast to the parameter: ``(out, 1)`` for one scale for each unit.
+        prior: The distribution of the scale, over positive numbers. Its batch shape broadcasts to the
+            parameter: ``(out, 1)`` for a scale for each unit.
         fan_in: Whether the scale of a weight is divided by the root of its fan-in, as in
-            :class:`FanIn`; or the fan-in itself, where it cannot be known.
+            :class:`FanIn`; or the fan-in itself, if the module does not define it.
 
     Raises:
         TypeError: If ``prior`` is not a distribution.
@@ -147,7 +147,7 @@ Prior = (
 
 
 def leaves_out(prior: Prior, name: str) -> bool:
-    """Whether a prior says of a parameter, by its name alone, that it gets none."""
+    """Whether a prior is None for a parameter, by its name."""
     if isinstance(prior, Mapping):
         return any(leaves_out(prior[key], name) for key in _first_match(prior, name))
     return prior is None
@@ -165,30 +165,26 @@ def check_patterns(prior: Prior, names: Collection[str]) -> None:
 
 
 def _first_match(prior: Mapping[str, Any], name: str) -> list[str]:
-    """Return the first pattern that matches a parameter, alone in a list, or nothing."""
+    """Return a list of the first pattern that matches a parameter, or an empty list."""
     return [pattern for pattern in prior if matches(name, pattern)][:1]
 
 
 def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None = None) -> Any:
-    """Return the distribution of single elements that a prior means for one parameter.
+    """Return the distribution of a parameter.
 
     Args:
-        prior: A standard deviation (a number, or a tensor that broadcasts to the parameter), a
-            :class:`FanIn`, a :class:`HierarchicalScale`, a distribution of single elements or of all
-            together, a function of name and parameter that returns one of these, or a mapping from
-            name patterns to these, of which the first match wins; None for no prior.
+        prior: As for :func:`~pyro_structvi.bayesianize`.
         name: The parameter's name.
         parameter: The parameter.
-        fan_in: Over how many terms the outputs of its module sum, 0 for a vector; None where that
-            cannot be known, except for what has less than three dimensions.
+        fan_in: Its fan-in, 0 for a vector; None if unknown, or if the shape defines it.
 
     Returns:
-        A distribution that broadcasts to the parameter's shape or is over all of it, with its dtype and
-        device; or a :class:`HierarchicalScale` with such a distribution; or None.
+        A distribution of single elements that broadcasts to the parameter, or of all elements, with its
+        dtype and device; or a :class:`HierarchicalScale` with such a distribution; or None.
 
     Raises:
         ValueError: If a standard deviation is not positive or does not fit, no pattern matches, or a
-            prior needs a fan-in that cannot be known.
+            prior needs an unknown fan-in.
         TypeError: If the prior has another type.
 
     Example:
@@ -244,8 +240,8 @@ def _check_fan_in(
     if fan_in is None and parameter.dim() > 2 and prior.fan_in in (None, True):
         kind = type(prior).__name__
         raise ValueError(
-            f"The prior {kind} needs the fan-in of '{name}', over how many terms an output sums, which "
-            f"its shape {tuple(parameter.shape)} does not tell. Pass it for this parameter, "
+            f"The prior {kind} needs the fan-in of '{name}', the number of terms in an output, which "
+            f"its shape {tuple(parameter.shape)} does not define. Pass it for this parameter, "
             f"`{{'{name}': {kind}(..., fan_in=...), '*': ...}}`, or a number as its prior."
         )
 
@@ -293,10 +289,7 @@ def argument_names(prior: Any) -> list[str]:
 
 
 class BufferedPrior:
-    """A prior whose arguments are buffers of its module, so that they move and convert with it.
-
-    Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
-    """
+    """A prior whose arguments are buffers of its module; Pyro calls it with the module."""
 
     def __init__(self, attribute: str, prior: Any, shape: torch.Size) -> None:
         self.kind = type(prior)
@@ -305,7 +298,7 @@ class BufferedPrior:
         self._built: tuple[list[Tensor], Any] | None = None
 
     def values(self, prior: Any) -> dict[str, Tensor]:
-        """Return what the buffers hold of a prior."""
+        """Return the values of the buffers for a prior."""
         return {buffer: getattr(prior, key) for key, buffer in self.buffers.items()}
 
     def _build(self, arguments: list[Tensor]) -> Any:
@@ -314,7 +307,7 @@ class BufferedPrior:
         return prior.to_event(len(self.shape))
 
     def __call__(self, module: PyroModule) -> Any:
-        """Return the prior; built anew only where a buffer was replaced."""
+        """Return the prior, built again only after a buffer was replaced."""
         arguments: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
         if self._built is not None and all(
             old is new for old, new in zip(self._built[0], arguments, strict=True)
@@ -329,9 +322,9 @@ class BufferedPrior:
 
 
 class WholePrior(BufferedPrior):
-    """One over all elements of a parameter together, such as the posterior of earlier data.
+    """A prior over all elements of a parameter together, such as the posterior of earlier data.
 
-    Its tensors are buffers, in the order in which the distribution holds them.
+    Its tensors are buffers, numbered in the order of the distribution's attributes.
     """
 
     def __init__(self, attribute: str, prior: Any) -> None:
@@ -342,7 +335,7 @@ class WholePrior(BufferedPrior):
         self._built = None
 
     def values(self, prior: Any) -> dict[str, Tensor]:
-        """Return what the buffers hold of a prior."""
+        """Return the values of the buffers for a prior."""
         return dict(zip(self.buffers.values(), tensors_of(prior), strict=True))
 
     def _build(self, arguments: list[Tensor]) -> Any:
@@ -351,18 +344,13 @@ class WholePrior(BufferedPrior):
 
 
 class ScaledPrior:
-    """A normal prior around zero, whose scale is another site of its module.
-
-    Made by :func:`sample_from`; called by Pyro with the module to get the distribution.
-    """
+    """A normal prior around zero whose scale is another site of its module."""
 
     def __init__(
         self, scale: str, factor: float, scale_shape: torch.Size, shape: torch.Size
     ) -> None:
-        self.scale = scale
-        self.factor = factor
-        self.scale_shape = scale_shape
-        self.shape = shape
+        self.scale, self.factor = scale, factor
+        self.scale_shape, self.shape = scale_shape, shape
 
     def __call__(self, module: PyroModule) -> Any:
         """Return the prior given the module's scale."""
@@ -381,18 +369,30 @@ class ScaledPrior:
         return normal.expand(plates + self.shape).to_event(len(self.shape))
 
 
+class TiedPrior:
+    """The prior of a site that another module owns, at the owner's ``attribute``."""
+
+    is_tied = True
+
+    def __init__(self, owner: PyroModule, attribute: str) -> None:
+        self.owner, self.attribute = owner, attribute
+
+    def __call__(self, module: PyroModule) -> Any:
+        """Return the owner's prior."""
+        return declared_samples(self.owner)[self.attribute](self.owner)
+
+
 def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
-    """Turn an attribute of a module into a sample site.
+    """Turn an attribute of a module into a sample site, in place of a parameter.
 
     Args:
         module: The module.
-        attribute: The attribute's name; a parameter of that name is replaced.
-        prior: The distribution of single elements, which broadcasts to ``shape``, or one of all elements
-            together; or a :class:`HierarchicalScale` with the former.
+        attribute: The attribute's name.
+        prior: The result of :func:`resolve_prior`.
         shape: The shape of a value.
 
     Raises:
-        ValueError: If the module has already an attribute of the name of the scale's site.
+        ValueError: If the module has an attribute with the name of the scale's site.
     """
     if isinstance(prior, HierarchicalScale):
         scale = f"{attribute}_scale"

@@ -1,6 +1,6 @@
-"""A random parameter where no pass says which draw of it is meant: a shape without values."""
+"""Random parameters of a net, which have values during a pass of the model only."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Never, Self
 
 import torch
@@ -12,18 +12,32 @@ from pyro_structvi._pyro import (
     can_sample,
     declared_name,
     declared_samples,
+    fixed_draw_around,
     keep_values_in,
     lists_values,
+    plain_class,
     site_name,
     values_of_pass,
 )
-from pyro_structvi._torch import METADATA, forward_hooks, take_apart, without_storage
-from pyro_structvi.nn.pass_values import PassValues
+from pyro_structvi._torch import (
+    METADATA,
+    after_backward,
+    forward_hooks,
+    inside_backward,
+    inside_reentrant_backward,
+    take_apart,
+    without_storage,
+)
 from pyro_structvi.weights.torch_distributions import example_of
+
+_DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+_MISSING = object()
+
+Contents = list[tuple[dict[Any, Any], dict[Any, Any]]]
 
 
 class UnsampledParameter(Tensor):
-    """A tensor that has shape, dtype and device, and that raises where its values are asked for."""
+    """A tensor with shape, dtype and device that raises an error if its values are read."""
 
     site: str
 
@@ -34,14 +48,14 @@ class UnsampledParameter(Tensor):
         return unsampled
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Show what is known of it."""
+        """Show site and shape."""
         return f"UnsampledParameter(site='{self.site}', shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answer what is known without values; a detached one is one still."""
+        """Return metadata; detaching returns the tensor itself."""
         if func in METADATA or func is Tensor.data_ptr:
             return super().__torch_function__(func, types, args, kwargs or {})
         return args[0] if func in _DETACHING else cls.__torch_dispatch__(func, types, args, kwargs)
@@ -50,40 +64,42 @@ class UnsampledParameter(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Never:
-        """Say what to do in place of asking for values."""
-        refuse(next(each.site for each in nested_tensors([args, kwargs]) if isinstance(each, cls)))
+        """Raise the error."""
+        _refuse(next(each.site for each in nested_tensors([args, kwargs]) if isinstance(each, cls)))
 
 
-_DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
-
-
-def refuse(site: str) -> Never:
-    """Raise the error about values that are asked for outside of passes."""
+def _refuse(site: str) -> Never:
     raise RuntimeError(
-        f"The parameter '{site}' is random, and no pass says which draw of it is meant. Predict by "
+        f"The parameter '{site}' is random, and no pass defines its draw. Predict by "
         "`predict(model, guide, x)`; take a plain net, which generates, merges and saves, by "
         "`guide.to_net()`; call the model inside of `with guide.sampled():` for one draw; for prior "
         "draws pass the model to `pyro.infer.Predictive`."
     )
 
 
-class RandomModule(PyroModule):
-    """A PyroModule whose random parameters are read in passes of the model only.
+def check_in_pass(module: PyroModule, name: str) -> None:
+    """Raise a ``RuntimeError`` unless a pass defines the draw of a random parameter."""
+    if not can_sample(module, name):
+        _refuse(declared_name(module, name))
 
-    Pyro draws a parameter that is read elsewhere from its prior, and a net that predicts, merges or is
-    saved outside of a guide would be one of prior draws.
+
+class RandomModule(PyroModule):
+    """A PyroModule whose random parameters are read during passes of the model only.
+
+    Pyro samples a parameter that is read outside of a pass from the prior, so a net that predicts,
+    merges or is saved outside of a guide would use prior draws.
     """
 
     _refused = ("save_pretrained", "push_to_hub")
 
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
-            "A net with random parameters has no weights to be saved as those of a pretrained net. Save "
+            "A net with random parameters has no weights to save as a pretrained net. Save "
             "`guide.to_net()`, or keep the posterior by `guide.state_dict()`."
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute; of a random parameter outside of passes a tensor without values."""
+        """Return an attribute; a random parameter outside of passes is a tensor without values."""
         if name not in declared_samples(self) or can_sample(self, name):
             return super().__getattr__(name)
         prior = declared_samples(self)[name]
@@ -92,7 +108,7 @@ class RandomModule(PyroModule):
         return UnsampledParameter(declared_name(self, name), prior.shape(), example_of(prior))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a tensor in place of a random parameter stays there for one pass."""
+        """Set an attribute; a tensor in place of a random parameter lasts for one pass."""
         is_value = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if is_value and name in declared_samples(self):
             check_in_pass(self, name)
@@ -105,7 +121,7 @@ class RandomModule(PyroModule):
     ) -> Iterator[tuple[str, Any]]:
         """Yield parameters by name; in a pass random and frozen ones too, in the net's own order.
 
-        Code that asks for a second one reads values, and not only a device. All are drawn then.
+        Code that takes a second parameter reads values, not only a device, so all are sampled then.
         """
         if not lists_values(self):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
@@ -121,9 +137,9 @@ class RandomModule(PyroModule):
             yield name, _taken_out(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of, without what passes have left."""
+        """Return the state of a copy, without caches of passes."""
         values = values_of_pass(self)
-        if isinstance(values, PassValues):
+        if isinstance(values, _PassValues):
             values.effects.undo()
         super().__getstate__()
         own = vars(self).items()
@@ -131,14 +147,8 @@ class RandomModule(PyroModule):
         return vars(self) | computed
 
 
-def check_in_pass(module: PyroModule, name: str) -> None:
-    """Raise a ``RuntimeError`` unless a pass says which draw of a random parameter is meant."""
-    if not can_sample(module, name):
-        refuse(declared_name(module, name))
-
-
 def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
-    """Yield what modules have in place of the parameters of the net, or of their own."""
+    """Yield the values of all parameters of the original net."""
     seen: dict[int, Any] = {}
     for path, module in modules:
         known = vars(module).get("parameter_names")
@@ -152,22 +162,24 @@ def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, A
 
 
 def _taken_out(value: Any) -> Any:
-    """Return the tensor itself where a value stands for one."""
+    """Return the tensor of a lazily sampled value."""
     return getattr(value, "materialize", lambda: value)()
+
+
+# ---- every site in every pass --------------------------------------------------------------------
 
 
 def sample_every_site(module: nn.Module) -> None:
     """Let each call of a module sample all sites that it and its parts declare, before anything else.
 
-    A weight is a part of the model also where a pass does not use it: an expert that no example is
-    routed to, a layer that is dropped or comes after an early exit. So its prior meets its posterior in
-    every pass, and the bound is one of the whole posterior.
+    A weight belongs to the model even if a pass skips it, such as an expert without examples or a
+    dropped layer. All priors then have their KL in every pass.
 
-    The values of a pass are kept for as long as it can be differentiated, so that what activation
-    checkpointing computes again in the backward pass has the same weights.
+    The values of a pass are kept as long as it can be differentiated, so that activation checkpointing
+    recomputes layers with the same weights.
 
     Args:
-        module: The module; one that is not a ``PyroModule`` declares no sites, and stays as it is.
+        module: The module; one that is not a ``PyroModule`` declares no sites and does not change.
     """
     if isinstance(module, PyroModule) and _sample_declared not in forward_hooks(module):
         module.register_forward_pre_hook(_sample_declared)
@@ -175,7 +187,7 @@ def sample_every_site(module: nn.Module) -> None:
 
 
 def refuse_outside(module: nn.Module) -> None:
-    """Let a call of a module raise where no pass says which draw of its random parameters is meant."""
+    """Let a call of a module outside of passes raise an error if it has random parameters."""
     module.register_forward_pre_hook(_check_in_pass)
 
 
@@ -188,15 +200,15 @@ def _check_in_pass(module: nn.Module, args: Any) -> None:
 
 def _sample_declared(module: PyroModule, args: Any) -> None:
     own = values_of_pass(module)
-    if not isinstance(own, PassValues):
-        own = PassValues(own)
+    if not isinstance(own, _PassValues):
+        own = _PassValues(own)
         keep_values_in(module, own)
     own.effects.begin(module)
     read_declared(module)
 
 
 def read_declared(module: nn.Module) -> None:
-    """Read all sites that a module and its parts declare, which samples those that have no value yet."""
+    """Read all declared sites of a module and its parts; Pyro samples those without a value."""
     for part in module.modules():
         for attribute in declared_samples(part):
             getattr(part, attribute)
@@ -204,7 +216,7 @@ def read_declared(module: nn.Module) -> None:
 
 def _keep_values(module: PyroModule, args: Any, outputs: Any) -> None:
     own = values_of_pass(module)
-    if not isinstance(own, PassValues):  # the pass has not begun
+    if not isinstance(own, _PassValues):  # the pass has not begun
         return
     own.effects.end(module)
     for output in take_apart(outputs)[0]:
@@ -213,3 +225,172 @@ def _keep_values(module: PyroModule, args: Any, outputs: Any) -> None:
 
 
 PASS_HOOKS = (_check_in_pass, _sample_declared, _keep_values)
+
+
+class _PassEffects:
+    """Tensors that a pass in evaluation mode has stored in modules, to be removed before the next pass.
+
+    A net in evaluation mode may cache functions of its weights, which differ between draws. A cache
+    stays readable until the next pass, or in a whole block with one draw. Other attributes that change
+    along with tensors, such as lengths, are restored too.
+    """
+
+    def __init__(self) -> None:
+        self._root: nn.Module | None = None
+        self._block: Any = None
+        self._before: list[Contents] = []
+        self._left: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
+
+    def begin(self, root: nn.Module) -> None:
+        """Remove the caches of the previous pass, and record the attributes of the modules."""
+        if self._root is not None:
+            return
+        block = fixed_draw_around()
+        if block is None or block is not self._block:
+            self.undo()
+        self._root, self._block = root, block
+        self._before = [
+            [
+                (each, dict(each))
+                for each in (vars(part), *vars(part).values())
+                if isinstance(each, dict)
+            ]
+            for part in root.modules()
+            # The modules of torch cache nothing.
+            if not part.training and not plain_class(part).__module__.startswith("torch.nn.")
+        ]
+
+    def end(self, root: nn.Module) -> None:
+        """Record the changes of the pass that began at a module."""
+        if self._root is not root:
+            return
+        for contents in self._before:
+            changes = [*_changes(contents)]
+            holds_tensor = any(True for _ in nested_tensors([new for *_, new in changes]))
+            for container, key, old, new in changes if holds_tensor else ():
+                _, first, _ = self._left.get((id(container), key), (None, old, None))
+                self._left[id(container), key] = container, first, new
+        self._root, self._before = None, []
+
+    def undo(self) -> None:
+        """Restore attributes that did not change again after the pass."""
+        for (_, key), (container, old, new) in self._left.items():
+            if container.get(key, _MISSING) is not new:
+                continue
+            if old is _MISSING:
+                container.pop(key, None)
+            else:
+                container[key] = old
+        self._left = {}
+
+
+def _changes(contents: Contents) -> Iterator[tuple[dict[Any, Any], Any, Any, Any]]:
+    for container, before in contents:
+        for key in {**before, **container}:
+            old, new = before.get(key, _MISSING), container.get(key, _MISSING)
+            if old is not new:
+                yield container, key, old, new
+
+
+class _PassValues(dict[str, Tensor]):
+    """The values of a net's sites in the current pass; in a backward pass, of the differentiated pass.
+
+    Activation checkpointing calls layers again in the backward pass, outside of the net. The gradient of
+    the net's output, which is computed first, identifies the pass.
+    """
+
+    _differentiated: dict[str, Tensor] | None = None
+
+    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(values or {})
+        self.effects = _PassEffects()
+
+    def __reduce__(self) -> Any:
+        """Copy nothing: values belong to a pass of these modules."""
+        return _PassValues, ()
+
+    def keep_for_backward(self, output: Tensor) -> None:
+        """Keep the present values as long as an output of this pass can be differentiated."""
+        values = dict(self)
+
+        def begin(gradient: Tensor) -> None:
+            self._differentiated = values
+            after_backward(self._end)
+
+        output.register_hook(begin)
+
+    def _end(self) -> None:
+        self._differentiated = None
+
+    def get(self, name: str, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
+        """Return the value at a site, or the default if it is not sampled in this pass.
+
+        Raises:
+            RuntimeError: In a backward pass, if the recomputed pass is unknown.
+        """
+        value = super().get(name)
+        if value is not None or not inside_backward():
+            return default if value is None else value
+        if self._differentiated is None or name not in self._differentiated:
+            raise RuntimeError(
+                f"The weight at site '{name}' is needed again in a backward pass, and the pass that it "
+                "belongs to is not known. Checkpoint parts of the net, not the whole net, and pass "
+                "`use_reentrant=False` to `torch.utils.checkpoint.checkpoint`."
+            )
+        value = self._differentiated[name]
+        return _as_leaf(value) if inside_reentrant_backward() else value
+
+
+def _as_leaf(value: Tensor) -> Tensor:
+    """Return a leaf that passes its gradient on to the value.
+
+    A reentrant checkpoint differentiates the recomputed graph and frees it; the graph of a draw is
+    shared with the KL.
+    """
+    if not value.requires_grad:
+        return value
+    leaf = value.detach().requires_grad_()
+
+    def pass_on(leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        torch.autograd.backward(value, gradient, retain_graph=True)
+
+    leaf.register_post_accumulate_grad_hook(pass_on)
+    return leaf
+
+
+# ---- frozen parameters and state dicts -----------------------------------------------------------
+
+
+def freeze(module: nn.Module, attribute: str) -> None:
+    """Turn a parameter into a buffer with the same memory: Pyro's param store would unfreeze it."""
+    parameter = getattr(module, attribute)
+    is_usual = type(parameter) is nn.Parameter
+    delattr(module, attribute)
+    module.register_buffer(attribute, parameter.detach() if is_usual else parameter)
+    if not is_usual:  # a quantized weight is read by its class; Pyro changes registered attributes
+        module.__dict__[attribute] = parameter
+    module.__dict__.setdefault("frozen_parameters", []).append(attribute)
+
+
+def frozen_names(module: nn.Module) -> list[str]:
+    """Return the attributes of a module that were frozen parameters."""
+    names: list[str] = vars(module).get("frozen_parameters", [])
+    return names
+
+
+def buffers_that_change(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a module, without its children, that a pass may change."""
+    frozen = frozen_names(module)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in frozen:
+            yield name, buffer
+
+
+def keep_priors_only(module: PyroModule, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Remove draws from a state dict and add priors, if a module writes its weights into it."""
+    buffers = dict(module.named_buffers(recurse=False))
+    for attribute in declared_samples(module):
+        state.pop(prefix + attribute, None)
+        for name in (name for name in buffers if name.startswith(f"{attribute}_prior_")):
+            state.setdefault(prefix + name, buffers[name].detach())

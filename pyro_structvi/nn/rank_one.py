@@ -1,4 +1,4 @@
-"""Layers with a weight that is a point estimate, times a random number for each input and output."""
+"""Layers whose weight is a point estimate scaled by random numbers for inputs and outputs."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -9,27 +9,21 @@ import torch.nn.functional as F
 from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
-from pyro_structvi._checks import Positive, check, check_fields, checked, naming
-from pyro_structvi.nn.channels import (
-    check_channels,
-    is_plain,
-    scale_channels,
-    shift_channels,
-    with_batch_dim,
-)
+from pyro_structvi._checks import Positive, check, check_fields, checked
+from pyro_structvi.nn.channels import apply_to_batch, is_plain, scale_channels, shift_channels
 from pyro_structvi.nn.priors import Prior, sample_from
 
 Start = Literal["ones", "signs"]
 
 
 class RankOneLayer:
-    """What the dense layer and the convolutions add to torch's.
+    """Base of the rank-1 layers.
 
     Attributes:
-        weight: W0, ``(out, *rest)``, a parameter.
-        bias: ``(out,)``, a parameter, or None.
-        input_scale: s, one number for each input channel, a sample site.
-        output_scale: r, ``(out,)``, a sample site.
+        weight: The parameter W0, ``(out, *rest)``.
+        bias: A parameter ``(out,)``, or None.
+        input_scale: The sample site s, with a number for each input channel.
+        output_scale: The sample site r, ``(out,)``.
     """
 
     channel_dim: ClassVar[int]
@@ -39,7 +33,7 @@ class RankOneLayer:
     output_scale: Any
 
     def _adopt(self, layer: Any, prior_scale: float, start: Start) -> None:
-        """Take over the values of a layer, and put priors on the scales of its channels."""
+        """Copy the parameters of a layer, and put priors on the scales."""
         self.bias = None
         for name, value in layer.named_parameters(recurse=False):
             copied = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
@@ -50,13 +44,15 @@ class RankOneLayer:
         self.initial_values: dict[str, Tensor] = {}
         for name, size in (("input_scale", self.channels), ("output_scale", len(layer.weight))):
             sample_from(self, name, prior, Size([size]))
-            self.initial_values[name] = _start_value(start, layer.weight.new_ones(size))
+            ones = layer.weight.new_ones(size)
+            signs = (
+                torch.where(torch.rand_like(ones) < 0.5, ones, -ones) if start == "signs" else ones
+            )
+            self.initial_values[name] = signs
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to a batch of inputs, or to a single one."""
-        check_channels(x, self.channels, self.channel_dim)
-        with naming("x", x):
-            return with_batch_dim(self._forward_batch, x, -self.channel_dim)
+        return apply_to_batch(self._forward_batch, x, self.channels, self.channel_dim)
 
     def _forward_batch(self, x: Tensor) -> Tensor:
         hidden = self._apply_weight(scale_channels(x, self.input_scale, self.channel_dim))
@@ -70,23 +66,21 @@ class RankOneLayer:
 
 
 class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
-    """A dense layer with the weight W0 * (r s'), of which r and s are random.
+    """A dense layer with the weight W0 * (r s') and random r and s.
 
-    The outputs are ``(W0 (s * x)) * r + b``. W0 and b are the parameters ``weight`` and ``bias``, point
-    estimates; r and s are the sample sites ``output_scale`` and ``input_scale``, with independent
-    priors N(1, prior_scale^2), and any family can be used for them. They are drawn once for each
-    example.
+    The outputs are ``(W0 (s * x)) * r + b``. The parameters ``weight`` and ``bias``, W0 and b, are point
+    estimates. The sample sites ``output_scale`` and ``input_scale``, r and s, have independent priors
+    N(1, prior_scale^2) and any family. They are sampled for each example.
 
     Args:
-        layer: The layer whose weight and bias are taken over; it stays as it is. What is frozen there
-            is frozen here.
+        layer: The layer whose weight and bias are copied; frozen parameters stay frozen.
         prior_scale: Prior standard deviation of the scales.
-        start: Where a guide's means start: "ones", or random "signs", which set members of an
-            ensemble apart.
+        start: Initial means of a guide: "ones", or random "signs", which separate members of an
+            ensemble.
 
     Raises:
-        TypeError: If the layer is of another kind.
-        ValueError: If an option is out of its range.
+        TypeError: If the layer is no ``nn.Linear``.
+        ValueError: If an option is out of range.
 
     Example:
         >>> layer = RankOneLinear(nn.Linear(20, 50), prior_scale=0.1)
@@ -113,19 +107,18 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
 
 
 class RankOneConv(RankOneLayer):
-    """A convolution with a random number for each input and each output channel.
+    """A convolution with a random scale for each input and each output channel.
 
-    ``input_scale`` has one number for each input channel, whatever the groups: W0[o, c] is multiplied
-    by r_o and by the number of the input channel that channel c of the group of o is.
+    With groups, ``input_scale`` still has a number for each input channel.
 
     Args:
-        layer: The convolution whose filters and bias are taken over; it stays as it is.
+        layer: The convolution whose filters and bias are copied.
         prior_scale: As for :class:`RankOneLinear`.
         start: As for :class:`RankOneLinear`.
 
     Raises:
-        TypeError: If the layer is of another kind.
-        ValueError: If an option is out of its range.
+        TypeError: If the layer is another convolution.
+        ValueError: If an option is out of range.
     """
 
     _torch_layer: ClassVar[type[nn.Module]]
@@ -183,17 +176,16 @@ _LAYERS: dict[type, type[RankOneLinear | RankOneConv]] = {
 
 @dataclass(frozen=True)
 class RankOne:
-    """Rank-1 layers in the place of a net's own; see :class:`RankOneLinear`.
+    """Option for the ``layers`` of ``bayesianize``: rank-1 layers in place of a net's layers.
 
-    For the ``layers`` of ``bayesianize``. The weight and the bias stay point estimates, which start at
-    their values in the net; they take no prior.
+    See :class:`RankOneLinear`. Weight and bias start at their values in the net and take no prior.
 
     Args:
-        prior_scale: Prior standard deviation of the scales, around 1.
-        start: Where a guide's means start, "ones" or random "signs".
+        prior_scale: Prior standard deviation of the scales.
+        start: Initial means of a guide, "ones" or random "signs".
 
     Raises:
-        ValueError: If an option is out of its range.
+        ValueError: If an option is out of range.
 
     Example:
         >>> from pyro_structvi import bayesianize
@@ -216,20 +208,5 @@ class RankOne:
         return type(module) in _LAYERS and is_plain(module)
 
     def convert(self, module: Any, name: str, prior: Prior) -> Any:
-        """Return the layer that takes the module's place.
-
-        Args:
-            module: The module; it stays as it is.
-            name: Its name in the net.
-            prior: That of the net's parameters, which is not for the scales.
-
-        Returns:
-            The layer, with the module's weight and bias.
-        """
+        """Return the rank-1 layer of a module; its name and the net's prior are not used."""
         return _LAYERS[type(module)](module, self.prior_scale, self.start)
-
-
-def _start_value(start: Start, ones: Tensor) -> Tensor:
-    if start == "ones":
-        return ones
-    return torch.where(torch.rand_like(ones) < 0.5, ones, -ones)

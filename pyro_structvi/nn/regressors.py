@@ -1,4 +1,4 @@
-"""A net as a model of real targets."""
+"""Likelihoods of real targets and counts."""
 
 import math
 from typing import Any, Literal
@@ -23,28 +23,26 @@ from pyro_structvi.nn.priors import resolve_prior, sample_from
 
 NoiseScale = float | Tensor | torch.distributions.Distribution
 
-SMALLEST_SCALE = 1e-6  # of heteroscedastic noise, so that none rounds to zero
+SMALLEST_SCALE = 1e-6  # of heteroscedastic noise, which must not round to zero
 
 
 class Regressor(Likelihood):
     r"""A net as a model of real targets: ``y_n ~ N(net(x_n), noise_scale^2)``.
 
-    With ``noise="heteroscedastic"`` the net returns means and, after them, as many values r, of which
+    With ``noise="heteroscedastic"`` the net returns means followed by as many values r, and
     :math:`\sigma_n = \log(1 + e^{r_n})` are the standard deviations. With ``df`` the noise has Student's
-    t-distribution, whose outliers pull the mean less; ``noise_scale`` is then its scale.
+    t-distribution, which is robust to outliers, and ``noise_scale`` is its scale.
 
     Args:
-        net: A module from ``(batch, ...)`` to means ``(batch, *target)``, with sample sites; to
-            ``(batch, ..., 2 * size)`` for targets ``(batch, ..., size)`` under heteroscedastic noise.
-        num_data: Number of training examples; the log likelihood of a batch counts
-            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is None.
+        net: A module with sample sites, from ``(batch, ...)`` to means ``(batch, *target)``; to
+            ``(batch, ..., 2 * size)`` for targets ``(batch, ..., size)`` with heteroscedastic noise.
+        num_data: As for :class:`~pyro_structvi.Classifier`.
         noise_scale: Standard deviation of the noise, in the targets' units: a number, a tensor that
             broadcasts to a target, or a distribution over positive numbers, which becomes the
             latent site ``noise_scale``.
-        output: What takes the means from what the net returns; a tensor is taken as it is, and of
-            anything else its ``logits``.
-        noise: In place of ``noise_scale``: the same, or ``"learned"`` for the prior ``HalfNormal(1)``,
-            which suits targets of standard deviation 1, or ``"heteroscedastic"``.
+        output: From the return value of the net to the means, as for ``Classifier``.
+        noise: In place of ``noise_scale``: the same; ``"learned"`` for the prior ``HalfNormal(1)``, for
+            targets of standard deviation 1; or ``"heteroscedastic"``.
         df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
 
     Raises:
@@ -88,7 +86,7 @@ class Regressor(Likelihood):
             raise ValueError(
                 "`noise_scale` must be given, a positive number, a tensor, or a distribution over "
                 "positive numbers; or in its place `noise`, which takes these too, "
-                '"learned" for a prior of its own, or "heteroscedastic" for a scale by the net.'
+                '"learned" for the prior HalfNormal(1), or "heteroscedastic" for a scale by the net.'
             )
         if df is not None and not 1 < df < math.inf:
             raise ValueError(
@@ -97,11 +95,12 @@ class Regressor(Likelihood):
             )
         self.df = df
         self.is_heteroscedastic = isinstance(given, str) and given == "heteroscedastic"
+        self.terms = "pairs" if self.is_heteroscedastic else "elements"
         if not self.is_heteroscedastic:
             self._set_scale(name, dist.HalfNormal(1.0) if isinstance(given, str) else given)
 
     def _set_scale(self, name: str, noise_scale: Any) -> None:
-        """Make the noise scale a site, or a buffer, of the net's dtype and device."""
+        """Make the noise scale a site or a buffer with the net's dtype and device."""
         tensors = [*self.net.parameters(), *self.net.buffers()]
         example = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
         example = at_least_single(example.detach().new_zeros(()))
@@ -114,24 +113,8 @@ class Regressor(Likelihood):
             check_positive(name, scale)
             self.register_buffer("noise_scale", scale)
 
-    @property
-    def terms(self) -> Terms:
-        """Single outputs, or a mean and its scale."""
-        return "pairs" if self.is_heteroscedastic else "elements"
-
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
-        """Sample or observe the targets.
-
-        Args:
-            output: What the net returns, ``(*plates, batch, *target)``, or with as many values again
-                along its last dimension under heteroscedastic noise.
-            plates: How many of its dimensions are vectorized plates around the model.
-            y: Targets of the shape of the means and of their device and dtype, of which half precision
-                counts as float32; or None.
-
-        Returns:
-            The means ``(batch, *target)``, in float32 where the net's output has half precision.
-        """
+        """Sample or observe targets of the shape, device and dtype of the means; return the means."""
         mean, scale = self._mean_and_scale(output, plates)
         if y is not None:
             meaning = "that of the means" if self.is_heteroscedastic else "that of the net's output"
@@ -146,7 +129,7 @@ class Regressor(Likelihood):
         return dist.Normal(mean, scale) if self.df is None else dist.StudentT(self.df, mean, scale)
 
     def _mean_and_scale(self, found: Tensor, plates: int) -> tuple[Tensor, Tensor]:
-        """Return what the net says of the targets, ``(*plates, batch, *target)``, and their scale."""
+        """Return means ``(*plates, batch, *target)`` and noise scales."""
         if self.is_heteroscedastic:
             if found.dim() < plates + 2 or found.shape[-1] % 2:
                 raise ValueError(
@@ -171,15 +154,12 @@ class PoissonRegressor(Likelihood):
     """A net as a model of counts: ``y_n ~ Poisson(exp(net(x_n)))``.
 
     Args:
-        net: A module from ``(batch, ...)`` to logarithms of rates ``(batch, *target)``, with sample
-            sites.
-        num_data: Number of training examples; the log likelihood of a batch counts
-            ``num_data / batch`` times. :func:`~pyro_structvi.fit` sets it where it is left out.
-        output: What takes the logarithms from what the net returns; a tensor is taken as it is, and of
-            anything else its ``logits``.
+        net: A module with sample sites, from ``(batch, ...)`` to log rates ``(batch, *target)``.
+        num_data: As for :class:`~pyro_structvi.Classifier`.
+        output: From the return value of the net to the log rates, as for ``Classifier``.
 
     Raises:
-        ValueError: If ``num_data`` is not a whole number of at least 1.
+        ValueError: If ``num_data`` is not at least 1.
         TypeError: If ``net`` is not a module.
 
     Example:
@@ -194,23 +174,8 @@ class PoissonRegressor(Likelihood):
         McCullagh and Nelder (1989), "Generalized linear models", chapter 6.
     """
 
-    @property
-    def terms(self) -> Terms:
-        """Single outputs."""
-        return "elements"
+    terms: Terms = "elements"
 
     def observe(self, output: Tensor, plates: int, y: Tensor | None) -> Tensor:
-        """Sample or observe the counts.
-
-        Args:
-            output: Logarithms of rates, ``(*plates, batch, *target)``.
-            plates: How many of their dimensions are vectorized plates around the model.
-            y: Whole numbers of at least 0, of the shape of the net's output, in any dtype, or None.
-
-        Returns:
-            The logarithms of the rates, in float32 where the net's output has half precision.
-        """
-        y, event = self._as_numbers(output, plates, y), output.dim() - plates - 1
-        counts = finite_likelihood(lambda: dist.Poisson(output.exp()).to_event(event))
-        self._observe(counts, y)
-        return output
+        """Sample or observe counts in any dtype, and return the log rates."""
+        return self._observe_numbers(lambda logs: dist.Poisson(logs.exp()), output, plates, y)

@@ -1,7 +1,6 @@
-"""Layers whose weight is made of Walsh-Hadamard and diagonal matrices, one diagonal of them random."""
+"""Layers whose weight is a product of Walsh-Hadamard and diagonal matrices with a random diagonal."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -23,12 +22,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.matrices import walsh_hadamard_transform
 from pyro_structvi.maps.calls import drawn_per_example
-from pyro_structvi.nn.channels import (
-    check_channels,
-    is_plain,
-    shift_channels,
-    with_batch_dim,
-)
+from pyro_structvi.nn.channels import apply_to_batch, is_plain, shift_channels
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
 
 Sizes = Count | tuple[Count, ...]
@@ -37,16 +31,7 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
 class WalshHadamardLayer(PyroModule):
-    """What the dense layer and the convolutions share; the weight is a matrix ``(out, in)`` here.
-
-    Args:
-        weight_shape: ``(out, *rest)``.
-        bias: Whether there is a bias.
-        prior_scale: Prior standard deviation of each weight, where S1 and S2 are signs.
-        bias_prior_scale: Prior standard deviation of the bias.
-        device: Of all tensors.
-        dtype: Of all tensors.
-    """
+    """Base of the Walsh-Hadamard layers; arguments as for :class:`WalshHadamardLinear`."""
 
     channel_dim: ClassVar[int]
     draws_per_example = True
@@ -64,7 +49,7 @@ class WalshHadamardLayer(PyroModule):
         self.weight_shape = Size(weight_shape)
         out, size = self.weight_shape[0], self.weight_shape[1:].numel()
         width = 2 ** (size - 1).bit_length()
-        # Random signs: with ones in S1 and S2 the blocks, H diag(g) H, would be symmetric.
+        # With ones in S1 and S2 the blocks H diag(g) H would be symmetric.
         with naming("device", device):
             signs = torch.randint(2, (2, math.ceil(out / width), width), device=device) * 2 - 1
         diagonals = signs.to(dtype or torch.get_default_dtype())
@@ -75,26 +60,20 @@ class WalshHadamardLayer(PyroModule):
         sample_from(self, "coefficients", prior, self.row_scale.shape)
         self.register_parameter("bias", None)
         self.initial_values: dict[str, Tensor] = {}
-        self._start_like(diagonals.new_tensor(1 / (3 * size)))  # torch's own start of weights
+        self._start_like(diagonals.new_tensor(1 / (3 * size)))  # as torch initializes weights
         if bias:
             initial = diagonals.new_empty(out).uniform_(-1, 1) / math.sqrt(size)
             self._sample_bias(resolve_prior(bias_prior_scale, "bias", initial), initial)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to a batch of inputs, or to a single one."""
-        check_channels(x, self.weight_shape[1], self.channel_dim)
-        with naming("x", x):
-            return with_batch_dim(self._forward_batch, x, -self.channel_dim)
+        return apply_to_batch(self._forward_batch, x, self.weight_shape[1], self.channel_dim)
 
     def weight(self, coefficients: Tensor) -> Tensor:
-        """Return the dense weight ``(out, *rest)`` of given coefficients.
+        """Return the dense weight ``(out, *rest)``: leading rows and columns of S1 H diag(g) H S2.
 
         Args:
             coefficients: A value ``(blocks, D)`` of the sample site.
-
-        Returns:
-            The first rows and columns of S1 H diag(g) H S2, reshaped. The entry (i, j) of H diag(g) H
-            is that of H g with the number "i exclusive or j", over sqrt(D).
         """
         check_shape("coefficients", coefficients, self.row_scale.shape, "(blocks, D)")
         check_same_kind("coefficients", coefficients, "row_scale", self.row_scale)
@@ -102,6 +81,7 @@ class WalshHadamardLayer(PyroModule):
         out, size = self.weight_shape[0], self.weight_shape[1:].numel()
         rows, columns = (torch.arange(count, device=device) for count in (out, size))
         start = rows // width * width
+        # Entry (i, j) of H diag(g) H is entry "i exclusive or j" of H g, over sqrt(D).
         index = start.unsqueeze(-1) + ((rows - start).unsqueeze(-1) ^ columns)
         entries = walsh_hadamard_transform(coefficients).flatten() / math.sqrt(width)
         matrix = entries.index_select(0, index.flatten()).reshape(out, size)
@@ -110,7 +90,7 @@ class WalshHadamardLayer(PyroModule):
         return scaled.reshape(self.weight_shape)
 
     def extra_repr(self) -> str:
-        """Say which weight the layer has, in how many blocks."""
+        """Return the shapes of the weight and the coefficients."""
         blocks, width = self.row_scale.shape
         return f"weight {tuple(self.weight_shape)} of {blocks} x {width} coefficients"
 
@@ -124,11 +104,11 @@ class WalshHadamardLayer(PyroModule):
         return shift_channels(outputs, self.bias, self.channel_dim)
 
     def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
-        """Apply the weight of given coefficients, which may be one set for each example."""
+        """Apply the weight of coefficients ``(*batch, blocks, D)``."""
         raise NotImplementedError
 
     def _multiply(self, x: Tensor, coefficients: Tensor) -> Tensor:
-        """Multiply ``x (batch, *positions, in)`` by the matrix of ``(*batch, blocks, D)`` numbers."""
+        """Multiply ``x (batch, *positions, in)`` by a weight, or by a weight for each example."""
         blocks, width = self.row_scale.shape
         padded = F.pad(x, (0, width - x.shape[-1])).unsqueeze(-2)
         positions = [1 for _ in range(x.dim() - 2)]
@@ -138,11 +118,8 @@ class WalshHadamardLayer(PyroModule):
         return outputs.flatten(-2)[..., : self.weight_shape[0]]
 
     def _start_like(self, mean_square: Tensor) -> None:
-        """Let a guide's means start at draws for which the weights have this mean square.
-
-        No more than that is taken over of a weight W that the layer replaces. The diagonal that
-        comes closest to W, that of H S1 W S2 H, keeps 1/D of its sum of squares.
-        """
+        """Initialize means at random coefficients, so that the weights have a mean square."""
+        # The closest coefficients to a weight W, the diagonal of H S1 W S2 H, keep 1/D of its norm.
         spread = (self.row_scale.shape[-1] * mean_square).sqrt().detach()
         self.initial_values["coefficients"] = spread * torch.randn_like(self.row_scale)
 
@@ -157,22 +134,22 @@ def _apply_layer(x: Tensor, coefficients: Tensor, layer: WalshHadamardLayer) -> 
 
 
 class WalshHadamardLinear(WalshHadamardLayer):
-    """A dense layer with the weight S1 H diag(g) H S2, of which the diagonal g is random.
+    """A dense layer with the weight S1 H diag(g) H S2 and a random diagonal g.
 
-    H is the orthonormal Walsh-Hadamard matrix of D rows, with D the next power of two above the
-    number of inputs. For more than D outputs such blocks are stacked, and the first rows and columns
-    are the weight. S1 and S2 are parameters, point estimates; g is the sample site
-    ``coefficients``, and any family can be used for it. It is drawn once for each example.
+    H is the orthonormal Walsh-Hadamard matrix of D rows, with D the number of inputs rounded up to a
+    power of two. For more than D outputs, blocks are stacked, and the weight is cut from them. The
+    diagonals S1 and S2 are point estimates. The sample site ``coefficients``, g, has any family and is
+    sampled for each example.
 
     Args:
         in_features: Number of inputs.
         out_features: Number of outputs.
-        bias: Whether there is a bias, the sample site ``bias``.
-        prior_scale: Prior standard deviation of each weight, where S1 and S2 are signs, as they are
-            at the start: the coefficients have the prior N(0, prior_scale^2 D).
+        bias: Whether there is a sample site ``bias``.
+        prior_scale: Prior standard deviation of each weight while S1 and S2 are signs, as initialized;
+            the coefficients have the prior N(0, prior_scale^2 D).
         bias_prior_scale: Prior standard deviation of the bias.
-        device: Of all tensors.
-        dtype: Of all tensors.
+        device: The device of all tensors.
+        dtype: The dtype of all tensors.
 
     Raises:
         ValueError: If a size or a scale is not positive.
@@ -211,31 +188,23 @@ class WalshHadamardLinear(WalshHadamardLayer):
 class WalshHadamardConv(WalshHadamardLayer):
     """A convolution whose filters, as a matrix ``(out, in)``, are S1 H diag(g) H S2.
 
-    ``in`` is the number of channels times the size of the kernel. One draw serves the batch: its
-    filters are formed, and the convolution is torch's. With ``filters_per_example`` each example has
-    separate filters under ``StructuredELBO``, at the cost of transforming its patches.
+    ``in`` is the number of channels times the size of the kernel. A batch shares the filters of one
+    draw. With ``filters_per_example`` each example has separate filters under ``StructuredELBO``, at the
+    cost of transforming its patches.
 
     Args:
-        in_channels: Number of input channels.
-        out_channels: Number of output channels.
-        kernel_size: As in torch's convolution.
-        stride: As in torch's convolution.
-        padding: As in torch's convolution; "same" and "valid" too.
-        dilation: As in torch's convolution.
-        bias: Whether there is a bias, the sample site ``bias``.
-        padding_mode: As in torch's convolution.
-        filters_per_example: Whether to draw the coefficients for each example.
+        in_channels: As for torch's convolution, like all arguments up to ``dilation``.
+        bias: Whether there is a sample site ``bias``.
+        padding_mode: As for torch's convolution.
+        filters_per_example: Whether to sample the coefficients for each example.
         prior_scale: As for :class:`WalshHadamardLinear`.
-        bias_prior_scale: Prior standard deviation of the bias.
-        device: Of all tensors.
-        dtype: Of all tensors.
+        bias_prior_scale: As for :class:`WalshHadamardLinear`, like ``device`` and ``dtype``.
 
     Raises:
         ValueError: If a size or a scale is not positive, or torch's convolution refuses an argument.
     """
 
     _torch_layer: ClassVar[type[nn.Conv1d | nn.Conv2d | nn.Conv3d]]
-    _convolution: ClassVar[Callable[..., Tensor]]
 
     @checked
     def __init__(
@@ -276,8 +245,10 @@ class WalshHadamardConv(WalshHadamardLayer):
         if any(self.margins):
             x = F.pad(x, self.margins, self.padding_mode)
         if coefficients.dim() == 2:
-            filters, convolution = self.weight(coefficients), type(self)._convolution
-            return convolution(x, filters, stride=self.stride, dilation=self.dilation)
+            convolution = getattr(F, f"conv{len(self.stride)}d")
+            filters, geometry = self.weight(coefficients), (self.stride, 0, self.dilation)
+            outputs: Tensor = convolution(x, filters, None, *geometry)
+            return outputs
         return self._multiply(self._patches(x), coefficients).movedim(-1, 1)
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -293,7 +264,6 @@ class WalshHadamardConv1d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -2
     _torch_layer = nn.Conv1d
-    _convolution = F.conv1d
 
 
 class WalshHadamardConv2d(WalshHadamardConv):
@@ -301,7 +271,6 @@ class WalshHadamardConv2d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -3
     _torch_layer = nn.Conv2d
-    _convolution = F.conv2d
 
 
 class WalshHadamardConv3d(WalshHadamardConv):
@@ -309,7 +278,6 @@ class WalshHadamardConv3d(WalshHadamardConv):
 
     channel_dim: ClassVar[int] = -4
     _torch_layer = nn.Conv3d
-    _convolution = F.conv3d
 
 
 _CONVOLUTIONS: dict[type, type[WalshHadamardConv]] = {
@@ -321,13 +289,13 @@ _CONVOLUTIONS: dict[type, type[WalshHadamardConv]] = {
 
 @dataclass(frozen=True)
 class WalshHadamard:
-    """Walsh-Hadamard layers in the place of a net's own; see :class:`WalshHadamardLinear`.
+    """Option for the ``layers`` of ``bayesianize``: Walsh-Hadamard layers in place of a net's layers.
 
-    For the ``layers`` of ``bayesianize``. The prior of a weight there is that of its elements, and
-    must be one normal around zero for all of them. The bias keeps its prior.
+    See :class:`WalshHadamardLinear`. The prior of a weight must be one normal around zero for all
+    elements. The bias keeps its prior.
 
     Args:
-        filters_per_example: As for :class:`WalshHadamardConv`; dense layers always draw for each
+        filters_per_example: As for :class:`WalshHadamardConv`; dense layers always sample for each
             example.
 
     Example:
@@ -356,15 +324,12 @@ class WalshHadamard:
         return kind_fits and one_group and not is_frozen and is_plain(module)
 
     def convert(self, module: Any, name: str, prior: Prior) -> WalshHadamardLayer:
-        """Return the layer that takes the module's place.
+        """Return the Walsh-Hadamard layer of a module; its initial weights have the same mean square.
 
         Args:
-            module: The module; it stays as it is.
+            module: The module.
             name: Its name in the net.
-            prior: That of the net's parameters.
-
-        Returns:
-            The layer. A guide's means start where its weights have the mean square of the module's.
+            prior: The prior of the net.
 
         Raises:
             ValueError: If the prior of the weight is not one normal around zero for all elements.
@@ -399,10 +364,8 @@ class WalshHadamard:
 
 
 def _one_scale(prior: Prior, name: str, weight: Tensor) -> float:
-    """Return the standard deviation that a prior means for all elements of a weight."""
-    resolved = resolve_prior(
-        prior, name, weight, weight.shape[1:].numel()
-    )  # of a layer (out, *rest)
+    """Return the standard deviation of all elements of a weight."""
+    resolved = resolve_prior(prior, name, weight, weight.shape[1:].numel())
     if isinstance(resolved, dist.Normal) and not resolved.loc.any():
         smallest, largest = resolved.scale.aminmax()
         if smallest == largest:

@@ -1,10 +1,9 @@
 """Figures of predictions, fits and posteriors.
 
-Each function takes tensors, arrays or lists of numbers, and draws into the matplotlib axes ``ax``;
-without them it makes a figure that belongs to no window. It returns the axes.
-``ax.figure.savefig("figure.png")`` writes the figure to a file, and ``ax.figure`` at the end of a
-notebook's cell shows it. Labels of axes that are set already stay as they are; they can be changed
-on the axes that come back.
+Each function takes tensors, arrays or lists of numbers, draws into the matplotlib axes ``ax``, and
+returns them. Without axes it makes a figure that belongs to no window: ``ax.figure`` shows it at the
+end of a notebook's cell, and ``ax.figure.savefig("figure.png")`` saves it. Existing labels of axes are
+kept.
 """
 
 from pyro_structvi.plots.fits import plot_elbo, plot_importance, plot_scale_matrix

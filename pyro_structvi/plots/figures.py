@@ -1,8 +1,4 @@
-"""Common parts of figures: axes of no window, colours, legends, checked arrays.
-
-The colours are those of Okabe and Ito (2008), "Color universal design", which people who see red
-and green alike can tell apart; their yellow is left out, since it is faint on white.
-"""
+"""Common parts of figures: axes without a window, colours, legends, checked arrays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +18,7 @@ Values = Tensor | np.ndarray | Sequence[float]
 Matrix = Tensor | np.ndarray
 Array = NDArray[np.float64]
 
+# The palette of Okabe and Ito (2008), "Color universal design", without its faint yellow.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#666666"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
@@ -30,7 +27,7 @@ SEQUENTIAL, DIVERGING = "cividis", "RdBu_r"
 
 
 def make_axes(ax: Axes | None, width: float = 5.0, height: float = 3.5) -> Axes:
-    """Return the given axes, or the axes of a new figure of that size in inches."""
+    """Return the given axes, or the axes of a new figure of this size in inches."""
     if ax is None:
         return make_panels(1, 1, width, height)[0]
     figure_of(ax)
@@ -38,13 +35,13 @@ def make_axes(ax: Axes | None, width: float = 5.0, height: float = 3.5) -> Axes:
 
 
 def make_panels(rows: int, columns: int, width: float, height: float, **options: Any) -> list[Axes]:
-    """Return the axes of a new figure, row by row; its size is in inches."""
+    """Return the axes of a new figure, row by row, with its size in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
 def figure_of(ax: Axes) -> Figure:
-    """Return the figure of axes, or raise a ``ValueError`` if they were taken out of it."""
+    """Return the figure of axes, or raise a ``ValueError`` if they were removed from it."""
     figure = ax.get_figure(root=True)
     if figure is None:
         raise ValueError("`ax` must belong to a figure, but was removed from it.")
@@ -52,34 +49,30 @@ def figure_of(ax: Axes) -> Figure:
 
 
 def curve_style(index: int) -> dict[str, Any]:
-    """Return colour and line style of a curve: other colours first, then other styles."""
+    """Return colour and line style of a curve, cycling through colours first."""
     style = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)]
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": style}
 
 
 def add_labels(ax: Axes, x: str, y: str) -> None:
-    """Label the axes where the user has not done so."""
+    """Label the axes unless they have labels."""
     ax.set_xlabel(ax.get_xlabel() or x)
     ax.set_ylabel(ax.get_ylabel() or y)
 
 
 def add_legend(ax: Axes) -> None:
-    """Add a legend of what has a label: beside the axes if the layout makes room for it there."""
+    """Add a legend if there are labels, next to the axes in a constrained layout."""
     if not ax.get_legend_handles_labels()[1]:
         return
     if isinstance(figure_of(ax).get_layout_engine(), ConstrainedLayoutEngine):
-        beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0)}
-        ax.legend(**beside, borderaxespad=0.0, frameon=False, handlelength=1.6)
+        outside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0)}
+        ax.legend(**outside, borderaxespad=0.0, frameon=False, handlelength=1.6)
     else:
         ax.legend(loc="best", fontsize="small")
 
 
 def real_array(name: str, values: Values, dim: int = 1) -> Array:
-    """Return finite real numbers in so many dimensions as an array in double.
-
-    Raises:
-        ValueError: If they are no real numbers, not finite, none at all, or have another dimension.
-    """
+    """Return finite real numbers in ``dim`` dimensions as a float64 array, or raise a ``ValueError``."""
     if isinstance(values, Tensor):
         values = values.detach()
         readable = not (values.is_complex() or values.is_meta or values.dtype == torch.bool)
@@ -109,18 +102,12 @@ def class_array(name: str, values: Values, size: int) -> NDArray[np.int64]:
 
 
 def check_as_many(name: str, values: Array, other: str, others: Array) -> None:
-    """Raise a ``ValueError`` unless two arrays have equally many entries along their last dimension."""
+    """Raise a ``ValueError`` unless two arrays have last dimensions of one size."""
     if values.shape[-1] != others.shape[-1]:
         raise ValueError(
             f"`{name}` and `{other}` must have as many values, but got {values.shape[-1]} and "
             f"{others.shape[-1]}."
         )
-
-
-def check_not_negative(name: str, values: Array, meaning: str) -> None:
-    """Raise a ``ValueError`` if an entry is below zero."""
-    if (values < 0).any():
-        raise ValueError(f"`{name}` must be {meaning}, so at least 0, but has an entry below 0.")
 
 
 def check_shares(name: str, values: Array) -> None:
@@ -135,15 +122,9 @@ def check_shares(name: str, values: Array) -> None:
 def by_label(
     name: str, values: Values | Mapping[str, Values], label: str | None
 ) -> dict[str | None, tuple[str, Array]]:
-    """Return arrays by the label of their curve, each with the name that errors call it by.
+    """Return arrays by the label of their curve, each with its name in error messages.
 
-    Args:
-        name: The argument as the caller wrote it.
-        values: One array, or several by label.
-        label: The label of a single array.
-
-    Raises:
-        ValueError: If there is no array, or ``label`` is given beside a mapping.
+    ``values`` are one array with a label, or several by label.
     """
     if not isinstance(values, Mapping):
         return {label: (name, real_array(name, values))}

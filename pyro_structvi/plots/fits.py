@@ -26,10 +26,8 @@ from pyro_structvi.plots.figures import (
     real_array,
 )
 
-# Without a window of the caller's, the running mean is over this part of the steps.
-WINDOWS = 50
-# Share of the standard deviations at either end that have the colour of the end.
-OUTSIDE = 0.005
+WINDOWS = 50  # the running mean is over this fraction of the steps by default
+OUTSIDE = 0.005  # share of standard deviations beyond either end of the colours
 
 
 @checked
@@ -43,17 +41,17 @@ def plot_elbo(
     """Draw the evidence lower bound and the KL divergence over the steps of a fit.
 
     Args:
-        history: The return value of :func:`~pyro_structvi.fit`. Only ``elbo`` and ``kl`` are read.
+        history: The return value of :func:`~pyro_structvi.fit`.
         ax: Axes of the drawing; a new figure when None.
         kl_by_site: The KL of each site in each step, in nats.
         smooth: Steps in a running mean; a fiftieth of the steps when None.
-        start: Share of the steps, the first ones, that need not be in view.
+        start: Share of initial steps that are ignored for the limits of the vertical axis.
 
     Returns:
         The axes.
 
     Raises:
-        ValueError: If the history has no step, or a site has not one number a step.
+        ValueError: If the history is empty, or a site has another number of steps.
 
     Example:
         >>> from pyro_structvi.infer import History
@@ -69,32 +67,26 @@ def plot_elbo(
                 f"`{name}` must have one number a step, as many as `history.elbo`, {len(elbo)}, but has "
                 f"{len(own)}."
             )
-    of_sites = {f"KL of {site}": own for site, (_, own) in sites.items()}
-    return _draw_series({"ELBO": elbo, "KL": kl} | of_sites, ax, smooth, start, "nats")
-
-
-def _draw_series(
-    series: Mapping[str, Array], ax: Axes | None, smooth: int | None, start: float, label: str
-) -> Axes:
+    series = {"ELBO": elbo, "KL": kl} | {f"KL of {site}": own for site, (_, own) in sites.items()}
     ax = make_axes(ax)
     seen = [*ax.get_ylim()] if ax.lines else []
-    for index, (name, values) in enumerate(series.items()):
+    for index, (label, values) in enumerate(series.items()):
         window = smooth or max(1, len(values) // WINDOWS)
         steps, style = np.arange(1, len(values) + 1), curve_style(index)
         if window > 1:
             ax.plot(steps, values, color=style["color"], linewidth=0.6, alpha=0.3)
-        ax.plot(steps, running_mean(values, window), label=name, **style)
+        ax.plot(steps, running_mean(values, window), label=label, **style)
         shown = values[int(start * len(values)) :]
         seen += [shown.min(), shown.max()]
     padding = 0.05 * (max(seen) - min(seen)) or 1.0
     ax.set_ylim(min(seen) - padding, max(seen) + padding)
-    add_labels(ax, "step", label)
+    add_labels(ax, "step", "nats")
     add_legend(ax)
     return ax
 
 
 def running_mean(values: Array, window: int) -> Array:
-    """Return averages over the window about each step, cut off at the ends."""
+    """Return averages over a window around each step, truncated at the ends."""
     size = len(values)
     sums = np.concatenate([[0.0], values.cumsum()])
     first = np.arange(size) - (window - 1) // 2
@@ -105,11 +97,11 @@ def running_mean(values: Array, window: int) -> Array:
 
 @checked
 def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "guide") -> Axes:
-    r"""Draw the share of the total importance weight that the largest weights hold.
+    r"""Draw the share of the total importance weight in the largest weights.
 
     With the normalized weights :math:`w_s = e^{r_s} / \sum_t e^{r_t}` in descending order, the curve at
     the share :math:`k / S` of draws is :math:`\sum_{s \le k} w_s`. It is the diagonal if the guide is
-    the posterior, and jumps to 1 at once where a few draws have all the weight.
+    the posterior, and rises steeply if a few draws have all the weight.
 
     Args:
         log_weights: Log weights :math:`r_s` ``(S,)`` in nats, such as
@@ -149,26 +141,23 @@ def plot_importance(log_weights: Values, ax: Axes | None = None, label: str = "g
 def plot_scale_matrix(
     scale: Matrix, ranks: Sequence[int] = (1, 2), axes: Sequence[Axes] | None = None
 ) -> list[Axes]:
-    r"""Draw a layer's posterior standard deviations beside their best approximations of low rank.
+    r"""Draw a layer's posterior standard deviations and their best approximations of low rank.
 
     The approximation of rank k is :math:`\sum_{j \le k} s_j u_j v_j^\top` of the singular value
-    decomposition, and explains the share :math:`\sum_{j \le k} s_j^2 / \sum_j s_j^2` of the sum of
-    squares, written above it. All panels have the same colours, from the 0.5% to the 99.5% quantile
-    of the standard deviations.
+    decomposition. Its title has the explained share of the sum of squares, :math:`\sum_{j \le k} s_j^2 /
+    \sum_j s_j^2`. All panels share the colours, from the 0.5% to the 99.5% quantile.
 
     Args:
         scale: Standard deviations ``(out, in)``, in the weights' units.
         ranks: Ranks of the approximations, each a panel.
-        axes: Where to draw, one axes for the matrix and one for each rank, of one figure; a new
-            figure when None.
+        axes: Axes of one figure, for the matrix and for each rank; a new figure when None.
 
     Returns:
-        The axes of the panels, first of the matrix and then of the ranks in their order.
+        The axes of the panels, for the matrix and then for the ranks in their order.
 
     Raises:
-        ValueError: If a standard deviation is not positive, a rank is not one that the matrix can
-            have, or the number of axes is another one, or they are of
-            several figures.
+        ValueError: If a standard deviation is not positive, a rank is impossible for the matrix, or
+            there are too few or too many axes, or axes of several figures.
 
     Example:
         >>> import torch
@@ -193,19 +182,19 @@ def plot_scale_matrix(
         raise ValueError(f"`axes` must hold {1 + len(ranks)} axes, but got {len(axes)}.")
     if axes is not None and len({figure_of(each) for each in axes}) > 1:
         raise ValueError("`axes` must be of one figure, which has one colour bar for all of them.")
-    panels = _matrix_panels(matrix, len(ranks)) if axes is None else list(axes)
+    if axes is None:
+        count = 1 + len(ranks)
+        height = float(np.clip(2.2 * matrix.shape[0] / matrix.shape[1], 2.4, 4.5))
+        panels = make_panels(1, count, 2.0 * count + 1.2, height, sharex=True, sharey=True)
+    else:
+        panels = list(axes)
     U, s, Vh = np.linalg.svd(matrix, full_matrices=False)
-    approximations = [
-        ((U[:, :rank] * s[:rank]) @ Vh[:rank], (s[:rank] ** 2).sum() / (s**2).sum())
-        for rank in ranks
-    ]
-    titles = [
-        f"rank {rank}\nexplains {share:.1%}"
-        for rank, (_, share) in zip(ranks, approximations, strict=True)
-    ]
-    matrices = [matrix, *(approximation for approximation, _ in approximations)]
+    matrices, titles = [matrix], ["standard\ndeviations"]
+    for rank in ranks:
+        matrices.append((U[:, :rank] * s[:rank]) @ Vh[:rank])
+        titles.append(f"rank {rank}\nexplains {(s[:rank] ** 2).sum() / (s**2).sum():.1%}")
     low, high = np.quantile(matrix, [OUTSIDE, 1 - OUTSIDE])
-    for panel, each, title in zip(panels, matrices, ["standard\ndeviations", *titles], strict=True):
+    for panel, each, title in zip(panels, matrices, titles, strict=True):
         image = panel.imshow(each, aspect="auto", cmap=SEQUENTIAL, vmin=low, vmax=high)
         panel.set_title(title, fontsize="medium")
         panel.set_xlabel(panel.get_xlabel() or "input")
@@ -213,11 +202,3 @@ def plot_scale_matrix(
     bar: dict[str, Any] = {"label": "standard deviation\n(weights' units)", "extend": "both"}
     figure_of(panels[0]).colorbar(image, ax=panels, **bar)
     return panels
-
-
-def _matrix_panels(matrix: Array, num_ranks: int) -> list[Axes]:
-    """Return panels of a new figure, of nearly the shape of the matrix."""
-    height = float(np.clip(2.2 * matrix.shape[0] / matrix.shape[1], 2.4, 4.5))
-    return make_panels(
-        1, 1 + num_ranks, 2.0 * (1 + num_ranks) + 1.2, height, sharex=True, sharey=True
-    )

@@ -19,7 +19,6 @@ from pyro_structvi.plots.figures import (
     add_legend,
     by_label,
     check_as_many,
-    check_not_negative,
     check_shares,
     class_array,
     curve_style,
@@ -27,9 +26,8 @@ from pyro_structvi.plots.figures import (
     real_array,
 )
 
-# The tallest bar of the shares below the axis, in the units of the vertical axis.
-DEPTH = 0.25
-TOLERANCE = 1e-3
+DEPTH = 0.25  # height of the tallest bar below the axis, in units of the vertical axis
+TOLERANCE = 1e-3  # rounding errors of probabilities
 
 
 @checked
@@ -47,24 +45,24 @@ def plot_band(
     truth: Values | None = None,
     label: str | None = "mean",
 ) -> Axes:
-    r"""Draw a function of one input with bands about it, data and truth.
+    r"""Draw a function of one input with bands, data and truth.
 
-    The bands are :math:`m(x) \pm k \, s(x)`, for each width k, or those between ``lower`` and
-    ``upper``, which may be quantiles.
+    The bands are :math:`m(x) \pm k \, s(x)` for each width k, or from ``lower`` to ``upper``, such as
+    quantiles.
 
     Args:
-        x: Inputs ``(N,)`` or ``(N, 1)``, ascending; all others may have a last dimension of 1, too.
+        x: Inputs ``(N,)`` or ``(N, 1)``, ascending; other arguments may have a last dimension of 1, too.
         mean: The function m at the inputs ``(N,)``, in the targets' units.
-        scale: Standard deviations s at the inputs ``(N,)``, in the targets' units; None where
-            ``lower`` and ``upper`` say where bands are.
+        scale: Standard deviations s at the inputs ``(N,)``, in the targets' units; None with ``lower``
+            and ``upper``.
         ax: Axes of the drawing; a new figure when None.
-        widths: How many standard deviations each band reaches to either side.
+        widths: Half-widths of the bands in standard deviations.
         lower: Lower ends of a band ``(N,)``, or of K bands ``(K, N)``.
         upper: Upper ends of the same shape.
         data_x: Inputs of the data ``(D,)``.
         data_y: Targets of the data ``(D,)``.
         truth: The function that made the data, at ``x``.
-        label: Name of the function in the legend; no legend when None, as in one of several panels.
+        label: Name of the function in the legend; no legend when None.
 
     Returns:
         The axes.
@@ -109,7 +107,10 @@ def _bands(
     if scale is not None:
         scales = real_array("scale", scale)
         check_as_many("mean", mean, "scale", scales)
-        check_not_negative("scale", scales, "a standard deviation")
+        if (scales < 0).any():
+            raise ValueError(
+                "`scale` must be a standard deviation, so at least 0, but has an entry below 0."
+            )
         if not widths or not all(0 < width < np.inf for width in widths):
             raise ValueError("`widths` must hold at least one number, all positive and finite.")
         return [(mean - width * scales, mean + width * scales) for width in widths]
@@ -163,12 +164,11 @@ def draw_band(
 def plot_reliability(
     probabilities: Matrix, y: Values, num_bins: Count = 15, ax: Axes | None = None
 ) -> Axes:
-    r"""Draw a reliability diagram: the accuracy of examples that are predicted equally surely.
+    r"""Draw a reliability diagram: the accuracy of examples by confidence.
 
     With the confidence :math:`c_n = \max_k p_{nk}`, bin m of M holds the examples with
-    :math:`(m - 1) / M < c_n \le m / M`. Its bar is the share of them whose most probable class is
-    right, and its black mark is the average of their confidences: a bar that ends below the mark is
-    too sure. The bars below the axis are the shares of all examples.
+    :math:`(m - 1) / M < c_n \le m / M`. Its bar is their accuracy, and its black mark their average
+    confidence: a bar below the mark is overconfident. Bars below the axis are shares of all examples.
 
     Args:
         probabilities: Predicted class probabilities ``(N, classes)``, averaged over draws.
@@ -192,7 +192,13 @@ def plot_reliability(
         Guo et al. (2017), "On calibration of modern neural networks", section 2.
     """
     each = real_array("probabilities", probabilities, dim=2)
-    _check_simplex(each)
+    off = np.abs(each.sum(1) - 1) > TOLERANCE
+    wrong = off | (each < -TOLERANCE).any(1)
+    if wrong.any():
+        raise ValueError(
+            "`probabilities` must be at least 0 and sum to 1 over the classes, but row "
+            f"{int(wrong.argmax())} is not. Pass `logits.softmax(-1)` for logits."
+        )
     classes = class_array("y", y, each.shape[1])
     if classes.shape != each.shape[:1]:
         raise ValueError(
@@ -205,23 +211,18 @@ def plot_reliability(
     accuracy = np.bincount(where, right) / counts
     marks = np.bincount(where, confidence) / counts
     ax = make_axes(ax, 5.6, 4.0)
-    _draw_bins(ax, filled / num_bins, 1 / num_bins, accuracy, marks, counts / len(classes))
-    add_labels(ax, "confidence", "accuracy")
-    add_legend(ax)
-    return ax
-
-
-def _draw_bins(
-    ax: Axes, left: Array, width: float, accuracy: Array, confidence: Array, share: Array
-) -> None:
+    left, width, share = filled / num_bins, 1 / num_bins, counts / len(classes)
     bars: dict[str, Any] = {"width": width, "align": "edge", "edgecolor": "white"}
     ax.bar(left, accuracy, color=BLUE, label="accuracy", **bars)
     tallest = f"share of examples,\ntallest {share.max():.0%}"
     ax.bar(left, -DEPTH * share / share.max(), color="0.75", label=tallest, **bars)
-    ax.hlines(confidence, left, left + width, color=BLACK, linewidth=2, label="mean confidence")
+    ax.hlines(marks, left, left + width, color=BLACK, linewidth=2, label="mean confidence")
     ax.axhline(0, color=BLACK, linewidth=0.8)
     _draw_diagonal(ax)
     ax.set_ylim(-1.15 * DEPTH, 1.02)
+    add_labels(ax, "confidence", "accuracy")
+    add_legend(ax)
+    return ax
 
 
 def _draw_diagonal(ax: Axes) -> None:
@@ -233,16 +234,6 @@ def _draw_diagonal(ax: Axes) -> None:
     ax.set_ylim(-0.02, 1.02)
 
 
-def _check_simplex(probabilities: Array) -> None:
-    off = np.abs(probabilities.sum(1) - 1) > TOLERANCE
-    wrong = off | (probabilities < -TOLERANCE).any(1)
-    if wrong.any():
-        raise ValueError(
-            "`probabilities` must be at least 0 and sum to 1 over the classes, but row "
-            f"{int(wrong.argmax())} is not. Pass `logits.softmax(-1)` for logits."
-        )
-
-
 @checked
 def plot_coverage(
     levels: Values,
@@ -251,11 +242,11 @@ def plot_coverage(
     label: str | None = None,
     num_examples: Count | None = None,
 ) -> Axes:
-    r"""Draw which share of targets lies in predictive intervals, over the share that should.
+    r"""Draw the observed coverage of predictive intervals over their levels.
 
-    A curve below the diagonal belongs to intervals that are too narrow. With N independent
-    examples, the observed share of right intervals has the standard error :math:`\sqrt{l (1 - l) /
-    N}` at level l; the grey band is two of them to either side.
+    A curve below the diagonal means intervals that are too narrow. For correct intervals of N
+    independent examples, the coverage at level l has the standard error :math:`\sqrt{l (1 - l) / N}`;
+    the grey band is two standard errors wide to either side.
 
     Args:
         levels: Probabilities of the intervals ``(L,)``, from 0 to 1.
@@ -288,7 +279,11 @@ def plot_coverage(
         check_shares(name, values)
     ax = make_axes(ax, 5.2, 3.8)
     if num_examples is not None:
-        _draw_two_standard_errors(ax, num_examples)
+        line = np.linspace(0, 1, 101)
+        error = 2 * np.sqrt(line * (1 - line) / num_examples)
+        low, high = np.clip(line - error, 0, 1), np.clip(line + error, 0, 1)
+        name = f"2 standard errors\nof {num_examples} examples"
+        ax.fill_between(line, low, high, color="0.85", linewidth=0, label=name)
     _draw_diagonal(ax)
     for index, (title, (_, values)) in enumerate(curves.items()):
         style = curve_style(index)
@@ -296,11 +291,3 @@ def plot_coverage(
     add_labels(ax, "expected coverage", "observed coverage")
     add_legend(ax)
     return ax
-
-
-def _draw_two_standard_errors(ax: Axes, num_examples: int) -> None:
-    line = np.linspace(0, 1, 101)
-    error = 2 * np.sqrt(line * (1 - line) / num_examples)
-    low, high = np.clip(line - error, 0, 1), np.clip(line + error, 0, 1)
-    label = f"2 standard errors\nof {num_examples} examples"
-    ax.fill_between(line, low, high, color="0.85", linewidth=0, label=label)

@@ -1,10 +1,10 @@
 """Uses of a posterior: draws, predictions, inference data, element scores, pruning, warm starts."""
 
 from pyro_structvi.posterior import element_scores, pruning, warm_start
+from pyro_structvi.posterior.batch_statistics import SharedStatisticsWarning
 from pyro_structvi.posterior.inference_data import to_inference_data
-from pyro_structvi.posterior.passes import SharedStatisticsWarning
-from pyro_structvi.posterior.predicting import predict, predict_moments
-from pyro_structvi.posterior.prediction import Prediction
+from pyro_structvi.posterior.one_pass import predict_moments
+from pyro_structvi.posterior.prediction import Prediction, predict
 
 __all__ = [
     "Prediction",

@@ -1,7 +1,6 @@
-"""Scores by which the elements of a net are chosen that get a posterior."""
+"""Scores for choosing the elements of a net that get a posterior."""
 
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from typing import Any
 
 import pyro
@@ -10,10 +9,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
-from pyro_structvi._nested import map_nested, nested_tensors
+from pyro_structvi._nested import map_nested
 from pyro_structvi._pyro import ONE_THREAD
 from pyro_structvi.linalg.precision import at_least_single
-from pyro_structvi.posterior.draws import as_arguments
+from pyro_structvi.posterior.passes import as_arguments, as_batches
 from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.site_distributions import PointMass
@@ -27,11 +26,10 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
         guide: A fitted guide, such as a ``MeanFieldGuide``.
 
     Returns:
-        Variances of the shapes of the sites; those of transformed sites, such as a noise scale, are
-        left out.
+        Variances of the shapes of the sites, without transformed sites, such as a noise scale.
 
     Raises:
-        RuntimeError: If the guide knows no site yet, or its weights have only a joint distribution.
+        RuntimeError: If the guide is not initialized, or its weights have only a joint distribution.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -64,24 +62,24 @@ def laplace_variances(
     .. math:: v_j = \left( \sum_n \mathrm{E}_{y \sim p(y \mid x_n, w)}
         \left[ \partial_{w_j} \log p(y \mid x_n, w) \right]^2 + 1 / s_j^2 \right)^{-1}
 
-    with the prior variances :math:`s_j^2`: the inverse diagonal of the Fisher information, which for
-    these likelihoods is the generalized Gauss-Newton matrix. The expectation is by draws of y from the
-    model; the observed y would not do, since at a good fit their gradients vanish.
+    with the prior variances :math:`s_j^2`: the inverse diagonal of the Fisher information plus the prior
+    precision. The expectation uses y sampled from the model; gradients at the observed y vanish at a
+    good fit.
 
     Args:
         model: A model that samples its observations when called with inputs only.
-        center: The guide that was fitted, such as a ``MAPGuide``.
-        x: All inputs of the training, first dimension the examples; a tuple for several inputs.
-        num_samples: Draws of y for each input.
-        batch_size: How many examples' gradients to hold at once, each of the size of the net.
-        site: The observed site's name, where it cannot be told from the model.
+        center: The fitted guide, such as a ``MAPGuide``.
+        x: All training inputs with the examples first; a tuple for several inputs.
+        num_samples: Samples of y for each input.
+        batch_size: Number of examples whose gradients, each of the size of the net, are in memory.
+        site: The name of the observed site, if ambiguous.
 
     Returns:
-        Variances by site, of the sites that take every real value.
+        Variances by site, for sites with real support.
 
     Raises:
-        ValueError: If a number is not a whole number of at least 1, or the observed site is ambiguous.
-        RuntimeError: If the model has operations for which :func:`torch.func.vmap` has no rule.
+        ValueError: If a number is not at least 1, or the observed site is ambiguous.
+        RuntimeError: If :func:`torch.func.vmap` cannot vectorize the model.
 
     Example:
         >>> from pyro_structvi import Classifier, MAPGuide, bayesianize
@@ -93,31 +91,24 @@ def laplace_variances(
     References:
         Daxberger et al. (2021), "Bayesian deep learning via subnetwork inference", section 4.
     """
-    args = map_nested(lambda tensor: tensor, as_arguments(x))
-    size = len(next(nested_tensors(args)))
-    parts = [slice(start, start + batch_size) for start in range(0, size, batch_size)]
+    batches = as_batches(as_arguments(x), None, batch_size)
     own = center.median()
     values = {name: value for name, value in own.items() if not center[name].site.is_local}
     chosen = {name: value for name, value in values.items() if center[name].site.is_real}
 
     information = {name: torch.zeros_like(at_least_single(value)) for name, value in chosen.items()}
     with ONE_THREAD, evaluation_mode(model):
-        for _ in range(num_samples):
-            for part in parts:
-                batch = map_nested(itemgetter(part), args)
-                trace = run_at_draw(model, values, batch)
-                observed = find_observation(trace, values, site)
-                drawn = {  # the observations, and what is latent of single examples
-                    name: node["value"]
-                    for name, node in trace.nodes.items()
-                    if node["type"] == "sample"
-                    and name not in values
-                    and not site_is_subsample(node)
-                }
-                for name, gradient in _gradients(
-                    model, values, chosen, batch, drawn, observed
-                ).items():
-                    information[name] += at_least_single(gradient).square().sum(0) / num_samples
+        for args, _ in batches * num_samples:
+            trace = run_at_draw(model, values, args)
+            observed = find_observation(trace, values, site)
+            drawn = {  # observations and local latents
+                name: node["value"]
+                for name, node in trace.nodes.items()
+                if node["type"] == "sample" and name not in values and not site_is_subsample(node)
+            }
+            gradients = _gradients(model, values, chosen, args, drawn, observed)
+            for name, gradient in gradients.items():
+                information[name] += at_least_single(gradient).square().sum(0) / num_samples
     variances = {}
     for name in information.keys() & trace.nodes.keys():
         precision = 1 / trace.nodes[name]["fn"].variance
@@ -145,7 +136,7 @@ def _gradients(
 
     in_dims = (None, 0, *(0 for _ in batch))
     per_example = torch.func.vmap(torch.func.grad(log_prob), in_dims, randomness="different")
-    with pyro.validation_enabled(False):  # it looks at values, and there are none under vmap
+    with pyro.validation_enabled(False):  # vmap has no values to validate
         gradients: dict[str, Tensor] = per_example(chosen, drawn, *batch)
     return gradients
 
@@ -156,13 +147,13 @@ def largest(variances: Mapping[str, Tensor], size: Count) -> dict[str, Tensor]:
 
     Args:
         variances: Variances by site, or any other scores.
-        size: How many elements to choose.
+        size: Number of elements.
 
     Returns:
         Masks by site, for :class:`~pyro_structvi.SubnetworkGuide`.
 
     Raises:
-        ValueError: If the size is not a whole number from 1 to the number of elements.
+        ValueError: If the size is not from 1 to the number of elements.
 
     Example:
         >>> largest({"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0]])}, size=2)

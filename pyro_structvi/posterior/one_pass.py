@@ -1,13 +1,21 @@
-"""Predictions in one pass, by the moments of the net's output."""
+"""Predictions in one pass, from the moments of the net's output."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Normal
+from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
-from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, warn_user
+from pyro_structvi._checks import (
+    Count,
+    Program,
+    check_no_nan,
+    check_same_kind,
+    check_shape,
+    checked,
+    warn_user,
+)
 from pyro_structvi.linalg.precision import at_least_single, autocast_off, floored_sqrt
 from pyro_structvi.moments.integration import (
     AtNodes,
@@ -26,28 +34,26 @@ from pyro_structvi.moments.linear import (
 from pyro_structvi.moments.net import check_served, output_moments, used_more_than_once
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.posterior.draws import batches_of
+from pyro_structvi.posterior.passes import Batch, batches_of, check_posterior
 from pyro_structvi.posterior.prediction import (
     Prediction,
     class_probabilities,
     entropy_of,
-    own_entropy,
+    one_or_several,
 )
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 
-Batch = tuple[tuple[Any, ...], Tensor | None]
-
-LARGEST = 2**15  # outputs whose nodes are held at once
+LARGEST = 2**15  # outputs with nodes in memory at once
 
 
 class MomentsWarning(UserWarning):
-    """Moments leave out a dependence that a model is known to have."""
+    """Moments leave out a dependence in the model."""
 
 
 class _Member(NamedTuple):
-    """What one posterior, or one member of an ensemble, predicts; ``(N, *event)`` but for entropies."""
+    """Moments of one posterior or one member of an ensemble, ``(N, *event)`` except entropies."""
 
     mean: Tensor
     noise: Tensor
@@ -56,59 +62,80 @@ class _Member(NamedTuple):
     log_density: Tensor | None
 
 
-def predict_in_one_pass(
-    model: Any,
-    guide: Any,
-    x: Any,
-    y: Tensor | None,
-    batch_size: int | None,
-    settings: Settings,
-    differentiable: bool,
+@checked
+def predict_moments(
+    model: Program,
+    guide: StructuredGuide,
+    *inputs: Any,
+    y: Tensor | None = None,
+    batch_size: Count | None = None,
+    covariance: Literal["diagonal", "full"] = "diagonal",
+    linearize: bool = False,
+    differentiable: bool = False,
 ) -> Prediction:
-    """Return the predictions of a model by the moments of its net's output.
+    """Predict in one pass, with the moments of each layer's output given the moments of its input.
+
+    The expectation of the likelihood is a quadrature. The result is an approximation without function
+    values; the page "One pass" of the documentation has its errors.
 
     Args:
-        model: A likelihood around a net.
+        model: A likelihood around a net, such as a :class:`~pyro_structvi.Regressor`.
         guide: A guide of this package.
-        x: Inputs.
-        y: Observations, or None.
-        batch_size: How many inputs to run at once; None for all.
-        settings: How moments are propagated.
-        differentiable: Whether to keep gradients.
+        *inputs: The one input of the net, ``(N, ...)``.
+        y: Observations for the predictive density.
+        batch_size: Inputs in a mini-batch; None for all.
+        covariance: "full" to keep the covariance between the units of dense layers, in place of their
+            variances.
+        linearize: Whether to replace a function without a rule by its tangent at the mean, in place of
+            an error.
+        differentiable: Whether to keep gradients with respect to the input and the parameters.
+
+    Returns:
+        Moments, entropies and densities.
 
     Raises:
-        TypeError: If model or guide is something else.
-        NotImplementedError: If a function of the net has no moments.
+        NotImplementedError: If a function of the net has no rule.
+        TypeError: If the model is no likelihood around a net of one input, or the guide is another.
+        ValueError: If lengths differ.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> predict_moments(model, MeanFieldGuide(model), torch.zeros(5, 4)).mean.shape
+        torch.Size([5, 3])
+
+    References:
+        Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural networks".
     """
+    check_posterior(model, guide)
+    x = one_or_several(inputs)
     check_served(model, guide, "posterior")
+    assert isinstance(model, Likelihood)
     batches = batches_of(x, y, batch_size, guide)
     args = batches[0][0]
     if len(args) != 1:
         raise TypeError(f"`inputs` must be the one input of the net, but got {len(args)}.")
     with evaluation_mode(model, differentiable):
         joint = guide.joint_posterior(*args)
-        _warn_of_shared(model, guide)
-        of_members = [
+        if shared := used_more_than_once(model, guide):
+            warn_user(
+                f"A pass uses the weights {shared} more than once, as recurrent layers do at each step, "
+                "and moments count each use as independent. Compare with draws before you rely on "
+                "variances.",
+                MomentsWarning,
+            )
+        settings = Settings(covariance == "full", linearize)
+        members = [
             _predict(model, posteriors_of(joint, number), batches, settings)
             for number in member_numbers(guide)
         ]
-    return _mixture(of_members[0][0], [member for _, member in of_members])
-
-
-def _warn_of_shared(model: Likelihood, guide: StructuredGuide) -> None:
-    shared = used_more_than_once(model, guide)
-    if shared:
-        warn_user(
-            f"A pass uses the weights {shared} more than once, as recurrent layers do at each step, and "
-            "moments count each use as independent. Compare with draws before you rely on variances.",
-            MomentsWarning,
-        )
+    return _mixture(members[0][0], [member for _, member in members])
 
 
 def _predict(
     model: Likelihood, sites: Sites, batches: list[Batch], settings: Settings
 ) -> tuple[Any, _Member]:
-    """Return the likelihood of the last inputs, and what a posterior predicts at all of them."""
+    """Return the likelihood of the last inputs, and the moments of one posterior at all inputs."""
     values, posteriors = random_values(sites, settings), by_name(sites)
     parts: list[_Member] = []
     likelihood: Any = None
@@ -119,15 +146,13 @@ def _predict(
             parts.append(found)
             continue
         for cut in _cuts(output):
-            part = _cut(output, cut)
-            at = likelihood_at_nodes(model, part, posteriors)
+            at = likelihood_at_nodes(model, _cut(output, cut), posteriors)
             likelihood = in_single(at.likelihood)
             parts.append(_read(likelihood, at, None if y is None else y[cut]))
     return likelihood, _Member(*map(_joined, zip(*parts, strict=True)))
 
 
 def _joined(parts: Any) -> Any:
-    """Return what mini-batches have, one after the other, or None where there is nothing."""
     return None if parts[0] is None else torch.cat(parts)
 
 
@@ -146,19 +171,19 @@ def _cut(output: RandomTensor, cut: slice) -> RandomTensor:
 
 
 def _read_classes(model: Likelihood, output: RandomTensor, y: Tensor | None) -> tuple[Any, _Member]:
-    """Return the likelihood at the mean of logits, and what a posterior predicts of their classes."""
+    """Return the likelihood at the mean of the logits, and the moments of the classes."""
     likelihood = observation_at(model, output.loc, None).likelihood
     if y is not None:
         check_shape("y", y, likelihood.batch_shape, "that of the predictions")
         check_no_nan("y", y)
-        likelihood.log_prob(y)  # which says what is wrong with classes
+        likelihood.log_prob(y)  # raises the usual error for invalid classes
     mean, variance, entropy, log_density = class_expectations(output, y)
     noise = mean * (1 - mean) - variance
     return likelihood, _Member(mean, noise, variance, entropy, log_density)
 
 
 def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:
-    """Average what a likelihood ``(nodes, N)`` says over its nodes."""
+    """Average the moments of a likelihood ``(nodes, N)`` over its nodes."""
     base, weights = base_of(likelihood), at.weights
 
     def average(values: Tensor) -> Tensor:
@@ -168,22 +193,19 @@ def _read(likelihood: Any, at: AtNodes, y: Tensor | None) -> _Member:
     means = base.mean if probs is None else probs
     mean = average(means)
     variance = average((means - mean).square())
-    # An indicator has the variance m (1 - m) in all, of which that of the function is a part.
+    # An indicator has the variance m (1 - m), which includes the variance of the function.
     noise = average(base.variance) if probs is None else mean * (1 - mean) - variance
-    entropy = own_entropy(base, likelihood, means)
+    entropy_at = entropy_of(base, likelihood)
+    entropy = None if entropy_at is None else average(entropy_at(means))
     density = None if y is None else _log_density(likelihood, at, mean, variance, y)
-    return _Member(
-        *(mean, noise, variance),
-        None if entropy is None else average(entropy),
-        density,
-    )
+    return _Member(mean, noise, variance, entropy, density)
 
 
 def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Return the log of the predictive density of observations, ``(N,)``.
 
-    Under normal noise the function is integrated out exactly, and only the noise scale has nodes. The
-    elements of an example are independent, given what they share.
+    With normal noise the function is integrated exactly, and only the noise scale has nodes. The
+    elements of an example are independent given shared variables.
     """
     check_no_nan("y", y)
     shape = likelihood.batch_shape[1:] + likelihood.event_shape
@@ -201,23 +223,22 @@ def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y
     weights = at.weights.to(log_probs).reshape(-1, at.shared)
     log_probs = log_probs.unflatten(0, weights.shape)
     of_shared = weights.sum(0)
-    inner = _meet(weights / of_shared, log_probs) + log_probs
-    each = inner.logsumexp(0).flatten(2).sum(-1) if inner.dim() > 3 else inner.logsumexp(0)
-    density: Tensor = (_meet(of_shared, each) + each).logsumexp(0)
-    return density
+    each = _log_average(weights / of_shared, log_probs)
+    return _log_average(of_shared, each.flatten(2).sum(-1) if each.dim() > 2 else each)
 
 
-def _meet(weights: Tensor, values: Tensor) -> Tensor:
-    """Return logarithms of weights in as many dimensions as values that they stand in front of."""
-    return weights.log().reshape(*weights.shape, *(1 for _ in values.shape[weights.dim() :]))
+def _log_average(weights: Tensor, log_values: Tensor) -> Tensor:
+    """Return the log of a weighted sum over the first dimension; weights cover leading dimensions."""
+    ones = (1 for _ in log_values.shape[weights.dim() :])
+    return (weights.log().reshape(*weights.shape, *ones) + log_values).logsumexp(0)
 
 
 def _mixture(like: Any, members: list[_Member]) -> Prediction:
-    """Return the prediction of a mixture of posteriors, of one in most cases."""
+    """Return the prediction of an equal mixture of posteriors."""
     base = base_of(like)
     entropy_at = entropy_of(base, like)
     means = torch.stack([member.mean for member in members])
-    noise = torch.stack([member.noise for member in members]).mean(0)
+    noise = torch.stack([member.noise for member in members])
     own = torch.stack([member.function_variance for member in members])
     mean = means.mean(0)
     function_variance = own.mean(0) + (means - mean).square().mean(0)
@@ -229,24 +250,30 @@ def _mixture(like: Any, members: list[_Member]) -> Prediction:
     if members[0].log_density is not None:
         each = [m.log_density for m in members if m.log_density is not None]
         density = torch.stack(each).logsumexp(0) - math.log(len(each))
-    variances = torch.stack([member.noise for member in members]) + own
     return Prediction(
-        *(mean, noise + function_variance, function_variance, entropy, information, density),
+        *(
+            mean,
+            noise.mean(0) + function_variance,
+            function_variance,
+            entropy,
+            information,
+            density,
+        ),
         functions=None,
-        likelihood=_likelihood(base, means, variances),
+        likelihood=_likelihood(base, means, noise + own),
         num_samples=0,
     )
 
 
 def _likelihood(base: Any, means: Tensor, variances: Tensor) -> Any:
-    """Return the predictive distribution of each member, ``(members, N)``, where it is a usual one."""
+    """Return the predictive distribution of each member, ``(members, N)``, or None."""
+    made: Any
     if isinstance(base, Normal):
-        made: Any = Normal(means, floored_sqrt(variances), validate_args=False)
+        made = Normal(means, floored_sqrt(variances), validate_args=False)
     elif isinstance(base, Bernoulli):
         made = Bernoulli(means, validate_args=False)
     elif isinstance(base, Categorical):
         made = Categorical(means, validate_args=False)
-        return torch.distributions.Independent(made, means.dim() - 3)
     else:
         return None
-    return torch.distributions.Independent(made, means.dim() - 2)
+    return Independent(made, len(made.batch_shape) - 2)

@@ -1,166 +1,196 @@
-"""Statistics of batch normalization at each draw, in place of running ones."""
+"""Runs of a model at many joint draws of a posterior, several draws in one pass."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
-from itertools import count
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
+import pyro.poutine as poutine
 import torch
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.constraints import is_dependent
 from torch.nn.modules.module import register_module_forward_hook
 
-from pyro_structvi._checks import naming, warn_user
+from pyro_structvi._checks import Program, check_tensors
+from pyro_structvi._nested import map_nested, nested_tensors
 from pyro_structvi._torch import take_apart
-from pyro_structvi.posterior.draws import Draws, Posterior, as_arguments
+from pyro_structvi.posterior.batch_statistics import BatchStatistics, warn_of_shared_statistics
 from pyro_structvi.posterior.runs import (
     find_observation,
     is_unused,
-    left_to_the_model,
-    modules_of,
     run_at_draw,
+    sites_from_model,
     tensors_in,
 )
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.ensemble import SameMember
+from pyro_structvi.structures.ensemble import SameMember, ensemble_of
 from pyro_structvi.weights.lazy import as_drawn
+from pyro_structvi.weights.site_role import SiteRole
 
-LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-class SharedStatisticsWarning(UserWarning):
-    """Members of an ensemble share the running statistics of batch normalizations."""
-
-
-class BatchStatistics:
-    """Mean and variance that batch normalization meets when a model runs at a draw on given inputs.
-
-    Running statistics are averages over the draws of the training. Those of one draw differ from them,
-    and of members of an ensemble, which have other features each, they are those of none.
-
-    Args:
-        model: The model.
-        args: Its arguments, whose examples tell the statistics.
-
-    Raises:
-        ValueError: If the model has no batch normalization with running statistics.
-    """
-
-    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.args, self._layers = args, running_layers(model)
-        if not self._layers:
-            raise ValueError(
-                "`batch_statistics` is for models with batch normalization that has running statistics, "
-                "but got one without. Leave it out."
-            )
-
-    def measure(self, run: Callable[..., Any]) -> dict[str, Tensor]:
-        """Return what the layers meet on the inputs, by the layer and its call.
-
-        Args:
-            run: Runs the model at a draw with the arguments it is given.
-        """
-        met: dict[str, Tensor] = {}
-
-        def act(name: str, layer: nn.Module, inputs: Tensor) -> None:
-            mean, variance = _statistics_of(layer, inputs)
-            met.update({f"{name}.mean": mean, f"{name}.variance": variance})
-            _use(layer, mean, variance)
-
-        with self._before_each(act), naming("batch_statistics", self.args):
-            run(self.args)
-        return met
-
-    @contextmanager
-    def used(self, met: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the layers use in this block what was measured."""
-
-        def act(name: str, layer: nn.Module, inputs: Tensor) -> None:
-            _use(layer, met[f"{name}.mean"], met[f"{name}.variance"])
-
-        with self._before_each(act):
-            yield
-
-    @contextmanager
-    def _before_each(self, act: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
-        """Call a function before each call of a layer; running statistics stay as they were."""
-        own = [(layer, layer.running_mean, layer.running_var) for layer in self._layers]
-        calls = [count() for _ in self._layers]
-
-        def hook(number: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
-            act(f"{number}.{next(calls[number])}", layer, args[0])
-
-        with ExitStack() as handles:
-            for number, (layer, mean, variance) in enumerate(own):
-                handles.callback(_use, layer, mean, variance)
-                handles.callback(layer.register_forward_pre_hook(partial(hook, number)).remove)
-            yield
-
-
-def running_layers(model: Callable[..., Any]) -> list[Any]:
-    """Return the batch normalizations of a model that have running statistics."""
-    layers = (layer for layer in modules_of(model) if isinstance(layer, LAYERS))
-    return [layer for layer in layers if layer.running_mean is not None]
-
-
-def statistics_for(
-    model: Callable[..., Any], posterior: Posterior, x: Any
-) -> BatchStatistics | None:
-    """Return the statistics that a caller asked for; without, warn where members share running ones.
-
-    Args:
-        model: The model.
-        posterior: What it is run at.
-        x: Inputs whose statistics are to be used, or None.
-    """
-    if x is not None:
-        return BatchStatistics(model, as_arguments(x, "batch_statistics"))
-    is_ensemble = isinstance(posterior, StructuredGuide) and any(
-        isinstance(part, SameMember) for part in posterior.modules()
-    )
-    if is_ensemble and (layers := running_layers(model)):
-        warn_user(
-            f"The members of this ensemble share the running statistics of {len(layers)} batch "
-            "normalizations, which are averages over members and fit none of them. Pass "
-            "`predict(..., batch_statistics=x)` with some hundred inputs of the training, or use a "
-            "normalization without running statistics, such as `torch.nn.GroupNorm`.",
-            SharedStatisticsWarning,
-        )
-    return None
-
-
-def _statistics_of(layer: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and variance of each channel, as batch normalization has them in training."""
-    others = [dim for dim in range(inputs.dim()) if dim != 1]
-    mean, variance = inputs.mean(others), inputs.var(others, correction=0)
-    return mean.to(layer.running_mean.dtype), variance.to(layer.running_var.dtype)
-
-
-def _use(layer: nn.Module, mean: Tensor, variance: Tensor) -> None:
-    """Put statistics in the place of a layer's; past Pyro, which takes no tensors of a vmap."""
-    nn.Module.__setattr__(layer, "running_mean", mean)
-    nn.Module.__setattr__(layer, "running_var", variance)
-
-
+Posterior = Program | Mapping[str, Tensor]
 Values = dict[str, Tensor]
 Batch = tuple[tuple[Any, ...], Tensor | None]
 Read = Callable[[Any, Any, Tensor | None], Values]
 
+DEFAULT_NUM_SAMPLES = 100
 
-@dataclass(frozen=True)
-class Pass:
+
+def check_posterior(model: Callable[..., Any], posterior: Any) -> None:
+    """Raise a ``TypeError`` unless a posterior of a model is a guide or draws by site."""
+    if isinstance(posterior, type):
+        got = f"the class {posterior.__name__}. Make a guide of the model, `{posterior.__name__}(model)`"
+    elif isinstance(posterior, Mapping):
+        return
+    elif not callable(posterior):
+        got = f"a {type(posterior).__name__}. Pass the guide that was fitted"
+    elif poutine.unwrap(posterior) is poutine.unwrap(model):
+        got = "the model. Pass the guide that was fitted to it"
+    else:
+        if isinstance(posterior, StructuredGuide):
+            posterior.warn_of_other_model()
+        return
+    raise TypeError(f"`posterior` must be a guide or a dict of draws by site, but got {got}.")
+
+
+def as_arguments(x: Any, name: str = "x") -> tuple[Any, ...]:
+    """Return a model's arguments, given a single input or a tuple of inputs."""
+    check_tensors(name, x)
+    return x if isinstance(x, tuple) else (x,)
+
+
+def as_batches(args: tuple[Any, ...], y: Tensor | None, batch_size: int | None) -> list[Batch]:
+    """Split a model's arguments and observations into mini-batches along the first dimension.
+
+    Args:
+        args: The arguments; a mapping becomes a dict.
+        y: Observations, or None.
+        batch_size: Examples in a mini-batch; None for all.
+
+    Raises:
+        ValueError: If lengths differ.
+    """
+    if y is not None:
+        check_tensors("y", y)
+    # Tensors in a mapping may have another length unless they are split, as the edges of a graph.
+    split = args if batch_size is not None else [each for each in args if isinstance(each, Tensor)]
+    lengths = [len(value) for value in nested_tensors((split, y))]
+    size = max(lengths, default=1)
+    if set(lengths) - {size} or size == 0:
+        raise ValueError(f"`x` and `y` must have one length, but got {lengths}.")
+    if batch_size is None:
+        return [map_nested(lambda tensor: tensor, (args, y))]
+    parts = [slice(start, start + batch_size) for start in range(0, size, batch_size)]
+    return [map_nested(itemgetter(part), (args, y)) for part in parts]
+
+
+def batches_of(
+    x: Any, y: Tensor | None, batch_size: int | None, posterior: Posterior
+) -> list[Batch]:
+    """Return the mini-batches of inputs, or of a loader of inputs or tuples ``(*inputs, y)``."""
+    is_given = isinstance(x, (Tensor, tuple, list, str, Mapping)) or hasattr(x, "__array__")
+    if is_given or not isinstance(x, Iterable):
+        return as_batches(as_arguments(x), y, batch_size)
+    if y is not None or batch_size is not None:
+        raise ValueError(
+            "`y` and `batch_size` must be left out where `x` is a loader. Its mini-batches have a size, "
+            "and may be tuples `(x, y)`."
+        )
+    device = next((p.device for p in getattr(posterior, "parameters", tuple)()), None)
+    found: list[Batch] = []
+    with separate_randomness():  # a loader draws a seed
+        batches = [map_nested(lambda value: value.to(device), batch) for batch in x]
+    for batch in batches:
+        parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        found += as_batches(parts[:-1] or parts, parts[-1] if parts[1:] else None, None)
+    if not found:
+        raise ValueError("`x` must give at least one mini-batch, but is a loader that gives none.")
+    return found
+
+
+def count_draws(posterior: Posterior, num_samples: int | None) -> int:
+    """Return the number of draws.
+
+    Args:
+        posterior: A guide, or draws by site with the draw as first dimension.
+        num_samples: The given number. None for all given draws, each member of an ensemble, or 100
+            draws of another guide.
+
+    Raises:
+        ValueError: If there are fewer draws, or sites have different numbers.
+    """
+    if not isinstance(posterior, Mapping):
+        ensemble = ensemble_of(posterior)
+        return num_samples or (ensemble.size if ensemble else DEFAULT_NUM_SAMPLES)
+    sizes = {name: len(draws) for name, draws in posterior.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"All sites must have the same number of draws, but got {sizes}.")
+    available = next(iter(sizes.values()))
+    if num_samples is not None and num_samples > available:
+        raise ValueError(
+            f"`num_samples` must be at most the {available} draws given, but got {num_samples}."
+        )
+    return num_samples or available
+
+
+def spaced(available: int, total: int) -> list[int]:
+    """Return ``total`` evenly spaced indices of draws, so that successive chains have equal shares."""
+    step = (available - 1) / max(total - 1, 1)
+    return [round(step * number) for number in range(total)]
+
+
+def _sampler(
+    posterior: Posterior, total: int, args: tuple[Any, ...]
+) -> Callable[[Sequence[int]], Values]:
+    """Return a function from numbers of draws below ``total`` to draws ``(count, *shape)`` by site.
+
+    The parameters of a :class:`StructuredGuide` are read once. Given draws are evenly spaced. Other
+    guides are called with ``args``.
+    """
+    if isinstance(posterior, Mapping):
+        chosen = spaced(count_draws(posterior, None), total)
+        return lambda numbers: {
+            name: draws[[chosen[number] for number in numbers]] for name, draws in posterior.items()
+        }
+    if isinstance(posterior, StructuredGuide):
+        return partial(posterior.joint_posterior().draw_many, local=True)
+    return lambda numbers: stack_draws([_draw_from_guide(posterior, args) for _ in numbers])
+
+
+def _draw_from_guide(guide: Callable[..., Any], args: tuple[Any, ...]) -> Values:
+    """Return the values of a guide's sites without auxiliary sites."""
+    with poutine.block():
+        trace = poutine.trace(poutine.mask(guide, mask=False)).get_trace(*args)
+    sites = {
+        name: site
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site_is_subsample(site)
+    }
+    roles = {name: SiteRole.of(site) for name, site in sites.items()}
+    observed = [name for name, role in roles.items() if role.is_observation]
+    if observed:
+        raise TypeError(
+            f"`posterior` must be a guide, which samples latent sites only, but got a program with the "
+            f"observations {observed}. Pass the guide, not the model."
+        )
+    return {
+        name: as_drawn(sites[name]["value"])
+        for name, role in roles.items()
+        if not role.is_auxiliary
+    }
+
+
+class Pass(NamedTuple):
     """Several draws at one mini-batch.
 
     Attributes:
         batch: The number of the mini-batch.
-        values: The draws, ``(draws, *shape)`` by site, without what is drawn from the model.
-        outputs: What was read, ``(draws, *shape)`` by name.
+        values: The draws, ``(draws, *shape)`` by site, without sites sampled from the model.
+        outputs: Values that were read, ``(draws, *shape)`` by name.
     """
 
     batch: int
@@ -169,22 +199,21 @@ class Pass:
 
 
 class Passes:
-    """Runs of a model at draws of a posterior, several draws in a pass.
+    """Runs of a model at draws of a posterior, vectorized by :func:`torch.func.vmap`.
 
-    The first draw runs by itself: it tells what is left to the model, and how much memory a draw takes.
-    The others run together by :func:`torch.func.vmap`, under which nothing can be validated. Where an
-    argument or an observation is not what its distribution takes, the draws of a pass are run again, one
-    by one, so that errors are the usual ones; and so is, from then on, what torch cannot vectorize.
+    The first draw runs alone and determines the local latent sites and the memory of a draw. Nothing can
+    be validated under vmap, so a pass with an invalid distribution or observation runs again one by one,
+    which raises the usual error. A model that torch cannot vectorize also runs one by one.
 
     Args:
         model: The model.
         posterior: A guide, or draws by site.
         batches: Mini-batches: the model's arguments, and observations or None.
-        site: The observed site's name, where it cannot be told from the model.
-        read: What to keep of a run, by name, of the trace's node of the observation, the model's return
-            value, and the observations.
-        max_memory: How much the weights and layers' outputs of draws in one pass may take, in GiB.
-        statistics: What batch normalization uses at each draw; its running statistics when None.
+        site: The name of the observed site, if ambiguous.
+        read: From the observed node of a trace, the model's return value and the observations to the
+            values to keep, by name.
+        max_memory: Memory for weights and layer outputs of one pass, in GiB.
+        batch_statistics: Inputs for statistics of batch normalization; None for running statistics.
 
     Attributes:
         observed: The name of the observed site, after the first pass.
@@ -198,30 +227,38 @@ class Passes:
         site: str | None,
         read: Read,
         max_memory: float,
-        statistics: BatchStatistics | None = None,
+        batch_statistics: Any = None,
     ) -> None:
-        self._statistics = statistics
         self._model, self._posterior, self._batches = model, posterior, batches
         self._site, self._read, self._max_bytes = site, read, max_memory * 2**30
+        self._statistics: BatchStatistics | None = None
+        if batch_statistics is not None:
+            args = as_arguments(batch_statistics, "batch_statistics")
+            self._statistics = BatchStatistics(model, args)
+        elif isinstance(posterior, StructuredGuide) and any(
+            isinstance(part, SameMember) for part in posterior.modules()
+        ):
+            warn_of_shared_statistics(model)
         self._new: set[str] = set()
         self._unused: str | None = None
         self._in_turn = False
         self.observed = ""
 
     def run(self, total: int) -> Iterator[Pass]:
-        """Yield the passes of so many draws: those of some draws at all mini-batches before the next."""
-        draws = Draws(self._posterior, total, self._batches[0][0])
-        first = draws.take(1)
+        """Yield the passes of all draws; each draw runs on all mini-batches before the next one."""
+        draw = _sampler(self._posterior, total, self._batches[0][0])
+        first = draw(range(1))
         with counted_bytes() as layers:
-            met = self._measure(first)
-            outputs = self._run_first(first, met)
+            statistics = self._measure(first)
+            outputs = self._run_first(first, statistics)
         yield Pass(0, self._kept(first), outputs)
-        yield from self._run_batches(first, met, 1)
-        weights = _bytes_of(first)
-        at_once = self._fitting(weights)  # whatever the inputs: a seed then gives the same draws
-        in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs))
-        while draws.left:
-            for part in _split(draws.take(min(at_once, draws.left)), in_pass):
+        yield from self._run_batches(first, statistics, 1)
+        weights = _bytes_of(first.values())
+        # The number of draws at once depends on no inputs, so that a seed determines the draws.
+        at_once = self._fitting(weights)
+        in_pass = self._fitting(weights + sum(layers) + _bytes_of(outputs.values()))
+        for start in range(1, total, at_once):
+            for part in _split(draw(range(start, min(start + at_once, total))), in_pass):
                 yield from self._run_batches(part, self._measure(part))
 
     def _kept(self, values: Values) -> Values:
@@ -230,12 +267,12 @@ class Passes:
     def _fitting(self, bytes_each: int) -> int:
         return max(1, int(self._max_bytes / max(1, bytes_each)))
 
-    def _run_batches(self, values: Values, met: Values, start: int = 0) -> Iterator[Pass]:
+    def _run_batches(self, values: Values, statistics: Values, start: int = 0) -> Iterator[Pass]:
         for batch in range(start, len(self._batches)):
-            yield Pass(batch, self._kept(values), self._run(values, met, batch))
+            yield Pass(batch, self._kept(values), self._run(values, statistics, batch))
 
     def _measure(self, values: Values) -> Values:
-        """Return statistics of batch normalization at draws, ``(draws, ...)``, if they are asked for."""
+        """Return statistics of batch normalization, ``(draws, ...)`` by name; none without inputs."""
         if self._statistics is None:
             return {}
         if _count(values) > 1 and not self._in_turn:
@@ -250,52 +287,51 @@ class Passes:
         run = partial(run_at_draw, self._model, values, new=self._new, unused=self._unused)
         return self._statistics.measure(run)
 
-    def _run_first(self, values: Values, met: Values) -> Values:
-        """Run one draw, and again if that shows latents that are left to the model."""
+    def _run_first(self, values: Values, statistics: Values) -> Values:
+        """Run the first draw, and again if it has sites that must be sampled from the model."""
         own = _only(values)
-        self._in_turn = not are_plain([
-            *own.values(),
-            *self._batches[0][0],
-            *tensors_in(self._model),
-        ])
-        with separate_randomness():  # it draws what the others leave out
-            trace, node = self._trace(own, _only(met), 0, counts=True)
+        inputs = self._batches[0][0]
+        self._in_turn = not are_plain([*own.values(), *inputs, *tensors_in(self._model)])
+        with separate_randomness():  # this run samples observations, which later runs may leave out
+            trace, node = self._trace(own, _only(statistics), 0, counts=True)
         self._unused = self.observed if is_unused(trace, node) else None
-        self._new = left_to_the_model(trace, node, own, len(self._batches) == 1)
-        return self._run(values, met, 0) if self._new else _stacked(self._outputs(trace, node, 0))
+        self._new = sites_from_model(trace, node, own, len(self._batches) == 1)
+        if self._new:
+            return self._run(values, statistics, 0)
+        return stack_draws([self._outputs(trace, node, 0)])
 
-    def _run(self, values: Values, met: Values, batch: int) -> Values:
-        """Run draws together where that can be, else one by one."""
+    def _run(self, values: Values, statistics: Values, batch: int) -> Values:
+        """Run draws together if possible, else one by one."""
         if _count(values) > 1 and not self._in_turn:
-            together = self._run_together(values, met, batch)
+            together = self._run_together(values, statistics, batch)
             if together is None:
                 self._in_turn = True
             elif together[1].all():
                 return together[0]
-        mets = _split(met, 1) if met else [met] * _count(values)
-        draws = zip(_split(values, 1), mets, strict=True)
-        each = (self._trace(_only(one), _only(own), batch) for one, own in draws)
-        runs = [_stacked(self._outputs(*pair, batch)) for pair in each]
-        return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
+        each = _split(statistics, 1) if statistics else [statistics] * _count(values)
+        return stack_draws([
+            self._outputs(*self._trace(_only(one), _only(own), batch), batch)
+            for one, own in zip(_split(values, 1), each, strict=True)
+        ])
 
     def _run_together(
-        self, values: Values, met: Values, batch: int
+        self, values: Values, statistics: Values, batch: int
     ) -> tuple[Values, Tensor] | None:
-        """Run draws in one pass, and say of each whether it is valid; None where torch cannot."""
+        """Run draws in one pass; return outputs and the validity of each draw, or None on failure."""
 
         def run(own: tuple[Values, Values]) -> tuple[Values, Tensor]:
             trace, node = self._trace(*own, batch)
             is_valid = _is_valid(trace, node, self._batches[batch][1])
             return self._outputs(trace, node, batch), is_valid
 
-        return in_one_pass(run, (values, met))
+        return in_one_pass(run, (values, statistics))
 
     def _trace(
-        self, values: Values, met: Values, batch: int, counts: bool = False
+        self, values: Values, statistics: Values, batch: int, counts: bool = False
     ) -> tuple[Any, Any]:
-        """Run the model at a draw; return the trace, and its node of the observation."""
+        """Run the model at a draw; return the trace and its observed node."""
         args, _ = self._batches[batch]
-        with self._statistics.used(met) if self._statistics else nullcontext():
+        with self._statistics.used(statistics) if self._statistics else nullcontext():
             trace = run_at_draw(self._model, values, args, self._new, self._unused, counts)
         self.observed = find_observation(trace, values, self._site)
         return trace, trace.nodes[self.observed]
@@ -306,7 +342,7 @@ class Passes:
 
 
 def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:
-    """Whether what is drawn from the model has valid arguments, and its observations are possible."""
+    """Whether sampled sites have valid arguments and the observations are in the support."""
     drawn = [
         node["fn"]
         for node in trace.nodes.values()
@@ -319,7 +355,7 @@ def _is_valid(trace: Any, observed: Any, y: Tensor | None) -> Tensor:
 
 
 def _checks_of(distribution: Any) -> Iterator[Tensor]:
-    """Yield whether the arguments of a distribution and its parts obey their constraints."""
+    """Yield whether each argument of a distribution and its parts obeys its constraint."""
     for name, constraint in distribution.arg_constraints.items():
         is_given = name in vars(distribution)
         if is_given and not is_dependent(constraint):
@@ -331,22 +367,19 @@ def _checks_of(distribution: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Count the bytes of the outputs of all modules that run in this block."""
+    """Collect the sizes in bytes of the outputs of all modules that run in this block."""
     found: list[int] = []
-
-    def count(module: Any, args: Any, outputs: Any) -> None:
-        found.append(_bytes_of(dict(enumerate(take_apart(outputs)[0]))))
-
-    handle = register_module_forward_hook(count)
+    handle = register_module_forward_hook(
+        lambda module, args, outputs: found.append(_bytes_of(take_apart(outputs)[0]))
+    )
     try:
         yield found
     finally:
         handle.remove()
 
 
-def _bytes_of(values: Mapping[Any, Any]) -> int:
-    tensors = (value for value in values.values() if isinstance(value, Tensor))
-    return sum(value.numel() * value.itemsize for value in tensors)
+def _bytes_of(values: Iterable[Any]) -> int:
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def _count(values: Values) -> int:
@@ -354,15 +387,11 @@ def _count(values: Values) -> int:
 
 
 def _split(values: Values, size: int) -> list[Values]:
-    """Return stacked draws in parts of a size."""
+    """Split stacked draws into parts of a size."""
     parts = {name: value.split(size) for name, value in values.items()}
     return [dict(zip(parts, part, strict=True)) for part in zip(*parts.values(), strict=True)]
 
 
 def _only(values: Values) -> Values:
-    """Return the one draw that is stacked."""
+    """Return the single draw of a stack."""
     return {name: value.squeeze(0) for name, value in values.items()}
-
-
-def _stacked(values: Values) -> Values:
-    return {name: value.unsqueeze(0) for name, value in values.items()}

@@ -1,6 +1,7 @@
-"""The predictive distribution: a mixture of the likelihoods at the draws of a posterior."""
+"""Predictions with draws of a posterior: mixtures of the likelihoods at the draws."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import getattr_static
@@ -11,177 +12,61 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, OneHotCategorical
 from torch.distributions.utils import lazy_property
+from tqdm.auto import tqdm
 
-from pyro_structvi._checks import Count, checked, shape_text
+from pyro_structvi._checks import Count, Positive, Program, brief, checked, shape_text
+from pyro_structvi._pyro import ONE_THREAD
+from pyro_structvi._torch import put_together, take_apart
 from pyro_structvi.linalg.quadrature import bisect
-from pyro_structvi.weights.torch_distributions import base_of, map_tensors, tensors_of
+from pyro_structvi.posterior.passes import (
+    Passes,
+    Posterior,
+    batches_of,
+    check_posterior,
+    count_draws,
+)
+from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
+from pyro_structvi.weights.torch_distributions import (
+    base_of,
+    in_single,
+    map_tensors,
+    tensors_of,
+)
 
-_DRAWS = 2000  # of observations, for quantiles where torch knows no distribution function
-
-
-class StackedLikelihood:
-    """Takes the likelihoods of single draws apart, and puts those of all draws together.
-
-    Args:
-        template: The likelihood at one draw, whose first batch dimension is the examples'.
-    """
-
-    def __init__(self, template: Any) -> None:
-        self.template = template = _as_given(template)
-        batch = template.batch_shape
-        found = {id(tensor): (path, tensor) for path, tensor in _paths(template)}
-        fits = all(tensor.shape[: len(batch)] == batch for _, tensor in found.values())
-        is_known = bool(tensors_of(template)) and bool(batch) and fits
-        self.paths = {path: key for key, (path, _) in found.items()} if is_known else {}
-
-    def take_apart(self, likelihood: Any) -> dict[str, Tensor]:
-        """Return the tensors of a draw's likelihood by names; none if draws of it cannot be stacked."""
-        return {f"likelihood.{path}": attrgetter(path)(likelihood) for path in self.paths}
-
-    def put_together(self, tensors: dict[str, Tensor]) -> Any:
-        """Return the likelihoods of several draws as one distribution; None if they cannot be stacked.
-
-        Args:
-            tensors: What :meth:`take_apart` returns, stacked ``(draws, N, ...)``.
-        """
-        if not self.paths:
-            return None
-        new = {key: tensors[f"likelihood.{path}"] for path, key in self.paths.items()}
-        stacked = map_tensors(self.template, lambda old: new.get(id(old), old))
-        shared = {id(part) for part in _parts(self.template)}
-        shape = next(iter(tensors.values())).shape[:2]
-        for part in _parts(stacked):
-            if id(part) not in shared:
-                part._batch_shape = shape + part.batch_shape[1:]
-        return stacked
-
-
-def _as_given(distribution: Any) -> Any:
-    """Return a copy without what the distribution has formed of its tensors, such as probabilities."""
-    new = copy.copy(distribution)
-    kind, members = type(distribution), vars(distribution)
-    formed = {
-        name for name in members if isinstance(getattr_static(kind, name, None), lazy_property)
-    }
-    given = {id(value) for name, value in members.items() if name not in formed}
-    for name, value in members.items():
-        if name in formed and id(value) not in given:
-            vars(new).pop(name)
-        elif isinstance(value, Distribution):
-            vars(new)[name] = _as_given(value)
-    return new
-
-
-def _paths(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for name, value in vars(distribution).items():
-        if isinstance(value, Tensor):
-            yield prefix + name, value
-        elif isinstance(value, Distribution):
-            yield from _paths(value, f"{prefix}{name}.")
-
-
-def _parts(distribution: Any) -> Iterator[Any]:
-    yield distribution
-    for value in vars(distribution).values():
-        if isinstance(value, Distribution):
-            yield from _parts(value)
-
-
-def mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
-    """Return quantiles of the mixture of a stacked likelihood, for each element of an observation.
-
-    By bisection of the mixture's distribution function, which starts between the least and the largest
-    quantile of a part; from draws where the parts have no distribution function, by the order statistics
-    whose interval of level l holds one more draw with probability l.
-
-    Args:
-        likelihood: Likelihoods ``(draws, N, ...)``.
-        q: Levels between 0 and 1, ``(Q,)``.
-
-    Returns:
-        The quantiles ``(Q, N, *event)``.
-    """
-    base = base_of(likelihood)
-    levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
-    try:
-        parts = base.icdf(levels)
-    except NotImplementedError:
-        count = -(-_DRAWS // base.batch_shape[0])
-        drawn = likelihood.sample((count,)).flatten(0, 1)
-        return _order_statistics(drawn, q)
-
-    def is_below(values: Tensor) -> Tensor:
-        found: Tensor = base.cdf(values.unsqueeze(1)).mean(1) < levels.squeeze(1)
-        return found
-
-    return bisect(is_below, parts.amin(1), parts.amax(1))
-
-
-def _order_statistics(draws: Tensor, q: Tensor) -> Tensor:
-    """Return the draws ``(S, ...)`` at the positions q (S + 1), the nearest ones outwards."""
-    ordered, size = draws.sort(0).values, len(draws)
-    positions = q * (size + 1)
-    ranks = torch.where(q < 0.5, positions.floor(), positions.ceil()).long() - 1
-    return ordered[ranks.clamp(0, size - 1).to(ordered.device)]
-
-
-def class_probabilities(base: Any) -> Tensor | None:
-    """Return the probabilities of classes, or None for observations of another kind."""
-    if not isinstance(base, (Categorical, OneHotCategorical)):
-        return None
-    has_logits = isinstance(base, Categorical) and "probs" not in vars(base)
-    probs: Tensor = base.logits.exp() if has_logits else base.probs  # a softmax takes longer
-    return probs / probs.sum(-1, keepdim=True)  # which is not 1 after a softmax in half precision
-
-
-def observation_moments(base: Any) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of a likelihood; of classes, those of their indicators."""
-    probs = class_probabilities(base)
-    return (base.mean, base.variance) if probs is None else (probs, probs * (1 - probs))
-
-
-def entropy_of(base: Any, likelihood: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return the entropy as a function of probabilities, for one class of each example or for labels."""
-    if isinstance(base, (Categorical, OneHotCategorical)) and base is likelihood:
-        return lambda probabilities: torch.special.entr(probabilities).sum(-1)
-    if isinstance(base, Bernoulli):
-        return lambda p: torch.special.entr(p) + torch.special.entr(1 - p)
-    return None
-
-
-def own_entropy(base: Any, likelihood: Any, probabilities: Tensor) -> Tensor | None:
-    """Return the entropy at the probabilities of a likelihood, by its logits where it has them."""
-    if isinstance(base, Categorical) and base is likelihood and "probs" not in vars(base):
-        logits = base.logits.clamp_min(torch.finfo(base.logits.dtype).min)
-        return -(probabilities * logits).sum(-1)
-    entropy = entropy_of(base, likelihood)
-    return None if entropy is None else entropy(probabilities)
+MOST_STREAMED = 100  # draws whose likelihoods a streamed prediction keeps
+_QUANTILE_DRAWS = 2000  # observations, if torch has no inverse distribution function
 
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """What a posterior predicts at N inputs.
-
-    The predictive distribution is the mixture of the likelihoods at the draws of the weights;
-    intervals, quantiles and draws of observations are those of this mixture, noise included.
+    """The predictive distribution at N inputs: the mixture of the likelihoods at the draws.
 
     Attributes:
         mean: Predictive mean of the observation, ``(N, *event)``; for classes their probabilities
             ``(N, classes)``.
-        variance: Predictive variance of the observation, noise included, of the same shape.
-        function_variance: Variance over draws of the conditional mean: what more data would remove.
+        variance: Predictive variance of the observation including noise, of the same shape.
+        function_variance: Variance of the conditional mean over draws, which more data would reduce.
         entropy: Entropy of the predictive class probabilities, ``(N,)``, in nats, or of each binary
-            label, ``(N, *event)``; None for others.
-        mutual_information: Entropy minus the average entropy of a draw, of the same shape, in nats: the
-            part of the uncertainty about the class that comes from the weights. None for others.
+            label, ``(N, *event)``; None for other observations.
+        mutual_information: Entropy minus the average entropy of a draw, in nats: the uncertainty about
+            the class due to the weights. None for other observations.
         log_density: Log of the predictive density of ``y``, ``(N,)``, in nats; None without ``y``.
-        functions: What the model returns at each draw, ``(num_samples, N, ...)``; for a model that
-            returns several tensors, a tuple or dict of them as it returns them; for one that returns
-            nothing, the conditional mean. None if streamed.
+        functions: Return values of the model at each draw, ``(num_samples, N, ...)``, in a tuple or dict
+            if the model returns one; the conditional means if it returns nothing. None if streamed.
         likelihood: The distribution of the observations at each draw, of batch shape
-            ``(num_samples, N)``, of at most 100 if streamed; None for streamed classes, or where it does
+            ``(num_samples, N)``, at most 100 draws if streamed. None for streamed classes, or if it does
             not consist of tensors with an entry for each example.
-        num_samples: How many draws were averaged.
+        num_samples: Number of draws.
+
+    Example:
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
+        >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
+        >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
+        >>> prediction.sample_observations(3).shape, prediction.quantile(0.5).shape
+        (torch.Size([60, 5, 1]), torch.Size([5, 1]))
+        >>> lower, upper = prediction.interval(0.9)
+        >>> bool((lower < upper).all())
+        True
     """
 
     mean: Tensor
@@ -202,34 +87,27 @@ class Prediction:
 
     @checked
     def sample_observations(self, num_samples: Count = 1) -> Tensor:
-        """Draw observations, noise included.
+        """Sample observations, including noise.
 
         Args:
-            num_samples: How many for each draw of the weights.
+            num_samples: Samples for each of the S draws of the weights.
 
         Returns:
-            Draws ``(num_samples * S, N, *event)`` for S draws of the weights.
+            Samples ``(num_samples * S, N, *event)``.
 
         Raises:
             ValueError: If classes were streamed.
-
-        Example:
-            >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
-            >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
-            >>> prediction.sample_observations(3).shape
-            torch.Size([60, 5, 1])
         """
         drawn: Tensor = self._likelihood("draws").sample((num_samples,))
         return drawn.flatten(0, 1)
 
     @checked
     def quantile(self, q: float | Tensor) -> Tensor:
-        """Return quantiles of the predictive distribution, for each element of an observation.
+        """Return quantiles of each element of an observation.
 
-        They are exact for the mixture of draws where torch has the likelihood's distribution function
-        and its inverse, as for normal noise; of 2,000 draws of observations elsewhere, as for Student's
-        t-distribution and counts.
+        They are quantiles of the mixture if torch has the likelihood's distribution function and its
+        inverse, as for normal noise; else of 2,000 sampled observations, as for Student's t-distribution
+        and counts.
 
         Args:
             q: A level strictly between 0 and 1, or several, ``(Q,)``.
@@ -239,13 +117,6 @@ class Prediction:
 
         Raises:
             ValueError: If a level is not between 0 and 1, or the observations are classes.
-
-        Example:
-            >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
-            >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
-            >>> prediction.quantile(0.5).shape
-            torch.Size([5, 1])
         """
         levels = torch.as_tensor(q)
         if levels.dim() > 1 or not levels.is_floating_point() or not levels.numel():
@@ -261,12 +132,12 @@ class Prediction:
                 "Classes have no order, and so no quantiles. Take `prediction.mean`, their "
                 "probabilities."
             )
-        found = mixture_quantile(likelihood, levels.reshape(-1))
+        found = _mixture_quantile(likelihood, levels.reshape(-1))
         return found if levels.dim() else found.squeeze(0)
 
     @checked
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return the central interval in which an observation lies with a probability.
+        """Return the central interval that contains an observation with a probability.
 
         Args:
             level: The probability, strictly between 0 and 1.
@@ -277,25 +148,340 @@ class Prediction:
 
         Raises:
             ValueError: If the level is not between 0 and 1, or the observations are classes.
-
-        Example:
-            >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
-            >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 8, 0.1)
-            >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 1), num_samples=20)
-            >>> lower, upper = prediction.interval(0.9)
-            >>> bool((lower < upper).all())
-            True
         """
         if not 0 < level < 1:
             raise ValueError(f"`level` must be strictly between 0 and 1, but got {level}.")
         lower, upper = self.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]))
         return lower, upper
 
-    def _likelihood(self, what: str) -> Any:
+    def _likelihood(self, wanted: str) -> Any:
         if self.likelihood is None:
             raise ValueError(
-                f"The prediction does not hold the likelihood at each draw, of which {what} are taken. "
+                f"The prediction has no likelihood at each draw, so it has no {wanted}. "
                 "Call `predict` with `stream=False`; a likelihood must consist of tensors with an entry "
                 "for each example."
             )
         return self.likelihood
+
+
+@checked
+def predict(
+    model: Program,
+    posterior: Posterior,
+    *inputs: Any,
+    num_samples: Count | None = None,
+    y: Tensor | None = None,
+    batch_size: Count | None = None,
+    stream: bool = False,
+    site: str | None = None,
+    max_memory: Positive = 1 / 32,
+    batch_statistics: Any = None,
+    progress: bool = False,
+    differentiable: bool = False,
+) -> Prediction:
+    """Predict with draws of a posterior.
+
+    A draw fixes all global sites, so the model is one function over all inputs and mini-batches. Local
+    latent sites, in a plate with observations, take the posterior's values if the plate has its fitted
+    size, and are sampled from the model otherwise; a :class:`LocalLatentWarning` names them. The model
+    runs in evaluation mode. Several draws run in one pass if :func:`torch.func.vmap` can vectorize the
+    model; its Python code then runs once for them.
+
+    Args:
+        model: A model that samples its observations when called with inputs only.
+        posterior: A guide, or draws by site ``(draws, *shape)``, such as the result of
+            ``reference.nuts``.
+        *inputs: The model's inputs, each a tensor or a mapping of tensors, such as a ``BatchEncoding``,
+            with the N examples first. Or one ``DataLoader`` or other iterable of mini-batches, inputs or
+            tuples ``(*inputs, y)``, which are all kept in memory.
+        num_samples: Number of draws; None for all given draws, or 100 draws of a guide.
+        y: Observations for the predictive density.
+        batch_size: Inputs in a mini-batch; None for all.
+        stream: Whether to keep averages only, so that memory does not grow with the number of draws.
+            Quantiles then use at most 100 evenly spaced draws.
+        site: The name of the observed site, if ambiguous.
+        max_memory: Memory for weights and layer outputs of the draws in one pass, in GiB. Temporary
+            tensors may double it. Larger values are often faster on a GPU.
+        batch_statistics: Reference inputs, some hundred training inputs. Batch normalization uses their
+            mean and variance at each draw in place of running statistics. Ensembles need it.
+        progress: Whether to show a progress bar.
+        differentiable: Whether to keep gradients with respect to inputs and parameters.
+
+    Returns:
+        Moments, entropies and densities in at least single precision, and function values unless
+        streamed.
+
+    Raises:
+        TypeError: If ``posterior`` is neither a guide nor draws, or an input is a number.
+        ValueError: If ``batch_statistics`` are given for a model without batch normalization, a number
+            is not positive, lengths differ, the observed site is ambiguous, the sites of ``posterior``
+            are not the model's global sites, or the model returns tensors without the examples first in
+            mini-batches.
+
+    Example:
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> prediction = predict(model, MeanFieldGuide(model), torch.zeros(5, 4), num_samples=20)
+        >>> prediction.mean.shape, prediction.functions.shape
+        (torch.Size([5, 3]), torch.Size([20, 5, 3]))
+    """
+    check_posterior(model, posterior)
+    batches = batches_of(one_or_several(inputs), y, batch_size, posterior)
+    total = count_draws(posterior, num_samples)
+    reader = _Reader(len(batches), not stream, -(-total // MOST_STREAMED) if stream else 1)
+    averages = [_Averages() for _ in batches]
+    kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
+    bar = tqdm(total=total, desc="predict", disable=not progress)
+    with ONE_THREAD, evaluation_mode(model, differentiable), bar:
+        passes = Passes(model, posterior, batches, site, reader, max_memory, batch_statistics)
+        for done in passes.run(total):
+            kept[done.batch].append(reader.kept(done.outputs, averages[done.batch].count))
+            averages[done.batch].add(done.outputs)
+            if done.batch == len(batches) - 1:
+                bar.update(len(done.outputs["mean"]))
+    moments = [own.result(reader.entropy) for own in averages]
+    joined: dict[str, Any] = {name: torch.cat([m[name] for m in moments]) for name in moments[0]}
+    missing: dict[str, Any] = dict.fromkeys(("entropy", "mutual_information", "log_density"))
+    return Prediction(**missing | joined | reader.draws(kept), num_samples=total)
+
+
+def one_or_several(inputs: tuple[Any, ...]) -> Any:
+    """Return the input of a model, or the tuple of several."""
+    if not inputs or any(isinstance(each, (int, float)) for each in inputs):
+        raise TypeError(
+            f"`inputs` must be tensors or mini-batches, but got {brief(inputs)}. Write "
+            "`predict(model, guide, x, num_samples=100)`."
+        )
+    return inputs[0] if len(inputs) == 1 else inputs
+
+
+class _Reader:
+    """Reads moments, function values and likelihoods at each draw, and stacks them.
+
+    Args:
+        num_batches: Number of mini-batches.
+        keeps: Whether to keep function values.
+        stride: Every ``stride``-th draw has its likelihood kept.
+    """
+
+    def __init__(self, num_batches: int, keeps: bool, stride: int = 1) -> None:
+        self.num_batches, self.keeps, self.stride = num_batches, keeps, stride
+        self.likelihood: _StackedLikelihood | None = None  # from the first draw, which runs alone
+        self.structure: Any = None
+        self.entropy: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, node: Any, returned: Any, y: Tensor | None) -> dict[str, Tensor]:
+        likelihood = in_single(node["fn"])
+        base = base_of(likelihood)
+        probs = class_probabilities(base)
+        mean = base.mean if probs is None else probs
+        leaves, structure = take_apart(mean if returned is None else returned)
+        if self.keeps:
+            self._check(leaves, len(mean))
+        if self.likelihood is None:
+            self.likelihood, self.structure = _StackedLikelihood(likelihood), structure
+            self.entropy = entropy_of(base, likelihood)
+        found = {"mean": mean, "variance": base.variance if probs is None else mean * (1 - mean)}
+        if self.keeps or self.entropy is None:  # classes have no quantiles
+            found |= self.likelihood.take_apart(likelihood)
+        if self.keeps:
+            found |= {f"function.{number}": leaf for number, leaf in enumerate(leaves)}
+        if self.entropy is not None:
+            found["entropy"] = self.entropy(mean)
+        if y is not None:
+            found["log_density"] = observed_log_prob(node, y)
+        return found
+
+    def _check(self, leaves: list[Any], size: int) -> None:
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+            raise TypeError(
+                "The model must return a tensor, tensors in a tuple or dict, or nothing, so that its "
+                f"values can be stacked over draws, but returns {kinds}."
+            )
+        if self.num_batches > 1 and any(leaf.shape[:1] != (size,) for leaf in leaves):
+            raise ValueError(
+                "With `batch_size`, the model must return tensors with the examples as first "
+                f"dimension, {size} in a mini-batch, but returns shapes "
+                f"{[tuple(leaf.shape) for leaf in leaves]}. Leave `batch_size` out, or let the model "
+                "return nothing else."
+            )
+
+    def kept(self, outputs: dict[str, Tensor], before: int) -> dict[str, Tensor]:
+        """Return the kept parts of a pass that follows ``before`` draws."""
+        parts = {name: value for name, value in outputs.items() if "." in name}
+        rows = slice(-before % self.stride, None, self.stride)
+        # Indices copy: a slice would keep the memory of all draws.
+        index = torch.arange(len(outputs["mean"]))[rows]
+        return parts if self.stride == 1 else {name: own[index] for name, own in parts.items()}
+
+    def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
+        """Return stacked functions and likelihoods, given the kept parts of each mini-batch."""
+        if self.likelihood is None or not kept[0][0]:
+            return {"functions": None, "likelihood": None}
+        columns = {
+            name: [torch.cat([done[name] for done in own]) for own in kept] for name in kept[0][0]
+        }
+        joined = {
+            name: own[0] if len(own) == 1 else torch.cat(own, 1) for name, own in columns.items()
+        }
+        functions = [value for name, value in joined.items() if name.startswith("function.")]
+        return {
+            "functions": put_together(functions, self.structure) if self.keeps else None,
+            "likelihood": self.likelihood.put_together(joined),
+        }
+
+
+_AVERAGED = ("mean", "variance", "entropy")
+
+
+class _Averages:
+    """Averages over draws, updated with several draws at a time.
+
+    References:
+        Chan, Golub and LeVeque (1983), "Algorithms for computing the sample variance", Eq. 2.1.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.averages: dict[str, Tensor] = {}
+        self.squares: Tensor
+        self.log_density: Tensor | None = None
+
+    def add(self, new: dict[str, Tensor]) -> None:
+        """Add values of several draws, ``(draws, *shape)`` each."""
+        added, before = len(new["mean"]), self.count
+        self.count += added
+        averages = {name: new[name].mean(0) for name in _AVERAGED if name in new}
+        squares = (new["mean"] - averages["mean"]).square().sum(0)
+        density = new["log_density"].logsumexp(0) if "log_density" in new else None
+        if not before:
+            self.averages, self.squares, self.log_density = averages, squares, density
+            return
+        change = {name: averages[name] - own for name, own in self.averages.items()}
+        self.squares += squares + change["mean"].square() * (before * added / self.count)
+        for name, own in self.averages.items():
+            own += change[name] * (added / self.count)
+        if self.log_density is not None and density is not None:
+            self.log_density = torch.logaddexp(self.log_density, density)
+
+    def result(self, entropy_at: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
+        """Return the moments of a mini-batch, given the entropy as a function of probabilities."""
+        mean, function_variance = self.averages["mean"], self.squares / self.count
+        found = {
+            "mean": mean,
+            "variance": self.averages["variance"] + function_variance,
+            "function_variance": function_variance,
+        }
+        if entropy_at is not None:
+            found["entropy"] = entropy = entropy_at(mean)
+            found["mutual_information"] = (entropy - self.averages["entropy"]).clamp_min(0)
+        if self.log_density is not None:
+            found["log_density"] = self.log_density - math.log(self.count)
+        return found
+
+
+class _StackedLikelihood:
+    """Stacks the likelihoods of single draws.
+
+    Args:
+        template: The likelihood at one draw; its first batch dimension is the examples.
+    """
+
+    def __init__(self, template: Any) -> None:
+        self.template = template = _without_lazy(template)
+        batch = template.batch_shape
+        found = {id(tensor): (path, tensor) for path, tensor in _paths(template)}
+        fits = all(tensor.shape[: len(batch)] == batch for _, tensor in found.values())
+        can_stack = bool(tensors_of(template)) and bool(batch) and fits
+        self.paths = {f"likelihood.{path}": key for key, (path, _) in found.items() if can_stack}
+
+    def take_apart(self, likelihood: Any) -> dict[str, Tensor]:
+        """Return the tensors of a likelihood by name; none if likelihoods cannot be stacked."""
+        return {name: attrgetter(name.split(".", 1)[1])(likelihood) for name in self.paths}
+
+    def put_together(self, tensors: dict[str, Tensor]) -> Any:
+        """Return stacked likelihoods, given tensors ``(draws, N, ...)``; None if they cannot be."""
+        if not self.paths:
+            return None
+        new = {key: tensors[name] for name, key in self.paths.items()}
+        stacked = map_tensors(self.template, lambda old: new.get(id(old), old))
+        shared = {id(part) for part in _parts(self.template)}
+        shape = next(iter(new.values())).shape[:2]
+        for part in _parts(stacked):
+            if id(part) not in shared:
+                part._batch_shape = shape + part.batch_shape[1:]
+        return stacked
+
+
+def _without_lazy(distribution: Any) -> Any:
+    """Return a copy without lazy properties, such as probabilities computed from logits."""
+    new = copy.copy(distribution)
+    kind, members = type(distribution), vars(distribution)
+    lazy = {name for name in members if isinstance(getattr_static(kind, name, None), lazy_property)}
+    given = {id(value) for name, value in members.items() if name not in lazy}
+    for name, value in members.items():
+        if name in lazy and id(value) not in given:
+            vars(new).pop(name)
+        elif isinstance(value, Distribution):
+            vars(new)[name] = _without_lazy(value)
+    return new
+
+
+def _paths(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in vars(distribution).items():
+        if isinstance(value, Tensor):
+            yield prefix + name, value
+        elif isinstance(value, Distribution):
+            yield from _paths(value, f"{prefix}{name}.")
+
+
+def _parts(distribution: Any) -> Iterator[Any]:
+    yield distribution
+    for value in vars(distribution).values():
+        if isinstance(value, Distribution):
+            yield from _parts(value)
+
+
+def _mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:
+    """Return quantiles ``(Q, N, *event)`` of the mixture of likelihoods ``(draws, N, ...)``.
+
+    By bisection between the smallest and the largest quantile of a component, or from samples if torch
+    has no inverse distribution function.
+    """
+    base = base_of(likelihood)
+    levels = q.to(base.mean).reshape(-1, *[1] * (len(base.batch_shape) + len(base.event_shape)))
+    try:
+        parts = base.icdf(levels)
+    except NotImplementedError:
+        count = -(-_QUANTILE_DRAWS // base.batch_shape[0])
+        ordered: Tensor = likelihood.sample((count,)).flatten(0, 1).sort(0).values
+        # Positions q (S + 1), rounded outwards: an interval of level l covers one more draw with
+        # a probability of at least l.
+        positions = q * (len(ordered) + 1)
+        ranks = torch.where(q < 0.5, positions.floor(), positions.ceil()).long() - 1
+        return ordered[ranks.clamp(0, len(ordered) - 1).to(ordered.device)]
+
+    def is_below(values: Tensor) -> Tensor:
+        found: Tensor = base.cdf(values.unsqueeze(1)).mean(1) < levels.squeeze(1)
+        return found
+
+    return bisect(is_below, parts.amin(1), parts.amax(1))
+
+
+def class_probabilities(base: Any) -> Tensor | None:
+    """Return the probabilities of classes, or None for other observations."""
+    if not isinstance(base, (Categorical, OneHotCategorical)):
+        return None
+    has_logits = isinstance(base, Categorical) and "probs" not in vars(base)
+    probs: Tensor = base.logits.exp() if has_logits else base.probs  # a softmax takes longer
+    return probs / probs.sum(-1, keepdim=True)  # a softmax in half precision has another sum
+
+
+def entropy_of(base: Any, likelihood: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return the entropy of one class or of labels as a function of probabilities; else None."""
+    if isinstance(base, (Categorical, OneHotCategorical)) and base is likelihood:
+        return lambda probabilities: torch.special.entr(probabilities).sum(-1)
+    if isinstance(base, Bernoulli):
+        return lambda p: torch.special.entr(p) + torch.special.entr(1 - p)
+    return None

@@ -1,4 +1,4 @@
-"""Pruning of a trained guide: what matters least becomes exactly zero, and stays so in further fits."""
+"""Pruning of a trained guide: elements become exactly zero, and stay zero in further fits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _FACTORS = ("row_factor", "column_factor")
 
 @dataclass(frozen=True)
 class PruningReport:
-    """What pruning left of a guide.
+    """Result of pruning a guide.
 
     Attributes:
-        totals: How many numbers could be pruned, by site: entries of the factors of inducing weights,
-            or weights, with a mean and a spread each.
-        left: How many of them are left, by site.
-        num_parameters: The parameters of the whole guide that are left.
+        totals: Number of prunable elements, by site: entries of the factors of inducing weights, or
+            weights, which have a mean and a standard deviation.
+        left: Number of remaining elements, by site.
+        num_parameters: Number of remaining parameters of the whole guide.
     """
 
     totals: Mapping[str, int]
@@ -33,36 +33,32 @@ class PruningReport:
 
     @property
     def total(self) -> int:
-        """How many numbers could be pruned, over all sites."""
+        """Number of prunable elements over all sites."""
         return sum(self.totals.values())
 
     @property
     def total_left(self) -> int:
-        """How many of them are left, over all sites."""
+        """Number of remaining elements over all sites."""
         return sum(self.left.values())
 
 
 @torch.no_grad()
 @checked
 def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningReport:
-    """Set the smallest entries of the factors Z of all inducing weights to zero, and keep them there.
+    """Set the smallest entries of the factors Z of all inducing weights to zero, and return counts.
 
-    The prior of the weights stays what it is, and the bound a bound on the same evidence. The masks are
-    those of :mod:`torch.nn.utils.prune`: the guide's state has ``row_factor_orig`` and
-    ``row_factor_mask`` in the place of ``row_factor``, and likewise for ``column_factor``. Prune a new
-    guide by ``amount=0`` before such a state is loaded into it.
+    The prior of the weights does not change. The masks are from :mod:`torch.nn.utils.prune`: the guide's
+    state has ``row_factor_orig`` and ``row_factor_mask`` in place of ``row_factor``, and likewise for
+    ``column_factor``. Prune a new guide by ``amount=0`` before loading such a state.
 
     Args:
-        guide: A guide with inducing weights, trained; it is changed in place.
-        amount: The fraction of all entries to be zero, those of an earlier call included; at least 0
-            and below 1. The smallest magnitudes over all sites are taken.
-
-    Returns:
-        What is left.
+        guide: A trained guide with inducing weights, changed in place.
+        amount: The fraction of zeros, including earlier calls, at least 0 and below 1. The smallest
+            magnitudes over all sites are pruned.
 
     Raises:
-        ValueError: If ``amount`` is out of its range, or less than was pruned before, or if the guide
-            has no inducing weights.
+        ValueError: If ``amount`` is out of range or smaller than in an earlier call, or if the guide has
+            no inducing weights.
 
     Example:
         >>> from pyro_structvi import Classifier, InducingWeightGuide, bayesianize
@@ -78,7 +74,7 @@ def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningRepo
     """
     posteriors = _posteriors_of(guide, InducingWeights)
     for posterior in posteriors:
-        posterior()  # so that earlier masks are on the factors as they are now
+        posterior()  # applies earlier masks to the current factors
     totals = {
         posterior.site.name: sum(posterior.value(name).numel() for name in _FACTORS)
         for posterior in posteriors
@@ -93,26 +89,23 @@ def prune_inducing_factors(guide: StructuredGuide, amount: Share) -> PruningRepo
 @torch.no_grad()
 @checked
 def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
-    r"""Take the weights with the smallest ``|mean| / standard deviation`` out of a model.
+    r"""Remove the weights with the smallest ``|mean| / standard deviation``, and return counts.
 
-    Of all weights and vectors with a :class:`~pyro_structvi.families.MeanField` posterior, those become
-    zero, mean and spread, and the KL counts the others alone. This changes the model after the fact:
-    the bound is one on the evidence of the smaller model. (Where a prior has no KL in closed form, its
-    density at zero stays in, a constant.)
+    The ratios of all weights and vectors with a :class:`~pyro_structvi.families.MeanField` posterior are
+    ranked together. Pruned elements have mean and standard deviation zero and no KL, so the bound is a
+    bound on the evidence of the smaller model. (A prior without a KL in closed form adds its density at
+    zero, a constant.)
 
-    The sites' family is then :class:`~pyro_structvi.families.PrunedMeanField`, with a mask ``kept`` in
-    the guide's state. Prune a new guide by ``amount=0`` before such a state is loaded into it.
+    The sites' family becomes :class:`~pyro_structvi.families.PrunedMeanField`, with a mask ``kept`` in
+    the guide's state. Prune a new guide by ``amount=0`` before loading such a state.
 
     Args:
-        guide: A guide with mean-field sites, trained; it is changed in place.
-        amount: The fraction to be zero, that of an earlier call included; at least 0 and below 1.
-
-    Returns:
-        What is left.
+        guide: A trained guide with mean-field sites, changed in place.
+        amount: The fraction of zeros, including earlier calls, at least 0 and below 1.
 
     Raises:
-        ValueError: If ``amount`` is out of its range, or less than was pruned before, or if the guide
-            has no mean-field weight or vector.
+        ValueError: If ``amount`` is out of range or smaller than in an earlier call, or if the guide has
+            no mean-field weight or vector.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -130,7 +123,7 @@ def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
     for posterior in posteriors:
         normal = posterior()
         ratio = normal.mean.abs() / normal.scale
-        ratios.append(ratio.nan_to_num(nan=-1.0).flatten())  # 0 / 0 where it was pruned before
+        ratios.append(ratio.nan_to_num(nan=-1.0).flatten())  # 0 / 0 for pruned elements
         totals[posterior.site.name] = ratio.numel()
     ranked = torch.cat(ratios)
     target = _target(amount, len(ranked), sum(map(_count_pruned, posteriors)))
@@ -146,7 +139,7 @@ def prune_mean_field(guide: StructuredGuide, amount: Share) -> PruningReport:
 def _posteriors_of(
     guide: StructuredGuide, kind: type[InducingWeights] | type[MeanField]
 ) -> list[SitePosterior]:
-    """Return the posteriors of weights and vectors that are of one kind of family."""
+    """Return the posteriors of weights and vectors with a kind of family."""
     every = list(guide._own_posteriors())
     found = [
         posterior
@@ -163,7 +156,7 @@ def _posteriors_of(
 
 
 def _target(amount: float, total: int, pruned: int) -> int:
-    """Return how many numbers shall be zero, of a total, where some are already."""
+    """Return the number of zeros among ``total`` elements; ``pruned`` are zero already."""
     target = round(amount * total)
     if target < pruned:
         raise ValueError(
@@ -174,7 +167,7 @@ def _target(amount: float, total: int, pruned: int) -> int:
 
 
 def _count_pruned(posterior: SitePosterior) -> int:
-    """Return how many factor entries, or weights, of a site are pruned."""
+    """Return the number of pruned elements of a site."""
     masks = [
         mask for name, mask in posterior.named_buffers() if name == "kept" or name.endswith("_mask")
     ]

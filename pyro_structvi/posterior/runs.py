@@ -1,4 +1,4 @@
-"""Runs of a model at a draw of its latent sites, and what they tell of its observation."""
+"""Runs of a model at a draw of its latent sites."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,15 +22,14 @@ from pyro_structvi.weights.torch_distributions import base_of, in_single
 
 
 class _AtDraw(Messenger):
-    """Gives a model's latent sites the values of a draw, where these have the sites' shapes.
+    """Gives latent sites the values of a draw if the shapes agree; observed sites keep their values.
 
-    What the model observes, or is conditioned on, stays. A value of another shape is left out: it may be
-    that of a local latent, for other examples.
+    A value of another shape is left out, since it may belong to a local latent of other examples.
 
     Args:
         values: The draw, by site.
-        unused: A site of which the model makes no use: it is not drawn, and NaN stands in its place.
-        counts: Whether to count the uses of what is drawn from the model.
+        unused: A site that the model does not use; it gets NaN in place of a sample.
+        counts: Whether to count the uses of values sampled from the model.
     """
 
     def __init__(self, values: Mapping[str, Tensor], unused: str | None, counts: bool) -> None:
@@ -38,13 +37,13 @@ class _AtDraw(Messenger):
         self.values, self.unused, self.counts = values, unused, counts
 
     def _pyro_sample(self, msg: Any) -> None:
-        msg["infer"]["own_mask"] = msg["mask"]  # the model's, before that of the handlers around it
+        msg["infer"]["own_mask"] = msg["mask"]  # the model's, without masks of outer handlers
         if msg["is_observed"]:
             return
         value = self.values.get(msg["name"])
         if value is not None and value.shape == msg["fn"].shape():
             if value.is_leaf and value.is_floating_point() and not inside_transform():
-                value.requires_grad_()  # as a parameter does, of which a model may take derivatives
+                value.requires_grad_()  # as a parameter: a model may differentiate by its weights
             msg["value"], msg["is_observed"] = value, True
         elif msg["name"] == self.unused:
             msg["value"] = torch.tensor(torch.nan).expand(msg["fn"].shape())
@@ -63,8 +62,13 @@ def run_at_draw(
 ) -> Any:
     """Run the model at a draw of its latent sites and return the trace.
 
-    Sites without a value, and the ``new`` ones, are drawn from the model; not so an ``unused`` one. With
-    ``counts`` the trace tells of what is drawn whether it :func:`is_unused`.
+    Args:
+        model: The model.
+        values: The draw, by site; all other sites are sampled from the model.
+        args: The arguments of the model.
+        new: Sites of the draw to sample from the model nevertheless.
+        unused: A site that needs no sample.
+        counts: Whether to count uses, for :func:`is_unused`.
     """
     given = {name: value for name, value in values.items() if name not in new}
     try:
@@ -76,7 +80,7 @@ def run_at_draw(
 
 
 def is_unused(trace: Any, node: Any) -> bool:
-    """Whether a model neither uses nor returns what it drew at a node of a trace that counts."""
+    """Whether the model neither uses nor returns the value of a node of a counting run."""
     value = node["value"]
     returned, _ = take_apart(trace.nodes["_RETURN"]["value"])
     is_counted = isinstance(value, CountedWeight)
@@ -86,31 +90,29 @@ def is_unused(trace: Any, node: Any) -> bool:
 def _explain_mismatch(
     values: dict[str, Tensor], args: tuple[Any, ...], error: RuntimeError
 ) -> None:
-    """Raise a clear error if an input is of another device or dtype than the draws."""
-    name, draw = next(iter(values.items()), ("", None))
-    for index, value in enumerate(args if draw is not None else ()):
+    """Raise a clear error if the device or dtype of an input differs from the draw."""
+    if not values:
+        return
+    name, draw = next(iter(values.items()))
+    for index, value in enumerate(args):
         if isinstance(value, Tensor) and value.is_floating_point():
             try:
-                assert draw is not None
                 check_same_kind(f"x[{index}]" if len(args) > 1 else "x", value, name, draw)
             except ValueError as mismatch:
                 raise mismatch from error
 
 
 def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:
-    """Return the name of the observed site of a model that was run at a draw without observations.
+    """Return the name of the observed site of a model that ran without observations.
 
     Args:
-        trace: The trace of that run.
+        trace: The trace of a run at a draw.
         values: The draw, by site.
         site: The name if the caller gave it.
 
-    Returns:
-        The name.
-
     Raises:
-        ValueError: If there is no such site, if several could be meant, or if the draw does not have
-            exactly the model's latent sites, those of single examples aside.
+        ValueError: If there is no such site, if there are several candidates, or if the sites of the
+            draw are not the global latent sites of the model.
     """
     nodes = {
         name: node
@@ -123,7 +125,7 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
     marked = [name for name in free if SiteRole.of(nodes[name]).is_observation]
     candidates = [name for name in free if name == site] if site else marked or free
     if len(candidates) != 1:
-        _refuse_draw(nodes, values, [], unknown)
+        _check_sites(nodes, values, [], unknown)
         raise ValueError(
             f"The observed site must be one of {free}"
             + (f", but got `site='{site}'`." if site else ": pass its name as `site=`.")
@@ -131,7 +133,7 @@ def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) ->
     observed = str(candidates[0])
     plates = _plates_of(nodes[observed])
     missing = [name for name in drawn if name != observed and not plates & _plates_of(nodes[name])]
-    _refuse_draw(nodes, values, missing, unknown)
+    _check_sites(nodes, values, missing, unknown)
     return observed
 
 
@@ -139,13 +141,13 @@ def _plates_of(node: Any) -> set[str]:
     return {frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
 
 
-def _refuse_draw(
+def _check_sites(
     nodes: Mapping[str, Any],
     values: Mapping[str, Tensor],
     missing: Sequence[str],
     unknown: Sequence[str],
 ) -> None:
-    """Raise a ``ValueError`` if a draw lacks sites of the model, or has sites that it does not have."""
+    """Raise a ``ValueError`` if a draw lacks sites of the model or has unknown sites."""
     for name in missing:
         if name in values:
             expected = shape_text(nodes[name]["fn"].shape())
@@ -161,19 +163,19 @@ def _refuse_draw(
         )
 
 
-def left_to_the_model(
+def sites_from_model(
     trace: Any, observed: Any, values: Mapping[str, Tensor], is_whole: bool
 ) -> set[str]:
-    """Return the latents of single examples that are to be drawn from the model, and say so.
+    """Return the local latent sites of a draw that must be sampled from the model, and warn of them.
 
     Args:
-        trace: The trace of a run of the model at a draw.
-        observed: Its node of the observation.
+        trace: The trace of a run at the draw.
+        observed: The observed node of the trace.
         values: The draw, by site.
-        is_whole: Whether the run had all examples, and not a mini-batch of them.
+        is_whole: Whether the run had all examples, not a mini-batch.
 
     Returns:
-        Their names: none where the posterior was fitted to as many examples as there are here.
+        The names; none if the posterior was fitted to as many examples.
     """
     plates = _plates_of(observed)
     local = [name for name in values if plates & _plates_of(trace.nodes[name])]
@@ -184,13 +186,11 @@ def left_to_the_model(
 
 
 def observed_log_prob(node: Any, y: Tensor) -> Tensor:
-    """Return the log density of observations, in single precision at least, if they have its shape.
-
-    It is zero where the model masks its observation.
+    """Return the log density of observations, in at least single precision, zero if masked by the model.
 
     Args:
-        node: The trace's node of the observed site.
-        y: The observations.
+        node: The observed node of a trace.
+        y: The observations, of the shape of the likelihood.
     """
     likelihood, mask = node["fn"], node["infer"]["own_mask"]
     check_no_nan("y", y)
@@ -198,15 +198,11 @@ def observed_log_prob(node: Any, y: Tensor) -> Tensor:
     y, likelihood = at_least_single(y), in_single(likelihood)
     if not likelihood.support.is_discrete:
         check_same_kind("y", y, "prediction.mean", likelihood.mean)
-    elif _is_of_labels(likelihood):  # zeros and ones of any dtype, of which torch wants its own
-        y = y.to(likelihood.mean)
+    elif isinstance(base_of(likelihood), Bernoulli):
+        y = y.to(likelihood.mean)  # torch needs labels in the dtype of the probabilities
     with autocast_off(y):
         log_density: Tensor = scale_and_mask(likelihood.log_prob(y), mask=mask)
     return log_density
-
-
-def _is_of_labels(likelihood: Any) -> bool:
-    return isinstance(base_of(likelihood), Bernoulli)
 
 
 def tensors_in(model: Any) -> list[Tensor]:
@@ -222,7 +218,7 @@ def modules_of(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def evaluation_mode(model: Any, differentiable: bool = False) -> Iterator[None]:
-    """Switch dropout off and freeze running statistics, gradients off unless asked; put back after."""
+    """Run a block in evaluation mode, without gradients unless ``differentiable``."""
     training = [module for module in modules_of(model) if module.training]
     try:
         for module in training:

@@ -1,4 +1,4 @@
-"""Starting one posterior where another has arrived."""
+"""Initialization of a posterior from another fitted posterior."""
 
 import copy
 from collections.abc import Callable
@@ -19,26 +19,20 @@ from pyro_structvi.weights.weight_distribution import GaussianWeight, noise_colu
 
 @checked
 def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> StructuredGuide:
-    """Tie the standard deviations of a fitted mean-field guide.
+    """Return a copy of a fitted mean-field guide with k-tied standard deviations.
 
-    Every weight with the family ``MeanField`` gets ``KTied(rank)`` with the same means, and the factors
-    whose product comes close to its standard deviations; see :func:`tie_scales`. All other sites keep
-    their posteriors. The new guide is a guide of the same model, to be used as it is or trained on.
-
-    How to read it: the rank is large enough if ELBO and predictions hardly change. Which rank that may
-    be, ``diagnostics.spectra`` says before. The paper sets what is negative in a truncated singular
-    value decomposition to a small constant, which gives up the rank; positive factors keep it, and for
-    rank 1 are the same.
+    Every weight with the family ``MeanField`` gets ``KTied(rank)`` with the same means and the factors
+    of :func:`tie_scales`. All other sites keep their posteriors. The rank is large enough if ELBO and
+    predictions hardly change; ``diagnostics.spectra`` suggests one. The paper sets negative entries of a
+    truncated singular value decomposition to a small constant; positive factors keep the rank, and are
+    the same for rank 1.
 
     Args:
-        guide: A fitted guide; it stays as it is.
+        guide: A fitted guide, which is not changed.
         rank: The k of the new posteriors.
 
-    Returns:
-        The new guide.
-
     Raises:
-        ValueError: If the rank is not a whole number of at least 1, or no weight has mean field.
+        ValueError: If the rank is not at least 1, or no weight has mean field.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -49,8 +43,7 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
         [2460, 1330]
 
     References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.1: the standard deviations
-        of fitted mean-field posteriors are of low rank.
+        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.1.
     """
     family = KTied(rank)
 
@@ -67,17 +60,14 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
 
 @checked
 def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> StructuredGuide:
-    """Give every Gaussian posterior of a fitted guide a full covariance, with the same distribution.
+    """Return a copy of a fitted guide with full covariances and the same Gaussian distributions.
 
-    Whatever the guide's families are, the new guide has their ELBO to begin with, and trained on it goes
-    beyond: a full covariance that starts at independent elements takes many more steps.
+    The new guide starts at the ELBO of the fitted guide. A full covariance that starts at independent
+    elements needs many more steps.
 
     Args:
-        guide: A fitted guide; it stays as it is.
+        guide: A fitted guide, which is not changed.
         max_memory: As for :class:`~pyro_structvi.families.FullCovariance`, in GiB.
-
-    Returns:
-        The new guide.
 
     Raises:
         ValueError: If no site has a Gaussian posterior with another family.
@@ -97,8 +87,8 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
         is_full = isinstance(posterior.family, FullCovariance)
         if is_full or not isinstance(q, GaussianWeight) or not family.fits(site):
             return None
-        start = family.init(site, q.mean, 1.0)  # which checks the memory
-        # W = mean + A e, and by A' = Q R the covariance A A' has the factor R'; without its square.
+        start = family.init(site, q.mean, 1.0)  # checks the memory
+        # W = mean + A e and A' = Q R give A A' = R' R, without rounding squares.
         rows = noise_columns(q).flatten(1).double()
         factor = torch.linalg.qr(rows, mode="r").R.mT
         factor = factor * factor.diagonal().sign()
@@ -111,10 +101,10 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
 def _replace(
     guide: StructuredGuide, make: Callable[[SitePosterior], SitePosterior | None], needed: str
 ) -> StructuredGuide:
-    """Return a copy of a guide with the posteriors that a function makes of its own.
+    """Return a copy of a guide with new posteriors; ``make`` returns None for sites that stay.
 
     Raises:
-        ValueError: If it makes none; the guide must then have what is needed, in words.
+        ValueError: If all sites stay; ``needed`` is the requirement in the message.
     """
     new = copy.deepcopy(guide)
     families: dict[str, Family] = {}
@@ -136,8 +126,8 @@ def _replace(
 def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, Tensor]:
     """Approximate a positive matrix by a product of positive factors.
 
-    With one column each, the leading singular vectors, which are positive, are the best. With more, a
-    factorization by multiplicative updates starts at the positive parts of the singular vectors.
+    For rank 1 the factors are the leading singular vectors. For a higher rank, multiplicative updates
+    start at the positive parts of the singular vectors.
 
     Args:
         scale: The matrix, ``(out, in)``, positive.
@@ -145,10 +135,10 @@ def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, 
         steps: The number of updates.
 
     Returns:
-        Factors ``(out, k)`` and ``(in, k)``, all of whose numbers are positive.
+        Positive factors ``(out, k)`` and ``(in, k)``.
 
     Raises:
-        ValueError: If the rank is not a whole number of at least 1, or a scale is not positive.
+        ValueError: If the rank is not at least 1, or a scale is not positive.
 
     Example:
         >>> rows, columns = tie_scales(torch.tensor([[1.0, 2.0], [2.0, 4.0]]), rank=1)
@@ -182,9 +172,6 @@ def tie_scales(scale: Tensor, rank: Count, steps: Whole = 500) -> tuple[Tensor, 
 
 
 def _larger_part(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positive or the negative parts of two singular vectors, whichever product is larger."""
-    parts = [(sign * left).clamp_min(0) for sign in (1, -1)]
-    others = [(sign * right).clamp_min(0) for sign in (1, -1)]
-    sizes = [float(a.norm() * b.norm()) for a, b in zip(parts, others, strict=True)]
-    best = sizes.index(max(sizes))
-    return parts[best], others[best]
+    """Return the positive or the negative parts of two vectors, by the larger product of norms."""
+    parts = [((sign * left).clamp_min(0), (sign * right).clamp_min(0)) for sign in (1, -1)]
+    return max(parts, key=lambda part: float(part[0].norm() * part[1].norm()))

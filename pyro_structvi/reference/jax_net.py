@@ -1,11 +1,10 @@
-"""The forward pass of a net as a function of JAX arrays, read off by symbolic tracing."""
+"""The forward pass of a net as a function of JAX arrays, by symbolic tracing."""
 
 import inspect
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +21,8 @@ from pyro_structvi.nn.regressors import SMALLEST_SCALE, PoissonRegressor, Regres
 
 _LAYERS = (nn.Linear, nn.Flatten, nn.Identity, nn.Dropout)
 _ACTIVATIONS = (
-    nn.ELU,
-    nn.GELU,
-    nn.LeakyReLU,
-    nn.ReLU,
-    nn.Sigmoid,
-    nn.SiLU,
-    nn.Softplus,
-    nn.Tanh,
+    *(nn.ELU, nn.GELU, nn.LeakyReLU, nn.ReLU),
+    *(nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Tanh),
 )
 _CONTAINERS = (nn.Sequential, nn.Module)
 
@@ -43,10 +36,6 @@ def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :])
 
 
-def _leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
-    return jnp.where(x > 0, x, negative_slope * x)
-
-
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     return jnp.where(beta * x > threshold, x, jax.nn.softplus(beta * x) / beta)
 
@@ -55,7 +44,7 @@ def _squeeze(x: Any, dim: int) -> Any:
     return jnp.squeeze(x, dim) if x.shape[dim] == 1 else x
 
 
-# By torch's names and with torch's arguments; one name serves functions, methods and operators.
+# Names and arguments as in torch; a name serves functions, methods and operators.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "cat": lambda tensors, dim=0: jnp.concatenate(tensors, dim),
@@ -65,9 +54,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": jnp.exp,
     "flatten": _flatten,
     "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate == "tanh"),
-    "getattr": lambda x, name: getattr(x, name),
+    "getattr": lambda x, name: getattr(x, name),  # has a signature, unlike the builtin
     "getitem": operator.getitem,
-    "leaky_relu": _leaky_relu,
+    "leaky_relu": lambda x, negative_slope=0.01, inplace=False: jax.nn.leaky_relu(
+        x, negative_slope
+    ),
     "linear": _linear,
     "matmul": operator.matmul,
     "mul": operator.mul,
@@ -96,15 +87,8 @@ def to_array(tensor: Tensor) -> Any:
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
-@dataclass(frozen=True)
-class SiteAttribute:
-    """An attribute of a module whose value is that of a site.
-
-    Attributes:
-        module: The module.
-        attribute: The attribute's name.
-        site: The site's name; tied weights share one.
-    """
+class SiteAttribute(NamedTuple):
+    """An attribute of a module and the name of its site, which tied weights share."""
 
     module: PyroModule
     attribute: str
@@ -112,21 +96,20 @@ class SiteAttribute:
 
 
 class JaxNet:
-    """The forward pass of a torch net, to be run on JAX arrays.
+    """The forward pass of a torch net on JAX arrays.
 
-    The net is traced once with :mod:`torch.fx`, each sample site standing for itself; each call
-    then runs the recorded functions in JAX.
+    The net is traced once with :mod:`torch.fx`; each call runs the recorded functions in JAX.
 
     Args:
         net: The net.
-        site_attributes: Where the net reads the values of its sites.
+        site_attributes: The attributes of the net that are sample sites.
 
     Attributes:
         sites: The names of the sites that the forward pass uses.
 
     Raises:
-        NotImplementedError: If the net holds a layer or a function that has no translation, or
-            cannot be traced.
+        NotImplementedError: If a layer or a function of the net has no translation, or the net cannot be
+            traced.
 
     Example:
         >>> import numpy as np
@@ -153,15 +136,7 @@ class JaxNet:
                 _check_call(node, root)
 
     def __call__(self, x: Any, sites: Mapping[str, Any]) -> Any:
-        """Return the net's output.
-
-        Args:
-            x: The net's input, first dimension the batch.
-            sites: The values of the sites by name.
-
-        Returns:
-            The output, first dimension the batch.
-        """
+        """Return the output ``(batch, ...)`` for an input ``(batch, ...)`` and values by site."""
         values: dict[fx.Node, Any] = dict(zip(self._inputs, (x, sites), strict=True))
         values.update(self._constants)
         for node in self._graph.nodes:
@@ -202,10 +177,10 @@ class _NoSites(Messenger):
 
 
 class _Tracer(fx.Tracer):
-    """Traces into every module, and says which one it cannot trace."""
+    """Traces into every module; errors name the module."""
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a call of a module."""
+        """Trace a call of a supported module."""
         where = _describe(self.path_of_module(m), m)
         bases = plain_class(m).__mro__
         kind = next(base for base in bases if base.__module__.startswith("torch.nn."))
@@ -237,7 +212,7 @@ def _check_parameters(net: nn.Module) -> None:
 
 
 def _check_call(node: fx.Node, root: _Root) -> None:
-    """Raise unless a call is one that the table knows, with arguments that it knows."""
+    """Raise a ``NotImplementedError`` unless a call and its arguments have a translation."""
     path = list(node.meta.get("nn_module_stack", {"net": ("net",)}).values())[-1][0]
     where = f"in the forward pass of the net's module {_describe(path, root.get_submodule(path))}"
     name = _name(node)
@@ -262,7 +237,7 @@ def _check_call(node: fx.Node, root: _Root) -> None:
 
 
 def _name(node: fx.Node) -> str:
-    """Return torch's name of what a node calls."""
+    """Return the name of a node's function."""
     target: Any = node.target
     if isinstance(target, str):
         return target
@@ -284,24 +259,21 @@ def _describe(path: str, module: nn.Module) -> str:
 def _untranslatable(what: str) -> NotImplementedError:
     modules = sorted(kind.__name__ for kind in (*_LAYERS, *_ACTIVATIONS, *_CONTAINERS[:1]))
     return NotImplementedError(
-        f"{what}. Supported are the modules {', '.join(modules)}, and modules of your own whose "
-        f"forward pass calls these or the functions {', '.join(sorted(_FUNCTIONS))}, without "
-        "control flow on values. Sample another net with Pyro's own `pyro.infer.NUTS`."
+        f"{what}. Supported are the modules {', '.join(modules)}, and modules whose forward pass calls "
+        f"these or the functions {', '.join(sorted(_FUNCTIONS))}, without control flow on values. "
+        "Sample another net with `pyro.infer.NUTS`."
     )
 
 
-# From the net's output and the values of all sites to the distribution of the observations.
+# From the net's output and values by site to the distribution of the observations.
 JaxLikelihood = Callable[[Any, dict[str, Any]], Any]
 
 
 def to_jax_likelihood(model: Any) -> tuple[JaxLikelihood, set[str]]:
-    """Return a model's likelihood in NumPyro, and the latent sites that it reads.
-
-    Args:
-        model: The model.
+    """Return a model's likelihood in NumPyro, and its latent sites.
 
     Raises:
-        TypeError: If it is none of the models in the table below.
+        TypeError: If the model is not in ``_TRANSLATIONS``.
     """
     found = next((make for kind, make in _TRANSLATIONS.items() if isinstance(model, kind)), None)
     if found is None:

@@ -11,8 +11,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_structvi._pyro import declared_name, declared_samples
-from pyro_structvi.nn.priors import BufferedPrior
-from pyro_structvi.nn.sampled_copy import TiedPrior
+from pyro_structvi.nn.priors import BufferedPrior, TiedPrior, argument_names
 from pyro_structvi.reference.jax_net import (
     JaxLikelihood,
     JaxNet,
@@ -22,30 +21,20 @@ from pyro_structvi.reference.jax_net import (
 )
 from pyro_structvi.sites.finding import find_declared_sites
 
-# Distributions of single elements that Pyro and NumPyro call by the same names.
-_ARGUMENTS = {
-    "Beta": ("concentration1", "concentration0"),
-    "Cauchy": ("loc", "scale"),
-    "Exponential": ("rate",),
-    "Gamma": ("concentration", "rate"),
-    "HalfCauchy": ("scale",),
-    "HalfNormal": ("scale",),
-    "InverseGamma": ("concentration", "rate"),
-    "Laplace": ("loc", "scale"),
-    "LogNormal": ("loc", "scale"),
-    "Normal": ("loc", "scale"),
-    "StudentT": ("df", "loc", "scale"),
-    "Uniform": ("low", "high"),
-}
+# Distributions with the same names and arguments in Pyro and NumPyro.
+_KINDS = (
+    *("Beta", "Cauchy", "Exponential", "Gamma", "HalfCauchy", "HalfNormal", "InverseGamma"),
+    *("Laplace", "LogNormal", "Normal", "StudentT", "Uniform"),
+)
 
 
 @dataclass(frozen=True)
 class ElementPrior:
-    """A prior with independent elements, with its arguments as NumPy arrays.
+    """A prior with independent elements.
 
     Attributes:
         kind: The distribution's name.
-        arguments: Its arguments, which broadcast to ``shape``.
+        arguments: Its arguments as arrays that broadcast to ``shape``.
         shape: The shape of a value.
     """
 
@@ -54,7 +43,7 @@ class ElementPrior:
     shape: tuple[int, ...]
 
     def build(self) -> Any:
-        """Return the NumPyro distribution, in JAX's precision of the moment."""
+        """Return the NumPyro distribution in the current precision of JAX."""
         arguments = {name: jnp.asarray(value) for name, value in self.arguments.items()}
         element = getattr(numpyro.distributions, self.kind)(**arguments)
         return element.expand(self.shape).to_event(len(self.shape))
@@ -62,12 +51,12 @@ class ElementPrior:
 
 @dataclass(frozen=True, eq=False)
 class NumPyroModel:
-    """A model of classes, labels, counts or targets in NumPyro; made by :func:`to_numpyro`.
+    """The result of :func:`to_numpyro`.
 
     Attributes:
         net: The net as a function of input and sites.
         priors: The prior of each site.
-        num_data: The number of training examples; None for those that the model is called with.
+        num_data: The number of training examples; None for the size of the input.
         likelihood: From the net's output and the sites to the distribution of the observations.
     """
 
@@ -77,14 +66,11 @@ class NumPyroModel:
     likelihood: JaxLikelihood
 
     def __call__(self, x: Any, y: Any = None) -> Any:
-        """Sample all sites, and observe the targets or sample them at site ``obs``.
+        """Sample all sites, and sample or observe the site ``obs``; return the net's output.
 
         Args:
             x: The net's input as an array, first dimension the batch.
-            y: Observations as the Pyro model takes them, or None.
-
-        Returns:
-            The net's output.
+            y: Observations as for the Pyro model, or None.
         """
         sites = {name: numpyro.sample(name, prior.build()) for name, prior in self.priors.items()}
         output = self.net(x, sites)
@@ -99,18 +85,17 @@ class NumPyroModel:
 
 
 def to_numpyro(model: Any) -> NumPyroModel:
-    """Translate a model to NumPyro: same net, priors, likelihood and site names.
+    """Translate a model to NumPyro, with the same net, priors, likelihood and site names.
 
-    Values of buffers and frozen parameters are copied: a later change of the Pyro model does not
-    reach the translation.
+    Buffers and frozen parameters are copied.
 
     Args:
         model: A :class:`Classifier`, :class:`BinaryClassifier`, :class:`PoissonRegressor` or
             :class:`Regressor` around a Bayesian net of linear layers and activations.
 
     Returns:
-        A function of arrays ``(x, y=None)`` with NumPyro's sample statements. It computes in JAX's
-        precision of the moment, for instance in float64 under ``jax.enable_x64(True)``.
+        A NumPyro model of arrays ``(x, y=None)``, in the current precision of JAX, such as float64 under
+        ``jax.enable_x64(True)``.
 
     Raises:
         TypeError: If the model is none of these.
@@ -144,7 +129,7 @@ def to_numpyro(model: Any) -> NumPyroModel:
 
 
 def _site_attributes(model: nn.Module) -> list[SiteAttribute]:
-    """Return where the modules read their sites; raise where a prior may depend on other sites."""
+    """Return the attributes that are sites; raise if a prior may depend on other sites."""
     found = []
     for module in model.modules():
         if not isinstance(module, PyroModule):
@@ -170,17 +155,15 @@ def _translate_prior(name: str, prior: Any) -> ElementPrior:
     while type(prior).__name__ in ("Independent", "ExpandedDistribution"):
         prior = prior.base_dist
     kind = type(prior).__name__
-    if kind not in _ARGUMENTS:
+    if kind not in _KINDS:
         raise NotImplementedError(
             f"The prior of the site '{name}' is a {kind}, which has no translation to NumPyro. "
-            f"Supported are {', '.join(_ARGUMENTS)}."
+            f"Supported are {', '.join(_KINDS)}."
         )
-    arguments = {key: getattr(prior, key) for key in _ARGUMENTS[kind]}
-    return ElementPrior(
-        kind, {key: to_array(_unexpand(value)) for key, value in arguments.items()}, shape
-    )
+    arguments = {key: to_array(_unexpand(getattr(prior, key))) for key in argument_names(prior)}
+    return ElementPrior(kind, arguments, shape)
 
 
 def _unexpand(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with size 1 along each dimension of which all entries are one in memory."""
+    """Reduce expanded dimensions to size 1."""
     return value[tuple(slice(1) if step == 0 else slice(None) for step in value.stride())]

@@ -1,7 +1,7 @@
-"""NUTS in float64 for a Pyro model, through its NumPyro translation."""
+"""NUTS for a Pyro model through its translation to NumPyro."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 
 _ROWS_AT_A_TIME = 1024
-# What NumPyro tells of each draw beside its log joint, and ArviZ's names for it.
+# Statistics of NumPyro, and their names in ArviZ.
 _FIELDS = {
     "diverging": "diverging",
     "energy": "energy",
@@ -32,15 +32,15 @@ _FIELDS = {
 
 
 class DivergenceWarning(UserWarning):
-    """Some transitions of the sampler diverged, so its draws may miss parts of the posterior."""
+    """Transitions of the sampler diverged, so its draws may miss parts of the posterior."""
 
 
 class NUTSDraws(dict[str, Tensor]):
     """Draws by site name, each ``(num_chains * num_samples, *shape)``, one chain after another.
 
-    They go as they are into ``pyro.infer.Predictive(model, posterior_samples=draws)``. Look at the
-    R-hat of the function values: weights are not identified, since the hidden units of a
-    net can be permuted, so chains that agree on the function may disagree on every weight.
+    They are valid ``posterior_samples`` of ``pyro.infer.Predictive``. Convergence is judged by the R-hat
+    of function values: hidden units can be permuted, so chains with the same function may have different
+    weights.
 
     Args:
         draws: The draws.
@@ -48,9 +48,9 @@ class NUTSDraws(dict[str, Tensor]):
         divergences: Number of divergent transitions after warm-up, over all chains.
         r_hat: Largest split R-hat of net(x) over the training inputs; NaN if nothing moved.
         weight_r_hat: Largest split R-hat over the elements of all sites.
-        sample_stats: What the sampler says of each draw, arrays ``(chain, draw)`` under ArviZ's names;
-            those of :func:`nuts` are ``lp``, the log joint in unconstrained coordinates, ``energy``,
-            ``acceptance_rate``, ``step_size``, ``n_steps``, ``tree_depth`` and ``diverging``.
+        sample_stats: Sampler statistics ``(chain, draw)`` under ArviZ's names: ``lp``, the log joint in
+            unconstrained coordinates, ``energy``, ``acceptance_rate``, ``step_size``, ``n_steps``,
+            ``tree_depth`` and ``diverging``.
 
     Example:
         >>> draws = NUTSDraws({"w": torch.zeros(6, 3)}, 2, divergences=0, r_hat=1.0, weight_r_hat=1)
@@ -68,14 +68,12 @@ class NUTSDraws(dict[str, Tensor]):
         sample_stats: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         super().__init__(draws)
-        self.num_chains = num_chains
-        self.divergences = divergences
-        self.r_hat = r_hat
-        self.weight_r_hat = weight_r_hat
+        self.num_chains, self.divergences = num_chains, divergences
+        self.r_hat, self.weight_r_hat = r_hat, weight_r_hat
         self.sample_stats = dict(sample_stats or {})
 
     def grouped(self) -> dict[str, np.ndarray]:
-        """Return the draws as arrays ``(chain, draw, *shape)``, as ArviZ wants them."""
+        """Return the draws as arrays ``(chain, draw, *shape)``, as for ArviZ."""
         return {
             name: value.reshape(self.num_chains, -1, *value.shape[1:]).cpu().numpy()
             for name, value in self.items()
@@ -96,42 +94,37 @@ def nuts(
     seed: int = 0,
     progress: bool = True,
 ) -> NUTSDraws:
-    r"""Draw from the posterior of a model by the No-U-Turn Sampler, in float64.
+    r"""Sample the posterior of a model by the No-U-Turn Sampler in NumPyro, in float64.
 
-    The model is translated to NumPyro, and the translation is checked against it: at a draw from
-    the prior both must have the same log joint. JAX's configuration stays as it is. Chains start at
-    the median of 15 prior draws each, a point of moderate size at which no two hidden units are
-    alike.
+    The log joints of the model and its translation to NumPyro are compared at a draw from the prior.
+    Chains start at the median of 15 prior draws, where hidden units differ.
 
     Chains run in parallel, without a progress bar, if JAX has a device for each; on a CPU,
-    ``numpyro.set_host_device_count(4)`` before JAX is first used gives four devices. Otherwise they
-    run one after another, which on a CPU takes half the time of running them as one batch, where
-    each step waits for the longest trajectory.
+    ``numpyro.set_host_device_count(4)`` before the first use of JAX creates four devices. Otherwise they
+    run one after another.
 
-    With posterior :math:`p(W \mid y) \propto p(W) \prod_n p(y_n \mid W, x_n)`, each split R-hat is
-    :math:`\sqrt{(\frac{n-1}{n} V + B) / V}`, where :math:`V` is the mean variance within half
-    chains of n draws and :math:`B` the variance of their means.
+    Split R-hat is :math:`\sqrt{(\frac{n-1}{n} V + B) / V}` with the mean variance :math:`V` within half
+    chains of n draws and the variance :math:`B` of their means.
 
     Args:
         model: A ``Classifier``, ``BinaryClassifier``, ``PoissonRegressor`` or ``Regressor`` around a
             Bayesian net of linear layers and activations.
         x: All N training inputs, ``(N, ...)``.
-        y: All N targets, as the model takes them.
-        num_warmup: Number of steps of each chain that tune the sampler and are thrown away.
+        y: All N observations, as for the model.
+        num_warmup: Number of tuning steps of each chain.
         num_samples: Number of draws of each chain, at least 4.
         num_chains: Number of chains.
-        target_accept_prob: The acceptance probability that the step size is tuned for, in (0, 1).
-            Higher means smaller steps and fewer divergences.
+        target_accept_prob: The target acceptance probability of the step size, in (0, 1). Higher values
+            mean smaller steps and fewer divergences.
         max_tree_depth: A draw takes at most ``2 ** max_tree_depth - 1`` gradients.
-        seed: Seed of JAX's generator; the same call gives the same draws.
-        progress: Whether to show a progress bar, one for each chain.
+        seed: Seed of JAX's generator.
+        progress: Whether to show a progress bar for each chain.
 
     Returns:
-        The draws by site, in the dtype and on the device of the model, with the sampler's statistics.
+        The draws by site, in the dtype and on the device of the model, with sampler statistics.
 
     Raises:
-        TypeError: If the model is none of these, or ``x`` or ``y``
-            is not a tensor.
+        TypeError: If the model is none of these, or ``x`` or ``y`` is not a tensor.
         ValueError: If an argument is out of range, ``x`` or ``y`` is not finite, or they are not all
             of the model's data.
         NotImplementedError: If the model has no translation to NumPyro.
@@ -195,12 +188,9 @@ def nuts(
 
 
 def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return NumPyro's fields under ArviZ's names.
-
-    Each doubling of a tree takes as many steps as all before it and one more, or fewer in the last one,
-    so a tree of depth d has taken :math:`2^{d-1}` to :math:`2^d - 1` steps.
-    """
+    """Return NumPyro's fields under ArviZ's names."""
     stats = {name: np.array(fields[field]) for field, name in _FIELDS.items()}
+    # A tree of depth d has 2^(d-1) to 2^d - 1 steps.
     lp, depth = -np.array(fields["potential_energy"]), np.frexp(stats["n_steps"])[1]
     return stats | {"lp": lp, "tree_depth": depth.astype(np.int64)}
 
@@ -233,7 +223,7 @@ def _check_data(model: Any, x: Tensor, y: Tensor) -> None:
 def _check_translation(
     model: Any, translated: NumPyroModel, x: Tensor, y: Tensor
 ) -> dict[str, Tensor]:
-    """Return a prior draw of all sites, at which Pyro and NumPyro have the same log joint."""
+    """Return a prior draw of all sites after comparing the log joints of Pyro and NumPyro there."""
     with torch.no_grad(), poutine.block():
         trace = poutine.trace(model).get_trace(x, y)
         trace.compute_log_prob()
@@ -261,28 +251,24 @@ def _check_translation(
 
 def _disagreement(what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"The translation to NumPyro is another model: {what}. The model does what its net, priors "
-        "and likelihood do not show, such as an overridden `forward` or a hook. Sample it with "
-        "Pyro's own `pyro.infer.NUTS`."
+        f"The translation to NumPyro is another model: {what}. The model is more than its net, priors "
+        "and likelihood, such as an overridden `forward` or a hook. Sample it with `pyro.infer.NUTS`."
     )
 
 
 def _chain_method(num_chains: int, progress: bool) -> tuple[Any, bool]:
-    """Return how to run the chains, and whether with a progress bar."""
+    """Return the chain method and whether to show a progress bar."""
     if jax.local_device_count() >= num_chains > 1:
-        # NumPyro's bar for parallel chains fails in float64: its callback runs in another thread,
-        # and `enable_x64` holds for one.
+        # The progress bar of parallel chains fails: its callback runs in another thread, without
+        # `enable_x64`.
         return "parallel", False
-    # "sequential" compiles anew for each chain, unless it shows a bar.
-    return "sequential" if progress else _one_after_another, progress
-
-
-def _one_after_another(run: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(partial(jax.lax.map, run))
+    # Without a bar "sequential" compiles again for each chain. A batch of chains ("vectorized") takes
+    # twice the time on a CPU: each step waits for the longest trajectory.
+    return "sequential" if progress else lambda run: jax.jit(partial(jax.lax.map, run)), progress
 
 
 def _function_values(net: JaxNet, chains: dict[str, Any], x: Any) -> Iterator[Any]:
-    """Yield net(x) for some rows of x at a time, as ``(chain, draw, rows, ...)``."""
+    """Yield net(x), ``(chain, draw, rows, ...)``, for some rows at a time."""
     run = jax.jit(
         lambda sites, rows: jax.lax.map(lambda s: jax.lax.map(lambda v: net(rows, v), s), sites)
     )
@@ -291,7 +277,7 @@ def _function_values(net: JaxNet, chains: dict[str, Any], x: Any) -> Iterator[An
 
 
 def _largest_r_hat(values: Any) -> float:
-    """Return the largest split R-hat of arrays ``(chain, draw, ...)``, constants left out."""
+    """Return the largest split R-hat of arrays ``(chain, draw, ...)`` without constants."""
     r_hats = np.concatenate([np.ravel(split_gelman_rubin(value)) for value in values])
     r_hats = r_hats[~np.isnan(r_hats)]
     return float(r_hats.max()) if r_hats.size else math.nan

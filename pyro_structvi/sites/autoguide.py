@@ -18,7 +18,7 @@ from torch import Size, Tensor, nn
 from pyro_structvi._checks import checked, naming, warn_user
 from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.nn.sampled_copy import buffers_that_change
+from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.family import KEY, CreatePlates, InitLocFn, check_options
 from pyro_structvi.sites.finding import find_sites_by_running, separate_randomness
 from pyro_structvi.sites.latent_site import Plate

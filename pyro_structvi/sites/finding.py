@@ -25,7 +25,7 @@ from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, out
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.nn.sampled_copy import buffers_that_change
+from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.family import InitLocFn
 from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_at
 from pyro_structvi.weights.placeholders import CountedWeight

@@ -10,7 +10,7 @@ from torch import nn
 
 from pyro_structvi._checks import Program, checked, shape_text
 from pyro_structvi._pyro import declared_name
-from pyro_structvi.nn.sampled_copy import frozen_names
+from pyro_structvi.nn.random_module import frozen_names
 from pyro_structvi.sites.finding import check_call, separate_randomness, shapes_only, trial_run
 from pyro_structvi.sites.joint_posterior import joint_name
 from pyro_structvi.sites.site_posterior import SitePosterior

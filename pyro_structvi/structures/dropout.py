@@ -23,31 +23,29 @@ from pyro_structvi.weights.weight_distribution import Way, WeightDistribution, b
 
 
 class BernoulliDropout(WeightDistribution):
-    r"""A known weight of which each input channel is dropped with probability p.
+    r"""A constant weight with input channels that are dropped with probability p.
 
     .. math:: W_{oc} = M_{oc}\, \frac{z_c}{1 - p}, \qquad z_c \sim \mathrm{Bernoulli}(1 - p)
 
-    with one z for all outputs that see the channel, and for a convolution for the whole kernel of a
-    channel. Its image under x is dropout: a mask on the channels of each example, the same at all
-    positions.
+    with one z for all outputs and the whole kernel of a channel. Its image under x is dropout: a mask
+    on the channels of each example, the same at all positions.
 
-    There are 2^in weights, and no density. ``log_prob`` is the log probability of a draw, ``entropy``
-    that of the masks. The KL from independent normal or Laplace priors is taken as :math:`E[-\log
-    p(W)] - H(z)`: the paper's approximation, without the constant that the width of its narrow normals
-    contributes.
+    The distribution is discrete. ``log_prob`` is the log probability of a draw, and ``entropy`` the
+    entropy of the masks. The KL to independent normal or Laplace priors is :math:`E[-\log p(W)] -
+    H(z)`, the paper's approximation without a constant that depends on the width of its normals.
 
     Args:
         loc: The mean M, ``(out, in)`` or ``(out, channels, *kernel)``.
         rate: The probability p, at least 0 and below 1.
-        input_dim: Which dimension of ``loc`` counts the input channels: 0 for a weight ``(in, out)``, as
-            of an embedding or a transposed convolution. Such a weight is drawn, and has no image.
-        groups: How many groups of outputs, in the first dimension, see channels of their own, as in a
-            grouped convolution; with 1 its groups share their masks.
-        validate_args: Pyro's own setting when None.
+        input_dim: The dimension of the input channels; 0 for a weight ``(in, out)`` of an embedding or
+            a transposed convolution, which is drawn and has no image.
+        groups: The number of groups of outputs, in the first dimension, with separate masks of their
+            input channels, as in a grouped convolution. With 1, groups share masks.
+        validate_args: Pyro's setting when None.
 
     Raises:
-        ValueError: If ``loc`` has fewer than two dimensions or not the dimension ``input_dim``, if the
-            groups do not divide it, or the rate is out of range.
+        ValueError: If ``loc`` has fewer than two dimensions or no dimension ``input_dim``, if groups do
+            not divide its outputs, or if the rate is out of range.
 
     Example:
         >>> q = BernoulliDropout(torch.ones(2, 3), rate=0.5)
@@ -102,7 +100,7 @@ class BernoulliDropout(WeightDistribution):
         return self.groups * size
 
     def _spread(self, of_channels: Tensor) -> Tensor:
-        """Give each weight the value of its channel, ``(*sample_shape, channels)``; may broadcast."""
+        """Assign values of channels ``(*sample_shape, channels)`` to weights; the result broadcasts."""
         lead, event_dim = of_channels.dim() - 1, len(self.event_shape)
         outputs = self.loc.movedim(self.input_dim, 1).shape[0] if self.groups > 1 else 1
         values: Tensor = of_channels.unflatten(-1, (self.groups, -1))
@@ -111,14 +109,14 @@ class BernoulliDropout(WeightDistribution):
         return values.movedim(lead + 1, lead + self.input_dim)
 
     def _are_there(self, weight: Tensor) -> Tensor:
-        """Return which input channels are not zero altogether, ``(*sample_shape, channels)``."""
+        """Return which input channels have any nonzero weight, ``(*sample_shape, channels)``."""
         lead = weight.dim() - len(self.event_shape)
         there: Tensor = (weight != 0).movedim(lead + self.input_dim, lead + 1)
         there = there.unflatten(lead, (self.groups, -1)).movedim(lead + 2, lead + 1)
         return there.flatten(lead + 2).any(-1).flatten(lead)
 
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
-        """Draw a weight whose input channels are not those of the map."""
+        """Draw outputs, or the weight if its input channels differ from the map's."""
         fits = self.input_dim == 1 and self.groups in (1, linear_map.groups)
         return ("outputs", "weight") if fits else ("weight",)
 
@@ -134,7 +132,7 @@ class BernoulliDropout(WeightDistribution):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(D, D)``, of as many blocks as there are channels."""
+        """The dense covariance ``(D, D)``, with one block for each channel."""
         channels = torch.arange(self.num_channels, device=self.loc.device)
         of = self._spread(channels).expand(self.event_shape)
         same = of.flatten() == of.flatten().unsqueeze(-1)
@@ -148,9 +146,9 @@ class BernoulliDropout(WeightDistribution):
         return self.loc * self._spread(masks)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log probability of draws, in nats; minus infinity for what can be no draw.
+        """Return the log probability of draws, in nats; minus infinity for impossible values.
 
-        A channel of zeros does not show whether it was dropped; it counts with the mean over both.
+        A channel with zero weights counts with its mean over both states.
         """
         if self._validate_args:
             self._validate_sample(value)
@@ -168,10 +166,10 @@ class BernoulliDropout(WeightDistribution):
         return torch.where(possible, nats, -math.inf)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "BernoulliDropout":
-        """Refused: there is one weight only."""
+        """Raise a ``NotImplementedError``: there are no batches."""
         raise NotImplementedError(
-            "Weights with dropout have no batches, and so no place in the plates of Pyro's "
-            "`vectorize_particles=True` or `parallel=True`. Draw several by `rsample`, or take "
+            "Weights with dropout have no batches, so they do not support the plates of Pyro's "
+            "`vectorize_particles=True` or `parallel=True`. Draw several with `rsample`, or use "
             "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
         )
 
@@ -184,22 +182,22 @@ class BernoulliDropout(WeightDistribution):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
     ) -> "_DropoutOutputs":
-        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions too.
+        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions.
 
         Raises:
-            ValueError: If the weight's input channels are not those of the map.
+            ValueError: If the weight's input channels differ from the map's.
         """
         if "outputs" not in self.ways_to_apply(linear_map, x):
             raise ValueError(
-                f"The map's inputs must meet dimension 1 of the weight in {self.groups} groups, but the "
-                f"weight drops dimension {self.input_dim}, and the map has {linear_map.groups} groups. "
-                "Apply a draw of the weight, from `rsample()`."
+                f"The map must have dimension 1 of the weight as inputs and {self.groups} groups, but "
+                f"the weight drops dimension {self.input_dim}, and the map has {linear_map.groups} "
+                "groups. Apply a draw of the weight, from `rsample()`."
             )
         return _DropoutOutputs(self, linear_map, x, *bias_moments(bias))
 
 
 class _DropoutOutputs(OutputDistribution):
-    """The outputs of a map whose input channels are dropped, separately for each example."""
+    """The outputs of a map with dropped input channels, independently for each example."""
 
     def __init__(
         self,
@@ -220,7 +218,7 @@ class _DropoutOutputs(OutputDistribution):
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean of each output, formed only where it is asked for."""
+        """The mean of each output."""
         return self._apply(self._x)
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -243,7 +241,7 @@ class _DropoutOutputs(OutputDistribution):
 
     @property
     def _columns(self) -> Tensor:
-        """Vectors whose outer products add up to the covariance, ``(number, *batch, *event)``."""
+        """Vectors whose outer products sum to the covariance, ``(number, *batch, *event)``."""
         x, dim = self._x, self._map.channel_dim
         channels = self._weight.num_channels
         matrix = self._weight.as_matrix(self._weight.loc)
@@ -271,21 +269,21 @@ class _DropoutOutputs(OutputDistribution):
 
 
 def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
-    """Return zeros, and ``1 / (1 - rate)`` with the probability 1 - rate."""
+    """Return masks: ``1 / (1 - rate)`` with the probability 1 - rate, else zero."""
     kept = torch.rand(shape, device=like.device) >= rate
     return kept.to(like.dtype) / (1 - rate)
 
 
 @register_kl(BernoulliDropout, Normal)
 def _kl_dropout_normal(q: BernoulliDropout, p: Any) -> Tensor:
-    """The expected negative log density of the prior, less the entropy of the masks, in nats."""
+    """KL to normal priors: their cross entropy minus the entropy of the masks, in nats."""
     return normal_cross_entropy(q, p) - q.entropy()
 
 
 @register_kl(BernoulliDropout, JoinedPrior)
 @register_kl(BernoulliDropout, Laplace)
 def _kl_dropout(q: BernoulliDropout, p: Any) -> Tensor:
-    """The same for other priors, whose density at the two values of each element is enough."""
+    """KL to other priors, by their density at both values of each element."""
     dropped, kept = torch.zeros_like(q.loc), q.loc / (1 - q.rate)
     log_prob = q.rate * p.log_prob(dropped).sum() + (1 - q.rate) * p.log_prob(kept).sum()
     nats: Tensor = -log_prob - q.entropy()
@@ -294,7 +292,7 @@ def _kl_dropout(q: BernoulliDropout, p: Any) -> Tensor:
 
 @quantiles.register
 def _(distribution: BernoulliDropout, probs: Tensor) -> Tensor:
-    """Of each weight, which is zero or one other value."""
+    """Return quantiles of weights with two values."""
     probs, kept = in_front(probs, distribution.loc), distribution.loc / (1 - distribution.rate)
     is_upper = probs > torch.where(kept > 0, distribution.rate, 1 - distribution.rate)
     return torch.where(is_upper, kept.clamp(min=0), kept.clamp(max=0))
@@ -302,16 +300,16 @@ def _(distribution: BernoulliDropout, probs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout(Family):
-    """Weights whose input channels are dropped at random; points for all other sites.
+    """Weights with randomly dropped input channels; points for all other sites.
 
     The parameter is ``loc``, the mean, unconstrained.
 
     Args:
-        rate: The probability with which an input channel is dropped. It is not learned.
-        input_dim: Which dimension of the weights counts their input channels. When None that is known of
-            layers of torch, of ``Conv1D``, and of weights in no module, ``(out, in, *kernel)``. Where it
-            is not, as for the stacked weights of experts, it must be given: ``{"*.experts":
-            Dropout(0.1, input_dim=2), "*": Dropout(0.1)}``.
+        rate: The probability that an input channel is dropped. It is not learned.
+        input_dim: The dimension of the weights' input channels. When None, it is inferred for layers of
+            torch, for ``Conv1D``, and for weights ``(out, in, *kernel)`` outside of modules. Other
+            weights, such as stacked experts, need it: ``{"*.experts": Dropout(0.1, input_dim=2), "*":
+            Dropout(0.1)}``.
 
     Raises:
         ValueError: If the rate is not at least 0 and below 1, or when a site's input channels are not
@@ -325,9 +323,6 @@ class Dropout(Family):
         >>> guide = StructuredGuide(model, {"*": Dropout(rate=0.5)})
         >>> len(guide.draw()["net.weight"].unique()) <= 13
         True
-
-    References:
-        Gal and Ghahramani (2016), "Dropout as a Bayesian approximation".
     """
 
     rate: Share = 0.1
@@ -344,7 +339,7 @@ class Dropout(Family):
         return {"loc": bijection_onto(site.support).inv(loc).clone()}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> TorchDistribution:
-        """Return the weight with dropout, or a point for what has no input channels."""
+        """Return the weight with dropout, or a point for a site without input channels."""
         loc = parameters["loc"]
         if not _has_inputs(site):
             value = bijection_onto(site.support)(loc)
@@ -361,19 +356,16 @@ def _has_inputs(site: LatentSite) -> bool:
 
 
 class MCDropoutGuide(StructuredGuide):
-    """Monte Carlo dropout: the input channels of every weight are dropped at random.
+    """Monte Carlo dropout (Gal and Ghahramani, 2016): random masks of every weight's input channels.
 
-    In training each example has a separate mask; a draw, as :func:`~pyro_structvi.predict` makes it,
-    has one mask for all inputs, so that it is one function. Vectors and scalars are points.
+    In training each example has a separate mask. In a draw, as by :func:`~pyro_structvi.predict`, all
+    inputs share a mask. Vectors and scalars are points.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        rate: The probability with which an input channel is dropped, of a first layer too; give that
-            one another family, by :class:`StructuredGuide`, to keep all its inputs.
+        rate: The probability that an input channel is dropped, including inputs of the net. To keep
+            these, use :class:`StructuredGuide` with another family for the first layer.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
-
-    Raises:
-        ValueError: If the rate is not at least 0 and below 1.
 
     Example:
         >>> import torch
@@ -381,10 +373,6 @@ class MCDropoutGuide(StructuredGuide):
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in MCDropoutGuide(model).parameters())
         160400
-
-    References:
-        Gal and Ghahramani (2016), "Dropout as a Bayesian approximation: representing model
-        uncertainty in deep learning".
     """
 
     def __init__(

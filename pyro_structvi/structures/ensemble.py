@@ -26,21 +26,20 @@ from pyro_structvi.weights.weight_distribution import WeightDistribution, bias_m
 
 
 class PointMixture(WeightDistribution):
-    r"""One of K known weights, each with probability 1/K; a point mass for K = 1.
+    r"""A uniform mixture of K points; a point mass for K = 1.
 
     .. math:: W \sim \frac1K \sum_k \delta(W - W_k)
 
-    It has draws, moments and an image, and no density: ``log_prob``, ``entropy`` and the KL to a normal
-    raise a ``NotImplementedError``. A draw passes its gradient to the member that was drawn.
+    It has no density: ``log_prob``, ``entropy`` and the KL to a normal raise a ``NotImplementedError``.
+    A draw passes its gradient to the drawn member.
 
     Args:
         members: The weights, ``(*batch, K, out, *rest)``.
-        event_dim: How many trailing dimensions are the weight; all but the first of ``members`` when
-            None.
-        validate_args: Pyro's own setting when None.
+        event_dim: How many trailing dimensions are the weight; all but one when None.
+        validate_args: Pyro's setting when None.
 
     Raises:
-        ValueError: If ``members`` has no dimension in front of the weight's own.
+        ValueError: If ``members`` has no more than ``event_dim`` dimensions.
 
     Example:
         >>> q = PointMixture(torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]]))
@@ -110,16 +109,7 @@ class PointMixture(WeightDistribution):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
     ) -> "_MixtureOutputs":
-        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions too.
-
-        Args:
-            linear_map: A dense map or a convolution.
-            x: Its input.
-            bias: None, a tensor ``(out,)``, or the distribution of one with independent elements.
-
-        Returns:
-            A mixture of the K outputs of each example.
-        """
+        """Return a mixture of the K outputs of each example, exact over positions."""
         linear_map = self.map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         count, out = self.members.shape[self._member_dim], self.event_shape[0]
@@ -134,7 +124,7 @@ class PointMixture(WeightDistribution):
 
 
 class _MixtureOutputs(OutputDistribution):
-    """One of K known outputs for each example, plus the noise of an independent bias."""
+    """A mixture of K outputs for each example, plus the noise of an independent bias."""
 
     def __init__(
         self, linear_map: LinearMap, x: Tensor, images: Tensor, bias_variance: Tensor | None
@@ -178,25 +168,18 @@ def _(distribution: PointMixture, probs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Members(Family):
-    """One of K values, all equally likely; the parameter is ``members (K, *shape)``, unconstrained.
+    """A uniform mixture of K points; the parameter is ``members (K, *shape)``, unconstrained.
 
-    Sites of this family take the same member in one pass of the model, so that a member of an ensemble
-    is a whole net; :class:`~pyro_structvi.EnsembleGuide` trains all in one pass. For inducing weights it
-    is Ensemble-U; see :class:`InducingWeights`.
+    All sites of this family have the same member in one pass of the model. For inducing weights it is
+    Ensemble-U; see :class:`InducingWeights`.
 
     Args:
         size: The number K of members, at least 1.
-        vectorize: Whether a training step runs all members in one pass, by :func:`torch.func.vmap`;
-            otherwise one after the other. Where other sites have other families, a step trains one
-            member, chosen at random.
+        vectorize: Whether a training step runs all members in one pass, by :func:`torch.func.vmap`,
+            or else sequentially. If other sites have other families, a step trains one random member.
 
     Raises:
         ValueError: If the size is not a whole number of at least 1.
-
-    References:
-        Lakshminarayanan, Pritzel and Blundell (2017), "Simple and scalable predictive uncertainty
-        estimation using deep ensembles"; Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty
-        representation in deep learning with inducing weights", section 3.1.
     """
 
     size: Count = 5
@@ -208,7 +191,7 @@ class Members(Family):
         return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start the first at ``loc``, the others at its elements in random order, plus N(0, scale^2)."""
+        """Start one member at ``loc``, and all others at a random permutation plus N(0, scale^2)."""
         first = bijection_onto(site.support).inv(loc)
         members = first.new_empty(self.size, first.numel())
         members[0] = first.flatten()
@@ -233,33 +216,33 @@ def ensemble_of(guide: Any) -> Members | None:
 
 
 class _MembersOf(PointMixture):
-    """The members of a site, which take its plates along."""
+    """The members of a site with its plates."""
 
     def __init__(self, site: LatentSite, members: Tensor) -> None:
         super().__init__(members, members.dim() - 1, validate_args=False)
         self._event_dim = site.event_dim
 
     def condition(self, value: Tensor) -> PointMass:
-        """Return the distribution where it is known which member it is: that member."""
+        """Return the distribution given the member."""
         return PointMass(value, self._event_dim, validate_args=False)
 
 
 class SameMember(Coupling):
-    """The choice of one member for all layers, so that a member of an ensemble is a whole net."""
+    """One member for all sites, so that a member of an ensemble is a whole net."""
 
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
-        """Whether sites that are found late may join; all may."""
+        """Return True: sites that are found late may join."""
         return True
 
     def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Tensor]:
-        """Take the member of this number, modulo their size, or choose one."""
+        """Return the member of this number, modulo K, or a random one."""
         members = self._members(at)
         first = next(iter(members.values()))
         if number is None:
             number = torch.randint(len(first), (), device=first.device)
         if isinstance(number, int):
             return {name: values[number % len(values)] for name, values in members.items()}
-        row = number.reshape(1)  # read on the device: the host does not wait
+        row = number.reshape(1)  # an index on the device needs no synchronization
         return {
             name: values.index_select(0, row % len(values)).squeeze(0)
             for name, values in members.items()
@@ -270,7 +253,7 @@ class SameMember(Coupling):
         return {name: values.mean(0) for name, values in self._members(at).items()}
 
     def _members(self, at: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return what the members ``(K, ...)`` have at each site that the model visits."""
+        """Return the members ``(K, ...)`` of each site in ``at``."""
         own = {name: at[name] for name in self.sites if name in at}
         return {name: q.members for name, q in own.items()}
 
@@ -281,24 +264,23 @@ def _(family: Members, posteriors: Mapping[str, SitePosterior], scale: float) ->
 
 
 class EnsembleGuide(StructuredGuide):
-    """A deep ensemble: K point estimates of the whole net, each equally likely.
+    """A deep ensemble: K point estimates of the whole net with equal probabilities.
 
-    Under :class:`~pyro_structvi.StructuredELBO`, and so in :func:`~pyro_structvi.fit`, every step
-    trains all members on the whole batch, each with the loss of a maximum a posteriori estimate; the
-    loss is their mean. Other objectives train one member a step, chosen at random.
-    :func:`~pyro_structvi.predict` uses each member once. Members share what is not a site, such as the
-    parameters and running statistics of a batch normalization.
+    Under :class:`~pyro_structvi.StructuredELBO`, and therefore in :func:`~pyro_structvi.fit`, a step
+    trains all members, and the loss is the mean of their maximum a posteriori losses. Other objectives
+    train one random member in a step. :func:`~pyro_structvi.predict` uses each member once. Members
+    share parameters and buffers that are not sites, such as running statistics.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        size: The number K of members. The first starts where the guide's means would, the others at the
-            elements of each site in random order, plus noise of standard deviation ``init_scale``.
+        size: The number K of members. One starts at the guide's initial means, and all others at a
+            random permutation of each site's elements plus noise of standard deviation ``init_scale``.
         vectorize: Whether to run all members in one pass, by :func:`torch.func.vmap`: faster for
-            small nets, and K times the memory. Not for layers that update running statistics.
+            small nets, with K times the memory. It does not support layers that update running
+            statistics.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
-        ValueError: If the size is not a whole number of at least 1.
         RuntimeError: In training, if the net cannot be vectorized.
 
     Example:

@@ -10,7 +10,6 @@ from torch.distributions import constraints
 
 from pyro_structvi.linalg.matrices import solve_lower, standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.linalg.rao_blackwell import rao_blackwell_sample
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
@@ -31,17 +30,15 @@ class FullNormal(GaussianWeight):
 
     .. math:: \operatorname{vec}(W) \sim N(\operatorname{vec}(M), L L^\top)
 
-    with ``vec`` row by row and ``L`` lower triangular, of D x D numbers for the D = out * in elements.
-    The image under ``x`` is a normal with the covariance :math:`(I \otimes x^\top) L L^\top (I \otimes
-    x)`. A draw of it is one weight for each example, applied to that example's input, whose gradient is
-    of the noise that the outputs show: a product of size batch x D x D, and batch x out x D numbers.
+    with ``vec`` row by row, for the D = out * in elements. The image under ``x`` is a normal with the
+    covariance :math:`(I \otimes x^\top) L L^\top (I \otimes x)`. A draw of it takes one weight for each
+    example, batch x D x D products and batch x out x D numbers.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
-        scale_tril: The factor ``L``, ``(*batch, D, D)``, with a positive diagonal. Only the lower
-            triangle counts.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        scale_tril: The lower triangular factor ``L``, ``(*batch, D, D)``, with a positive diagonal; its
+            upper triangle is ignored.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If shapes do not fit each other, or ``scale_tril`` is not lower triangular with a
@@ -103,21 +100,16 @@ class FullNormal(GaussianWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> GaussianOutputs:
-        """Return the distribution of the outputs of a dense map.
+        """Return the distribution of the outputs of a dense map, exact over positions.
 
-        One weight serves all positions of an example, and so does a random bias: their joint
-        distribution is exact. The examples of a batch, and those of each weight of a batch of weights,
-        are independent.
-
-        Returns:
-            A normal over the outputs. Where its covariance is singular, as for an input of zeros or
-            for more positions than inputs, it has draws and moments, and no density.
+        It has no density if its covariance is singular, as for an input of zeros or for more positions
+        than inputs.
         """
         return _FullOutputs(self, x, mean, linear_map.event_dim(mean), bias_variance)
 
 
 class _FullOutputs(GaussianOutputs):
-    """Outputs under a full covariance. A draw of them is one weight for each example."""
+    """Outputs under a full covariance, drawn by one weight for each example."""
 
     def __init__(
         self,
@@ -166,7 +158,7 @@ class _FullOutputs(GaussianOutputs):
         if torch.is_grad_enabled() and self.event_shape.numel() < noise.shape[-1]:
             drawn = rao_blackwell_sample(self._columns.flatten(-2), noise)
             outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
-        else:  # no gradient is asked for, or they show all of the noise
+        else:  # without a gradient, or if the outputs determine the noise
             outputs = self._x @ self._weight.as_matrix(self._weight.scale_noise(noise)).mT
         if self._bias_variance is not None:
             noise = torch.randn_like(outputs[..., :1, :])
@@ -175,26 +167,54 @@ class _FullOutputs(GaussianOutputs):
         return draws
 
 
+def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
+    r"""Return :math:`f = K^\top e` with a gradient of smaller variance.
+
+    The gradient of a function of f with respect to K is :math:`e\,g^\top`. If K has more rows than
+    columns, f does not determine e. The gradient uses the conditional expectation
+    :math:`E[e \mid f] = K (K^\top K)^{-1} f` in place of e (Rao-Blackwell). Its mean is the same.
+    For one output this is local reparameterization. Draws are ``(*sample, *batch, E)`` for ``K (*batch,
+    D, E)`` with E less than D and ``e (*sample, *batch, D)``.
+
+    References:
+        Kingma, Salimans and Welling (2015), "Variational dropout and the local reparameterization
+        trick"; Casella and Robert (1996), "Rao-Blackwellisation of sampling schemes".
+    """
+    noise = noise.unsqueeze(-2)
+    with torch.no_grad():
+        drawn = noise @ columns
+        covariance = columns.mT @ columns
+        diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+        details = torch.finfo(columns.dtype)
+        diagonal += 10 * details.eps * diagonal.mean(-1, keepdim=True) + details.tiny
+        tril, failed = torch.linalg.cholesky_ex(covariance)
+        seen = torch.cholesky_solve(drawn.mT, tril).mT @ columns.mT
+        # The gradient with all of the noise has the same mean.
+        seen = torch.where((failed == 0)[..., None, None], seen, noise)
+    outputs = seen @ columns
+    return (outputs + (drawn - outputs.detach())).squeeze(-2)
+
+
 @dataclass(frozen=True)
 class FullCovariance(MemoryLimitedFamily):
-    r"""Normals with any covariance over the D elements of a site, for small layers.
+    r"""Normals with a full covariance over the D elements of a site, for small layers.
 
-    Parameters are ``loc``, ``log_diagonal (D,)`` and the entries of the Cholesky factor below its
-    diagonal, as multiples of the diagonal entry in their row of the factor, so that one learning rate
-    serves rows of any size. Of a matrix with rows of n elements they are ``lower (out, n (n - 1) / 2)``
-    within rows and ``across (out (out - 1) / 2, n, n)`` between two, which step in smaller units, since
-    they are many; of a vector ``lower (D (D - 1) / 2,)``. These are D + D (D + 1) / 2 numbers, here P.
+    Parameters are ``loc``, ``log_diagonal (D,)`` and the entries of the Cholesky factor below the
+    diagonal, divided by the diagonal entry of their row, so that one learning rate suits rows of any
+    size. For a matrix with rows of n elements, these are ``lower (out, n (n - 1) / 2)`` within rows and
+    ``across (out (out - 1) / 2, n, n)`` between rows, with a smaller unit of steps; for a vector,
+    ``lower (D (D - 1) / 2,)``.
 
     In training a site takes
 
     .. math:: (4 P + 2 D^2) \times \text{bytes of a number}, \qquad P = D + D (D + 1) / 2,
 
-    for the parameters, their gradients and Adam's two moments, and for the dense factor and its
-    gradient; 16 D^2 bytes in float32. What a step forms on the way comes on top: about as much again,
-    and some times batch x outputs x D numbers.
+    for the P parameters, their gradients and Adam's two moments, and for the dense factor and its
+    gradient; 16 D^2 bytes in float32. Intermediate results of a step take about as much again, and a
+    few times batch x outputs x D numbers.
 
     Args:
-        max_memory: The most that a site may take by this formula, in GiB.
+        max_memory: The maximum for a site by this formula, in GiB.
         join_bias: Whether a layer's bias is a further column of its weight.
 
     Raises:
@@ -209,10 +229,6 @@ class FullCovariance(MemoryLimitedFamily):
         >>> guide = StructuredGuide(model, {"*.weight": FullCovariance(join_bias=True)})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
         {'loc': (3, 5), 'log_diagonal': (15,), 'lower': (3, 10), 'across': (3, 5, 5)}
-
-    References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", the FCG-W of Figure 2.
     """
 
     delayed: ClassVar[tuple[str, ...]] = ("lower", "across")
@@ -223,45 +239,38 @@ class FullCovariance(MemoryLimitedFamily):
         return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start with the covariance ``scale^2`` times the identity.
-
-        Raises:
-            MemoryError: If training would take more than ``max_memory``; nothing large is allocated
-                before that is known.
-        """
+        """Start with the covariance ``scale^2`` times the identity, within ``max_memory``."""
         size = loc.numel()
         self.check_memory(site, f"the {size:,} elements of", 1, size, loc.element_size())
         factor = scale * torch.eye(size, dtype=loc.dtype, device=loc.device)
         return {"loc": loc.clone()} | parameters_of_rows(factor, loc)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the size of a change that matters."""
+        """Return the unit of steps, smaller for the entries between rows."""
         return unit_of_across(value) if name == "across" else super().unit(site, name, value)
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:
-        """Return the Normal with the factor that the parameters hold."""
+        """Return the normal."""
         factor = factor_of_rows if "across" in parameters else cholesky_factor
         scale_tril = factor(**{name: parameters[name] for name in parameters if name != "loc"})
         return FullNormal(parameters["loc"], scale_tril, validate_args=False)
 
 
 class FullCovarianceGuide(StructuredGuide):
-    """One full covariance for each layer, weight and bias together; for small nets.
+    """A full covariance over the weight and bias of each layer, for small nets.
 
-    A layer of D weights and biases takes D + D (D + 1) / 2 parameters and, for each example, about
-    D^2 multiplications. Dense layers draw a weight for each example; the weight of a convolution is
-    drawn once for the batch.
+    A layer of D weights and biases has D + D (D + 1) / 2 parameters and takes about D^2
+    multiplications for each example. Dense layers draw a weight for each example, convolutions one for
+    the batch.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
-            together.
-        max_memory: The most that training one layer may take, in GiB, by the formula of
+        join_bias: Whether a layer's bias is a further column of its weight.
+        max_memory: The maximum for training one layer, in GiB, by the formula of
             :class:`pyro_structvi.families.FullCovariance`.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
-        ValueError: If ``max_memory`` is not a positive number.
         MemoryError: If a layer would take more than ``max_memory``.
 
     Example:

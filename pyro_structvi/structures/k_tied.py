@@ -19,7 +19,7 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import Argument, check_index
-from pyro_structvi.weights.outputs import NormalOutputs, square
+from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
@@ -31,15 +31,14 @@ class KTiedNormal(IndependentWeight):
     .. math:: \sigma_{ij}^2 = \sum_{a \le b} c_{ab} (R_{ia} R_{ib}) (C_{ja} C_{jb}),
         \qquad c_{ab} = 1 \text{ if } a = b \text{ else } 2,
 
-    so that the variance of the image takes thin products only, (out + in) k(k+1)/2 per example
-    instead of out x in. With k = 1 it is the matrix normal with diagonal factors.
+    so the variance of the image takes (out + in) k(k+1)/2 products for each example instead of
+    out x in. With k = 1 it is the matrix normal with diagonal factors.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
         row_scale: ``R``, ``(*batch, out, k)``, positive.
         column_scale: ``C``, ``(*batch, in, k)``, positive.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If shapes do not fit each other, or a scale is not positive.
@@ -81,17 +80,14 @@ class KTiedNormal(IndependentWeight):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, which is ``sum((R'R) * (C'C))``, of k x k matrices."""
+        """The trace of the covariance, ``sum((R'R) * (C'C))``."""
         rows = self.row_scale.mT @ self.row_scale
         columns = self.column_scale.mT @ self.column_scale
         return (rows * columns).sum((-2, -1))
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats.
-
-        The one term whose cost is out x in; with k = 1 not even that.
-        """
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats; O(out in) for k > 1."""
         if self.rank > 1:
             return 2 * sum_of_logs(self.row_scale, self.column_scale)
         rows, columns = self.row_scale.squeeze(-1), self.column_scale.squeeze(-1)
@@ -100,16 +96,14 @@ class KTiedNormal(IndependentWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
-        """Return the distribution of the outputs: independent normals.
-
-        Where a group has no more outputs than there are products of columns, as in a depthwise
-        convolution, one call with all variances is less than two with their factors.
-        """
+        """Return the distribution of the outputs: independent normals."""
+        # For groups of few outputs, as in depthwise convolutions, one call with the dense variances is
+        # faster than two calls with factors.
         products = self.rank * (self.rank + 1) // 2
         if len(self.loc) <= products * linear_map.groups and not self.batch_shape:
             variances = self.as_matrix(self.stddev.square())
-            return NormalOutputs(linear_map, mean, linear_map(square(x), variances, bias_variance))
-        hidden = linear_map.bank(square(x), _pairwise_products(self.column_scale))
+            return NormalOutputs(linear_map, mean, linear_map(x * x, variances, bias_variance))
+        hidden = linear_map.bank(x * x, _pairwise_products(self.column_scale))
         mixing = _pairwise_products(self.row_scale, off_diagonal=2.0).mT
         variance = linear_map.mix(hidden, mixing, bias_variance)
         return NormalOutputs(linear_map, mean, variance)
@@ -123,7 +117,7 @@ class KTiedNormal(IndependentWeight):
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> IndependentWeight:
-        """Return the distribution in another order: of the transpose k-tied, else independent."""
+        """Return the distribution in another order: k-tied for a transpose, else mean field."""
         loc = arrangement(self.loc)
         if arrangement.is_transpose:
             return KTiedNormal(loc, self.column_scale, self.row_scale, validate_args=False)
@@ -163,15 +157,12 @@ class KTied(MatrixFamily):
         >>> guide = StructuredGuide(model, {"*.weight": KTied(rank=1)})
         >>> sum(parameter.numel() for parameter in guide.parameters())
         25
-
-    References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3 and appendix A.2.
     """
 
     rank: Count = 2
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start both factors at ``(log(scale) - log(k)) / 2`` plus N(0, 0.1^2) against symmetry."""
+        """Start both factors at ``(log(scale) - log(k)) / 2`` plus N(0, 0.1^2) noise."""
         start = (math.log(scale) - math.log(self.rank)) / 2
         out, size = loc.shape[0], loc[0].numel()
         return {
@@ -191,16 +182,14 @@ class KTied(MatrixFamily):
 
 
 class KTiedGuide(StructuredGuide):
-    """The k-tied Normal at every weight, mean field at vectors.
+    """The k-tied Normal (Swiatkowski et al., 2020) at every weight, mean field at vectors.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        rank: The rank k of each matrix of standard deviations. With k = 2 the paper's nets do about
-            as well as with mean field; k = 1 is worse on some of them.
+        rank: The rank k of each matrix of standard deviations. In the paper, k = 2 is about as good as
+            mean field, and k = 1 is worse for some nets.
+        join_bias: Whether a layer's bias is a further column of its weight.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
-
-    Raises:
-        ValueError: If the rank is not a whole number of at least 1.
 
     Example:
         >>> import torch
@@ -208,10 +197,6 @@ class KTiedGuide(StructuredGuide):
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in KTiedGuide(model, rank=2).parameters())
         162400
-
-    References:
-        Swiatkowski et al. (2020), "The k-tied Normal distribution: a compact parameterization of
-        Gaussian mean field posteriors in Bayesian neural networks".
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The KL between two Gaussians over a weight, by which the posterior of earlier data is a prior."""
+"""The KL between two Gaussians over a weight, as for a prior that is an earlier posterior."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -38,8 +38,8 @@ def kl_between(q: Any, p: Any) -> Tensor:
         + (\mu_q - \mu_p)^\top \Sigma_p^{-1} (\mu_q - \mu_p) - D
         + \log\det\Sigma_p - \log\det\Sigma_q \right]
 
-    Only the trace depends on the pair. Where no rule knows it, all columns of ``A_q`` are whitened by p:
-    D solves or more, and memory for D columns of D numbers, for small weights.
+    Only the trace depends on the pair. Pairs without a rule whiten all columns of ``A_q`` by p, with at
+    least D solves and D x D memory, for small weights.
 
     Raises:
         ValueError: If the shapes of the weights differ.
@@ -60,18 +60,14 @@ def kl_between(q: Any, p: Any) -> Tensor:
 @register_kl(PrunedNormal, IndependentWeight)
 @register_kl(GaussianWeight, IndependentWeight)
 def kl_to_independent(q: Any, p: Any) -> Tensor:
-    """KL to a Gaussian with independent elements, which takes the variances of q only."""
+    """KL to a Gaussian with independent elements."""
     nats: Tensor = kl_weight_independent(*_in_one_batch(q, p))
     return nats
 
 
 @register_kl(PrunedNormal, GaussianWeight)
 def no_closed_form(q: Any, p: Any) -> Tensor:
-    """Leave a pair to its densities.
-
-    Raises:
-        NotImplementedError: Always.
-    """
+    """Raise a ``NotImplementedError``, so that the KL is estimated from densities."""
     raise NotImplementedError
 
 
@@ -85,11 +81,7 @@ def _in_one_batch(*weights: Any) -> Iterator[Any]:
 
 @register_kl(GaussianWeight, MultivariateNormal)
 def _kl_to_multivariate(q: GaussianWeight, p: Any) -> Tensor:
-    """KL to a normal over all elements, row by row, or to one over each row.
-
-    Raises:
-        NotImplementedError: If the prior is neither.
-    """
+    """KL to a normal over all elements in row-major order, or over each row."""
     if _is_over_rows(q, p):
         return kl_divergence(q, RowwiseNormal(p.loc, p.scale_tril, validate_args=False))
     loc = _in_shape_of(q, p)
@@ -98,7 +90,7 @@ def _kl_to_multivariate(q: GaussianWeight, p: Any) -> Tensor:
 
 @register_kl(GaussianWeight, LowRankMultivariateNormal)
 def _kl_to_low_rank(q: GaussianWeight, p: Any) -> Tensor:
-    """The same for one with few directions."""
+    """KL to a normal of low rank plus diagonal, over all elements or over each row."""
     if _is_over_rows(q, p):
         return kl_divergence(q, RowwiseNormal(p.loc, p.scale_tril, validate_args=False))
     loc, shape = _in_shape_of(q, p), (*p.batch_shape, -1, *q.event_shape)
@@ -110,11 +102,7 @@ def _kl_to_low_rank(q: GaussianWeight, p: Any) -> Tensor:
 
 @register_kl(GaussianWeight, TransformedDistribution)
 def _kl_to_reshaped(q: GaussianWeight, p: Any) -> Tensor:
-    """KL to a normal over all elements, reshaped to a weight.
-
-    Raises:
-        NotImplementedError: If the prior is another one.
-    """
+    """KL to a normal over all elements that is reshaped to a weight."""
     is_reshaped = all(isinstance(transform, ReshapeTransform) for transform in p.transforms)
     is_normal = isinstance(p.base_dist, (MultivariateNormal, LowRankMultivariateNormal))
     if not (is_reshaped and is_normal and p.event_shape == q.event_shape):
@@ -133,23 +121,23 @@ def _in_shape_of(q: GaussianWeight, p: Any) -> Tensor:
     return loc
 
 
-# ---- the trace of p's precision times q's covariance -------------------------------------------------
+# ---- traces of p's precision times q's covariance ----------------------------------------------------
 
 
 def _trace_of_columns(q: GaussianWeight, p: GaussianWeight) -> Tensor:
-    """Return the squares of all columns of ``A_q``, whitened by p."""
+    """Return the sum of squares of all columns of ``A_q``, whitened by p."""
     return p.mahalanobis(noise_columns(q)).sum(0)
 
 
 def _trace_of_matrix_normals(q: MatrixNormal, p: MatrixNormal) -> Tensor:
-    """Return the product of the traces for rows and for columns: ``out^3 + in^3`` products."""
+    """Return the product of the traces for rows and for columns, in O(out^3 + in^3)."""
     rows = _whitened(p.scale_tril_row, q.scale_tril_row)
     columns = _whitened(p.scale_tril_column, q.scale_tril_column)
     return rows.square().sum((-2, -1)) * columns.square().sum((-2, -1))
 
 
 def _trace_of_rows(q: RowwiseNormal, p: RowwiseNormal) -> Tensor:
-    """Return the sum over rows: ``out in^3`` products."""
+    """Return the sum over rows, in O(out in^3)."""
     squares = _whitened(p.scale_tril, q.scale_tril).square()
     return squares.sum((-3, -2, -1))
 
@@ -160,7 +148,7 @@ def _trace_of_diagonal(q: IndependentWeight, p: Any) -> Tensor:
 
 
 def _trace_of_low_rank(q: LowRankNormal, p: Any) -> Tensor:
-    """Return that of the diagonal part, and K directions whitened by p."""
+    """Return the sum over the diagonal part and K directions whitened by p."""
     event_dim = len(q.event_shape)
     trace = event_sum(q.scale.square() * _precision_diagonal(p), event_dim)
     trace += q.alpha * p.mahalanobis(q.factors.movedim(-event_dim - 1, 0)).sum(0)
@@ -168,10 +156,10 @@ def _trace_of_low_rank(q: LowRankNormal, p: Any) -> Tensor:
 
 
 def _trace_by_woodbury(q: GaussianWeight, p: LowRankNormal) -> Tensor:
-    r"""Return that of p's diagonal part, less the variance of q along K directions.
+    r"""Return the trace for p's diagonal part minus the variances of q along K directions.
 
-    That variance of a direction u is :math:`|A_q^\top u|^2`, by the transpose of what scales noise. The
-    two cancel where p's directions matter, so they are in double precision.
+    The variance along u is :math:`|A_q^\top u|^2`. Both terms cancel along p's directions, and are in
+    double precision.
     """
     dtype, event_dim = q.loc.dtype, len(q.event_shape)
     q, p = _in_double(q), _in_double(p)

@@ -28,7 +28,7 @@ from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import check_index
-from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels, square
+from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
@@ -37,20 +37,19 @@ class LowRankNormal(GaussianWeight):
 
     .. math:: \Sigma = \alpha \sum_{k=1}^K v_k v_k^\top + \operatorname{diag}(\sigma^2)
 
-    Its image under ``x`` is again one of these, with factors :math:`V_k x` and the diagonal
-    :math:`\sum_j \sigma_{ij}^2 x_j^2`: for every example one number for each factor and one for each
-    output, and no weight. The low-rank part is exact over the positions of an example.
+    Its image under ``x`` is low rank plus diagonal, with factors :math:`V_k x` and the diagonal
+    :math:`\sum_j \sigma_{ij}^2 x_j^2`. A draw takes one number for each factor and output of an example.
+    The low-rank part is exact over the positions of an example.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
         factors: The directions ``v_k``, ``(*batch, K, out, *rest)``.
         scale: Standard deviations of the diagonal part, a positive number or tensor, broadcastable
-            to ``loc``; one number is an isotropic part, which is cheaper.
-        alpha: What multiplies the low-rank part, a positive number; 1/K when None.
-        event_dim: How many trailing dimensions of ``loc`` are the weight. When None, what the shapes
-            of ``loc`` and ``factors`` say; two dimensions are then one matrix, without a batch.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+            to ``loc``; one number, an isotropic part, is cheaper.
+        alpha: The positive factor of the low-rank part; 1/K when None.
+        event_dim: How many trailing dimensions of ``loc`` are the weight. When None, it is inferred
+            from the shapes of ``loc`` and ``factors``; two dimensions are then a matrix without a batch.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If shapes do not fit each other, or ``scale`` or ``alpha`` is not positive.
@@ -105,7 +104,7 @@ class LowRankNormal(GaussianWeight):
 
     @property
     def is_isotropic(self) -> bool:
-        """Whether one standard deviation serves the whole diagonal part."""
+        """Whether the diagonal part has one standard deviation."""
         return self.scale.shape[len(self.batch_shape) :].numel() == 1
 
     @property
@@ -134,13 +133,13 @@ class LowRankNormal(GaussianWeight):
         return self.factors.flatten(len(self.batch_shape) + 1)
 
     def _diagonal_sum(self, diagonal: Tensor) -> Tensor:
-        """Sum over the event what may be one number for all of it."""
+        """Sum a diagonal, possibly isotropic, over the event."""
         total = diagonal.flatten(len(self.batch_shape)).sum(-1)
         return self.event_shape.numel() * total if self.is_isotropic else total
 
     @grad_cached_property
     def _gram(self) -> Tensor:
-        """``V V'``, double, ``(*batch_shape, K, K)``."""
+        r""":math:`V^\top V`, double, ``(*batch_shape, K, K)``."""
         return row_gram(self.factors, len(self.batch_shape))
 
     @property
@@ -169,26 +168,22 @@ class LowRankNormal(GaussianWeight):
         return scaled.reshape(self.factors.shape)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d``, by the inverse of a K x K matrix, in double precision."""
-        scale = self.scale.expand(self.loc.shape).flatten(len(self.batch_shape)).double()
-        whitened = difference.double().flatten(-len(self.event_shape)) / scale
-        factors = self._flat_factors.double() / scale.unsqueeze(-2)
-        explained = torch.linalg.solve_triangular(
-            tril_or_nan(self._capacitance(factors @ factors.mT)),
-            factors @ whitened.unsqueeze(-1),
-            upper=False,
-        )
-        squares = whitened.square().sum(-1) - self.alpha * explained.square().sum((-2, -1))
+        """Return ``d' Sigma^-1 d``, in double precision."""
+        difference, event_dim = difference.double(), len(self.event_shape)
+        whitened = (difference / self.scale.double()).flatten(-event_dim)
+        directions = self.precision_directions.flatten(-event_dim)
+        explained = directions @ difference.flatten(-event_dim).unsqueeze(-1)
+        squares = whitened.square().sum(-1) - explained.square().sum((-2, -1))
         distance: Tensor = squares.to(self.loc.dtype)
         return distance
 
     @property
     def noise_shape(self) -> torch.Size:
-        """The shape of the noise of one weight: K numbers, and one for each element."""
+        """The shape of the noise of one weight: K numbers plus one for each element."""
         return torch.Size([self.rank + self.event_shape.numel()])
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return the K directions times the first numbers, plus the diagonal part."""
+        """Return the directions times the first K numbers, plus the diagonal part."""
         of_factors, of_diagonal = noise.split([self.rank, self.event_shape.numel()], -1)
         shape = noise.shape[:-1] + self.event_shape
         low_rank = self.alpha**0.5 * (of_factors.unsqueeze(-2) @ self._flat_factors)
@@ -207,7 +202,7 @@ class LowRankNormal(GaussianWeight):
         if self.is_isotropic:
             variance = self._isotropic_image_variance(linear_map, x, bias_variance)
         else:
-            variance = linear_map(square(x), self.as_matrix(self.scale.square()), bias_variance)
+            variance = linear_map(x * x, self.as_matrix(self.scale.square()), bias_variance)
         return _LowRankOutputs(self, linear_map, x, mean, variance)
 
     def spread(self, moment: Tensor) -> Tensor:
@@ -228,7 +223,7 @@ class LowRankNormal(GaussianWeight):
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "LowRankNormal | None":
-        """Return the distribution in another order: low rank plus diagonal, unless it is a stack."""
+        """Return the distribution in another order, or None for a stack."""
         if arrangement.stack:
             return None
         loc, factors = arrangement(self.loc), arrangement(self.factors)
@@ -239,7 +234,7 @@ class LowRankNormal(GaussianWeight):
     def _isotropic_image_variance(
         self, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> Tensor:
-        """Return the diagonal part's variance, which is one number where inputs are shared."""
+        """Return the diagonal part's variance, with one channel if all outputs have the same inputs."""
         unit = meet_channels(linear_map, self.scale.square().reshape(*self.batch_shape, 1))
         variance = unit * linear_map.squared_norm(x, self.event_shape[0])
         if bias_variance is None:
@@ -248,7 +243,7 @@ class LowRankNormal(GaussianWeight):
 
 
 class _LowRankOutputs(GaussianOutputs):
-    """Outputs of a low-rank weight; the images of its directions are formed only for moments."""
+    """Outputs of a low-rank weight, drawn without the images of its directions."""
 
     def __init__(
         self, weight: LowRankNormal, linear_map: LinearMap, x: Tensor, loc: Tensor, diagonal: Tensor
@@ -294,7 +289,7 @@ class _LowRankOutputs(GaussianOutputs):
 
 
 def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
-    """Return how many trailing dimensions are one weight, or raise if the shapes do not tell."""
+    """Return the number of dimensions of a weight, or raise an error if shapes are ambiguous."""
     found = []
     for batch_dim in range(loc.dim()):
         batch, event = loc.shape[:batch_dim], loc.shape[batch_dim:]
@@ -312,32 +307,32 @@ def _read_event_dim(loc: Tensor, factors: Tensor, event_dim: int | None) -> int:
         )
     if len(found) > 1 and loc.dim() > 2:
         raise ValueError(
-            f"`event_dim` must be given, one of {found}, since K is also the size of a dimension "
-            f"beside it: `factors` have shape {given}. A matrix has event_dim=2."
+            f"`event_dim` must be given, one of {found}, since K is also the size of another "
+            f"dimension: `factors` have shape {given}. A matrix has event_dim=2."
         )
     return found[0]
 
 
 Diagonal = Literal["constant", "isotropic", "full"]
 
-CONSTANT = 0.1  # what a constant diagonal has of 1 / sqrt(fan-in), and at most of the prior
+CONSTANT = 0.1  # a constant diagonal's scale relative to 1 / sqrt(fan-in) or to the prior
 
 
 @dataclass(frozen=True)
 class LowRank(MatrixFamily):
-    """Normals with K directions in which all elements of a site vary together, and a diagonal.
+    """Normals with a covariance of rank K plus a diagonal.
 
-    Parameters are ``loc``, ``factors (K, *shape)`` and, where it is learned, ``log_scale`` of the
-    diagonal part: one number, or ``(*shape)``.
+    Parameters are ``loc``, ``factors (K, *shape)`` and ``log_scale`` of a learned diagonal, one number
+    or ``(*shape)``.
 
     Args:
         rank: The number K of directions, at least 1.
         diagonal: The diagonal part of the covariance: "constant" is ELRG-VI, "full" ELRG-D-VI;
             "isotropic" learns one variance for each site.
-        diagonal_variance: The variance of a constant diagonal; that of the paper is exp(-10). When None,
-            its standard deviation is 0.1 over the root of the fan-in, so that outputs have little noise,
+        diagonal_variance: The variance of a constant diagonal, exp(-10) in the paper. When None, its
+            standard deviation is 0.1 over the root of the fan-in, so that outputs have little noise,
             and at most a tenth of the prior's.
-        alpha: What multiplies the low-rank part; 1/K when None, as in the paper.
+        alpha: The factor of the low-rank part; 1/K when None, as in the paper.
         join_bias: Whether a layer's bias is a further column of its weight.
 
     Raises:
@@ -351,10 +346,6 @@ class LowRank(MatrixFamily):
         >>> guide = StructuredGuide(model, {"*.weight": LowRank(rank=2, join_bias=True)})
         >>> guide["net.weight"]().covariance_matrix.shape
         torch.Size([15, 15])
-
-    References:
-        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
-        neural networks", section 3. The constant exp(-10) is that of the authors' code.
     """
 
     rank: Count = 1
@@ -366,7 +357,7 @@ class LowRank(MatrixFamily):
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The name of the constant diagonal's scale, where it follows from the site."""
+        """The name of the constant diagonal's scale, if it depends on the site."""
         follows = self.diagonal == "constant" and self.diagonal_variance is None
         return ("diagonal_scale",) if follows else ()
 
@@ -384,9 +375,9 @@ class LowRank(MatrixFamily):
         return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start so that elements have the variance ``scale^2`` on average.
+        """Start with the variance ``scale^2`` on average, half of it in a learned diagonal.
 
-        A learned diagonal takes half of it, the directions the other half; a constant one is added.
+        With a constant diagonal, the directions alone have this variance.
         """
         constant = self.diagonal == "constant"
         part = scale if constant else scale / math.sqrt(2)
@@ -403,7 +394,7 @@ class LowRank(MatrixFamily):
         return parameters
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> LowRankNormal:
-        """Return the low-rank Normal."""
+        """Return the low-rank normal."""
         loc = parameters["loc"]
         if self.constants:
             scale = parameters["diagonal_scale"]
@@ -416,7 +407,7 @@ class LowRank(MatrixFamily):
         )
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return a tenth of the site's unit for the directions, which are deviations from the mean."""
+        """Return the unit of steps, a tenth of the site's unit for directions."""
         return 0.1 * site.unit if name == "factors" else super().unit(site, name, value)
 
     @property
@@ -425,30 +416,26 @@ class LowRank(MatrixFamily):
 
 
 def _constant_scale(site: LatentSite) -> float:
-    """Return the standard deviation of a constant diagonal that nobody has chosen."""
+    """Return the default standard deviation of a constant diagonal."""
     inputs = site.fan_in or site.shape[1:].numel()
     most = math.inf if site.prior_scale is None else site.prior_scale
     return CONSTANT * min(1 / math.sqrt(inputs), most)
 
 
 class AutoLowRankLRT(StructuredGuide):
-    """Low rank plus diagonal at every weight and vector, drawn by local reparameterization.
+    """Low rank plus diagonal at every weight and vector, with local reparameterization.
 
-    With a full diagonal this is ELRG-D-VI; with a constant one it is ELRG-VI, for which the paper takes
-    ``diagonal_variance=exp(-10)``.
+    This is ELRG-D-VI with a full diagonal, and ELRG-VI with a constant one (Tomczak, Swaroop and
+    Turner, 2020).
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        rank: The number K of directions in which the elements of a site vary together.
-        diagonal: The diagonal part: "full", "isotropic" (one learned number for each site) or
-            "constant", whose bound is hundreds of nats lower on small nets.
-        diagonal_variance: The variance of a constant diagonal, as for :class:`LowRank`.
-        alpha: The factor of the low-rank part; 1/K when None.
+        rank: The number K of directions.
+        diagonal: The diagonal part. On small nets the ELBO of a constant one is hundreds of nats lower.
+        diagonal_variance: As for :class:`LowRank`.
+        alpha: As for :class:`LowRank`.
         join_bias: Whether a layer's bias is a further column of its weight.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
-
-    Raises:
-        ValueError: If an option is out of its range.
 
     Example:
         >>> import torch
@@ -457,10 +444,6 @@ class AutoLowRankLRT(StructuredGuide):
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in AutoLowRankLRT(model, rank=2).parameters())
         640000
-
-    References:
-        Tomczak, Swaroop and Turner (2020), "Efficient low rank Gaussian variational inference for
-        neural networks".
     """
 
     def __init__(

@@ -31,16 +31,14 @@ class MatrixNormal(GaussianWeight):
         A = L_r L_r^\top, \quad B = L_c L_c^\top,
 
     with independent standard normals in ``E (out, in)`` and ``vec`` row by row. The image under ``x``
-    is :math:`N(M x, (x^\top B x) A)`: a draw of it takes ``out`` numbers for each example, multiplied
-    by :math:`L_r`, and the norm :math:`|L_c^\top x|`.
+    is :math:`N(M x, (x^\top B x) A)`.
 
     Args:
         loc: Means ``M``, ``(*batch, out, *rest)``.
-        scale_tril_row: The factor ``L_r``, ``(*batch, out, out)``, with a positive diagonal. Only the
-            lower triangle counts.
+        scale_tril_row: The lower triangular factor ``L_r``, ``(*batch, out, out)``, with a positive
+            diagonal; its upper triangle is ignored.
         scale_tril_column: The factor ``L_c``, ``(*batch, in, in)``, likewise.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If shapes do not fit each other, or a factor is not lower triangular with a
@@ -90,7 +88,7 @@ class MatrixNormal(GaussianWeight):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, which is the product of the traces of ``A`` and ``B``."""
+        """The trace of the covariance, the product of the traces of ``A`` and ``B``."""
         rows, columns = self._diagonals
         return rows.sum(-1) * columns.sum(-1)
 
@@ -116,11 +114,8 @@ class MatrixNormal(GaussianWeight):
         return self.as_weight(both)
 
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
-        """Draw the weight of a convolution with several groups.
-
-        The groups see different patches, and their outputs at one position are correlated by the
-        product of these patches, not by a norm.
-        """
+        """Draw outputs, or the weight of a convolution with several groups."""
+        # Groups have different patches, whose products correlate their outputs.
         return ("outputs", "weight") if linear_map.groups == 1 else ("weight",)
 
     def spread(self, moment: Tensor) -> Tensor:
@@ -132,10 +127,9 @@ class MatrixNormal(GaussianWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> GaussianOutputs:
-        """Return the distribution of the outputs, normals that are correlated over channels.
+        """Return normals that are correlated over channels, and independent over positions.
 
-        Over the positions of one example the noise is independent: the outputs at a position have
-        their exact joint distribution, correlations between positions are dropped.
+        The joint distribution of the outputs at one position is exact.
         """
         whitened = linear_map.bank(x, self.scale_tril_column.mT)
         squares = whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
@@ -144,7 +138,7 @@ class MatrixNormal(GaussianWeight):
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "MatrixNormal | None":
-        """Return that of the transpose, with the covariances of rows and columns exchanged."""
+        """Return the distribution of the transpose, with both covariances exchanged."""
         if not arrangement.is_transpose:
             return None
         factors = self.scale_tril_column, self.scale_tril_row
@@ -204,8 +198,8 @@ class MatrixNormalFamily(MatrixFamily):
     """Normals with one covariance over the outputs of a layer and one over its inputs.
 
     Parameters are ``loc`` and the Cholesky factors of both covariances: ``row_log_diagonal (out,)``
-    and ``row_lower (out (out - 1) / 2,)``, the entries below the diagonal as multiples of the row's
-    diagonal entry; for columns likewise. Together out in + out (out + 1) / 2 + in (in + 1) / 2
+    and ``row_lower (out (out - 1) / 2,)``, the entries below the diagonal divided by the row's
+    diagonal entry; for columns likewise. These are out in + out (out + 1) / 2 + in (in + 1) / 2
     numbers.
 
     Args:
@@ -219,10 +213,6 @@ class MatrixNormalFamily(MatrixFamily):
         >>> guide = StructuredGuide(model, {"*.weight": MatrixNormalFamily(join_bias=True)})
         >>> sum(parameter.numel() for parameter in guide.parameters())
         36
-
-    References:
-        Louizos and Welling (2016), "Structured and efficient variational deep learning with matrix
-        Gaussian posteriors", section 3; they restrict both covariances to be diagonal.
     """
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -234,7 +224,7 @@ class MatrixNormalFamily(MatrixFamily):
         return parameters
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> MatrixNormal:
-        """Return the matrix normal with the factors that the parameters hold."""
+        """Return the matrix normal."""
         row, column = (
             cholesky_factor(parameters[f"{side}_log_diagonal"], parameters[f"{side}_lower"])
             for side in ("row", "column")
@@ -243,15 +233,14 @@ class MatrixNormalFamily(MatrixFamily):
 
 
 class MatrixNormalGuide(StructuredGuide):
-    """The matrix normal at every weight, with full covariances; mean field at vectors.
+    """The matrix normal (Louizos and Welling, 2016) at every weight, mean field at vectors.
 
-    A layer has one covariance over its outputs and one over its inputs, out (out + 1) / 2 and
-    in (in + 1) / 2 parameters beside the means.
+    A layer has one covariance over its outputs and one over its inputs; see
+    :class:`pyro_structvi.families.MatrixNormalFamily`.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
-            together.
+        join_bias: Whether a layer's bias is a further column of its weight.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
@@ -261,10 +250,6 @@ class MatrixNormalGuide(StructuredGuide):
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in MatrixNormalGuide(model).parameters())
         320400
-
-    References:
-        Louizos and Welling (2016), "Structured and efficient variational deep learning with matrix
-        Gaussian posteriors".
     """
 
     def __init__(

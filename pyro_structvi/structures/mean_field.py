@@ -18,7 +18,6 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.linalg.precision import grad_cached_property
-from pyro_structvi.linalg.reductions import variance_and_sums
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import DEFAULTS, Family, GuideOptions
@@ -26,7 +25,7 @@ from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import check_index
-from pyro_structvi.weights.outputs import NormalOutputs, square
+from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
@@ -40,8 +39,7 @@ class MeanFieldNormal(IndependentWeight):
         loc: Means, ``(*batch, out, *rest)``.
         scale: Standard deviations, positive, broadcastable to ``loc``.
         event_dim: How many trailing dimensions are the weight; all of them when None.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If ``scale`` does not broadcast to ``loc``, or is not positive.
@@ -92,7 +90,7 @@ class MeanFieldNormal(IndependentWeight):
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
         """Return the distribution of the outputs: independent normals."""
-        variance = linear_map(square(x), self.as_matrix(self.variance), bias_variance)
+        variance = linear_map(x * x, self.as_matrix(self.variance), bias_variance)
         return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> "MeanFieldNormal":
@@ -111,16 +109,13 @@ class MeanFieldNormal(IndependentWeight):
 class LogScaleNormal(MeanFieldNormal):
     """Independent normals by the logarithms of their standard deviations.
 
-    Variances are formed once for the outputs and the divergence, with all their gradients in one pass;
-    standard deviations only where weights are drawn. Variances are kept with their graph: make a new one
-    for each backward pass.
+    Variances are computed once and kept with their graph: make a new object for each backward pass.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
         log_scale: Logarithms of the standard deviations, of the same shape.
         event_dim: How many trailing dimensions are the weight; all of them when None.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If the shapes of ``log_scale`` and ``loc`` differ.
@@ -154,21 +149,14 @@ class LogScaleNormal(MeanFieldNormal):
         """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return self.log_scale.exp()
 
-    @property
+    @grad_cached_property
     def variance(self) -> Tensor:
         """The variance of each weight, ``(*batch_shape, *event_shape)``."""
-        return self._variance_and_sums[0] if self._with_grad else self._variance_alone
-
-    @property
-    def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
-        return self._variance_and_sums[1] if self._with_grad else super().variance_sum
+        return (2 * self.log_scale).exp()
 
     @property
     def log_det_covariance(self) -> Tensor:
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
-        if self._with_grad:
-            return self._variance_and_sums[2]
         return 2 * self._event_sum(self.log_scale)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
@@ -183,22 +171,14 @@ class LogScaleNormal(MeanFieldNormal):
         loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)
         return LogScaleNormal(loc, log_scale, arrangement.event_dim, validate_args=False)
 
-    @grad_cached_property
-    def _variance_and_sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        return variance_and_sums(self.log_scale, len(self.event_shape))
-
-    @grad_cached_property
-    def _variance_alone(self) -> Tensor:
-        return (2 * self.log_scale).exp_()  # a prediction has no use for the sums
-
 
 @dataclass(frozen=True)
 class MeanField(Family):
     """Independent normals; two parameters for each element, ``loc`` and ``log_scale``.
 
     Args:
-        max_scale: The most that a standard deviation may be; no bound when None. A bound keeps a
-            posterior from underfitting where its prior is wide.
+        max_scale: The maximum standard deviation; no bound when None. A bound prevents underfitting
+            with a wide prior.
 
     Raises:
         ValueError: If ``max_scale`` is not a positive number.
@@ -221,14 +201,14 @@ class MeanField(Family):
         return site.is_real
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc`` with the same standard deviation everywhere, at most half the bound."""
+        """Start at ``loc`` with equal standard deviations, at most half the bound."""
         return {
             "loc": loc.clone(),
             "log_scale": torch.full_like(loc, uncapped(scale, self.max_scale)),
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> LogScaleNormal:
-        """Return the normals; batch dimensions are those of the site's plates."""
+        """Return the normals, with the site's plates as batch dimensions."""
         log_scale = capped_log(parameters["log_scale"], self.max_scale)
         return LogScaleNormal(parameters["loc"], log_scale, site.event_dim, validate_args=False)
 
@@ -237,7 +217,7 @@ DEFAULTS.append(MeanField())
 
 
 class MeanFieldGuide(StructuredGuide):
-    """Mean field at every site: independent normals, drawn by local reparameterization.
+    """Independent normals at every site, with local reparameterization.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.

@@ -1,4 +1,4 @@
-"""A point: maximum a posteriori, or maximum likelihood without the prior."""
+"""Point estimates: maximum a posteriori, or maximum likelihood."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from pyro_structvi.weights.site_distributions import PointMass
 
 @dataclass(frozen=True)
 class PointEstimate(Family):
-    """One value; the parameter is ``loc (*shape)``, unconstrained.
+    """A point; the parameter is ``loc (*shape)``, unconstrained.
 
-    The loss is then that of a maximum a posteriori estimate, in the space of the site's own values;
-    with ``kl_weight=0`` that of maximum likelihood.
+    The loss is the negative log posterior density of the site's value, or with ``kl_weight=0`` the
+    negative log likelihood.
 
     Example:
         >>> import torch
@@ -47,9 +47,7 @@ class PointEstimate(Family):
 
 
 class MAPGuide(StructuredGuide):
-    """A point estimate of every site: maximum a posteriori.
-
-    With ``kl_weight=0`` it is maximum likelihood, the deterministic net.
+    """A maximum a posteriori estimate of every site; with ``kl_weight=0`` maximum likelihood.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.

@@ -13,18 +13,17 @@ from pyro_structvi.structures.mean_field import MeanField, MeanFieldNormal
 
 
 class PrunedNormal(MeanFieldNormal):
-    """Independent normals, the pruned ones of which are exactly zero and no variables any more.
+    """Independent normals with pruned elements that are constant zeros.
 
-    ``log_prob``, ``entropy`` and the KL to independent priors are those of the kept elements; draws,
-    moments and the image are those of the whole weight.
+    ``log_prob``, ``entropy`` and the KL to independent priors count kept elements only. Draws, moments
+    and the image are of the whole weight.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
         scale: Standard deviations, positive, broadcastable to ``loc``.
-        kept: Which elements are left, of booleans, broadcastable to ``loc``.
+        kept: A boolean mask of kept elements, broadcastable to ``loc``.
         event_dim: How many trailing dimensions are the weight; all of them when None.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If ``scale`` or ``kept`` does not broadcast to ``loc``, or ``scale`` is not positive.
@@ -57,7 +56,7 @@ class PrunedNormal(MeanFieldNormal):
 
     @property
     def kept(self) -> Tensor:
-        """Which elements are left, ``(*batch_shape, *event_shape)``."""
+        """The mask of kept elements, ``(*batch_shape, *event_shape)``."""
         return self.scale > 0
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -72,7 +71,7 @@ class PrunedNormal(MeanFieldNormal):
 
     @property
     def _normal(self) -> Normal:
-        """The elements as torch's normals, with some scale where they are pruned."""
+        """The elements as torch's normals, with scale 1 for pruned ones."""
         return Normal(self.loc, torch.where(self.kept, self.scale, 1.0), validate_args=False)
 
     def _event_sum(self, tensor: Tensor) -> Tensor:
@@ -88,10 +87,10 @@ def _kl_pruned_normal(q: PrunedNormal, p: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class PrunedMeanField(MeanField):
-    """Independent normals, some of them pruned: exactly zero, and no variables of the model any more.
+    """Independent normals with pruned elements that are constant zeros.
 
-    Beside the parameters of :class:`MeanField` there is the constant ``kept``, true everywhere at the
-    start. :func:`pyro_structvi.pruning.prune_mean_field` sets it.
+    In addition to the parameters of :class:`MeanField` it has the constant ``kept``, initially true
+    everywhere, which :func:`pyro_structvi.pruning.prune_mean_field` sets.
 
     Args:
         max_scale: As for :class:`MeanField`.
@@ -104,7 +103,7 @@ class PrunedMeanField(MeanField):
         return {**super().init(site, loc, scale), "kept": torch.ones_like(loc, dtype=torch.bool)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PrunedNormal:
-        """Return the normals that are left, and zeros."""
+        """Return the kept normals and zeros."""
         normal = super().distribution(site, **parameters)
         return PrunedNormal(
             normal.loc, normal.scale, parameters["kept"], site.event_dim, validate_args=False

@@ -25,15 +25,14 @@ class RowwiseNormal(GaussianWeight):
     .. math:: W_{i \cdot} \sim N(\mu_i, L_i L_i^\top), \qquad \text{independent over } i,
 
     with a lower triangular ``L_i (in, in)`` for each row i. Its image under ``x`` has independent
-    outputs with the variances :math:`|L_i^\top x|^2`, which are exact. Under a convolution, with or
-    without groups, each output has its exact distribution.
+    outputs with the exact variances :math:`|L_i^\top x|^2`. Under a convolution the distribution of
+    each output is exact.
 
     Args:
         loc: Means, ``(*batch, out, *rest)``.
-        scale_tril: The factors ``L_i``, ``(*batch, out, in, in)``, with positive diagonals. Only the
-            lower triangles count.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        scale_tril: The factors ``L_i``, ``(*batch, out, in, in)``, with positive diagonals; upper
+            triangles are ignored.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If shapes do not fit each other, or a factor is not lower triangular with a
@@ -84,11 +83,7 @@ class RowwiseNormal(GaussianWeight):
         return self.as_weight(solve_lower(self.scale_tril, self.as_matrix(difference)))
 
     def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
-        """Return the variances of the outputs.
-
-        Over the outputs at one position they are exactly independent, since rows are. Correlations
-        between positions are dropped.
-        """
+        """Return the variances of the outputs; correlations between positions are dropped."""
         out, size = self.scale_tril.shape[-3:-1]
         channel_dim, filters = linear_map.channel_dim, self.scale_tril.mT.flatten(-3, -2)
         whitened = linear_map(x, filters).unflatten(channel_dim, (out, size))
@@ -102,7 +97,7 @@ class RowwiseNormal(GaussianWeight):
         return torch.diag_embed(torch.einsum("iab,...ab->...i", covariances, moment))
 
     def rows(self, index: Tensor) -> "RowwiseNormal":
-        """Return the distribution of rows ``W[index]``: a full covariance within each."""
+        """Return the distribution of rows ``W[index]``."""
         check_index(self, index)
         factors = F.embedding(index, self.scale_tril.flatten(1))
         scale_tril = factors.unflatten(-1, self.scale_tril.shape[1:])
@@ -111,21 +106,21 @@ class RowwiseNormal(GaussianWeight):
 
 @dataclass(frozen=True)
 class Rowwise(MemoryLimitedFamily):
-    r"""Normals with independent rows, and any covariance within a row.
+    r"""Normals with independent rows, and a full covariance within a row.
 
     Parameters are ``loc``, ``log_diagonal (out, in)`` and ``lower (out, in (in - 1) / 2)``, the
-    entries of each row's Cholesky factor below its diagonal, as multiples of the diagonal entry in
-    the same row of the factor: out in + out in (in + 1) / 2 numbers, here P.
+    entries of each Cholesky factor below the diagonal, divided by the diagonal entry of their row.
+    These are P = out in + out in (in + 1) / 2 numbers.
 
     In training a site takes
 
     .. math:: (4 P + 2\,\text{out}\,\text{in}^2) \times \text{bytes of a number}
 
     for the parameters, their gradients and Adam's two moments, and for the dense factors and their
-    gradients; 16 out in^2 bytes in float32. What a step forms on the way comes on top.
+    gradients; 16 out in^2 bytes in float32. Intermediate results of a step are not included.
 
     Args:
-        max_memory: The most that a site may take by this formula, in GiB.
+        max_memory: The maximum for a site by this formula, in GiB.
         join_bias: Whether a layer's bias is a further column of its weight.
 
     Raises:
@@ -140,21 +135,12 @@ class Rowwise(MemoryLimitedFamily):
         >>> guide = StructuredGuide(model, {"*.weight": Rowwise(join_bias=True)})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
         {'loc': (3, 5), 'log_diagonal': (3, 5), 'lower': (3, 10)}
-
-    References:
-        Rossi and Filippone, tutorial on variational inference, the "column-wise" posterior; layers
-        are written x W there.
     """
 
     delayed: ClassVar[tuple[str, ...]] = ("lower",)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start with the covariance ``scale^2`` times the identity.
-
-        Raises:
-            MemoryError: If training would take more than ``max_memory``; nothing large is allocated
-                before that is known.
-        """
+        """Start with the covariance ``scale^2`` times the identity, within ``max_memory``."""
         out, size = loc.shape[0], loc[0].numel()
         elements = f"the {size:,} elements in each of the {out:,} rows of"
         self.check_memory(site, elements, out, size, loc.element_size())
@@ -162,27 +148,25 @@ class Rowwise(MemoryLimitedFamily):
         return {"loc": loc.clone(), "log_diagonal": log_diagonal, "lower": lower}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> RowwiseNormal:
-        """Return the normal with the factors that the parameters hold."""
+        """Return the row-wise normal."""
         scale_tril = cholesky_factor(parameters["log_diagonal"], parameters["lower"])
         return RowwiseNormal(parameters["loc"], scale_tril, validate_args=False)
 
 
 class RowwiseGuide(StructuredGuide):
-    """A full covariance over the inputs of each unit, at every weight; mean field at vectors.
+    """A full covariance over the inputs of each unit for weights, mean field for vectors.
 
-    Units are independent. Each has in (in + 1) / 2 parameters beside its means, and takes as many
-    numbers as the layer has weights, out in, for each example.
+    It is the "column-wise" posterior of Rossi and Filippone. Units are independent, with
+    in (in + 1) / 2 covariance parameters each. A step takes out in numbers for each example.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        join_bias: Whether a layer's bias is a further column of its weight, so that both vary
-            together.
-        max_memory: The most that training one layer may take, in GiB, by the formula of
+        join_bias: Whether a layer's bias is a further column of its weight.
+        max_memory: The maximum for training one layer, in GiB, by the formula of
             :class:`pyro_structvi.families.Rowwise`.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
-        ValueError: If ``max_memory`` is not a positive number.
         MemoryError: If a layer would take more than ``max_memory``.
 
     Example:
@@ -192,10 +176,6 @@ class RowwiseGuide(StructuredGuide):
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in RowwiseGuide(model).parameters())
         11500
-
-    References:
-        Rossi and Filippone, tutorial on variational inference, the "column-wise" posterior; layers
-        are written x W there.
     """
 
     def __init__(

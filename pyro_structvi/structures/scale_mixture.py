@@ -18,16 +18,14 @@ class ScaleMixtureNormal(TorchDistribution):
 
     .. math:: p(w) = \sum_k \pi_k\, N(w; 0, \sigma_k^2)
 
-    With a small and a large scale it is the "spike and slab" of Blundell et al. (2015): most weights are
-    next to nothing, some are not. A prior of single elements, for ``bayesianize``. The KL of a normal
-    from it has no closed form; :class:`~pyro_structvi.StructuredELBO` samples it.
+    With a small and a large scale it is the "spike and slab" prior of Blundell et al. (2015). It is a
+    prior of single elements, for ``bayesianize``. The KL of a normal to it has no closed form;
+    :class:`~pyro_structvi.StructuredELBO` samples it.
 
     Args:
         scales: The standard deviations, positive, ``(*batch, K)``.
-        probs: The probabilities, positive, of the same shape or broadcasting to it; scaled to add up to
-            one.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        probs: The probabilities, positive, broadcastable to the scales; they are normalized.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If the shapes do not fit each other, a scale or a probability is not positive, or
@@ -80,7 +78,7 @@ class ScaleMixtureNormal(TorchDistribution):
 
     @property
     def mode(self) -> Tensor:
-        """Zero, where every component has its mode, ``(*batch_shape,)``."""
+        """Zero, ``(*batch_shape,)``."""
         return self.mean
 
     @property

@@ -1,4 +1,4 @@
-"""A posterior over chosen elements, with points elsewhere."""
+"""A posterior over chosen elements, with points for all other elements."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,21 +21,20 @@ from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 @dataclass(frozen=True, eq=False)
 class Subnetwork(Family):
-    """One posterior over chosen elements of several sites together; the others are points.
+    """A joint posterior over chosen elements of several sites; all other elements are points.
 
-    A site has the buffers ``rest``, its values, and ``index``, which elements are chosen; the S
-    chosen elements of all sites of this family are one vector, whose parameters are in the guide's
-    ``couplings``.
+    A site has the buffers ``rest``, its values, and ``index``, the indices of chosen elements. The
+    chosen elements of all sites are one vector, with parameters in the guide's ``couplings``.
 
     Args:
-        chosen: Which elements, a mask of booleans for each site by name; a site without one has none
-            that is chosen. All elements of all sites when None.
+        chosen: A boolean mask for each site by name; no element is chosen at a site without a mask. All
+            elements of all sites when None.
         posterior: The family of the vector's posterior.
-        train_rest: Whether the other elements are trained along, as point estimates.
+        train_rest: Whether to train all other elements as point estimates.
 
     Raises:
         TypeError: If a mask is not a tensor of booleans, or the posterior is not a family of vectors.
-        ValueError: When a guide is made: if a mask has not its site's shape, or nothing is chosen.
+        ValueError: When a guide is made, if a mask differs from its site's shape, or nothing is chosen.
         MemoryError: When a guide is made, if a full covariance would take too much.
 
     Example:
@@ -47,10 +46,6 @@ class Subnetwork(Family):
         >>> guide = StructuredGuide(model, {"net.2.*": Subnetwork(), "*": PointEstimate()})
         >>> sum(parameter.numel() for parameter in guide.parameters()) == 40 + 27 + 27 * 28 // 2
         True
-
-    References:
-        Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato (2021), "Bayesian deep learning
-        via subnetwork inference".
     """
 
     chosen: Mapping[str, Tensor] | None = field(default=None, repr=False, compare=False)
@@ -59,14 +54,14 @@ class Subnetwork(Family):
     needs: ClassVar[str] = "a site with real values, in no plate"
 
     def __post_init__(self) -> None:
-        """Check the types; masks' shapes are checked at the sites."""
+        """Check the types of masks."""
         super().__post_init__()
         for name, mask in (self.chosen or {}).items():
             check_mask(f"chosen['{name}']", mask)
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names of what is not trained."""
+        """The names of tensors that are not trained."""
         return ("index",) if self.train_rest else ("rest", "index")
 
     def fits(self, site: LatentSite) -> bool:
@@ -74,7 +69,7 @@ class Subnetwork(Family):
         return site.is_real and not site.is_batch
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``, where the chosen elements have the standard deviation ``scale``."""
+        """Start at ``loc``."""
         if self.chosen is None:
             return {"rest": loc.clone(), "index": torch.arange(loc.numel(), device=loc.device)}
         mask = self.chosen.get(site.name, torch.zeros(loc.shape, dtype=torch.bool))
@@ -82,7 +77,7 @@ class Subnetwork(Family):
         return {"rest": loc.clone(), "index": mask.flatten().nonzero().squeeze(-1).to(loc.device)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> "PartlyChosen":
-        """Return the values, into which the chosen ones are to be put."""
+        """Return the values of a site without its chosen elements."""
         return PartlyChosen(parameters["rest"], site.event_dim, parameters["index"])
 
 
@@ -96,14 +91,14 @@ class ChosenPart:
 
 
 class PartlyChosen(PointMass):
-    """The values of a site, of which some are yet to come."""
+    """The values of a site without its chosen elements."""
 
     def __init__(self, rest: Tensor, event_dim: int, index: Tensor) -> None:
         super().__init__(rest, event_dim, validate_args=False)
         self._index = index
 
     def condition(self, part: ChosenPart) -> PointMass:
-        """Return the distribution of the site where the chosen elements are drawn elsewhere."""
+        """Return the distribution of the site given its chosen elements."""
         value, mean = (self._put(self.v, chosen) for chosen in (part.value, part.mean))
         variance = self._put(torch.zeros_like(self.v), part.variance)
         return PointMass(value, self.event_dim, mean, variance, validate_args=False)
@@ -114,14 +109,9 @@ class PartlyChosen(PointMass):
 
 
 class JointSubnetwork(SharedPosterior):
-    """The posterior of the chosen elements of several sites, one after another in a vector.
+    """The posterior of the chosen elements of several sites, concatenated to a vector.
 
     Its auxiliary site counts the entropy; the sites count their priors.
-
-    Args:
-        family: Its family.
-        posteriors: The sites.
-        scale: The standard deviation that each element starts with.
     """
 
     def __init__(
@@ -154,11 +144,11 @@ class JointSubnetwork(SharedPosterior):
 
     @property
     def coupled(self) -> tuple[str, ...]:
-        """The sites of which something is chosen."""
+        """The sites with chosen elements."""
         return tuple(name for name, size in self.sizes.items() if size)
 
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
-        """Whether sites that are found late may join: those of which nothing is chosen."""
+        """Whether sites that are found late may join: only without chosen elements."""
         return not any(len(post.value("index")) for post in posteriors.values())
 
     def split(self, value: Tensor, q: Any) -> dict[str, Any]:
@@ -176,26 +166,26 @@ def _(family: Subnetwork, posteriors: Mapping[str, SitePosterior], scale: float)
 
 
 class SubnetworkGuide(StructuredGuide):
-    """A full covariance over chosen elements of all layers together, points for the others.
+    """A full covariance over chosen elements of all layers, and points for all other elements.
 
-    Sites on part of the real line, such as a noise scale, and sites in plates get mean field.
+    Constrained sites, such as a noise scale, and sites in plates have mean field.
 
-    Fit a :class:`MAPGuide` first, choose elements with :mod:`pyro_structvi.subnetwork`, and fit this
-    guide around it. To choose whole layers, write :class:`StructuredGuide` with the family
+    Fit a :class:`MAPGuide`, choose elements with :mod:`pyro_structvi.element_scores`, and fit this
+    guide around it. To choose whole layers, use :class:`StructuredGuide` with the family
     :class:`~pyro_structvi.families.Subnetwork` for their pattern.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        chosen: Which elements of each site, masks of booleans by site; all of none that is missing.
-        center: The guide whose medians this one starts at, and keeps for what is not chosen.
+        chosen: A boolean mask for each site by name; no element is chosen at a site without a mask.
+        center: The guide whose medians are the initial values, and the values of points.
         posterior: The family of the vector of chosen elements; a :class:`FullCovariance` when None.
-        train_rest: Whether the other elements are trained along, as point estimates.
+        train_rest: Whether to train all other elements as point estimates.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
         TypeError: If a mask is not a tensor of booleans.
-        ValueError: If a mask has not its site's shape or, at the first call, fits no site; if nothing
-            is chosen; or if both ``center`` and ``init_loc_fn`` are given.
+        ValueError: If a mask differs from its site's shape or, at the first call, has no site; if
+            nothing is chosen; or if both ``center`` and ``init_loc_fn`` are given.
         MemoryError: If the full covariance would take too much.
 
     Example:
@@ -241,7 +231,7 @@ class SubnetworkGuide(StructuredGuide):
         super().__init__(model, {"*": family}, **options)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Do as :meth:`StructuredGuide.initialize` does, and check that every mask has a site."""
+        """Initialize as :class:`StructuredGuide`, and check that every mask has a site."""
         super().initialize(*args, **kwargs)
         family = self.families["*"]
         assert isinstance(family, Subnetwork)

@@ -28,10 +28,9 @@ class TransformedNormal(TransformedDistribution):
 
     .. math:: \mathrm{KL} = \mathrm{E}_z[-\log p(f(z)) - \log |f'(z)|] - \mathrm{H}[z],
 
-    one-dimensional expectations under the normals z, by Gauss-Hermite quadrature with 32 nodes. For a
-    log-normal posterior they are exact to rounding against log-normal, half-normal and gamma priors; the
-    error against a half-Cauchy is below 1e-5 nats up to a scale of 2 of the logarithm. Other priors have
-    no KL here.
+    computed by Gauss-Hermite quadrature with 32 nodes. For a log-normal posterior it is exact to
+    rounding with log-normal, half-normal and gamma priors; with a half-Cauchy, the error is below 1e-5
+    nats up to a scale of 2 of the logarithm. Other priors have no closed form.
 
     Args:
         base_dist: The normals, an independent weight with its elements as event dimensions.
@@ -48,7 +47,7 @@ class TransformedNormal(TransformedDistribution):
     """
 
     def at(self, nodes: Tensor) -> Tensor:
-        """Return the values ``(count, *shape)`` at numbers of the standard normal, ``(count,)``."""
+        """Return the values ``(count, *shape)`` at standard normal nodes ``(count,)``."""
         normal = self.base_dist
         value = normal.mean + normal.stddev * nodes.reshape(-1, *(1 for _ in normal.mean.shape))
         for transform in self.transforms:
@@ -89,11 +88,10 @@ def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class TransformedMeanField(Family):
-    """Independent normals pushed onto the site's support; a log-normal where that is positive.
+    """Independent normals pushed onto the site's support; log-normals for a positive site.
 
-    The density carries the Jacobian, so every ELBO is unbiased. Against a prior with independent
-    elements the KL is computed by quadrature, exactly for a log-normal one; against others
-    :class:`~pyro_structvi.StructuredELBO` samples it.
+    The KL to a prior with independent elements is computed by quadrature, exactly for a log-normal
+    prior; :class:`~pyro_structvi.StructuredELBO` samples the KL to other priors.
 
     Example:
         >>> from pyro_structvi.guides import StructuredGuide
@@ -112,7 +110,7 @@ class TransformedMeanField(Family):
         return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``, with the same standard deviation for each unconstrained element."""
+        """Start at ``loc``, with equal standard deviations of unconstrained elements."""
         unconstrained = bijection_onto(site.support).inv(loc).clone()
         return {
             "loc": unconstrained,
@@ -120,12 +118,12 @@ class TransformedMeanField(Family):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> Any:
-        """Return the transformed normal; batch dimensions are those of the site's plates."""
+        """Return the transformed normal, with the site's plates as batch dimensions."""
         loc, scale = parameters["loc"], parameters["log_scale"].exp()
         plates = len(site.shape) - site.event_dim
         base = MeanFieldNormal(loc, scale, loc.dim() - plates, validate_args=False)
         return TransformedNormal(base, [bijection_onto(site.support)], validate_args=False)
 
 
-# Behind mean field, which this file imports: that serves real sites.
+# After mean field, which has precedence for real sites.
 DEFAULTS.append(TransformedMeanField())

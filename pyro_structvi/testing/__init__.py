@@ -1,6 +1,9 @@
-"""Every structure with its definition and its guides, for tests, examples, benchmarks and tables."""
+"""Checks of the contracts for distributions, families and guides, and the registry of structures."""
 
-from pyro_structvi.testing.entry import GuideVariant, Structure
+from pyro_structvi.testing.distributions import check_distribution
+from pyro_structvi.testing.entry import GuideVariant, Structure, random_weight
+from pyro_structvi.testing.families import check_family
+from pyro_structvi.testing.guides import check_guide
 from pyro_structvi.testing.structures import (
     LAYERED,
     POINTS,
@@ -16,7 +19,11 @@ __all__ = [
     "STRUCTURES",
     "GuideVariant",
     "Structure",
+    "check_distribution",
+    "check_family",
+    "check_guide",
     "guides_for",
     "layered_for",
     "points_for",
+    "random_weight",
 ]

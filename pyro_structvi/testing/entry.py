@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import MultivariateNormal, kl_divergence
+from torch.distributions import MultivariateNormal, constraints, kl_divergence
 
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.full_covariance import FullNormal
@@ -118,9 +118,9 @@ def _blocks(first: Tensor, cross: Tensor, second: Tensor) -> Tensor:
 
 
 def conditional_moments(covariance: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return ``G`` and ``S`` for which ``vec(W)`` given whitened ``u`` is ``N(G u, S)``.
+    """Return ``G`` and ``S`` such that ``vec(W)`` given whitened ``u`` is ``N(G u, S)``.
 
-    The covariance is that of ``vec(W)``, of length ``size``, followed by ``vec(U)``; with the Cholesky
+    The covariance is over ``vec(W)``, of length ``size``, followed by ``vec(U)``; with the Cholesky
     factor L of the covariance of U, ``u = L^-1 vec(U)``.
     """
     cross, inducing = covariance[..., :size, size:], covariance[..., size:, size:]
@@ -157,7 +157,6 @@ def kl_with_inducing_weights(
 
 Shape = tuple[int, ...]
 Make = Callable[[Shape, Shape, torch.dtype], WeightDistribution]
-Argument = Callable[[Shape, int, int, torch.dtype], Tensor]
 
 
 def positive(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -172,19 +171,38 @@ def cholesky_factor(batch_shape: Shape, size: int, dtype: torch.dtype) -> Tensor
     return factor
 
 
-def random_weight(distribution: Callable[..., WeightDistribution], *arguments: Argument) -> Make:
-    """Return a function ``make(batch_shape, event_shape, dtype)`` of a :class:`Structure`.
+def random_weight(distribution: Any, **sizes: int) -> Make:
+    """Return a function of batch shape, event shape and dtype to random distributions of a class.
 
     Args:
-        distribution: The class, with a mean as its first argument.
-        arguments: Its further arguments, functions of ``batch_shape, out, in, dtype``.
+        distribution: A class that declares its arguments by annotations with ``Argument``.
+        **sizes: The sizes of further letters in their shapes.
+
+    Example:
+        >>> make = random_weight(KTiedNormal, k=2)
+        >>> make((5,), (4, 3), torch.float32).row_scale.shape
+        torch.Size([5, 4, 2])
     """
 
     def make(batch_shape: Shape, event_shape: Shape, dtype: torch.dtype) -> WeightDistribution:
         out, size = event_shape[0], torch.Size(event_shape[1:]).numel()
-        loc = torch.randn(*batch_shape, *event_shape, dtype=dtype)
-        others = [argument(batch_shape, out, size, dtype) for argument in arguments]
-        return distribution(loc, *others)
+        known = {"out": out, "in": size, "D": out * size, **sizes}
+
+        def length(letter: str) -> int:
+            whole, _, part = letter.partition(" / ")
+            return known[whole] // (known[part] if part else 1)
+
+        arguments = [torch.randn(*batch_shape, *event_shape, dtype=dtype)]
+        for argument in distribution._arguments.values():
+            shape = (*batch_shape, *map(length, argument.letters))
+            if argument.constraint is constraints.lower_cholesky:
+                arguments.append(cholesky_factor(shape[:-2], shape[-1], dtype))
+            elif argument.constraint is constraints.positive:
+                arguments.append(positive(*shape, dtype=dtype))
+            else:
+                arguments.append(torch.randn(shape, dtype=dtype))
+        q: WeightDistribution = distribution(*arguments)
+        return q
 
     return make
 
@@ -204,11 +222,7 @@ def make_log_scale(batch_shape: Shape, event_shape: Shape, dtype: torch.dtype) -
 
 def make_k_tied(rank: int) -> Make:
     """Return what makes k-tied normals of a rank."""
-    return random_weight(
-        KTiedNormal,
-        lambda batch, out, size, dtype: positive(*batch, out, rank, dtype=dtype),
-        lambda batch, out, size, dtype: positive(*batch, size, rank, dtype=dtype),
-    )
+    return random_weight(KTiedNormal, k=rank)
 
 
 def make_low_rank(rank: int, isotropic: bool = False) -> Make:
@@ -228,17 +242,9 @@ def make_low_rank(rank: int, isotropic: bool = False) -> Make:
     return make
 
 
-make_full = random_weight(
-    FullNormal, lambda batch, out, size, dtype: cholesky_factor(batch, out * size, dtype)
-)
-make_matrix_normal = random_weight(
-    MatrixNormal,
-    lambda batch, out, size, dtype: cholesky_factor(batch, out, dtype),
-    lambda batch, out, size, dtype: cholesky_factor(batch, size, dtype),
-)
-make_rowwise = random_weight(
-    RowwiseNormal, lambda batch, out, size, dtype: cholesky_factor((*batch, out), size, dtype)
-)
+make_full = random_weight(FullNormal)
+make_matrix_normal = random_weight(MatrixNormal)
+make_rowwise = random_weight(RowwiseNormal)
 
 
 Place = Literal["tests", "demo", "benchmarks"]
@@ -259,7 +265,7 @@ class GuideVariant:
         guide: The guide's class.
         num_parameters: The number of variational parameters of a layer ``(out, in)`` without a bias.
         options: Its options.
-        used_in: Where it is run.
+        used_in: The places that run it.
     """
 
     name: str
@@ -281,8 +287,8 @@ class Structure:
         name: Its name in tests.
         make: A function of ``batch_shape, event_shape, dtype`` to a distribution with random
             arguments, all of them of that dtype.
-        covariance: The dense covariance ``(*batch_shape, D, D)`` of row-major ``vec(W)``, computed from
-            the distribution's arguments by the definition, not by the class.
+        covariance: The dense covariance ``(*batch_shape, D, D)`` of row-major ``vec(W)`` from the
+            arguments by definition; by default the property of the class.
         mean: The mean ``(*batch_shape, *event_shape)``, likewise.
         kl_with_inducing: For a KL that counts inducing weights too, an upper bound of the one over
             the weight: its dense value for a prior's ``loc`` and ``scale``, of the mean's shape.
@@ -297,7 +303,7 @@ class Structure:
 
     name: str
     make: Make
-    covariance: Callable[[Any], Tensor]
+    covariance: Callable[[Any], Tensor] = lambda q: q.covariance_matrix
     mean: Callable[[Any], Tensor] = lambda q: q.loc
     kl_with_inducing: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     event_shapes: tuple[Shape, ...] = (MATRIX, CONVOLUTION)

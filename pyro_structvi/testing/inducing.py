@@ -159,7 +159,7 @@ def inducing_guide(
 ) -> GuideVariant:
     """Return a guide with the parameters of Table 1 of Ritter et al. (2021).
 
-    What the table leaves out are the two diagonals of Z and the scale of the noise.
+    The two diagonals of Z and the scale of the noise are added to the table.
     """
 
     def num_parameters(out: int, size: int) -> int:

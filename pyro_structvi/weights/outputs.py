@@ -135,12 +135,6 @@ class NormalOutputs(GaussianOutputs):
         return Normal(self.loc, self.scale, validate_args=False)
 
 
-def square(x: Tensor) -> Tensor:
-    """Return ``x^2``, with a gradient in one pass over memory."""
-    squares: Tensor = x.square() if inside_transform() else Square.apply(x)
-    return squares
-
-
 def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
     """Return ``mean + sqrt(variance) * noise``, with the floor of ``floored_sqrt``."""
     is_narrow = torch.finfo(variance.dtype).bits < 32
@@ -239,31 +233,6 @@ def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
 
 def _signs(shape: list[int], like: Tensor) -> Tensor:
     return 2 * torch.randint(2, shape, dtype=like.dtype, device=like.device) - 1
-
-
-class Square(torch.autograd.Function):
-    """``x^2``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the squares, and keep the input."""
-        ctx.save_for_backward(x)
-        ctx.save_for_forward(x)
-        squares: Tensor = x.square()
-        return squares
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return ``2 x g``."""
-        (x,) = ctx.saved_tensors
-        return torch.addcmul(x.new_zeros(()), x, gradient, value=2)
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> Tensor:
-        """Return ``2 x dx``."""
-        (x,) = ctx.saved_tensors
-        tangent: Tensor = 2 * x * change
-        return tangent
 
 
 class DrawNormal(torch.autograd.Function):

@@ -10,14 +10,18 @@ from torch import nn
 import pyro_structvi as ps
 
 BATCH, LENGTH, WORDS, CLASSES = 6, 8, 40, 3
-TEXT = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
-TEXT |= {"vocab_size": WORDS, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1}
-TEXT |= {"eos_token_id": 2}
+TOKENS = {"vocab_size": WORDS, "pad_token_id": 0}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 32}
+TEXT = SIZES | TOKENS | ENDS | {"max_position_embeddings": 32}
+DISTILBERT = TOKENS | {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}
+DISTILBERT |= {"num_labels": CLASSES, "max_position_embeddings": 32}
+GPT2 = TOKENS | ENDS | {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+T5 = {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+T5 |= {"decoder_start_token_id": 0}
+VIT = SIZES | {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
+MIXTRAL = TEXT | {"num_key_value_heads": 2, "num_local_experts": 4}
 
 
 @dataclass
@@ -106,34 +110,12 @@ CASES = {
     "BERT": Case("transformers", bert, words),
     "DistilBERT": Case(
         "transformers",
-        of_transformers(
-            "DistilBertForSequenceClassification",
-            "DistilBertConfig",
-            vocab_size=WORDS,
-            dim=16,
-            n_layers=2,
-            n_heads=2,
-            hidden_dim=32,
-            num_labels=CLASSES,
-            max_position_embeddings=32,
-            pad_token_id=0,
-        ),
+        of_transformers("DistilBertForSequenceClassification", "DistilBertConfig", **DISTILBERT),
         words,
     ),
     "GPT-2": Case(
         "transformers",
-        of_transformers(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            vocab_size=WORDS,
-            n_positions=32,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
+        of_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2),
         words,
         kind="tokens",
         local=0.88,  # its table of words is the last layer too, and so used twice
@@ -141,44 +123,16 @@ CASES = {
     "Llama": Case("transformers", llama, words, kind="tokens"),
     "T5": Case(
         "transformers",
-        of_transformers(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            vocab_size=WORDS,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-        ),
+        of_transformers("T5ForConditionalGeneration", "T5Config", **T5),
         lambda: words() | {"decoder_input_ids": torch.randint(3, WORDS, (BATCH, LENGTH))},
         kind="tokens",
     ),
     "ViT": Case(
-        "transformers",
-        of_transformers(
-            "ViTForImageClassification",
-            "ViTConfig",
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            image_size=16,
-            patch_size=4,
-            num_labels=CLASSES,
-        ),
-        pixels,
+        "transformers", of_transformers("ViTForImageClassification", "ViTConfig", **VIT), pixels
     ),
     "Mixtral": Case(
         "transformers",
-        of_transformers(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            num_key_value_heads=2,
-            num_local_experts=4,
-            **TEXT,
-        ),
+        of_transformers("MixtralForCausalLM", "MixtralConfig", **MIXTRAL),
         words,
         kind="tokens",
     ),
@@ -281,12 +235,10 @@ CASES |= {
     # and how many there are is a size. Nodes with the same neighbours are hard to tell apart.
     name: Case(
         "torch_geometric",
-        *(
-            of_geometric(name),
-            graph,
-            "nodes",
-            0.0,
-        ),  # nodes reach their neighbours: one draw for all
+        of_geometric(name),
+        graph,
+        "nodes",
+        local=0.0,  # nodes reach their neighbours: one draw for all
         can_trace=name not in ("GCN", "GAT"),
         by_heart=0.7,
     )

@@ -35,6 +35,8 @@ def test_at_the_exact_posterior_every_weight_is_the_evidence():
     assert diagnosis.elbo == pytest.approx(float(known.log_evidence), abs=1e-9)
     assert diagnosis.importance_weighted_bound == pytest.approx(float(known.log_evidence), abs=1e-9)
     assert diagnosis.effective_sample_size == 200
+    evidence = known.log_evidence.expand(200)
+    torch.testing.assert_close(diagnosis.log_weights, evidence, rtol=0, atol=1e-9)
 
 
 def test_bounds_of_a_guide_with_known_weights():
@@ -57,20 +59,10 @@ def test_bounds_of_a_guide_with_known_weights():
     assert diagnosis.effective_sample_size / 4000 == pytest.approx((3 / 4) ** 1.5, rel=0.03)
 
 
-def test_a_guide_that_is_too_narrow_is_told():
-    """With a quarter of each standard deviation weights have the tail k = 1 - 1 / 16."""
-    model, data, known = conjugate()
-    guide = full_guide(model, known.mean, known.covariance / 16)
-    diagnosis = pareto_k(model, guide, *data, num_samples=1000)
-    assert diagnosis.k_hat > 0.7
-    assert diagnosis.effective_sample_size < 300
-    assert diagnosis.elbo < diagnosis.importance_weighted_bound < float(known.log_evidence) + 1
+GUIDES = guides_for("tests")
 
 
-GUIDES = {name: make for name, make in guides_for("tests").items() if "inducing" not in name}
-
-
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", ["k-tied", "low rank"])
 def test_the_average_log_weight_is_the_elbo_of_every_guide(name):
     """Two unbiased estimates of one number; P = 1e-6 by the spread of both."""
     model, data = make_regressor(), regression_data()
@@ -91,16 +83,6 @@ def test_the_average_log_weight_is_the_elbo_of_every_guide(name):
     torch.manual_seed(1)
     diagnosis = pareto_k(model, guide, *data, num_samples=150)
     assert diagnosis.elbo == pytest.approx(float(weights.mean()), rel=1e-12)
-
-
-@pytest.mark.slow
-def test_inducing_weights_are_weighed_by_the_density_of_the_weights():
-    """Training bounds W and U together, which is below by the KL of U given W."""
-    model, data = make_regressor(), regression_data()
-    guide = ps.InducingWeightGuide(model, (2, 2), init_scale=0.05)
-    with torch.no_grad():
-        trained = ps.StructuredELBO(num_particles=50).terms(model, guide, *data).elbo
-    assert pareto_k(model, guide, *data, num_samples=200).elbo > float(trained) + 5
 
 
 @pytest.mark.slow
@@ -185,13 +167,12 @@ def test_the_weight_of_a_draw_by_densities_written_out(function, density, shape)
     assert math.isfinite(pareto_k(function, guide, *data, num_samples=100).k_hat)
 
 
-@pytest.mark.parametrize(
-    "make", [ps.MAPGuide, ps.EnsembleGuide, ps.MCDropoutGuide], ids=["map", "ensemble", "dropout"]
-)
-def test_guides_without_a_density_are_refused(make):
+def test_guides_without_a_density_are_refused():
     model, data = make_regressor(), regression_data()
-    with pytest.raises(ValueError, match=r"`guide` must have a density .* 'net.0.weight', \w+\("):
-        pareto_k(model, make(model), *data)
+    for make in (ps.MAPGuide, ps.EnsembleGuide, ps.MCDropoutGuide):
+        message = r"`guide` must have a density .* 'net.0.weight', \w+\("
+        with pytest.raises(ValueError, match=message):
+            pareto_k(model, make(model), *data)
 
 
 def test_guides_that_are_points_in_part_are_refused():

@@ -6,9 +6,7 @@ import torch.nn.functional as F
 
 from pyro_structvi.distributions import LowRankNormal, MeanFieldNormal
 from pyro_structvi.maps import ConvolutionMap, DenseMap
-from tests import dense_oracles as dense
 from tests.distributions.cases import make_low_rank
-from tests.unit_noise import assert_draws
 
 
 @pytest.mark.parametrize(
@@ -75,13 +73,6 @@ def test_a_look_without_gradients_leaves_the_image_its_gradients():
         assert not image.variance.requires_grad
     image.variance.sum().backward()
     assert factors.grad.abs().sum() > 0
-
-
-def test_weights_of_a_batch_are_independent_under_a_layer():
-    q, x = make_low_rank(2)((2,), (3, 4), torch.float64), torch.randn(1, 1, 4)
-    blocks = dense.image_covariance(x, q.covariance_matrix, 3)
-    mean = dense.image_mean(x, q.loc, 2)
-    assert_draws(lambda: q.image_under(DenseMap(), x).rsample(), mean, blocks)
 
 
 def test_a_batch_without_examples_has_no_outputs():

@@ -6,11 +6,10 @@ from torch.distributions import constraints
 
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
+from pyro_structvi.testing import check_distribution
 from pyro_structvi.weights.outputs import NormalOutputs
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
-from tests import dense_oracles as dense
 from tests.distributions.cases import make_mean_field
-from tests.unit_noise import assert_draws
 
 ARGUMENTS = {"arg_constraints": {"loc": constraints.real}}
 
@@ -85,7 +84,7 @@ def test_an_abstract_class_may_lack_members_and_its_subclasses_may_not():
 
 
 class Shifted(GaussianWeight):
-    """Elements ``scale * (e_d + e_0)`` with one further number ``e_0`` that all of them share."""
+    """Elements ``scale * (e_ij + e_i)`` with one further number ``e_i`` in each row."""
 
     arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
 
@@ -94,67 +93,41 @@ class Shifted(GaussianWeight):
 
     @property
     def noise_shape(self):
-        return torch.Size([self.event_shape.numel() + 1])
+        return torch.Size([self.event_shape[0], self.event_shape[1] + 1])
 
     def scale_noise(self, noise):
-        own = noise[..., 1:].reshape(*noise.shape[:-1], *self.event_shape)
-        return self.scale * (own + noise[..., :1, None])
+        return self.scale * (noise[..., 1:] + noise[..., :1])
 
     def mahalanobis(self, difference):
-        flat = (difference / self.scale).flatten(-2)
-        size = self.event_shape.numel()
-        return flat.square().sum(-1) - flat.sum(-1).square() / (size + 1)
+        rows = difference / self.scale
+        distances = rows.square().sum(-1) - rows.sum(-1).square() / self.noise_shape[1]
+        return distances.sum(-1)
 
     @property
     def log_det_covariance(self):
         size = self.event_shape.numel()
-        return (2 * size * self.scale.log()).squeeze((-2, -1)) + torch.tensor(size + 1.0).log()
+        rows = self.event_shape[0] * torch.tensor(self.noise_shape[1]).to(self.loc).log()
+        return (2 * size * self.scale.log()).squeeze((-2, -1)) + rows
 
     def image_around(self, mean, linear_map, x, bias_variance):
         scale = self.scale.squeeze((-2, -1)).unsqueeze(-1)
-        variance = (scale * linear_map(x, torch.ones(self.event_shape))).square()
-        variance = variance + scale.square() * linear_map(x.square(), torch.ones(self.event_shape))
-        return NormalOutputs(linear_map, mean, variance + bias_variance)
+        ones = torch.ones(self.event_shape).to(x)
+        variance = (scale * linear_map(x, ones)).square()
+        variance = variance + scale.square() * linear_map(x.square(), ones)
+        return NormalOutputs(linear_map, mean, variance, bias_variance)
 
 
-@pytest.fixture
-def shifted():
-    return Shifted(torch.randn(2, 4, 3), torch.rand(2, 1, 1) + 0.5)
+def shifted_covariance(q):
+    rows = torch.eye(3) + torch.ones(3, 3)
+    return q.scale.square() * torch.kron(torch.eye(4), rows)
 
 
-def test_draws_and_moments_follow_from_the_scaling_of_noise(shifted):
-    identity, ones = torch.eye(12), torch.ones(12, 12)
-    covariance = shifted.scale.square() * (identity + ones)
-    torch.testing.assert_close(shifted.covariance_matrix, covariance)
-    torch.testing.assert_close(shifted.variance, 2 * shifted.scale.square().expand(2, 4, 3))
-    torch.testing.assert_close(shifted.variance_sum, 24 * shifted.scale.square().flatten())
-    assert_draws(shifted.rsample, shifted.loc, covariance)
-
-
-def test_density_and_entropy_follow_from_distance_and_determinant(shifted):
-    covariance, value = shifted.covariance_matrix, torch.randn(5, 2, 4, 3)
-    torch.testing.assert_close(
-        shifted.log_prob(value), dense.log_prob(value, shifted.loc, covariance, 2)
-    )
-    torch.testing.assert_close(shifted.entropy(), dense.entropy(covariance))
-
-
-def test_a_bias_adds_its_mean_and_hands_over_its_variance(shifted):
-    x, bias = torch.randn(7, 2, 3), make_mean_field((), (4,), torch.float64)
-    outputs = shifted.image_under(DenseMap(), x, bias)
-    assert outputs.batch_shape == (7, 2)  # weights of a batch have no positions
-    of_weight = dense.image_covariance(x, shifted.covariance_matrix, 4)
-    torch.testing.assert_close(outputs.mean, dense.image_mean(x, shifted.loc, 2) + bias.loc)
-    torch.testing.assert_close(
-        outputs.variance, of_weight.diagonal(dim1=-2, dim2=-1) + bias.variance
-    )
-
-
-def test_it_expands_and_is_applied_as_outputs_or_drawn(shifted):
-    expanded = shifted.expand((3, 2))
-    torch.testing.assert_close(expanded.covariance_matrix[1], shifted.covariance_matrix)
-    assert shifted.ways_to_apply(DenseMap(), torch.randn(5, 3)) == ("outputs", "weight")
-    assert shifted.rows(torch.tensor([[0]])) is None
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_the_required_members_are_enough_for_the_contract(batch):
+    q = Shifted(torch.randn(*batch, 4, 3), torch.rand(*batch, 1, 1) + 0.5)
+    check_distribution(q, covariance=shifted_covariance)
+    assert q.ways_to_apply(DenseMap(), torch.randn(5, 3)) == ("outputs", "weight")
+    assert q.rows(torch.tensor([[0]])) is None
 
 
 # ---- public helpers ------------------------------------------------------------------------------

@@ -62,13 +62,6 @@ def test_it_equals_its_relatives(make_both, shape):
     close(image.covariance_matrix, relative_image.covariance_matrix)
 
 
-def test_a_vector_is_mean_field():
-    q = make(OUT)
-    relative, value, x = MeanFieldNormal(q.loc, q.stddev), torch.randn(OUT), torch.randn(7, 1)
-    close(q.log_prob(value), relative.log_prob(value))
-    close(q.image(x).covariance_matrix, relative.image(x).covariance_matrix)
-
-
 # ---- the image -----------------------------------------------------------------------------------
 
 
@@ -98,74 +91,3 @@ def test_a_draw_of_the_image_forms_nothing_larger_than_what_whitens_its_inputs()
 
 
 # ---- arguments -----------------------------------------------------------------------------------
-
-
-def everything(q):
-    """Return all that may look at the triangular argument."""
-    torch.manual_seed(0)
-    return [
-        *(q.variance, q.variance_sum, q.covariance_matrix, q.log_det_covariance, q.rsample()),
-        *(q.log_prob(torch.randn(OUT, IN)), q.entropy(), q.image(torch.randn(5, IN)).variance),
-    ]
-
-
-def test_only_the_lower_triangles_count():
-    q = make()
-    scale_tril = q.scale_tril + torch.full_like(q.scale_tril, torch.nan).triu(1)
-    full = RowwiseNormal(q.loc, scale_tril, validate_args=False)
-    for actual, expected in zip(everything(full), everything(q), strict=True):
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("loc", "scale_tril", "message"),
-    [
-        (
-            (4, 3),
-            (4, 4, 4),
-            r"`scale_tril` must have shape \(\*batch, out, in, in\) = \(4, 3, 3\), but got \(4, 4, 4\)",
-        ),
-        ((4, 3), (5, 3, 3), r"`scale_tril` must have shape .* = \(4, 3, 3\), but got \(5, 3, 3\)"),
-        ((4, 3), (4, 3, 2), r"`scale_tril` must have shape .* = \(4, 3, 3\), but got \(4, 3, 2\)"),
-        ((4, 3, 2, 2), (4, 3, 3), r"`scale_tril` must have shape .* = \(4, 12, 12\)"),
-        ((4,), (4, 4, 4), r"`scale_tril` must have shape .* = \(4, 1, 1\), but got \(4, 4, 4\)"),
-        ((5, 4, 3), (6, 4, 3, 3), r"`scale_tril` must have shape .* = \(5, 4, 3, 3\)"),
-        (
-            (4, 3),
-            (3, 3),
-            r"`loc` must have shape \(\*batch, out, \*rest\) and `scale_tril` \(\*batch, out, in, in\), "
-            r"but got \(4, 3\) and \(3, 3\)",
-        ),
-        ((4,), (5, 4, 1, 1), r"`loc` must have shape .* but got \(4,\) and \(5, 4, 1, 1\)"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(loc, scale_tril, message):
-    with pytest.raises(ValueError, match=message):
-        RowwiseNormal(torch.zeros(loc), torch.zeros(scale_tril))
-
-
-def identities(dtype=torch.float64):
-    return torch.eye(IN, dtype=dtype).repeat(OUT, 1, 1)
-
-
-def test_an_entry_above_a_diagonal_is_refused():
-    factors = identities()
-    factors[1, 0, 2] = 0.25
-    message = r"`scale_tril` must be lower triangular, but it has an entry 0\.25 above"
-    with pytest.raises(ValueError, match=message):
-        RowwiseNormal(torch.zeros(OUT, IN), factors)
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
-def test_diagonals_must_be_positive_and_finite(wrong):
-    factors = identities()
-    factors[2, 1, 1] = wrong
-    message = r"`scale_tril\.diagonal\(\)` must be positive and finite everywhere"
-    with pytest.raises(ValueError, match=message):
-        RowwiseNormal(torch.zeros(OUT, IN), factors)
-
-
-def test_factors_of_another_dtype_are_refused():
-    message = r"`scale_tril` must have the dtype of `loc`, torch\.float64, but got torch\.float32"
-    with pytest.raises(ValueError, match=message):
-        RowwiseNormal(torch.zeros(OUT, IN), identities(torch.float32))

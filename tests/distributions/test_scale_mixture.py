@@ -132,7 +132,7 @@ def losses(model, guide, count):
     return found, [warning.category for warning in caught]
 
 
-@pytest.mark.parametrize("guide_name", GUIDES | POINTS)
+@pytest.mark.parametrize("guide_name", ["k-tied", "inducing weights", *CLOSED])
 def test_every_guide_samples_the_kl_and_says_so_once(guide_name):
     model = make_regressor(prior=SPIKE_AND_SLAB)
     guide = (GUIDES | POINTS)[guide_name](model)

@@ -1,4 +1,4 @@
-"""Guides of inducing weights of every kind, for their tests."""
+"""Guides of inducing weights of every kind, and comparisons of guides."""
 
 import pytest
 import torch
@@ -30,3 +30,24 @@ def make_guide(model=None, shape=SHAPE, **options):
 def close(actual, expected, **tolerance):
     tolerance = {"rtol": 1e-9, "atol": 1e-10} | tolerance
     torch.testing.assert_close(actual, expected, check_stride=False, **tolerance)
+
+
+def randomize(guide, scale=0.1):
+    """Move every parameter."""
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return guide
+
+
+def draw(guide):
+    """Return a draw without gradients, with a fixed seed."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return guide.draw()
+
+
+def assert_same_draws(guide, other):
+    ours, theirs = draw(guide), draw(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

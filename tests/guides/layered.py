@@ -1,13 +1,16 @@
-"""What the tests of guides share whose layers depend on each other: a model, and dense regressions."""
+"""A model and dense regressions for guides that correlate layers."""
 
 import itertools
+from functools import partial
 
 import torch
 from torch import nn
 
 import pyro_structvi as ps
+from tests.guides.inducing_guides import randomize
 
 NOISE = 0.3
+scramble = partial(randomize, scale=0.3)
 
 
 def make_net(*sizes):
@@ -19,13 +22,6 @@ def make_model(*sizes, num_data=20):
     return ps.Regressor(
         ps.bayesianize(make_net(*sizes), prior=0.8), num_data=num_data, noise_scale=NOISE
     )
-
-
-def scramble(guide):
-    """Give each parameter a random value, so that no start hides a mistake."""
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
 
 
 def dense_regression(rows, target, precision, scale):

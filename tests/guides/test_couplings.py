@@ -1,4 +1,4 @@
-"""What sites draw together belongs to these sites, wherever their family stands among the patterns."""
+"""Couplings of sites do not depend on the order of patterns."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ import pyro_structvi as ps
 from pyro_structvi.families import (
     FullCovariance,
     InducingWeights,
-    KTied,
     MeanField,
     Members,
     Subnetwork,
 )
+from tests.guides.inducing_guides import assert_same_draws, draw, randomize
 from tests.models import regression_data
 
 COUPLED = {
@@ -27,24 +27,6 @@ def three_layers():
     linear, tanh = torch.nn.Linear, torch.nn.Tanh
     net = torch.nn.Sequential(linear(3, 5), tanh(), linear(5, 4), tanh(), linear(4, 1))
     return ps.Regressor(ps.bayesianize(net, prior=1.0), 12, 0.3)
-
-
-def draw(guide):
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return guide.draw(number=1)
-
-
-def assert_same_draws(guide, other):
-    ours, theirs = draw(guide), draw(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-
-
-def randomize(guide):
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 @EVERY_COUPLING
@@ -75,23 +57,6 @@ def test_a_pattern_that_is_prepended_leaves_what_there_is(family):
         assert len(tied.couplings) == 1
         again = draw(tied)
         assert all(torch.equal(again[name], value) for name, value in together.items())
-
-
-@EVERY_COUPLING
-def test_two_guides_may_list_families_in_another_order(family):
-    model = three_layers()
-    patterns = {
-        "net.2.*": family,
-        "net.0.*": COUPLED["ensemble"],
-        "net.4.*": KTied(1),
-        "*": MeanField(),
-    }
-    guide = ps.StructuredGuide(model, patterns)
-    first = "net.0.*"
-    other = ps.StructuredGuide(model, {first: patterns[first]} | patterns)
-    randomize(guide)
-    other.load_state_dict(guide.state_dict())
-    assert_same_draws(guide, other)
 
 
 def test_a_layer_that_a_pass_skips_comes_back_with_its_part():

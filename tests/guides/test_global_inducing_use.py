@@ -195,7 +195,7 @@ def test_groups_are_named():
 
 def test_what_cannot_stand_beside_the_layers_is_refused():
     model, x = make_model(2, 3, 1), torch.randn(5, 2)
-    with pytest.raises(ValueError, match="are drawn together"):
+    with pytest.raises(ValueError, match="are drawn jointly"):
         ps.GlobalInducingGuide(model, x, families={"net.0.*": Members(3)})
     with pytest.raises(TypeError, match="`first_layer` must be a family of one weight"):
         ps.GlobalInducingGuide(model, x, first_layer=Members(3))
@@ -209,14 +209,14 @@ def test_what_cannot_stand_beside_the_layers_is_refused():
     assert guide.draw()["net.0.weight"].shape == (3, 2)
     with pytest.raises(NotImplementedError, match="depend on each other"):
         guide.quantiles([0.5])
-    with pytest.raises(NotImplementedError, match="depends on what the net makes of its points"):
+    with pytest.raises(NotImplementedError, match="depends on its points"):
         ps.estimate_memory(ps.GlobalInducingGuide, model)
-    with pytest.raises(NotImplementedError, match=r"Take `guide.draw\(\)`"):
+    with pytest.raises(NotImplementedError, match=r"Use `guide.draw\(\)`"):
         _ = guide["net.2.weight"]().variance
-    with pytest.raises(NotImplementedError, match=r"Take `guide.draw\(\)`"):
+    with pytest.raises(NotImplementedError, match=r"Use `guide.draw\(\)`"):
         _ = guide["net.2.weight"]().mean
     for use in ("rsample", "log_prob"):
-        with pytest.raises(NotImplementedError, match=r"Take `guide.draw\(\)`"):
+        with pytest.raises(NotImplementedError, match=r"Use `guide.draw\(\)`"):
             methodcaller(use, *([x] if use == "log_prob" else []))(guide["net.2.weight"]())
 
 

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import InducingWeights, KTied, MeanField, Members
-from tests.guides.inducing_copies import assert_same_draws, draw, randomize
-from tests.guides.inducing_guides import KINDS, make_guide
+from pyro_structvi.families import InducingWeights, KTied, MeanField
+from tests.guides.inducing_guides import KINDS, assert_same_draws, draw, make_guide, randomize
 from tests.models import make_regressor, regression_data
 
 # ---- other models --------------------------------------------------------------------------------
@@ -104,38 +103,19 @@ def test_a_prior_without_a_standard_deviation_asks_for_one():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"inducing_posterior": "dense"}, r'`inducing_posterior` must be "diagonal", .* \'dense\''),
-        (
-            {"ensemble_size": 3},
-            r'`ensemble_size` is for inducing_posterior="ensemble", .* \'diagonal\'',
-        ),
-        (
-            {"ensemble_size": 0, "inducing_posterior": "ensemble"},
-            "`ensemble_size` must be a whole number of at least 1, but got 0",
-        ),
+        ({"inducing_posterior": "dense"}, r'must be "diagonal", .* \'dense\''),
+        ({"ensemble_size": 3}, r'is for inducing_posterior="ensemble", .* \'diagonal\''),
         (
             {"max_inducing_scale": 0.1, "inducing_posterior": "full"},
-            r'`max_inducing_scale` is for inducing_posterior="diagonal", but got \'full\'',
+            r'is for inducing_posterior="diagonal", but got \'full\'',
         ),
-        (
-            {"max_inducing_scale": -0.1},
-            "`max_inducing_scale` must be a positive number, but got -0.1",
-        ),
-        (
-            {"max_conditional_scale": 0},
-            "`max_conditional_scale` must be a positive number, but got 0",
-        ),
-        (
-            {"shape": 64},
-            r"`inducing_shape` must be \(M_out, M_in\), such as \(64, 64\), but got 64",
-        ),
-        ({"shape": (64,)}, r"`inducing_shape` must be \(M_out, M_in\), .* but got \(64,\)"),
-        ({"shape": (64, 0)}, r"`inducing_shape` must be .* but got \(64, 0\)"),
-        ({"shape": (64, 1.5)}, r"`inducing_shape` must be .* but got \(64, 1.5\)"),
-        ({"shared": True}, r"`shared` is for a posterior with correlations.* got MeanField"),
+        ({"max_conditional_scale": 0}, "must be a positive number, but got 0"),
+        ({"shape": (64,)}, r"must be \(M_out, M_in\), .* but got \(64,\)"),
+        ({"shape": (64, 1.5)}, r"must be .* but got \(64, 1.5\)"),
+        ({"shared": True}, r"is for a posterior with correlations.* got MeanField"),
         (
             {"shared": True, "inducing_posterior": "ensemble"},
-            r"`shared` is for a posterior with correlations.* got Members\(size=5\)",
+            r"is for a posterior with correlations.* got Members\(size=5\)",
         ),
     ],
     ids=str,
@@ -145,30 +125,9 @@ def test_options_out_of_range_are_refused(options, message):
         make_guide(**options)
 
 
-def test_join_bias_must_be_true_or_false():
-    with pytest.raises(TypeError, match="`join_bias` must be True or False, but got 'yes'"):
-        make_guide(join_bias="yes")
-
-
 def test_the_posterior_of_inducing_weights_must_be_a_name_or_a_family():
     with pytest.raises(TypeError, match=r"`inducing_posterior` must be .* a Family, but got 3"):
         make_guide(inducing_posterior=3)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: InducingWeights([3, 2]), ValueError, r"`shape` must be \(M_out, M_in\).*\[3, 2\]"),
-        (lambda: InducingWeights(posterior="full"), TypeError, "`posterior` must be a Family"),
-        (lambda: InducingWeights(prior_scale=-1.0), ValueError, "`prior_scale` must be a positive"),
-        (lambda: Members(0), ValueError, "`size` must be a whole number of at least 1, but got 0"),
-        (lambda: MeanField(max_scale=0.0), ValueError, "`max_scale` must be a positive number"),
-    ],
-    ids=["shape", "posterior", "prior scale", "members", "mean field"],
-)
-def test_families_check_their_options(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
 
 
 def test_only_weights_take_inducing_weights():

@@ -1,52 +1,12 @@
-"""InducingWeightGuide: training, parameters, where it starts, and bounds on its scales."""
+"""InducingWeightGuide: parameters, initial values, and bounds on scales."""
 
-import pyro
 import pytest
 import torch
 from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.sites.parameterization import capped, uncapped
-from tests.guides.inducing_guides import EVERY_KIND, KINDS, SHAPE, close, make_guide
-from tests.models import make_regressor, regression_data
-
-# ---- training ------------------------------------------------------------------------------------
-
-
-def assert_trains(model, guide, data, elbo=ps.StructuredELBO, steps=80):
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo())
-    losses = torch.tensor([svi.step(*data) for _ in range(steps)])
-    assert losses[-15:].mean() < losses[:15].mean() - losses[-15:].std()
-    assert all(torch.isfinite(parameter).all() for parameter in guide.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("join_bias", [True, False], ids=["joined", "not joined"])
-@EVERY_KIND
-def test_every_kind_trains(options, join_bias):
-    model = make_regressor()
-    assert_trains(model, make_guide(model, join_bias=join_bias, **options), regression_data())
-
-
-def convolution_net():
-    """Return a net with few and with many channels, with groups, and a layer without an image."""
-    net = nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.Tanh(),
-        nn.Conv2d(4, 4, 2, groups=2),
-        nn.ConvTranspose2d(4, 2, 2),
-        nn.Flatten(),
-        nn.Linear(2 * 4 * 4, 3),
-    )
-    return ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["diagonal", "full, shared", "ensemble"])
-def test_convolutions_train(kind):
-    model, data = convolution_net(), (torch.randn(12, 1, 6, 6), torch.randint(3, (12,)))
-    assert_trains(model, make_guide(model, **KINDS[kind]), data)
-
+from tests.guides.inducing_guides import KINDS, SHAPE, close, make_guide
 
 # ---- parameters ----------------------------------------------------------------------------------
 
@@ -57,9 +17,7 @@ def test_convolutions_train(kind):
         (nn.Linear(9, 8), (3, 3)),
         (nn.Linear(1, 2), (2, 2)),
         (nn.Linear(2, 2), (3, 3)),  # with its bias as large in one direction
-        (nn.Linear(8, 2), (3, 3)),
         (nn.Linear(1, 8, bias=False), (3, 3)),
-        (nn.Conv2d(2, 2, 2), (3, 3)),
     ],
     ids=str,
 )
@@ -78,14 +36,11 @@ COUNTS = {  # of a posterior over 3 x 2 inducing weights
 }
 
 
-@pytest.mark.parametrize("join_bias", [True, False])
 @pytest.mark.parametrize("kind", COUNTS)
-def test_the_parameters_are_counted_by_a_formula(kind, join_bias):
-    """Factors, diagonals and one scale, beside those of the inducing weights."""
+def test_the_parameters_are_counted_by_a_formula(kind):
     model = ps.Classifier(ps.bayesianize(nn.Linear(8, 7), prior=1.0), num_data=8)
-    guide = make_guide(model, join_bias=join_bias, **KINDS[kind])
-    out, size = 7, 8 + join_bias
-    expected = 3 * out + 2 * size + (3 + 2) + 1 + COUNTS[kind] + (0 if join_bias else 2 * out)
+    guide = make_guide(model, **KINDS[kind])
+    expected = 3 * 7 + 2 * 9 + (3 + 2) + 1 + COUNTS[kind]
     assert sum(parameter.numel() for parameter in guide.parameters()) == expected
 
 
@@ -127,7 +82,7 @@ def test_the_resnet_50_of_the_paper_has_as_many_parameters_as_it_says():
     assert sum(parameter.numel() for parameter in trained) == 5_710_902
 
 
-# ---- the start -----------------------------------------------------------------------------------
+# ---- initial values ------------------------------------------------------------------------------
 
 
 def biased_model(out=6, inputs=5, **priors):
@@ -136,8 +91,9 @@ def biased_model(out=6, inputs=5, **priors):
     return ps.Classifier(ps.bayesianize(net, prior=priors), num_data=8), net
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (2, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize("posterior", ["diagonal", "matrix", "full"])
+@pytest.mark.parametrize(
+    ("posterior", "shape"), [("diagonal", (3, 2)), ("matrix", (2, 3)), ("full", (1, 4))]
+)
 def test_the_start_is_the_best_approximation_of_low_rank(posterior, shape):
     """Best in units of the priors; the singular values fall off, as those that matter should."""
     model, _ = biased_model()
@@ -158,7 +114,7 @@ def test_the_start_is_the_best_approximation_of_low_rank(posterior, shape):
     close(found, best, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (6, 6), (6, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 64), (6, 64)], ids=str)
 def test_with_as_many_inducing_weights_the_start_is_the_nets(shape):
     model, net = biased_model()
     median = make_guide(model, shape).median()
@@ -178,8 +134,9 @@ def test_a_side_that_is_seen_whole_starts_along_its_axes():
             close(rows @ rows.mT, torch.eye(3), atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (64, 64), (3, 64)], ids=str)
-@pytest.mark.parametrize("posterior", ["diagonal", "matrix", "full"])
+@pytest.mark.parametrize(
+    ("posterior", "shape"), [("diagonal", (64, 64)), ("matrix", (3, 64)), ("full", (3, 2))]
+)
 def test_the_start_has_the_covariance_of_mean_field(posterior, shape):
     """``init_scale^2`` times the identity, and for the bias the ratio of prior variances."""
     model, _ = biased_model()
@@ -209,8 +166,7 @@ def test_prior_scales_are_those_of_weight_and_bias():
 # ---- bounds --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [None, 0.3, 100.0])
-@pytest.mark.parametrize("value", [1e-3, 0.1, 0.2, 10.0])
+@pytest.mark.parametrize(("value", "most"), [(10.0, None), (0.1, 0.3), (0.2, 0.3), (10.0, 100.0)])
 def test_a_bound_keeps_a_value_of_up_to_half_of_it(value, most):
     expected = value if most is None else min(value, most / 2)
     close(capped(torch.tensor(uncapped(value, most)), most), torch.tensor(expected))
@@ -239,10 +195,3 @@ def test_scales_start_at_the_bounds_half_at_most_and_stay_below():
     q = guide["net.weight"]()
     close(q.conditional_scale, torch.tensor(0.03), rtol=1e-6)
     close(q.inducing.scale, torch.full(SHAPE, 0.1), rtol=1e-6)
-
-
-def test_bounds_that_do_not_bind_leave_the_start_as_it_is():
-    guide = make_guide(biased_model()[0], max_conditional_scale=0.5, max_inducing_scale=0.5)
-    q = guide["net.weight"]()
-    close(q.conditional_scale, torch.tensor(0.01 / 0.7))
-    close(q.inducing.scale, torch.full(SHAPE, 0.01 / 0.7))

@@ -14,7 +14,7 @@ from pyro_structvi.sites.finding import UnusedSiteWarning
 from pyro_structvi.weights.lazy import DelayDraws
 from pyro_structvi.weights.placeholders import LazySlice
 from tests import dense_oracles as dense
-from tests.guides.joined_guides import JOINED, linear_model, make_guide
+from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
 from tests.statistics import assert_moments
 
@@ -30,11 +30,6 @@ def test_a_weight_takes_its_bias_along():
     assert "net.0.weight and net.0.bias: LowRank" in repr(guide)
 
 
-def test_k_tied_counts_the_bias_as_a_column():
-    guide = make_guide(family=KTied(2, join_bias=True))
-    assert guide["net.0.bias"].log_column_scale.shape == (4, 2)
-
-
 def test_both_start_at_the_nets_values_and_are_drawn_apart():
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 3))
     guide = make_guide(ps.Classifier(ps.bayesianize(net), num_data=5))
@@ -44,17 +39,6 @@ def test_both_start_at_the_nets_values_and_are_drawn_apart():
         assert draw[f"net.{name}"].shape == parameter.shape
 
 
-@pytest.mark.slow
-def test_draws_of_both_have_the_joint_law():
-    guide = make_guide(linear_model()[0])
-    draws = [guide.draw() for _ in range(20_000)]
-    joined = torch.stack([
-        torch.cat([draw["net.weight"], draw["net.bias"].unsqueeze(-1)], -1) for draw in draws
-    ])
-    q = guide["net.weight"]()
-    assert_moments(joined, q.mean, q.covariance_matrix)
-
-
 def test_names_with_affixes_are_joined():
     guide = make_guide(ps.Classifier(ps.bayesianize(nn.LSTM(3, 4)), num_data=5))
     assert guide["net.weight_ih_l0"] is guide["net.bias_ih_l0"]
@@ -62,15 +46,9 @@ def test_names_with_affixes_are_joined():
 
 
 def test_sites_of_a_function_are_joined_by_their_names():
-    def model(x, y=None):
-        weight = pyro.sample("layer.weight", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
-        bias = pyro.sample("layer.bias", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
-    guide = make_guide(model)
-    guide.initialize(torch.randn(5, 3), torch.randn(5, 2))
-    assert guide["layer.weight"]().event_shape == (2, 4)
+    guide = make_guide(layer_function("layer."))
+    guide.initialize(*regression_data())
+    assert guide["layer.weight"]().event_shape == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -96,21 +74,8 @@ def test_a_bias_named_outright_has_its_own_family():
     assert guide["net.weight"]().event_shape == (2, 3)
 
 
-def test_join_bias_must_be_true_or_false():
-    with pytest.raises(TypeError, match=r"`join_bias` must be True or False, but got 'yes'"):
-        KTied(2, join_bias="yes")
-
-
 def test_a_model_that_samples_only_one_of_both_is_an_error():
-    def model(x, y=None, with_bias=True):
-        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        bias = (
-            pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1)) if with_bias else None
-        )
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
-    guide = make_guide(model)
+    guide = make_guide(layer_function())
     guide.initialize(*regression_data())
     message = r"'weight' is joined with its bias 'bias'.*samples only one.*`join_bias=False`"
     with pytest.raises(ValueError, match=message):

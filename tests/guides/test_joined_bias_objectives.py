@@ -1,28 +1,26 @@
 """Joined biases under objectives, saved and in predictions."""
 
-import copy
-import pickle
-
-import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-import torch.nn.functional as F
-from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied
 from tests import dense_oracles as dense
 from tests.exact_means import exact_mean
-from tests.guides.joined_guides import JOINED, linear_model, make_guide
+from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
 
 # ---- objectives ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias_scale", [0.7, 1.5, torch.tensor([0.5, 2.0])], ids=str)
-@pytest.mark.parametrize("weight_scale", [0.7, torch.rand(2, 3) + 0.5], ids=["one", "many"])
+@pytest.mark.parametrize(
+    ("weight_scale", "bias_scale"),
+    [(0.7, 1.5), (torch.rand(2, 3) + 0.5, 0.7), (0.7, torch.tensor([0.5, 2.0]))],
+    ids=["one", "many weights", "many biases"],
+)
 def test_the_kl_is_the_dense_one(weight_scale, bias_scale):
     priors = {"weight": weight_scale, "bias": bias_scale}
     model, args = linear_model(**priors)
@@ -50,8 +48,15 @@ def test_another_prior_of_the_bias_is_sampled_and_said():
         ps.StructuredELBO().terms(model, guide, *args)
 
 
-@pytest.mark.parametrize("family", [JOINED, KTied(2, join_bias=True)], ids=str)
-@pytest.mark.parametrize("elbo_class", [ps.StructuredELBO, TraceMeanField_ELBO, Trace_ELBO])
+@pytest.mark.parametrize(
+    ("elbo_class", "family"),
+    [
+        (ps.StructuredELBO, JOINED),
+        (ps.StructuredELBO, KTied(2, join_bias=True)),
+        (TraceMeanField_ELBO, JOINED),
+        (Trace_ELBO, JOINED),
+    ],
+)
 def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
     model, (x, y) = linear_model()
     guide = make_guide(model, init_scale=0.3, family=family)
@@ -67,31 +72,6 @@ def test_every_elbo_has_the_closed_forms_mean(elbo_class, family):
     elbo = elbo_class()
     mean = exact_mean(lambda: torch.tensor(elbo.loss(model, guide, x, y)))
     torch.testing.assert_close(mean, (kl - likelihood).detach(), rtol=1e-9, atol=0)
-
-
-def layer_function(x, y=None):
-    """A layer whose values may carry the particles of a vectorized objective in front."""
-    weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-    bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-    weight, bias = weight.squeeze(-2), bias.squeeze(-1)
-    with pyro.plate("data", len(x), dim=-1):
-        mean = (weight.reshape(*weight.shape[:-1][:1], 1, 3) * x).sum(-1) + bias.reshape(-1, 1)
-        pyro.sample("obs", dist.Normal(mean.squeeze(0), 1.0), obs=y)
-
-
-@pytest.mark.slow
-def test_vectorized_particles_have_the_same_mean():
-    x, y = torch.randn(6, 3), torch.randn(6)
-    guide = make_guide(layer_function, init_scale=0.3)
-    guide.initialize(x, y)
-    draws = []
-    for elbo in (
-        Trace_ELBO(num_particles=2000, vectorize_particles=True, max_plate_nesting=1),
-        ps.StructuredELBO(num_particles=2000),
-    ):
-        with torch.no_grad():
-            draws.append(elbo.loss(layer_function, guide, x, y))
-    assert abs(draws[0] - draws[1]) < 1.0
 
 
 @pytest.mark.filterwarnings("ignore:Found .*vars in:UserWarning")
@@ -126,49 +106,14 @@ def test_a_model_with_half_of_a_joint_site_is_an_error(change):
 
 
 def test_a_mask_of_true_is_no_mask():
-    def model(x, y=None):
-        with poutine.mask(mask=torch.tensor(True)):
-            weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
+    model = layer_function(around=lambda: poutine.mask(mask=torch.tensor(True)))
     assert ps.StructuredELBO().terms(model, make_guide(model), *regression_data()).kl
 
 
 def test_unlike_scales_of_weight_and_bias_are_an_error():
-    def model(x, y=None):
-        with poutine.scale(scale=2.0):
-            weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
-        bias = pyro.sample("bias", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("obs", dist.Normal(F.linear(x, weight, bias), 1.0).to_event(1), obs=y)
-
+    model = layer_function(around=lambda: poutine.scale(scale=2.0))
     with pytest.raises(
         ValueError,
         match=r"sites 'weight' and 'bias' have one posterior, and so must have one scale",
     ):
         ps.StructuredELBO().terms(model, make_guide(model), *regression_data())
-
-
-# ---- saving and predicting -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
-def test_copies_keep_what_is_joined(copied):
-    model, args = linear_model()
-    guide = make_guide(model)
-    guide.initialize(*args)
-    new = copied(guide)
-    assert new["net.bias"] is new["net.weight"]
-    assert new.draw().keys() == guide.draw().keys()
-
-
-def test_predictions_are_those_of_the_joint_law():
-    model, args = linear_model()
-    guide = make_guide(model)
-    samples = Predictive(model, guide=guide, num_samples=3)(args[0])
-    assert samples["net.weight"].shape[-2:] == (2, 3)
-    assert samples["net.bias"].shape[-1:] == (2,)
-    prediction = ps.predict(model, guide, args[0], num_samples=5)
-    assert prediction.functions.shape == (5, 12, 2)

@@ -20,6 +20,7 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import LowRankNormal
+from tests.guides.matrix_guides import minimize
 from tests.lazy_weights import lazy
 
 SIZE, NUM_DATA, PRIOR, NOISE = 7, 20, 2.0, 0.3
@@ -39,7 +40,7 @@ def orthonormal(rows, columns):
 
 
 def make_regression(covariance):
-    """Choose X with ``X'X / noise^2 + I / prior^2 = covariance^-1``; the rest is textbook."""
+    """Choose X so that ``X'X / noise^2 + I / prior^2 = covariance^-1``."""
     root = torch.linalg.cholesky(covariance.inverse() - torch.eye(SIZE) / PRIOR**2).mT
     x = NOISE * orthonormal(NUM_DATA, SIZE) @ root
     y = x @ torch.randn(SIZE, 1) + NOISE * torch.randn(NUM_DATA, 1)
@@ -73,16 +74,7 @@ def gap(guide, regression):
 
 
 def fit_exactly(guide, regression):
-    options = {"max_iter": 5000, "tolerance_grad": 1e-11, "tolerance_change": 1e-18}
-    optimizer = torch.optim.LBFGS(guide.parameters(), line_search_fn="strong_wolfe", **options)
-
-    def loss():
-        optimizer.zero_grad()
-        value = gap(guide, regression)
-        value.backward()
-        return value
-
-    optimizer.step(loss)
+    minimize(guide, lambda: gap(guide, regression), tolerance_grad=1e-11)
     return guide["net.weight"]()
 
 
@@ -105,7 +97,7 @@ def lemma_3(covariance, rank):
 assert_near = partial(torch.testing.assert_close, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("rank", [1, 4])
 def test_isotropic_optimum_is_that_of_lemma_3(rank, regression):
     _, guide = make_guide(rank, diagonal="isotropic")
     covariance, variance, left_over = lemma_3(regression.covariance, rank)
@@ -116,8 +108,7 @@ def test_isotropic_optimum_is_that_of_lemma_3(rank, regression):
     assert_near(gap(guide, regression), left_over)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.parametrize("variance", [math.exp(-10), 0.02])
+@pytest.mark.parametrize(("rank", "variance"), [(1, math.exp(-10)), (4, 0.02)])
 def test_constant_optimum_keeps_the_top_eigenpairs_too(rank, variance, regression):
     """With a variance below every eigenvalue; each other direction adds the KL of two normals."""
     _, guide = make_guide(rank, diagonal="constant", diagonal_variance=variance)
@@ -127,24 +118,14 @@ def test_constant_optimum_keeps_the_top_eigenpairs_too(rank, variance, regressio
     assert_near(gap(guide, regression), (ratios - 1 - ratios.log()).sum() / 2)
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal(rank):
+def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal():
+    rank = 2
     factors, diagonal = orthonormal(SIZE, rank), torch.linspace(0.05, 0.6, SIZE)
     regression = make_regression(factors @ factors.mT + torch.diag(diagonal))
     isotropic, full = (make_guide(rank, diagonal=kind)[1] for kind in ("isotropic", "full"))
     fit_exactly(isotropic, regression)
     assert_near(fit_exactly(full, regression).covariance_matrix, regression.covariance)
     assert abs(gap(full, regression)) < 1e-6 < 0.1 < gap(isotropic, regression)
-
-
-@pytest.mark.slow
-def test_fit_arrives_at_lemma_3(regression):
-    """By stochastic gradients: 5% of the largest eigenvalue, and 0.02 nats of the optimum."""
-    model, guide = make_guide(2, diagonal="isotropic")
-    ps.fit(model, guide, (regression.x, regression.y), num_steps=5000, progress=False)
-    covariance, _, left_over = lemma_3(regression.covariance, 2)
-    assert_near(guide["net.weight"]().covariance_matrix, covariance, atol=0.05 * SPECTRUM[0])
-    assert 0 < gap(guide, regression) - left_over < 0.02
 
 
 # ---- options -------------------------------------------------------------------------------------
@@ -159,26 +140,15 @@ def make_classifier(net):
     return ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=50)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "`rank` must be a whole number of at least 1, but got 0"),
-        ({"diagonal": "banana"}, '"constant", "isotropic" or "full", but got \'banana\''),
-        ({"diagonal": "full", "diagonal_variance": 0.1}, 'constant"; with "full" it is learned'),
-        ({"diagonal_variance": 0.0}, "`diagonal_variance` must be a positive number, but got 0"),
-        ({"alpha": -1}, "`alpha` must be a positive number, but got -1"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ps.AutoLowRankLRT(make_classifier(make_net(4, 3)), **options)
+def test_the_variance_of_a_learned_diagonal_is_refused():
+    with pytest.raises(ValueError, match='constant"; with "full" it is learned'):
+        ps.AutoLowRankLRT(make_classifier(make_net(4, 3)), diagonal_variance=0.1)
 
 
 @pytest.mark.parametrize(
     ("options", "count"),
     [
         ({"rank": 2, "diagonal": "constant"}, 3 * 15),
-        ({"rank": 2, "diagonal": "constant", "join_bias": True}, 3 * 15),
         ({"rank": 2, "diagonal": "isotropic"}, 3 * 15 + 2),
         ({"rank": 2, "diagonal": "isotropic", "join_bias": True}, 3 * 15 + 1),
         ({"rank": 2}, 4 * 15),
@@ -225,8 +195,7 @@ def test_what_the_constant_diagonal_is_comes_back_with_the_state():
 # ---- the start -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [None, 0.7])
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize(("rank", "alpha"), [(1, 0.7), (3, None)])
 @pytest.mark.parametrize("diagonal", ["constant", "isotropic", "full"])
 def test_marginal_variances_start_at_init_scale(diagonal, rank, alpha):
     """Their mean is ``init_scale^2``, half of it a learned diagonal; a constant one comes on top.
@@ -245,15 +214,14 @@ def test_marginal_variances_start_at_init_scale(diagonal, rank, alpha):
 
 
 @pytest.mark.parametrize("diagonal", ["constant", "isotropic", "full"])
-@pytest.mark.parametrize("rank", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_training_starts_near_the_net_it_was_given(rank, diagonal):
-    """Noise is small beside a layer's outputs, and what it does to the ELBO beside its value."""
+def test_training_starts_near_the_net_it_was_given(diagonal):
+    """Noise is small relative to a layer's outputs, and its effect on the ELBO is small."""
     net = make_net(100, 50, 50, 10)
     for linear in net[::2]:
         nn.init.kaiming_normal_(linear.weight)
     x, y = torch.randn(50, 100), torch.randint(10, (50,))
     model = make_classifier(net)
-    guide, elbo = ps.AutoLowRankLRT(model, rank, diagonal), ps.StructuredELBO()
+    guide, elbo = ps.AutoLowRankLRT(model, 1, diagonal), ps.StructuredELBO()
     with torch.no_grad():
         for index in (0, 2, 4):
             hidden = net[:index](x)
@@ -294,14 +262,13 @@ def layer(rank, inputs, out, batch=256, diagonal=()):
 
 
 @pytest.mark.parametrize("diagonal", ["isotropic", "full"])
-@pytest.mark.parametrize(("inputs", "out"), [(64, 64), (16, 256), (256, 16)])
-@pytest.mark.parametrize("rank", [1, 2, 5])
+@pytest.mark.parametrize(("inputs", "out"), [(16, 256), (256, 16)])
+@pytest.mark.parametrize("rank", [1, 5])
 def test_a_layer_saves_at_most_what_the_paper_states(rank, inputs, out, diagonal):
     """Table 1: (K + 2) numbers for each example and output; a full diagonal takes one more.
 
-    Parameters do not count, nor does the input, which the layer before keeps. What an example needs
-    once (norms, scales, K coefficients) may come on top, and for a full diagonal the squares of the
-    inputs and of the scales. The paper's naive way, a weight for each example, exceeds the bound.
+    Parameters and inputs do not count. Norms, scales and coefficients of an example may be added, and
+    for a full diagonal the squares of inputs and scales. A weight for each example exceeds the bound.
     """
     full = diagonal == "full"
     q, x, known = layer(rank, inputs, out, diagonal=(out, inputs) if full else ())
@@ -310,12 +277,3 @@ def test_a_layer_saves_at_most_what_the_paper_states(rank, inputs, out, diagonal
     assert numbers_saved(lambda: F.linear(x, lazy(q)), known) <= bound
     naive = numbers_saved(lambda: (q.rsample((len(x),)) @ x.unsqueeze(-1)).squeeze(-1), known)
     assert naive >= inputs * out * len(x) > bound
-
-
-@pytest.mark.parametrize("rank", [1, 2, 5])
-def test_what_a_layer_saves_does_not_grow_with_its_inputs(rank):
-    few, many = (
-        numbers_saved(lambda x=x, q=q: F.linear(x, lazy(q)), known)
-        for q, x, known in (layer(rank, inputs, 64) for inputs in (64, 512))
-    )
-    assert many <= few

@@ -1,4 +1,4 @@
-"""A guide that is loaded without what its model has beside its sites."""
+"""A guide that is loaded without the parameters and buffers of its model."""
 
 import io
 import warnings

@@ -1,4 +1,4 @@
-"""Parameters that a guide makes after an optimizer may have been made of the others."""
+"""Parameters that a guide makes after the optimizer."""
 
 import warnings
 

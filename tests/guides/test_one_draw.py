@@ -81,7 +81,9 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_outside_of_handlers_nothing_is_drawn_from_the_prior(call):
     model, _ = make()
-    with pytest.raises(RuntimeError, match=r"is random, and no pass says .* `guide\.to_net\(\)`"):
+    with pytest.raises(
+        RuntimeError, match=r"is random, and no pass defines .* `guide\.to_net\(\)`"
+    ):
         call(model, torch.randn(6, 4))
 
 
@@ -119,7 +121,7 @@ def test_merging_raises_and_the_users_net_stays():
 
 def test_saving_as_a_pretrained_net_raises(tmp_path):
     model, guide = make(Adapter())
-    with pytest.raises(RuntimeError, match=r"no weights to be saved.* Save `guide\.to_net\(\)`"):
+    with pytest.raises(RuntimeError, match=r"no weights to save.* Save `guide\.to_net\(\)`"):
         model.net.save_pretrained(tmp_path / "weights")
     guide.to_net().save_pretrained(tmp_path / "weights")
     assert [*torch.load(tmp_path / "weights")] == ["weight", "up", "down"]
@@ -169,8 +171,10 @@ def _tensors(outputs):
     return [outputs] if isinstance(outputs, torch.Tensor) else [outputs[0], *outputs[1]]
 
 
-@pytest.mark.parametrize("layer", [ps.RankOne(), ps.WalshHadamard()])
-@pytest.mark.parametrize("prior", [1.0, ps.HierarchicalScale(dist.LogNormal(0.0, 1.0))])
+@pytest.mark.parametrize(
+    ("layer", "prior"),
+    [(ps.RankOne(), 1.0), (ps.WalshHadamard(), ps.HierarchicalScale(dist.LogNormal(0.0, 1.0)))],
+)
 def test_layers_of_this_package_and_scales_of_priors(layer, prior):
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     model = ps.Regressor(ps.bayesianize(net, {"2.*": prior, "*": 1.0}, layers={"0": layer}), 6, 0.1)
@@ -244,7 +248,7 @@ def test_draws_that_do_not_fit():
 
 
 class Around(PyroModule):
-    """A model of its own around nets."""
+    """A user's model around nets."""
 
     def __init__(self, *nets):
         super().__init__()

@@ -1,7 +1,6 @@
 """Parameters of every guide for one layer W (m, n), as Table 1 of Ritter et al. (2021) and others count.
 
-The formulas are in the registry of structures. Where the table has ``O(...)``, they write out what it
-leaves out.
+The formulas, in the registry of structures, include terms that the table omits.
 """
 
 import re
@@ -73,6 +72,6 @@ def test_rank_one_weights_count_the_net_and_two_vectors():
 
 
 def test_walsh_hadamard_weights_count_four_numbers_for_each_row():
-    """Two diagonals, and mean and standard deviation of the third, of 16 numbers for 9 inputs."""
+    """Two diagonals, and mean and standard deviation of another one, of 16 numbers for 9 inputs."""
     model = make_model(layers={"": ps.WalshHadamard()})
     assert count(model, ps.StructuredGuide(model, {"*": MeanField()})) == 4 * 16

@@ -1,4 +1,4 @@
-"""What a guide reports of each parameter: once each, with the way in which a pass has drawn it."""
+"""The report of a guide: each parameter once, with its kind of sampling."""
 
 import warnings
 

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -29,21 +28,14 @@ from pyro_structvi.families import (
     PointEstimate,
     Rowwise,
     Subnetwork,
-    TransformedMeanField,
 )
+from tests.guides.inducing_guides import randomize
 from tests.infer.two_ranks import on_two_ranks
 from tests.models import make_regressor, regression_data
 
 
 def make(family):
     return ps.StructuredGuide(make_regressor(), {"*.weight": family, "*": MeanField()})
-
-
-def randomized(guide):
-    with torch.no_grad():
-        for value in guide.parameters():
-            value.add_(0.1 * torch.randn_like(value))
-    return guide
 
 
 def snapshot(guide):
@@ -59,20 +51,8 @@ def assert_unchanged(guide, before):
 # What a state was made with, what it is loaded into, and what the error says of the two.
 OTHER_OPTIONS = {
     "rank": (KTied(3), KTied(2), "rank = 3 instead of 2"),
-    "cap": (MeanField(0.5), MeanField(), "max_scale = 0.5 instead of None"),
     "no cap": (MeanField(), MeanField(0.5), "max_scale = None instead of 0.5"),
     "alpha": (LowRank(2, alpha=0.5), LowRank(2, alpha=2), r"alpha = 0.5 instead of 2"),
-    "given variance": (
-        LowRank(2, "constant", 0.1),
-        LowRank(2, "constant", 0.2),
-        "diagonal_variance = 0.1 instead of 0.2",
-    ),
-    "dropout rate": (Dropout(0.1), Dropout(0.2), "rate = 0.1 instead of 0.2"),
-    "conditional cap": (
-        InducingWeights((2, 2), max_conditional_scale=0.5),
-        InducingWeights((2, 2)),
-        "max_conditional_scale = 0.5 instead of None",
-    ),
     "nested": (
         InducingWeights((2, 2), MeanField(0.5)),
         InducingWeights((2, 2), MeanField(0.1)),
@@ -94,12 +74,12 @@ OTHER_OPTIONS = {
 
 
 @pytest.mark.parametrize(("saved", "own", "message"), OTHER_OPTIONS.values(), ids=OTHER_OPTIONS)
-@pytest.mark.parametrize("strict", [True, False])
-def test_other_options_are_named_and_nothing_changes(saved, own, message, strict):
-    state, guide = randomized(make(saved)).state_dict(), make(own)
+def test_other_options_are_named_and_nothing_changes(saved, own, message):
+    state, guide = randomize(make(saved)).state_dict(), make(own)
     before = snapshot(guide)
-    with pytest.raises(RuntimeError, match=rf"{message} at the site 'net\.0\.weight'"):
-        guide.load_state_dict(state, strict)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=rf"{message} at the site 'net\.0\.weight'"):
+            guide.load_state_dict(state, strict)
     assert_unchanged(guide, before)
 
 
@@ -113,35 +93,18 @@ SAME_OPTIONS = {
 
 @pytest.mark.parametrize(("saved", "own"), SAME_OPTIONS.values(), ids=SAME_OPTIONS)
 def test_what_changes_no_distribution_is_not_compared(saved, own):
-    state, guide = randomized(make(saved)).state_dict(), make(own)
+    state, guide = randomize(make(saved)).state_dict(), make(own)
     guide.load_state_dict(state)
     assert all(torch.equal(own, state[name]) for name, own in guide.named_parameters())
 
 
 @pytest.mark.parametrize(
     "family",
-    [
-        *(
-            KTied(1),
-            MeanField(0.5),
-            LowRank(1),
-            Dropout(),
-            InducingWeights((2, 2)),
-            MatrixNormalFamily(),
-        ),
-        *(
-            Members(2),
-            PointEstimate(),
-            Rowwise(),
-            FullCovariance(),
-            Subnetwork(),
-            TransformedMeanField(),
-        ),
-    ],
+    [MeanField(0.5), Dropout(), InducingWeights((2, 2)), Members(2), Rowwise(), Subnetwork()],
     ids=str,
 )
 def test_a_state_is_of_tensors_and_survives_a_file(family):
-    guide, other = randomized(make(family)), make(family)
+    guide, other = randomize(make(family)), make(family)
     assert all(isinstance(value, Tensor) for value in guide.state_dict().values())
     file = io.BytesIO()
     torch.save(guide.state_dict(), file)
@@ -191,7 +154,7 @@ def test_a_state_without_options():
 @pytest.mark.parametrize("change", ["shape", "missing", "unknown"])
 def test_a_state_that_does_not_fit_changes_nothing(change):
     guide = make(MeanField())
-    state, before = snapshot(randomized(make(MeanField()))), snapshot(guide)
+    state, before = snapshot(randomize(make(MeanField()))), snapshot(guide)
     last = list(state)[-3]
     if change == "shape":
         state[last] = torch.zeros(7)
@@ -239,19 +202,8 @@ def test_shared_inducing_weights_have_their_family_in_the_state():
         shared.load_state_dict(other.state_dict())
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
-def test_copies_check_their_own_options(copied):
-    guide = randomized(make(KTied(2)))
-    twin = copied(guide)
-    twin.load_state_dict(guide.state_dict())
-    before = snapshot(twin)
-    with pytest.raises(RuntimeError, match="rank = 3 instead of 2"):
-        twin.load_state_dict(make(KTied(3)).state_dict())
-    assert_unchanged(twin, before)
-
-
 def test_a_loaded_tensor_can_be_assigned():
-    guide, state = make(KTied(2)), randomized(make(KTied(2))).state_dict()
+    guide, state = make(KTied(2)), randomize(make(KTied(2))).state_dict()
     guide.load_state_dict(state, assign=True)
     assert guide["net.0.weight"].loc.data_ptr() == state["posteriors.net/0/weight.loc"].data_ptr()
     kept = guide["net.0.weight"].loc

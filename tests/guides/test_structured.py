@@ -80,18 +80,6 @@ def test_a_discrete_latent_is_an_error_that_says_what_to_write():
         ps.MeanFieldGuide(model).initialize()
 
 
-@pytest.mark.parametrize("rank", [0, -1, 1.5, True])
-def test_rank_must_be_a_whole_number(rank):
-    with pytest.raises(ValueError, match=r"`rank` must be a whole number of at least 1"):
-        ps.KTiedGuide(make_regressor(), rank=rank)
-
-
-@pytest.mark.parametrize("init_scale", [0, -1.0, float("inf"), "small"])
-def test_init_scale_must_be_positive(init_scale):
-    with pytest.raises(ValueError, match="`init_scale` must be a positive number"):
-        ps.KTiedGuide(make_regressor(), init_scale=init_scale)
-
-
 def test_local_reparam_must_be_known():
     with pytest.raises(ValueError, match='`local_reparam` must be True, False, "exact" or'):
         ps.KTiedGuide(make_regressor(), local_reparam="sometimes")

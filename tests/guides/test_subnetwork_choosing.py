@@ -9,7 +9,7 @@ import pyro_structvi as ps
 from pyro_structvi import element_scores
 from pyro_structvi.families import FullCovariance, KTied, Members, PointEstimate
 from tests.guides.subnetworks import CHOSEN, NOISE, NUM_DATA, PRIOR, SIZE, close, joint, make_guide
-from tests.models import make_classifier, make_regressor, regression_data
+from tests.models import make_regressor, regression_data
 
 # ---- choosing ------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def test_marginal_variances_are_those_of_a_guide():
     ensemble = ps.EnsembleGuide(make_regressor(), 3)
     assert element_scores.marginal_variances(ensemble)["net.0.weight"].min() > 0
     shared = ps.InducingWeightGuide(make_regressor(), (3, 2), "full", shared=True)
-    with pytest.raises(RuntimeError, match="have one posterior with those of others"):
+    with pytest.raises(RuntimeError, match="have one joint posterior"):
         element_scores.marginal_variances(shared)
 
 
@@ -130,7 +130,7 @@ def test_too_many_elements_are_refused_before_anything_is_allocated():
         ps.SubnetworkGuide(model, chosen)
 
 
-@pytest.mark.parametrize("size", [0, 6, 1.5])
+@pytest.mark.parametrize("size", [0, 6])
 def test_a_size_is_within_the_elements(size):
     with pytest.raises(ValueError, match="`size` must be"):
         element_scores.largest({"a": torch.rand(5)}, size)
@@ -147,14 +147,3 @@ def test_a_prior_without_a_variance_adds_no_precision():
     variances = element_scores.laplace_variances(model, ps.MAPGuide(model), x, batch_size=5000)
     expected = NOISE**2 / x.square().sum(0)
     torch.testing.assert_close(variances["net.weight"][0], expected, rtol=0.05, atol=0)
-
-
-def test_numbers_are_checked():
-    model = make_classifier()
-    with pytest.raises(TypeError, match=r"`x` must be a tensor, .* but got"):
-        element_scores.laplace_variances(model, ps.MAPGuide(model), [1.0])
-    for name in ("num_samples", "batch_size"):
-        with pytest.raises(ValueError, match=f"`{name}` must be a whole number"):
-            element_scores.laplace_variances(
-                model, ps.MAPGuide(model), torch.ones(2, 3), **{name: 0}
-            )

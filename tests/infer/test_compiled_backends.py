@@ -8,12 +8,11 @@ import pyro
 import pytest
 import torch
 from pyro.infer import SVI
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyro_structvi as ps
 from pyro_structvi.infer import structured_adam
 from pyro_structvi.infer.steps import replayed
-from pyro_structvi.infer.steps.recording import Traced
+from pyro_structvi.infer.steps.recording import Record
 from tests.guide_cases import GUIDES
 from tests.infer.compiled_steps import (
     GUIDE_CASES,
@@ -40,7 +39,7 @@ class ReplayedOperations:
     def __init__(self, function, inputs):
         self._inputs = [value.detach().clone() for value in inputs]
         self._unused = [torch.zeros(())]
-        self._record = Traced(lambda _: function(self._inputs), self._unused)
+        self._record = Record(lambda _: function(self._inputs), self._unused)
         self._first = self._record.outputs  # a record is a real step, and a capture is none
 
     def __call__(self, inputs):
@@ -56,7 +55,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(replayed, "GRAPH_DEVICE", "cpu")
     monkeypatch.setattr(replayed, "CUDAGraph", ReplayedOperations)
     monkeypatch.setattr(
-        replayed.ReplayedStep, "_warm_up", lambda step, inputs: step._traced(inputs)
+        replayed.ReplayedStep, "_warm_up", lambda step, record, inputs: record(inputs)
     )
     monkeypatch.setattr(structured_adam, "_excess_on_cpu", structured_adam._excess)
 
@@ -253,24 +252,15 @@ def test_an_optimizer_that_cannot_be_captured_is_refused(as_on_a_gpu):
         train(make_k_tied, regression_data(), True, **options)
 
 
-def test_one_mode_keeps_the_shapes_of_a_record(monkeypatch):
-    """A mode for each value, torch's way where no trace is announced, takes as long as the rest."""
-    made, original = [], FakeTensorMode.__init__
-
-    def counted(self, **options):
-        made.append(self)
-        original(self, **options)
-
-    monkeypatch.setattr(FakeTensorMode, "__init__", counted)
-    Traced(lambda x: (x.exp() + x.sin(),), [torch.randn(3)])
-    assert len(made) == 1
+def test_draws_on_the_host_are_refused_for_parameters_on_a_device():
+    with pytest.raises(RuntimeError, match="draws on the CPU, and a CUDA graph would repeat"):
+        Record(lambda x: (x + torch.randn(3).to("meta"),), [torch.zeros(3, device="meta")])
 
 
-def test_draws_on_the_host_are_refused_in_a_graph():
-    """Traced on a CPU, all random operations are on the host; arithmetic there is not counted."""
-    traced = Traced(lambda x: (x + torch.randn(3) + torch.ones(3),), [torch.randn(3)])
-    assert traced.random_on("cpu") == ["aten.randn.default"]
-    assert traced.random_on("cuda") == []
+def test_writes_on_the_host_are_refused_for_parameters_on_a_device():
+    counts = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="changes a tensor of the host"):
+        Record(lambda x: (x + counts.add_(1).to("meta"),), [torch.zeros(3, device="meta")])
 
 
 def test_constants_of_the_host_are_copied_to_a_device_once():
@@ -282,12 +272,12 @@ def test_constants_of_the_host_are_copied_to_a_device_once():
         return (shifted + (host * host + torch.ones(3)).to("meta"),)
 
     inputs = [torch.zeros(3, device="meta")]
-    traced = Traced(function, inputs)
-    assert all(value.device.type == "meta" for value in traced.found)
-    targets = {str(node.target) for node in traced.graph.graph.nodes if node.op == "call_function"}
-    assert targets == {"aten.mul.Tensor", "aten.add.Tensor"}
-    assert any(value is parameter for value in traced.found)
-    assert traced(inputs)[0].shape == (3,)
+    record = Record(function, inputs)
+    assert all(value.device.type == "meta" for value in record._tensors)
+    names = {str(operation.function) for operation in record._operations}
+    assert names == {"aten.mul.Tensor", "aten.add.Tensor"}
+    assert any(value is parameter for value in record._tensors)
+    assert record(inputs)[0].shape == (3,)
 
 
 @pytest.mark.slow
@@ -304,7 +294,7 @@ def test_nothing_of_a_step_is_kept():
     assert kept() is None
     (step,) = svi._step.kinds.values()
     assert all(parameter.grad is None for parameter in guide.parameters())
-    assert step._traced.outputs == ()
+    assert step._record.outputs == ()
 
 
 @pytest.mark.gpu

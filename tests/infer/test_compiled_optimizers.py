@@ -97,11 +97,8 @@ def structured_adam(guide):
 @pytest.mark.parametrize("make_optimizer", [fused_adam, structured_adam])
 @pytest.mark.parametrize("make_guide", [ps.KTiedGuide, ps.RowwiseGuide])
 def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_guide, backend):
-    """As a loop of one's own does, with rates and options that change between its steps.
-
-    The update is one record with the loss until its options change, and apart from then on.
-    """
-    data, joined = regression_data(), []
+    """As a loop of one's own does, with rates and options that change between its steps."""
+    data = regression_data()
 
     def steps(compiled):
         pyro.set_rng_seed(0)
@@ -116,16 +113,14 @@ def test_a_traced_update_reads_rates_and_notices_options(make_optimizer, make_gu
                 group["betas"] = (0.9, 0.99) if number < 9 else (0.5, 0.9)
             if compiled:
                 svi.step(*data)
-                joined.extend(each._joined is not None for each in svi._step.kinds.values())
             else:
                 optimizer.zero_grad()
                 elbo.differentiable_loss(model, guide, *data).backward()
                 optimizer.step()
-        assert not compiled or all(each.traces_update for each in svi._step.kinds.values())
+        assert not compiled or all(each.replays_update for each in svi._step.kinds.values())
         return dict(guide.state_dict()), optimizer.state_dict()["state"]
 
     torch.testing.assert_close(steps(compiled=True), steps(compiled=False), rtol=1e-9, atol=1e-12)
-    assert joined == [False] * 2 + [True] * 7 + [False] * 5
 
 
 def test_state_that_an_optimizer_makes_late_is_refused_and_nothing_changes():
@@ -165,7 +160,7 @@ def test_hooks_of_an_optimizer_run_in_every_step(hook):
     svi = ps.CompiledSVI(model, guide, optimizer, ps.StructuredELBO(), backend=None)
     for number in range(12):
         if number == 4:
-            assert [step.traces_update for step in svi._step.kinds.values()] == [True]
+            assert [step.replays_update for step in svi._step.kinds.values()] == [True]
             getattr(optimizer, hook)(lambda *args: calls.append(args))
         svi.step(*data)
     assert len(calls) == 8

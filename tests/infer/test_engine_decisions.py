@@ -27,6 +27,7 @@ class Timed:
         monkeypatch.setattr(ReplayedStep, "compile", lambda step, backend: self.compile(backend))
         monkeypatch.setattr(ReplayedStep, "interpret", lambda step: self.interpret())
         monkeypatch.setattr(ReplayedStep, "is_ready", property(lambda step: self.to_prepare == 0))
+        monkeypatch.setattr(ReplayedStep, "num_operations", 10)
         self.way, self.to_prepare = "traced", 2
 
     def compile(self, backend):
@@ -52,9 +53,9 @@ class Timed:
 
 
 def let_compiling_take(seconds, monkeypatch):
-    """Let that be expected where tracing takes 0.5 s: a first part of it, and the rest by tracing."""
+    """Let a record of 10 operations be expected to take this long."""
     monkeypatch.setattr(engines, "COMPILING_AT_LEAST", seconds / 4)
-    monkeypatch.setattr(engines, "COMPILING_PER_TRACING", 1.5 * seconds)
+    monkeypatch.setattr(engines, "COMPILING_PER_OPERATION", 0.075 * seconds)
 
 
 def fit_timed(timed, num_steps, **options):
@@ -65,17 +66,17 @@ def fit_timed(timed, num_steps, **options):
 
 def test_few_steps_are_eager(monkeypatch):
     timed = Timed(monkeypatch)
-    assert fit_timed(timed, 200).compilation == []
-    assert timed.now == pytest.approx(200 * 0.004)
+    assert fit_timed(timed, 100).compilation == []
+    assert timed.now == pytest.approx(100 * 0.004)
 
 
 def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):
-    """Compiling is to take 0.1406 s, so 375 steps to come pay for it, which save 3/8 of 1 ms each."""
+    """Compiling is expected to take 0.197 s, which 375 steps to come save at 0.525 ms each."""
     timed = Timed(monkeypatch)
     assert fit_timed(timed, 310).compilation == [
         "Step 10: traced in 0.5 s, 1 ms a step, 4 ms eager"
     ]
-    let_compiling_take(0.375 * 0.375, monkeypatch)
+    let_compiling_take(0.375 * 0.525, monkeypatch)
     assert ways(fit_timed(timed, 380)) == ["traced"]
     assert timed.backends == []
     notes = fit_timed(timed, 390).compilation
@@ -84,7 +85,7 @@ def test_many_steps_are_traced_and_more_are_compiled(monkeypatch):
 
 
 def test_where_tracing_saves_nothing_nothing_is_compiled(monkeypatch):
-    """As of large products: a hundredth saved of 1 ms means 0.0124 s in 2,490 steps to come."""
+    """As of large products: a hundredth saved of 1 ms means 0.0174 s in 2,490 steps to come."""
     let_compiling_take(0.012, monkeypatch)
     for eager, expected in ((0.00100001, []), (0.00101, ["inductor"])):
         timed = Timed(monkeypatch, eager=eager)

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from pyro_structvi import _torch_steps
-from pyro_structvi.infer.steps import replayed
-from pyro_structvi.infer.steps.recording import Traced
+from pyro_structvi.infer.steps.recording import Record
 from tests.infer.compiled_steps import GUIDE_CASES, compiles, image_model, make_k_tied, train
 from tests.models import make_classifier
 
@@ -55,30 +54,13 @@ keeps_draws_in_order = pytest.mark.skipif(
 @keeps_draws_in_order
 @pytest.mark.parametrize("name", BY_INDUCTOR)
 def test_inductor_gives_the_same(name, compiled_graphs):
-    """Up to roundings, loss and update in one function."""
+    """Up to rounding."""
     make, data = BY_INDUCTOR[name]()
     losses, state, _ = train(make, data, compiled=False)
-    own_losses, own_state, svi = train(make, data, compiled=True, backend="inductor")
+    own_losses, own_state, _ = train(make, data, compiled=True, backend="inductor")
     torch.testing.assert_close(own_losses, losses, rtol=1e-10, atol=0)
     torch.testing.assert_close(own_state, state, rtol=1e-6, atol=1e-7)
     assert len(compiled_graphs) == 1
-    (step,) = svi._step.kinds.values()
-    assert step._joined is not None
-
-
-@compiles
-@keeps_draws_in_order
-def test_a_deep_net_is_compiled_without_the_update(compiled_graphs, monkeypatch):
-    """Which runs by the interpreter, and is the same."""
-    make, data = make_guided("mean field")
-    losses, state, _ = train(make, data, compiled=False)
-    monkeypatch.setattr(replayed, "MOST_COMPILED_WITH_UPDATE", 1)
-    own_losses, own_state, svi = train(make, data, compiled=True, backend="inductor")
-    torch.testing.assert_close(own_losses, losses, rtol=1e-10, atol=0)
-    torch.testing.assert_close(own_state, state, rtol=1e-6, atol=1e-7)
-    assert len(compiled_graphs) == 1
-    (step,) = svi._step.kinds.values()
-    assert step._joined is None
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -88,5 +70,5 @@ def test_images_are_compiled_as_they_lie(channels_last, monkeypatch):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
     x = torch.randn(2, 2, 8, 8)
     x = x.to(memory_format=torch.channels_last) if channels_last else x
-    Traced(lambda x: (net(x).detach(),), [x]).compile("inductor", [x])
+    Record(lambda x: (net(x).detach(),), [x]).compile("inductor", [x])
     assert asked == [channels_last]

@@ -98,7 +98,7 @@ def test_so_is_one_that_would_be_applied_in_factors_or_with_its_bias(guide, loca
 
 
 def test_layers_that_are_drawn_given_the_ones_before_refuse_it():
-    with pytest.raises(RuntimeError, match=r"at the weights \['net.2.weight'\].*another family"):
+    with pytest.raises(RuntimeError, match=r"weights \['net.2.weight'\].*another family"):
         make(OwnFunction, partial(ps.GlobalInducingGuide, inputs=regression_data()[0]))
 
 

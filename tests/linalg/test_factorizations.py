@@ -38,7 +38,7 @@ def with_smallest_eigenvalue(value, size=4):
 # ---- Cholesky factors ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_a_positive_definite_matrix_takes_no_jitter(batch):
     matrix = positive_definite(*batch, size=4)
     tril, jitter = stable_cholesky(matrix)
@@ -50,21 +50,12 @@ def test_a_positive_definite_matrix_takes_no_jitter(batch):
 NEEDED = [(-3e-12, 1e-10), (-3e-10, 1e-8), (-3e-8, 1e-6), (-3e-6, 1e-4)]
 
 
-@pytest.mark.parametrize(("eigenvalue", "expected"), NEEDED)
-def test_the_smallest_jitter_that_works_is_taken(eigenvalue, expected):
-    matrix = 7 * with_smallest_eigenvalue(eigenvalue)
-    tril, jitter = stable_cholesky(matrix)
-    added = expected * matrix.diagonal().mean()
-    close(jitter, added)
-    close(tril @ tril.mT, matrix + added * torch.eye(4))
-    assert tril.triu(1).eq(0).all()
-
-
-def test_matrices_of_a_batch_are_treated_apart():
+def test_each_matrix_takes_the_smallest_jitter_that_works():
     eigenvalues = [1.0, *(eigenvalue for eigenvalue, _ in NEEDED), -1.0]
     expected = torch.tensor([0.0, *(jitter for _, jitter in NEEDED), 0.0])
-    matrices = torch.stack([with_smallest_eigenvalue(value) for value in eigenvalues])
+    matrices = 7 * torch.stack([with_smallest_eigenvalue(value) for value in eigenvalues])
     tril, jitter = stable_cholesky(matrices)
+    assert tril[:-1].triu(1).eq(0).all()
     close(jitter, expected * matrices.diagonal(dim1=-2, dim2=-1).mean(-1))
     assert tril[-1].isnan().all()
     close((tril @ tril.mT)[:-1], add_to_diagonal(matrices, jitter)[:-1])
@@ -86,15 +77,6 @@ def test_trying_all_jitters_at_once_gives_the_same():
     assert list(JITTERS) == sorted(JITTERS)
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_it_is_the_same():
-    matrices = torch.stack([with_smallest_eigenvalue(value) for value in (1.0, -3e-10, -1.0)])
-    for there, here in zip(
-        stable_cholesky(matrices.cuda()), stable_cholesky(matrices), strict=True
-    ):
-        torch.testing.assert_close(there.cpu(), here, equal_nan=True)
-
-
 def test_nothing_is_looked_at_on_a_device_other_than_the_cpu():
     """A look at numbers would wait for the device; on ``meta`` there are none."""
     tril, jitter = stable_cholesky(torch.eye(3, device="meta").expand(2, 3, 3))
@@ -104,7 +86,7 @@ def test_nothing_is_looked_at_on_a_device_other_than_the_cpu():
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("eigenvalue", [1.0, -3e-10])
 def test_gradients_are_those_of_the_factor(eigenvalue, is_recorded):
-    """The jitter counts as a constant. Of a symmetric matrix any triangle may take the gradient."""
+    """The jitter counts as a constant."""
     matrix = with_smallest_eigenvalue(eigenvalue).requires_grad_()
     weight = torch.randn(4, 4)
 
@@ -131,8 +113,7 @@ def test_a_record_chooses_the_jitter_at_each_run():
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
-@pytest.mark.parametrize("eigenvalue", [1.0, -3e-10, -1.0])
+@pytest.mark.parametrize(("eigenvalue", "batch"), [(1.0, ()), (-3e-10, (2,)), (-1.0, (2, 3))])
 def test_the_operation_of_a_record_is_what_compilers_are_told(eigenvalue, batch):
     """Its layout too: a compiled step would read the factor of another layout as its transpose."""
     matrix = with_smallest_eigenvalue(eigenvalue).expand(*batch, 4, 4).contiguous()
@@ -200,7 +181,7 @@ def dense_matrix(rows, columns):
     return torch.eye(ROWS * COLUMNS) - product
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_determinant_and_quadratic_form_are_the_dense_ones(batch):
     rows, columns = complements(*batch)
     k = torch.randn(5, *batch, ROWS, COLUMNS)
@@ -229,16 +210,15 @@ def quadratic(k, rows, columns):
     return KroneckerQuadratic.apply(k, symmetric(rows), symmetric(columns))
 
 
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
-def test_gradients_are_those_of_finite_differences(batch):
-    rows, columns = (matrix.requires_grad_() for matrix in complements(*batch))
-    k = torch.randn(5, *batch, ROWS, COLUMNS, requires_grad=True)
+def test_gradients_are_those_of_finite_differences():
+    rows, columns = (matrix.requires_grad_() for matrix in complements(2))
+    k = torch.randn(5, 2, ROWS, COLUMNS, requires_grad=True)
     assert torch.autograd.gradcheck(log_det_of_kronecker, (rows, columns))
     assert torch.autograd.gradcheck(quadratic, (k, rows, columns))
 
 
 def test_gradients_are_right_where_all_eigenvalues_are_equal():
-    """There the derivative of an eigenvector does not exist; that of the determinant does."""
+    """There the derivative of an eigenvector does not exist."""
     rows, columns = 0.3 * torch.eye(ROWS), 0.2 * torch.eye(COLUMNS)
     leaves, k = (rows.requires_grad_(), columns.requires_grad_()), torch.randn(ROWS, COLUMNS)
     matrix = dense_matrix(symmetric(rows), symmetric(columns))
@@ -263,8 +243,7 @@ def test_second_derivatives_are_refused():
 # ---- orthonormal rows ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
-@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize(("size", "batch"), [(2, ()), (3, (2,)), (6, (2,))])
 def test_orthonormal_rows_are_those_of_the_factored_matrix(batch, size):
     factor, diagonal = torch.randn(*batch, 3, size), torch.rand(*batch, 3) + 0.2
     basis, remainder, jitter = OrthonormalRows.apply(factor, diagonal)
@@ -275,8 +254,7 @@ def test_orthonormal_rows_are_those_of_the_factored_matrix(batch, size):
     assert jitter.eq(0).all()
 
 
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
-@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize(("size", "batch"), [(2, ()), (6, (2,))])
 def test_gradients_of_orthonormal_rows(batch, size):
     factor = torch.randn(*batch, 3, size, requires_grad=True)
     diagonal = (torch.rand(*batch, 3) + 0.2).requires_grad_()
@@ -322,8 +300,7 @@ def test_jitter_counts_to_the_diagonal_and_is_constant():
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-3 * largest)
 
 
-@pytest.mark.parametrize("diagonal", [1e-1, 1e-3, 1e-5])
-@pytest.mark.parametrize("apart", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize(("apart", "diagonal"), [(1.0, 1e-5), (1e-4, 1e-1), (1e-4, 1e-5)])
 def test_rows_are_orthonormal_in_single_precision(apart, diagonal):
     """Two rows of Z are nearly one; a product in single precision would not tell them apart."""
     factor = torch.randn(8, 50)

@@ -1,4 +1,4 @@
-"""What an object forms is formed once, in the gradient mode the object was made in."""
+"""Cached properties are computed once, in the gradient mode of their object."""
 
 import pytest
 import torch

@@ -9,14 +9,14 @@ from scipy.linalg import hadamard
 from pyro_structvi.linalg.matrices import walsh_hadamard_transform
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 32, 64, 1024, 2048])
+@pytest.mark.parametrize("size", [1, 2, 64, 2048])
 def test_it_multiplies_by_the_matrix(size):
     x = torch.randn(3, size)
     matrix = torch.from_numpy(hadamard(size, float)) / math.sqrt(size)
     torch.testing.assert_close(walsh_hadamard_transform(x), x @ matrix)
 
 
-@pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 64), (2, 1, 3, 128)])
+@pytest.mark.parametrize("shape", [(0, 8), (2, 1, 3, 128)])
 def test_it_is_its_own_inverse_for_any_batch(shape):
     x = torch.randn(shape)
     transformed = walsh_hadamard_transform(x)
@@ -24,8 +24,8 @@ def test_it_is_its_own_inverse_for_any_batch(shape):
     torch.testing.assert_close(walsh_hadamard_transform(transformed), x)
 
 
-@pytest.mark.parametrize("size", [1, 4, 64])
-def test_gradients_are_transforms(size):
+def test_gradients_are_transforms():
+    size = 64
     x, direction = torch.randn(2, size, requires_grad=True), torch.randn(2, size)
     (gradient,) = torch.autograd.grad((walsh_hadamard_transform(x) * direction).sum(), x)
     torch.testing.assert_close(gradient, walsh_hadamard_transform(direction))
@@ -33,7 +33,7 @@ def test_gradients_are_transforms(size):
     assert torch.autograd.gradgradcheck(walsh_hadamard_transform, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
 def test_any_dtype(dtype):
     x = torch.randn(3, 256, dtype=dtype)
     transformed = walsh_hadamard_transform(x)
@@ -58,7 +58,7 @@ def test_no_state_is_left_by_inference_mode_or_a_transform():
     assert torch.isfinite(leaf.grad).all()
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (4, 6)])
+@pytest.mark.parametrize("shape", [(), (2, 0), (4, 6)])
 def test_other_sizes_are_refused(shape):
     with pytest.raises(ValueError, match="The last dimension of `x` must be a power of two"):
         walsh_hadamard_transform(torch.zeros(shape))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_structvi.linalg.rao_blackwell import rao_blackwell_sample
+from pyro_structvi.structures.full_covariance import rao_blackwell_sample
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 

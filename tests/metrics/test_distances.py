@@ -13,21 +13,15 @@ def by_scipy(ours, theirs):
     return sum(each) / len(each)
 
 
-@pytest.mark.parametrize("sizes", [(40, 40), (40, 27), (1, 30), (1, 1)])
-@pytest.mark.parametrize("shape", [(6,), (3, 2)])
+@pytest.mark.parametrize("sizes", [(40, 40), (40, 27), (1, 30)])
 @pytest.mark.parametrize("digits", [0, 8])
-def test_wasserstein_is_that_of_scipy(sizes, shape, digits):
-    ours, theirs = (torch.randn(size, *shape).round(decimals=digits) for size in sizes)
+def test_wasserstein_is_that_of_scipy(sizes, digits):
+    ours, theirs = (torch.randn(size, 3, 2).round(decimals=digits) for size in sizes)
     assert wasserstein(ours, theirs) == pytest.approx(by_scipy(ours, theirs), abs=1e-12)
     assert wasserstein(theirs, ours) == pytest.approx(by_scipy(ours, theirs), abs=1e-12)
     if min(sizes) > 1 and digits:
         found = predictive_distance(ours, theirs).wasserstein
         assert found == pytest.approx(wasserstein(ours, theirs), abs=1e-12)
-
-
-def test_repeated_draws_are_the_same_distribution():
-    draws = torch.randn(7, 3)
-    assert wasserstein(draws, draws.repeat(3, 1)) == pytest.approx(0, abs=1e-12)
 
 
 def test_distances_of_shifted_and_stretched_normals():
@@ -43,16 +37,12 @@ def test_distances_of_shifted_and_stretched_normals():
     assert stretched.wasserstein == pytest.approx(2 * (2 / torch.pi) ** 0.5, rel=5e-3)
 
 
-def test_inputs_must_be_the_same():
+def test_other_draws_are_refused():
     with pytest.raises(ValueError, match="same inputs, but got 3 and 2 of them"):
         predictive_distance(torch.zeros(5, 3), torch.zeros(5, 2))
-    with pytest.raises(
-        ValueError, match="`draws` and `reference` must be draws at the same inputs"
-    ):
+    message = "`draws` and `reference` must be draws at the same inputs"
+    with pytest.raises(ValueError, match=message):
         wasserstein(torch.zeros(5, 3), torch.zeros(5, 2))
-
-
-def test_one_draw_has_no_deviation():
     with pytest.raises(ValueError, match="`reference` must hold at least 2 draws at each input"):
         predictive_distance(torch.randn(5, 3), torch.randn(1, 3))
 

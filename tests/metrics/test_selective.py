@@ -36,18 +36,6 @@ def test_ties_count_with_the_average_over_their_orders():
         assert found.area == pytest.approx(area, abs=1e-12)
 
 
-def test_the_best_order_has_no_excess():
-    loss = torch.rand(30)
-    assert risk_coverage(10 * loss, loss).excess_area == pytest.approx(0, abs=1e-12)
-    assert risk_coverage(-loss, loss).excess_area > 0.1
-
-
-def test_without_information_the_risk_is_the_average_loss():
-    loss = torch.rand(30)
-    found = risk_coverage(torch.zeros(30), loss)
-    torch.testing.assert_close(found.risk, loss.mean().expand(30), rtol=0, atol=1e-12)
-
-
 def test_shapes():
     with pytest.raises(ValueError, match=r"`loss` must have shape that of `uncertainty` = \(3,\)"):
         risk_coverage(torch.zeros(3), torch.zeros(2))

@@ -1,4 +1,4 @@
-"""The covariance between outputs: kept up to date, formed once; and what moments refuse."""
+"""The covariance between outputs, and what moments refuse."""
 
 import pytest
 import torch
@@ -6,64 +6,50 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.distributions import MatrixNormal
-from pyro_structvi.linalg.quadrature import gauss_hermite
+from pyro_structvi.distributions import FullNormal, MatrixNormal, MeanFieldNormal
 from pyro_structvi.moments import RandomTensor, Settings
 from pyro_structvi.moments.integration import likelihood_at_nodes
-from pyro_structvi.moments.linear import posteriors_of, random_values
-from pyro_structvi.moments.net import output_moments
-from pyro_structvi.posterior import one_pass
+from pyro_structvi.moments.linear import RandomWeight
 
 SIZE = 5
 
 
-class Skip(nn.Module):
-    """A net whose output is changed in place after its last layer."""
+@pytest.mark.parametrize("size", [2, 7], ids=["few outputs", "more outputs than examples"])
+def test_the_covariance_that_is_formed_on_demand_is_the_one_that_is_kept(size):
+    """For a weight of independent elements, for which it is exact."""
+    q = MeanFieldNormal(torch.randn(size, 3), torch.rand(size, 3) + 0.2)
+    bias = FullNormal(torch.randn(size), torch.randn(size, size).tril(-1) + torch.eye(size))
+    loc, variance = torch.randn(2, 3), torch.rand(2, 3)
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+    def outputs(settings):
+        x = RandomTensor(loc, variance, settings)
+        return F.linear(x, RandomWeight(q, settings), RandomWeight(bias, settings))
 
-    def forward(self, x):
-        out = self.first(x)
-        out += self.second(x)
-        return out
-
-
-def test_an_output_that_is_changed_in_place_has_the_covariance_of_what_it_became():
-    """Terms of a sum are independent; the first one's covariance may not stand for the sum's."""
-    model = ps.Classifier(ps.bayesianize(Skip(), prior=1.0), SIZE)
-    guide = ps.MatrixNormalGuide(model, init_scale=0.3)
-    x = torch.randn(SIZE, 3)
-    guide.initialize(x)
-    sites = posteriors_of(guide.joint_posterior())
-    output = output_moments(model, random_values(sites, Settings()), x, Settings())
-    found = ps.predict_moments(model, guide, x)
-    assert output.form_covariance is None
-    difference = output.loc[:, 0] - output.loc[:, 1]
-    nodes, weights = gauss_hermite(64, x)
-    logits = difference + output.variance.sum(-1).sqrt() * nodes.unsqueeze(-1)
-    expected = weights @ torch.sigmoid(logits)
-    torch.testing.assert_close(found.mean[:, 0], expected, rtol=1e-5, atol=1e-6)
+    formed, kept = outputs(Settings()).form_covariance(), outputs(Settings(True)).covariance
+    torch.testing.assert_close(formed, kept)
 
 
-def test_the_covariance_of_outputs_is_formed_once_for_all_parts_of_a_batch(monkeypatch):
-    model = ps.Classifier(ps.bayesianize(nn.Linear(3, 4), prior=1.0), 50)
-    guide = ps.MatrixNormalGuide(model)
-    x = torch.randn(50, 3)
-    guide.initialize(x)
-    whole = ps.predict_moments(model, guide, x).mean
-    formed = []
-    image_under = MatrixNormal.image_under
+def test_pairs_at_nodes_have_their_covariance():
+    """Of a mean and the output for its noise."""
+    covariance = torch.tensor([[[1.0, -0.5], [-0.5, 2.0]]])
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    output = RandomTensor(torch.tensor([[0.3, 4.0]]), variance, Settings(True), covariance)
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2), 1.0), SIZE, noise="heteroscedastic")
+    at = likelihood_at_nodes(model, output, {})
+    base = at.likelihood.base_dist
+    pair = torch.cat([base.loc, base.scale.expm1().log()], -1).squeeze(1) - output.loc
+    found = pair.mT @ (at.weights.unsqueeze(-1) * pair)
+    torch.testing.assert_close(found, covariance[0], rtol=1e-6, atol=1e-8)
 
-    def counted(self, *args):
-        formed.append(self)
-        return image_under(self, *args)
 
-    monkeypatch.setattr(one_pass, "LARGEST", 40)  # five parts
-    monkeypatch.setattr(MatrixNormal, "image_under", counted)
-    torch.testing.assert_close(ps.predict_moments(model, guide, x).mean, whole)
-    assert len(formed) == 1
+def test_an_output_that_is_changed_in_place_loses_its_covariance():
+    """Terms of a sum are independent, and have no covariance in common."""
+    q = MatrixNormal(torch.randn(2, 3), torch.eye(2), torch.eye(3))
+    x, weight = torch.randn(SIZE, 3), RandomWeight(q, Settings())
+    found = F.linear(x, weight)
+    assert found.form_covariance is not None
+    found += torch.randn(SIZE, 2)
+    assert found.form_covariance is None
 
 
 def test_a_weight_that_is_changed_in_place_is_refused():

@@ -33,14 +33,14 @@ def integrated_maximum(means, scales):
     return loc, torch.trapezoid((grid - loc).square() * total, grid)
 
 
-@pytest.mark.parametrize("distance", [0.0, 0.1, -1.0, 3.0, -8.0])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0), (0.02, 1.0)])
-def test_the_larger_of_two_is_clarks(distance, scales):
-    means, scales = torch.tensor([distance + 0.3, 0.3]), torch.tensor(scales)
-    found = maximum_of_two(*zip(means, scales.square(), strict=True))
-    torch.testing.assert_close(
-        torch.stack(found), torch.stack(integrated_maximum(means, scales)), rtol=1e-8, atol=1e-10
-    )
+def test_the_larger_of_two_is_clarks(scales):
+    scales = torch.tensor(scales)
+    for distance in (0.0, 0.1, -1.0, 3.0, -8.0):
+        means = torch.tensor([distance + 0.3, 0.3])
+        found = maximum_of_two(*zip(means, scales.square(), strict=True))
+        expected = integrated_maximum(means, scales)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_the_larger_of_two_keeps_small_variances():
@@ -53,17 +53,15 @@ def test_the_larger_of_two_keeps_small_variances():
         )
 
 
-def test_the_larger_of_two_known_numbers_is_known():
-    for dtype in (torch.float32, torch.float64):
-        ma, mb, va, vb = (
-            torch.tensor(value, dtype=dtype, requires_grad=True)
-            for value in ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
-        )
-        loc, variance = maximum_of_two((ma, va), (mb, vb))
-        torch.testing.assert_close(loc, torch.maximum(ma, mb))
-        assert (variance < 1e-12).all()
-        for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
-            assert torch.isfinite(gradient).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_larger_of_two_known_numbers_is_known(dtype):
+    values = ([1.0, -50.0, 2.0], [2.0, -70.0, 2.0], [0.0] * 3, [0.0] * 3)
+    ma, mb, va, vb = (torch.tensor(v, dtype=dtype, requires_grad=True) for v in values)
+    loc, variance = maximum_of_two((ma, va), (mb, vb))
+    torch.testing.assert_close(loc, torch.maximum(ma, mb))
+    assert (variance < 1e-12).all()
+    for gradient in torch.autograd.grad((loc + variance).sum(), [ma, mb, va, vb]):
+        assert torch.isfinite(gradient).all()
 
 
 def test_gradients_of_the_larger_of_two():
@@ -76,20 +74,9 @@ def test_gradients_of_the_larger_of_two():
     assert torch.autograd.gradcheck(run, values)
 
 
-def test_windows_of_two_have_exact_maxima():
-    x = random_input(1, 2, 6)
-    found = F.max_pool1d(x, 2)
-    for channel in range(2):
-        for window in range(3):
-            part = (0, channel, slice(2 * window, 2 * window + 2))
-            loc, variance = integrated_maximum(x.loc[part], x.variance[part].sqrt())
-            torch.testing.assert_close(found.loc[0, channel, window], loc)
-            torch.testing.assert_close(found.variance[0, channel, window], variance)
-
-
-@pytest.mark.parametrize(("size", "bound"), [(3, 0.02), (4, 0.03), (9, 0.1)])
+@pytest.mark.parametrize(("size", "bound"), [(2, 1e-7), (3, 0.02), (9, 0.1)])
 def test_larger_windows_have_an_error_of_a_few_percent(size, bound):
-    """Relative to the standard deviation: equal means and variances, the hardest case."""
+    """Relative to the standard deviation: equal means and variances, the hardest case; two are exact."""
     x = RandomTensor(torch.zeros(1, 1, size), torch.ones(1, 1, size), Settings())
     found = F.max_pool1d(x, size)
     loc, variance = integrated_maximum(torch.zeros(size), torch.ones(size))
@@ -97,42 +84,42 @@ def test_larger_windows_have_an_error_of_a_few_percent(size, bound):
     assert (found.variance.squeeze().sqrt() - variance.sqrt()).abs() < bound * variance.sqrt()
 
 
-POOLS = {
-    "one dimension": (lambda x: F.max_pool1d(x, 3, stride=2, padding=1), (2, 3, 7)),
-    "two dimensions": (nn.MaxPool2d(2), (2, 3, 4, 5)),
-    "uneven windows": (nn.MaxPool2d((3, 2), stride=(1, 2), padding=(1, 0)), (2, 2, 4, 4)),
-    "three dimensions": (nn.MaxPool3d(2, stride=1), (1, 2, 3, 3, 2)),
-}
+def test_padding_has_no_part_in_a_maximum():
+    x = RandomTensor(torch.zeros(1, 1, 2), torch.ones(1, 1, 2), Settings())
+    found = F.max_pool1d(x, 2, padding=1)
+    torch.testing.assert_close(found.loc, x.loc)
+    torch.testing.assert_close(found.variance, x.variance)
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_windows_are_torchs(name):
+POOLS = (
+    (lambda x: F.max_pool1d(x, 3, stride=2, padding=1), (2, 3, 7)),
+    (nn.MaxPool2d(2), (2, 3, 4, 5)),
+    (nn.MaxPool2d((3, 2), stride=(1, 2), padding=(1, 0)), (2, 2, 4, 4)),
+    (nn.MaxPool3d(2, stride=1), (1, 2, 3, 3, 2)),
+)
+
+
+def test_windows_are_torchs():
     """Without variance a maximum is torch's, and with little it is the largest element's."""
-    function, shape = POOLS[name]
-    loc = torch.randperm(torch.Size(shape).numel()).double().reshape(shape) - 20
-    variance = torch.rand(shape) * 1e-6
-    for size in (0.0, 1.0):
-        found = function(RandomTensor(loc, size * variance, Settings()))
-        expected, index = _pooled(function, loc)
-        torch.testing.assert_close(found.loc, expected)
-        own = variance.flatten(2).gather(2, index.flatten(2)).reshape(expected.shape)
-        torch.testing.assert_close(found.variance, size * own, atol=1e-12, rtol=1e-6)
-
-
-def _pooled(function, loc):
-    expected = function(loc)
-    flat = loc.flatten(2)
-    index = (flat.unsqueeze(2) == expected.flatten(2).unsqueeze(-1)).int().argmax(-1)
-    return expected, index.reshape(expected.shape)
+    for function, shape in POOLS:
+        loc = torch.randperm(torch.Size(shape).numel()).double().reshape(shape) - 20
+        variance, expected = torch.rand(shape) * 1e-6, function(loc)
+        index = (loc.flatten(2).unsqueeze(2) == expected.flatten(2).unsqueeze(-1)).int().argmax(-1)
+        own = variance.flatten(2).gather(2, index).reshape(expected.shape)
+        for size in (0.0, 1.0):
+            found = function(RandomTensor(loc, size * variance, Settings()))
+            torch.testing.assert_close(found.loc, expected)
+            torch.testing.assert_close(found.variance, size * own, atol=1e-12, rtol=1e-6)
 
 
 # ---- normalization -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 4, 5), (2, 4, 2, 3), (1, 4, 2, 2, 2)])
-def test_batch_norm_by_running_statistics_is_exact(shape):
-    make = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-    norm = make[len(shape)](4).eval()
+@pytest.mark.parametrize(
+    ("make", "shape"), [(nn.BatchNorm1d, (3, 4)), (nn.BatchNorm2d, (2, 4, 2, 3))]
+)
+def test_batch_norm_by_running_statistics_is_exact(make, shape):
+    norm = make(4).eval()
     for tensor in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
         tensor.copy_(torch.rand(4) + 0.5)
     x = random_input(*shape)
@@ -182,15 +169,9 @@ def test_wide_normalizations_have_an_error_of_a_few_percent(name):
     assert ((found.loc - drawn.mean(0)) / scale).abs().max() < 0.05
     assert (found.variance.sqrt() / scale - 1).abs().max() < 0.08
     assert (found.variance.sqrt() / scale - 1).mean().abs() < 0.01
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_normalizations_without_variance_are_torchs(name):
-    norm = NORMS[name](3)
-    loc = torch.randn((2, 6, 4) if name == "group" else (4, 2, 3))
-    found = norm(RandomTensor(loc, torch.zeros_like(loc), Settings()))
-    torch.testing.assert_close(found.loc, norm(loc))
-    assert (found.variance == 0).all()
+    known = norm(RandomTensor(x.loc, torch.zeros_like(x.loc), Settings()))
+    torch.testing.assert_close(known.loc, norm(x.loc))
+    assert (known.variance == 0).all()
 
 
 def test_the_scale_of_a_layer_norm_is_the_expected_square_about_the_mean():
@@ -266,29 +247,19 @@ def test_attention_is_the_composition_of_its_parts():
     assert_same(F.scaled_dot_product_attention(q, k, v, added), composed(q, k, v, causal))
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_attention_with_one_random_part(which):
-    """Only a random value leaves the weights known, and the result exact."""
-    parts = {name: random_input(2, 5, 4) for name in "qkv"}
-    known = {name: part if name == which else part.loc for name, part in parts.items()}
-    found = F.scaled_dot_product_attention(*known.values())
-    if which != "v":
-        assert_same(found, composed(*known.values()))
-    else:
-        weights = torch.softmax(known["q"] @ known["k"].mT / 2, -1)
-        torch.testing.assert_close(found.loc, weights @ parts["v"].loc)
-        torch.testing.assert_close(found.variance, weights.square() @ parts["v"].variance)
+def test_attention_with_a_random_value_is_exact():
+    q, k, v = torch.randn(2, 5, 4), torch.randn(2, 5, 4), random_input(2, 5, 4)
+    found, weights = F.scaled_dot_product_attention(q, k, v), torch.softmax(q @ k.mT / 2, -1)
+    torch.testing.assert_close(found.loc, weights @ v.loc)
+    torch.testing.assert_close(found.variance, weights.square() @ v.variance)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("is_masked", [True, False], ids=["masked", "plain"])
-def test_multi_head_attention_is_the_composition_of_its_parts(need_weights, is_masked):
+def test_multi_head_attention_is_the_composition_of_its_parts(need_weights):
     layer = nn.MultiheadAttention(6, 2, batch_first=True).eval()
     x = random_input(3, 4, 6)
-    mask = torch.ones(4, 4, dtype=torch.bool).tril() if is_masked else None
-    found, weights = layer(
-        x, x, x, need_weights=need_weights, attn_mask=None if mask is None else ~mask
-    )
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    found, weights = layer(x, x, x, need_weights=need_weights, attn_mask=~mask)
     q, k, v = (
         part.unflatten(-1, (2, 3)).transpose(1, 2)
         for part in F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
@@ -296,8 +267,7 @@ def test_multi_head_attention_is_the_composition_of_its_parts(need_weights, is_m
     mixed = composed(q, k, v, mask).transpose(1, 2).flatten(2)
     assert_same(found, layer.out_proj(mixed))
     assert (weights is not None) == need_weights
-    without = RandomTensor(x.loc, torch.zeros_like(x.loc), Settings())
-    known = layer(x.loc, x.loc, x.loc, attn_mask=None if mask is None else ~mask)[0]
-    at_mean = layer(without, without, without, attn_mask=None if mask is None else ~mask)[0]
-    torch.testing.assert_close(at_mean.loc, known)
-    assert (at_mean.variance < 1e-12).all()
+    known = RandomTensor(x.loc, torch.zeros_like(x.loc), Settings())
+    found = layer(known, known, known, attn_mask=~mask)[0]
+    torch.testing.assert_close(found.loc, layer(x.loc, x.loc, x.loc, attn_mask=~mask)[0])
+    assert (found.variance < 1e-12).all()

@@ -1,6 +1,5 @@
 """Recurrent layers by moments: torch's own values without variance, and the same steps by hand."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +8,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.posterior.one_pass import MomentsWarning
+from tests.moments.signs import assert_exact, part_of, random_input
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{MomentsWarning.__module__}.MomentsWarning")
 
@@ -38,17 +38,16 @@ def known(value):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("gives_state", [False, True])
-def test_without_variance_outputs_and_states_are_torchs(name, gives_state):
+def test_without_variance_outputs_and_states_are_torchs(name):
     """All that a layer returns, of inputs in a batch and of one sequence."""
     layer = make(name)
     ways = 1 + layer.bidirectional
     shape = (layer.num_layers * ways, 2)
     hx = torch.randn(*shape, layer.proj_size or 4)
     hx = (hx, torch.randn(*shape, 4)) if isinstance(layer, nn.LSTM) else hx
-    states = (hx,) if gives_state else ()
     x = torch.randn(2, STEPS, 3) if layer.batch_first else torch.randn(STEPS, 2, 3)
-    torch.testing.assert_close(locs(layer(known(x), *states)), locs(layer(x, *states)))
+    for states in ((), (hx,)):
+        torch.testing.assert_close(locs(layer(known(x), *states)), locs(layer(x, *states)))
     one = x.select(0 if layer.batch_first else 1, 0)
     torch.testing.assert_close(locs(layer(known(one))), locs(layer(one)))
 
@@ -59,11 +58,11 @@ def locs(values):
     return values.loc if isinstance(values, RandomTensor) else values
 
 
-@pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
-@pytest.mark.parametrize("bias", [False, True])
-def test_cells_without_variance_are_torchs(cell, bias):
-    layer, x = cell(3, 4, bias=bias), torch.randn(2, 3)
-    torch.testing.assert_close(locs(layer(known(x))), locs(layer(x)))
+def test_cells_without_variance_are_torchs():
+    for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
+        for bias in (False, True):
+            layer, x = cell(3, 4, bias=bias), torch.randn(2, 3)
+            torch.testing.assert_close(locs(layer(known(x))), locs(layer(x)))
 
 
 class ByHand(nn.Module):
@@ -110,8 +109,9 @@ class Last(nn.Module):
         return self.layer(x)[0][:, -1]
 
 
-@pytest.mark.parametrize("join_bias", [False, True])
-@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
+@pytest.mark.parametrize(
+    ("kind", "join_bias"), [("RNN", False), ("LSTM", True), ("GRU", False), ("GRU", True)]
+)
 def test_a_layer_has_the_moments_of_its_equations(kind, join_bias):
     """Also where a weight and its bias have a joint posterior."""
     x, guides, found = torch.randn(2, STEPS, 3), [], []
@@ -130,90 +130,45 @@ def test_a_layer_has_the_moments_of_its_equations(kind, join_bias):
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
 
 
-def test_one_step_is_the_function_of_a_normal():
-    """A plain layer from a state of zero is exact: by adaptive quadrature."""
-    from scipy.integrate import quad
-
-    model = ps.Regressor(ps.bayesianize(Last("RNN"), prior=1.0), 2, 0.1)
-    guide = ps.MeanFieldGuide(model, init_scale=0.3)
-    x = torch.randn(2, 1, 3)
-    found = ps.predict_moments(model, guide, x)
-    sites = {site.name: q for site, q in guide.joint_posterior().conditionals("marginals")}
-    name = "net.layer.{}_l0"
-    w, b, own = (sites[name.format(part)] for part in ("weight_ih", "bias_ih", "bias_hh"))
-    m = F.linear(x[:, 0], w.mean, b.mean + own.mean)
-    s = F.linear(x[:, 0] ** 2, w.variance, b.variance + own.variance).sqrt()
-    for index in np.ndindex(*m.shape):
-        at = [part[index].item() for part in (m, s)]
-        first, second = (_expectation(quad, power, *at) for power in (1, 2))
-        assert found.mean[index].item() == pytest.approx(first, abs=1e-7)
-        variance = second - first**2
-        assert found.function_variance[index].item() == pytest.approx(variance, abs=1e-6)
-
-
-def _expectation(quad, power, m, s):
-    def weighed(z):
-        return np.tanh(m + s * z) ** power * np.exp(-0.5 * z**2) / (2 * np.pi) ** 0.5
-
-    return quad(weighed, -12, 12, epsabs=1e-12)[0]
-
-
 def test_an_interpolation_of_independent_normals_is_exact():
-    """A polynomial of degree one in each: by five nodes for each of three variables."""
-    nodes, weights = (torch.tensor(part) for part in np.polynomial.hermite_e.hermegauss(5))
-    weights = weights / weights.sum()
-    m, v = torch.tensor([0.3, -1.2, 0.7]), torch.tensor([0.5, 1.5, 0.2])
-    parts = [RandomTensor(m[k : k + 1], v[k : k + 1], Settings()) for k in range(3)]
-    grid = [
-        m[k] + v[k].sqrt() * part
-        for k, part in enumerate(torch.meshgrid(*[nodes] * 3, indexing="ij"))
-    ]
-    joint = torch.einsum("i,j,k->ijk", weights, weights, weights)
+    """A polynomial of degree one in each argument."""
+    parts = [random_input(2) for _ in range(3)]
     for known_ones in [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]:
-        at = [m[k] if k in known_ones else grid[k] for k in range(3)]
-        values = torch.lerp(*(part.expand(5, 5, 5) for part in at))
-        mean = (joint * values).sum()
-        variance = (joint * (values - mean) ** 2).sum()
-        found = torch.lerp(*(m[k : k + 1] if k in known_ones else parts[k] for k in range(3)))
-        torch.testing.assert_close(found.loc, mean[None], rtol=1e-12, atol=0)
-        torch.testing.assert_close(found.variance, variance[None], rtol=1e-12, atol=0)
+        given = [part.loc if k in known_ones else part for k, part in enumerate(parts)]
+        exact = [
+            (part.loc, torch.zeros(2, 2)) if k in known_ones else part_of(part)
+            for k, part in enumerate(parts)
+        ]
+        assert_exact(torch.lerp(*given), torch.lerp, *exact)
 
 
 def test_dropout_between_layers_is_that_of_a_dense_net():
-    """In training, between two layers and not behind the last."""
-    layer = nn.RNN(3, 4, num_layers=2, dropout=0.5)
-    x = torch.randn(STEPS, 2, 3)
+    """In training, between two layers and not after the last."""
+    layer, x = nn.RNN(3, 4, num_layers=2, dropout=0.5), torch.randn(STEPS, 2, 3)
+    parts = nn.RNN(3, 4), nn.RNN(4, 4)
+    for number, part in enumerate(parts):
+        own = {name: getattr(layer, f"{name[:-1]}{number}") for name, _ in part.named_parameters()}
+        part.load_state_dict(own)
+    expected, _ = parts[1](F.dropout(parts[0](known(x))[0], 0.5, True))
     output, _ = layer(known(x))
-    first, second = nn.RNN(3, 4), nn.RNN(4, 4)
-    for number, part in enumerate((first, second)):
-        for name, value in part.named_parameters():
-            own = getattr(layer, name.replace("l0", f"l{number}"))
-            value.data = own.data
-    expected, _ = second(F.dropout(first(known(x))[0], 0.5, True))
     torch.testing.assert_close(output.loc, expected.loc)
     torch.testing.assert_close(output.variance, expected.variance)
     assert expected.variance.min() > 0
 
 
-def test_a_packed_sequence_is_refused():
-    class Packed(nn.Module):
-        def __init__(self, kind):
-            super().__init__()
-            self.layer = getattr(nn, kind)(3, 4, batch_first=True)
+class Packed(Last):
+    def forward(self, x):
+        lengths = torch.full((len(x),), x.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.layer(packed)[1][0]
 
-        def forward(self, x):
-            lengths = torch.full((len(x),), x.shape[1])
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-            return self.layer(packed)[1][0]
 
-    x = torch.randn(2, STEPS, 3)
-    for kind in ("LSTM", "GRU"):
-        model = ps.Regressor(ps.bayesianize(Packed(kind), prior=1.0), 2, 0.1)
-        guide = ps.MeanFieldGuide(model)
-        with pytest.raises(
-            NotImplementedError, match=r"A packed sequence has no moments.*net\.layer"
-        ):
-            ps.predict_moments(model, guide, x)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_packed_sequence_is_refused(kind):
+    model = ps.Regressor(ps.bayesianize(Packed(kind), prior=1.0), 2, 0.1)
+    message = r"A packed sequence has no moments.*net\.layer"
+    with pytest.raises(NotImplementedError, match=message):
+        ps.predict_moments(model, ps.MeanFieldGuide(model), torch.randn(2, STEPS, 3))
 
 
 @pytest.mark.filterwarnings("default")

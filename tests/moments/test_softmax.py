@@ -1,4 +1,4 @@
-"""Expectations of classes over normal logits, beside the likelihood run at all nodes at once."""
+"""Expectations of classes over normal logits, against the likelihood at all nodes at once."""
 
 import copy
 
@@ -15,10 +15,9 @@ from tests.moments.one_layer import SIZE, fitted, linear
 
 
 class OwnClassifier(ps.Classifier):
-    """A likelihood that says the same, of which nothing is known: it runs at the nodes."""
+    """The same likelihood in a class that overrides the method, so that it runs at the nodes."""
 
     def observe(self, output, plates, y):
-        """Observe as the base class does."""
         return super().observe(output, plates, y)
 
 
@@ -28,8 +27,7 @@ def run_at_nodes(model, kind=OwnClassifier):
     return own
 
 
-@pytest.mark.parametrize("covariance", ["diagonal", "full"])
-@pytest.mark.parametrize("classes", [2, 3, 7])
+@pytest.mark.parametrize(("classes", "covariance"), [(2, "full"), (3, "diagonal"), (7, "full")])
 def test_blocks_are_the_likelihood_at_all_nodes(x, classes, covariance, monkeypatch):
     """For several blocks, of which the last is smaller, and with gradients of every field."""
     monkeypatch.setattr(softmax, "BLOCK", 2 * 256 * classes)
@@ -50,16 +48,23 @@ def test_blocks_are_the_likelihood_at_all_nodes(x, classes, covariance, monkeypa
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("classes", [2, 5])
-def test_the_expected_log_likelihood_is_that_at_all_nodes(x, classes):
-    y = torch.arange(SIZE) % classes
-    known = ps.Classifier(linear(classes), 3 * SIZE)
+def test_the_expected_log_likelihood_is_that_at_all_nodes(x):
+    y, known = torch.arange(SIZE) % 5, ps.Classifier(linear(5), 3 * SIZE)
     own, guide = run_at_nodes(known), fitted(known)
     elbo = StructuredELBO(estimator="moments")
     losses = [elbo.differentiable_loss(model, guide, x, y) for model in (known, own)]
     gradients = [torch.autograd.grad(loss, [*guide.parameters()]) for loss in losses]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-11)
+
+
+def test_quasi_random_points_have_exact_first_and_second_moments():
+    for size in (3, 10):
+        points, weights = nodes_of(size, torch.zeros(()))
+        torch.testing.assert_close(weights @ points, torch.zeros(size), atol=1e-14, rtol=0)
+        correlations = points.mT @ (weights.unsqueeze(-1) * points)
+        torch.testing.assert_close(correlations.diagonal(), torch.ones(size))
+        assert (correlations - torch.eye(size)).abs().max() < 0.1
 
 
 def test_improbable_classes_keep_their_density():
@@ -71,6 +76,9 @@ def test_improbable_classes_keep_their_density():
     torch.testing.assert_close(found.log_density, expected, rtol=1e-7, atol=1e-5)
     torch.testing.assert_close(found.entropy[1], torch.tensor(2.0).log(), rtol=1e-6, atol=1e-6)
     assert found.probabilities[1, 1] == 0
+    large = RandomTensor(loc + 5000, logits.variance, Settings())
+    shifted = softmax.class_expectations(large, None).probabilities
+    torch.testing.assert_close(shifted, found.probabilities)
 
 
 def test_narrow_logits_keep_the_relative_accuracy_of_variances():
@@ -86,40 +94,35 @@ def test_narrow_logits_keep_the_relative_accuracy_of_variances():
     torch.testing.assert_close(found, exact, rtol=5e-3, atol=0)
 
 
-def test_a_class_that_observes_otherwise_is_run_at_the_nodes(x):
-    class Tempered(ps.Classifier):
-        def observe(self, output, plates, y):
-            return super().observe(0.1 * output, plates, y)
+class Tempered(ps.Classifier):
+    def observe(self, output, plates, y):
+        return super().observe(0.1 * output, plates, y)
 
+
+def test_a_class_with_another_likelihood_is_run_at_the_nodes(x):
     plain = ps.Classifier(linear(3), SIZE)
     tempered, guide = run_at_nodes(plain, Tempered), fitted(plain)
     means = [ps.predict_moments(model, guide, x).mean for model in (plain, tempered)]
     assert (means[0] - means[1]).abs().max() > 0.05
-
-
-def test_observations_that_are_no_classes_are_refused(x):
-    model = ps.Classifier(linear(3), SIZE)
     with pytest.raises(ValueError, match="within the support"):
-        ps.predict_moments(model, fitted(model), x, y=torch.full((SIZE,), 9))
+        ps.predict_moments(plain, guide, x, y=torch.full((SIZE,), 9))
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
 
 
 def test_a_step_by_moments_draws_no_weight(x):
-    """Also where a pass uses a weight twice, which other objectives draw at once."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.inner(self.inner(x))
-
+    """Also if a pass uses a weight twice, which other objectives draw at once."""
     model = ps.Classifier(ps.bayesianize(Twice(), prior=1.0), SIZE)
     guide, y = ps.KTiedGuide(model), torch.arange(SIZE) % 3
     elbo = StructuredELBO(estimator="moments")
-    first = elbo.loss(model, guide, x, y)  # finds out what is used how often
+    first = elbo.loss(model, guide, x, y)  # counts the uses of weights
     state = torch.get_rng_state()
     assert elbo.loss(model, guide, x, y) == first
     assert torch.equal(torch.get_rng_state(), state)
-    StructuredELBO().loss(model, guide, x, y)
-    assert not torch.equal(torch.get_rng_state(), state)

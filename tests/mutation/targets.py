@@ -25,7 +25,7 @@ TESTS = {
     "kl_to_normals": ("distributions/test_kl_to_laplace",),
     "matheron": ("lazy/test_factored_draws",),
     "point_mass": ("distributions/test_dropout",),
-    "pruned": ("posterior/test_pruned_law", "lazy/test_embedding"),
+    "pruned": ("posterior/test_pruning", "lazy/test_embedding"),
     "rowwise": ("distributions/test_full",),
 }
 

@@ -39,10 +39,13 @@ def make(result="object", **options):
 
 
 @pytest.mark.parametrize(
-    ("result", "options"),
-    [("object", {}), ("tensor", {}), ("tuple", {"output": lambda result: result[0]})],
+    ("x", "result", "options"),
+    [
+        (X, "object", {}),
+        (UserDict(X), "tensor", {}),
+        (X["ids"], "tuple", {"output": lambda result: result[0]}),
+    ],
 )
-@pytest.mark.parametrize("x", [X, UserDict(X), X["ids"]], ids=["dict", "mapping", "tensor"])
 def test_inputs_are_keywords_and_outputs_are_found(x, result, options):
     model, guide = make(result, **options)
     history = ps.fit(model, guide, (x, Y), num_epochs=2, batch_size=4, progress=False)
@@ -74,7 +77,7 @@ def test_batches_of_a_mapping_are_its_examples():
 
 
 def test_laplace_variances_take_a_mapping():
-    """With all words unmasked, those of the words alone; the labels that it draws are the same."""
+    """A mask of ones changes no variance, and the sampled labels are the same."""
     found = []
     for x in (X, UserDict(X), X["ids"]):
         torch.manual_seed(0)

@@ -1,7 +1,6 @@
-"""What stays a point estimate when a net becomes a model."""
+"""Parameters that stay point estimates when a net becomes a model."""
 
 import pickle
-from abc import ABC, abstractmethod
 
 import pyro
 import pytest
@@ -61,26 +60,6 @@ def test_frozen_parameters_stay_frozen_without_a_copy():
     assert torch.equal(model.net[0].weight, net[0].weight)
 
 
-class Abstract(nn.Module, ABC):
-    """A base with a metaclass of its own, as those of adapters."""
-
-    @abstractmethod
-    def scale(self):
-        """Return a factor."""
-
-
-class Concrete(Abstract):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def scale(self):
-        return 2.0
-
-    def forward(self, x):
-        return self.scale() * self.layer(x)
-
-
 class Redirecting(nn.Module):
     """Looks up in a child what it has not, as the wrappers of adapters do."""
 
@@ -101,7 +80,7 @@ class Redirecting(nn.Module):
 
 
 class FourBits(nn.Parameter):
-    """A parameter whose class says how it is read, as that of bitsandbytes."""
+    """A parameter that is read by its class, as in bitsandbytes."""
 
     def __new__(cls, data, factor):
         self = torch.Tensor._make_subclass(cls, data, False)
@@ -137,11 +116,10 @@ def test_a_complex_weight_is_named():
         ps.bayesianize(net)
 
 
-@pytest.mark.parametrize("kind", [Concrete, Redirecting])
-def test_nets_of_any_class_become_bayesian(kind):
-    net = nn.Sequential(kind(), nn.Linear(1, 1))
+def test_nets_that_redirect_attributes_become_bayesian():
+    net = nn.Sequential(Redirecting(), nn.Linear(1, 1))
     bayes_net = ps.bayesianize(net, 1.0)
-    assert isinstance(bayes_net[0], kind)
+    assert isinstance(bayes_net[0], Redirecting)
     x, y = regression_data()
     model = ps.Regressor(bayes_net, num_data=12, noise_scale=0.3)
     guide = ps.MeanFieldGuide(model, init_scale=1e-9)
@@ -158,7 +136,7 @@ def test_nets_of_any_class_become_bayesian(kind):
 def test_a_compiled_net_is_taken_out_of_its_compiler():
     net = nn.Sequential(torch.compile(nn.Linear(3, 4)), nn.ReLU(), nn.Linear(4, 1))
     names = {"0.weight", "0.bias", "2.weight", "2.bias"}
-    inside = ps.bayesianize(net, {"0.*": 1.0, "*": 2.0})
+    inside = ps.bayesianize(net, {"0.weight": 1.0, "*": 2.0})
     assert set(sites_of(inside)) == names
     assert inside[0].bias.shape == (4,)
     assert set(sites_of(ps.bayesianize(torch.compile(net)))) == names

@@ -37,10 +37,16 @@ def test_a_classifier_is_a_scaled_cross_entropy():
 
 
 @pytest.mark.parametrize(
-    "noise_scale", [0.3, torch.tensor(0.3), torch.tensor([0.1, 0.2]), dist.Gamma(2.0, 3.0)]
+    "options",
+    [
+        {"noise_scale": torch.tensor([0.1, 0.2])},
+        {"noise_scale": dist.Gamma(2.0, 3.0)},
+        {"noise": 0.3},
+        {"noise": "learned"},
+    ],
 )
-def test_a_regressor_is_a_scaled_gaussian(noise_scale):
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), num_data=60, noise_scale=noise_scale)
+def test_a_regressor_is_a_scaled_gaussian(options):
+    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), num_data=60, **options)
     x, y = torch.randn(6, 3), torch.randn(6, 2)
     values = draw(model, x)
     mean = nn.functional.linear(x, values["net.weight"], values["net.bias"])
@@ -58,17 +64,6 @@ def test_a_heteroscedastic_regressor_has_means_and_then_scales():
     normal = torch.distributions.Normal(outputs[:, :2], (1 + outputs[:, 2:].exp()).log())
     torch.testing.assert_close(log_likelihood(model, values, x, y), 10 * normal.log_prob(y).sum())
     torch.testing.assert_close(poutine.condition(model, values)(x), outputs[:, :2])
-
-
-@pytest.mark.parametrize("noise", [0.3, dist.Gamma(2.0, 3.0), "learned"])
-def test_noise_takes_what_noise_scale_takes(noise):
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 2)), 60, noise=noise)
-    x, y = torch.randn(6, 3), torch.randn(6, 2)
-    values = draw(model, x)
-    mean = nn.functional.linear(x, values["net.weight"], values["net.bias"])
-    scale = values.get("noise_scale", torch.tensor(0.3))
-    expected = 10 * torch.distributions.Normal(mean, scale).log_prob(y).sum()
-    torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
 
 
 def test_learned_noise_has_a_half_normal_prior():
@@ -110,49 +105,10 @@ def test_counts_have_logarithmic_rates():
     torch.testing.assert_close(log_likelihood(model, values, x, y), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"noise_scale": 0.1, "noise": 0.1}, "`noise_scale` must be given"),
-        ({"noise": "unknown"}, "`noise` must be"),
-        ({"noise": -1.0}, "`noise` must be positive"),
-        ({"noise_scale": 0.1, "df": 1.0}, "`df` must be above 1"),
-    ],
-)
-def test_noise_that_is_none(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        ps.Regressor(nn.Linear(3, 2), 6, **options)
-
-
-def test_heteroscedastic_nets_have_two_outputs_for_a_target():
-    model = ps.Regressor(nn.Linear(3, 3), 6, noise="heteroscedastic")
-    with pytest.raises(ValueError, match=r"2 \* size\), under heteroscedastic.*got \(6, 3\)"):
-        model(torch.zeros(6, 3))
-    with pytest.raises(ValueError, match=r"`y` must have shape that of the means = \(6, 1\)"):
-        ps.Regressor(nn.Linear(3, 2), 6, noise="heteroscedastic")(
-            torch.zeros(6, 3), torch.zeros(6, 2)
-        )
-
-
-@pytest.mark.parametrize("kind", [ps.BinaryClassifier, ps.PoissonRegressor])
-def test_labels_and_counts_must_fit(kind):
-    with pytest.raises(
-        ValueError, match=r"`y` must have shape that of the net's output = \(6, 2\)"
-    ):
-        kind(nn.Linear(3, 2), 6)(torch.zeros(6, 3), torch.zeros(6))
-
-
 def test_a_noise_prior_moves_with_the_model():
     net = ps.bayesianize(nn.Linear(3, 2))
     model = ps.Regressor(net, num_data=6, noise_scale=dist.HalfNormal(1.0)).float()
     assert draw(model, torch.zeros(1, 3, dtype=torch.float32))["noise_scale"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("num_data", [0, -5, 2.5, "6"])
-@pytest.mark.parametrize("kind", [ps.Classifier, lambda net, n: ps.Regressor(net, n, 0.1)])
-def test_num_data_must_be_a_whole_number(kind, num_data):
-    with pytest.raises(ValueError, match="`num_data` must be a whole number of at least 1"):
-        kind(nn.Linear(3, 2), num_data)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +139,6 @@ def test_fit_names_both_numbers_of_examples():
     assert model.num_data == 7
 
 
-def test_noise_must_be_given():
-    with pytest.raises(ValueError, match="`noise_scale` must be given"):
-        ps.Regressor(nn.Linear(3, 2), 6)
-
-
 def test_class_weights_are_those_of_torch():
     weights, x, y = (
         torch.tensor([0.5, 1.0, 4.0]),
@@ -212,80 +163,6 @@ def test_class_weights_are_those_of_torch():
     )
 
 
-def test_class_weights_must_fit():
-    net = ps.bayesianize(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="`class_weights` must be positive"):
-        ps.Classifier(net, class_weights=torch.tensor([1.0, 0.0, 1.0]))
-    model = ps.Classifier(net, 4, class_weights=torch.ones(2))
-    with pytest.raises(ValueError, match=r"`class_weights` must have shape \(classes,\) = \(3,\)"):
-        poutine.block(model)(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
-
-
-@pytest.mark.parametrize("noise_scale", [0.0, -1.0, float("nan"), torch.tensor([1.0, 0.0])])
-def test_noise_must_be_positive(noise_scale):
-    with pytest.raises(ValueError, match="`noise_scale` must be positive and finite everywhere"):
-        ps.Regressor(nn.Linear(3, 2), 6, noise_scale)
-
-
-@pytest.mark.parametrize("kind", [ps.Classifier, lambda net, n: ps.Regressor(net, n, 0.1)])
-def test_the_net_must_be_a_module(kind):
-    with pytest.raises(TypeError, match=r"`net` must be a torch.nn.Module, but got a function"):
-        kind(lambda x: x, 6)
-
-
-@pytest.mark.parametrize(
-    ("y", "message"),
-    [
-        (
-            torch.zeros(6, 1, dtype=torch.long),
-            r"`y` must have shape \(batch,\) = \(6,\), but got \(6, 1\)",
-        ),
-        (
-            torch.zeros(5, dtype=torch.long),
-            r"`y` must have shape \(batch,\) = \(6,\), but got \(5,\)",
-        ),
-        (torch.zeros(6), "`y` must hold classes as integers, but got torch.float"),
-    ],
-)
-def test_classes_must_fit(y, message):
-    with pytest.raises(ValueError, match=message):
-        ps.Classifier(nn.Linear(3, 2), 6)(torch.zeros(6, 3), y)
-
-
-@pytest.mark.parametrize(
-    ("y", "message"),
-    [
-        (
-            torch.zeros(6),
-            r"`y` must have shape that of the net's output = \(6, 2\), but got \(6,\)",
-        ),
-        (torch.zeros(6, 2, dtype=torch.float32), r"`y` must have the dtype of `net\(x\)`"),
-    ],
-)
-def test_targets_must_fit(y, message):
-    with pytest.raises(ValueError, match=message):
-        ps.Regressor(nn.Linear(3, 2), 6, 0.1)(torch.zeros(6, 3), y)
-
-
-def test_logits_must_have_two_dimensions():
-    with pytest.raises(
-        ValueError, match=r"logits of shape \(batch, classes\), but got \(6, 5, 2\)"
-    ):
-        ps.Classifier(nn.Linear(3, 2), 6)(torch.zeros(6, 5, 3))
-
-
-def test_an_empty_batch():
-    with pytest.raises(ValueError, match="`x` must hold at least one example"):
-        ps.Classifier(nn.Linear(3, 2), 6)(torch.zeros(0, 3))
-
-
-@pytest.mark.parametrize("noise_scale", [torch.ones(3), dist.HalfNormal(torch.ones(3))])
-def test_noise_must_broadcast_to_a_target(noise_scale):
-    model = ps.Regressor(nn.Linear(3, 1), 6, noise_scale)
-    with pytest.raises(ValueError, match=r"`noise_scale` must broadcast to the shape of a target"):
-        poutine.block(model)(torch.zeros(6, 3))
-
-
 def test_noise_takes_its_dtype_from_a_floating_point_tensor():
     net = nn.Linear(3, 1, bias=False)
     net.register_buffer("index", torch.arange(3))
@@ -293,8 +170,68 @@ def test_noise_takes_its_dtype_from_a_floating_point_tensor():
     assert model.noise_scale == 2.5
 
 
-def test_a_net_that_was_called_before_is_an_error():
-    net = ps.bayesianize(nn.Linear(3, 1))
-    poutine.block(net)(torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="`net` was called before it became part of this model"):
-        ps.Regressor(net, 6, 0.1)
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (ps.Regressor, {}, "`noise_scale` must be given"),
+        (ps.Regressor, {"noise_scale": 0.1, "noise": 0.1}, "`noise_scale` must be given"),
+        (ps.Regressor, {"noise_scale": torch.tensor([1.0, 0.0])}, "`noise_scale` must be positive"),
+        (ps.Regressor, {"noise": "unknown"}, "`noise` must be"),
+        (ps.Regressor, {"noise": -1.0}, "`noise` must be positive"),
+        (ps.Regressor, {"noise_scale": 0.1, "df": 1.0}, "`df` must be above 1"),
+        (ps.Classifier, {"num_data": 2.5}, "`num_data` must be a whole number of at least 1"),
+        (ps.Classifier, {"net": len}, "`net` must be a torch.nn.Module, but got"),
+        (ps.Classifier, {"class_weights": torch.tensor([1.0, 0.0])}, "`class_weights` must be pos"),
+    ],
+)
+def test_arguments_that_do_not_fit(kind, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        kind(**({"net": nn.Linear(3, 2), "num_data": 6} | options))
+
+
+HETERO = {"noise": "heteroscedastic"}
+RIGHT_WEIGHTS, WRONG_WEIGHTS = ({"class_weights": torch.ones(size)} for size in (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "x", "y", "message"),
+    [
+        (ps.Classifier, {}, (6, 3), torch.zeros(5).long(), r"shape \(batch,\) = \(6,\), but got"),
+        (ps.Classifier, {}, (6, 3), torch.zeros(6), "`y` must hold classes as integers, but got"),
+        (ps.Classifier, {}, (6, 5, 3), None, r"shape \(batch, classes\), but got \(6, 5, 2\)"),
+        (ps.Classifier, {}, (0, 3), None, "`x` must hold at least one example"),
+        (
+            ps.Classifier,
+            WRONG_WEIGHTS,
+            (4, 3),
+            torch.tensor([0, 1, 1, 0]),
+            "`class_weights` must h",
+        ),
+        (ps.Classifier, RIGHT_WEIGHTS, (2, 3), torch.tensor([0, 2]), "classes count from 0"),
+        (ps.BinaryClassifier, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
+        (ps.PoissonRegressor, {}, (6, 3), torch.zeros(6), r"that of the net's output = \(6, 2\)"),
+        (ps.Regressor, {"noise": 1.0}, (6, 3), torch.zeros(6), r"net's output = \(6, 2\), but got"),
+        (ps.Regressor, {"noise": 1.0}, (6, 3), torch.zeros(6, 2).float(), "must have the dtype of"),
+        (ps.Regressor, HETERO, (6, 3), torch.zeros(6, 2), r"that of the means = \(6, 1\)"),
+        (
+            ps.Regressor,
+            {"noise": torch.ones(3)},
+            (6, 3),
+            None,
+            "broadcast to the shape of a target",
+        ),
+    ],
+)
+def test_data_that_do_not_fit(kind, options, x, y, message):
+    model = kind(nn.Linear(3, 2), 6, **options)
+    with pytest.raises(ValueError, match=message):
+        poutine.block(model)(torch.zeros(x), y)
+
+
+def test_heteroscedastic_nets_have_two_outputs_for_a_target():
+    model = ps.Regressor(nn.Linear(3, 3), 6, noise="heteroscedastic")
+    with pytest.raises(ValueError, match=r"2 \* size\), under heteroscedastic.*got \(6, 3\)"):
+        model(torch.zeros(6, 3))

@@ -30,8 +30,7 @@ def log_likelihood(model, x, y):
     return trace.nodes["obs"]["log_prob_sum"], trace.nodes["_RETURN"]["value"]
 
 
-@pytest.mark.parametrize("ignore_index", [-100, 0])
-@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize(("ignore_index", "shift"), [(-100, True), (0, False)])
 def test_the_likelihood_is_cross_entropy_without_the_padding(shift, ignore_index):
     model = make(num_data=3 * BATCH, shift=shift, ignore_index=ignore_index)
     x, y = data()

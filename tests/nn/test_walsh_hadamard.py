@@ -1,6 +1,5 @@
 """Walsh-Hadamard layers, compared with the dense weight that their formula gives."""
 
-import copy
 import math
 
 import pytest
@@ -11,7 +10,6 @@ from scipy.linalg import hadamard
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.families import FullCovariance
 from pyro_structvi.nn import (
     WalshHadamardConv1d,
     WalshHadamardConv2d,
@@ -21,21 +19,15 @@ from pyro_structvi.nn import (
 from pyro_structvi.sites.finding import find_declared_sites
 from tests.lazy_weights import run_lazily
 from tests.models import regression_data
-from tests.unit_noise import assert_draws
 
-SIZES = [(1, 1), (1, 5), (5, 1), (4, 4), (3, 8), (8, 3), (5, 7), (5, 20), (33, 16)]
+SIZES = [(1, 5), (5, 1), (4, 4), (5, 20), (33, 16)]
 GEOMETRIES = [
-    (WalshHadamardConv1d, F.conv1d, 3, {}),
     (WalshHadamardConv1d, F.conv1d, 2, {"stride": 2, "padding": 1, "dilation": 2}),
-    (WalshHadamardConv2d, F.conv2d, 1, {}),
     (WalshHadamardConv2d, F.conv2d, (3, 2), {"stride": (2, 1), "padding": (0, 2)}),
     (WalshHadamardConv2d, F.conv2d, (2, 3), {"padding": "same", "dilation": (2, 1)}),
     (WalshHadamardConv2d, F.conv2d, 3, {"padding": "valid", "dilation": 2}),
     (WalshHadamardConv3d, F.conv3d, (1, 2, 3), {"stride": (1, 2, 1), "padding": (1, 0, 1)}),
 ]
-LINEAR = (WalshHadamardLinear, (5, 12), (4, 5))
-SEQUENCE = (WalshHadamardLinear, (5, 12), (4, 3, 5))
-CONVOLUTION = (WalshHadamardConv2d, (2, 3, 2, 2, 1), (4, 2, 4, 5))
 
 
 def dense_weight(layer, coefficients):
@@ -57,8 +49,8 @@ def spread_diagonals(layer):
     return layer
 
 
-def input_for(layer_class, channels, batch=(3,)):
-    return torch.randn(*batch, channels, *[5, 6, 7][: -layer_class.channel_dim - 1])
+def input_for(layer_class, channels):
+    return torch.randn(3, channels, *[5, 6, 7][: -layer_class.channel_dim - 1])
 
 
 def draw_and_run(layer, x):
@@ -82,12 +74,9 @@ def test_the_dense_layer_is_that_of_the_formula(size, out):
 
 
 @pytest.mark.parametrize(("layer_class", "convolution", "kernel", "geometry"), GEOMETRIES)
-@pytest.mark.parametrize("batch", [(3,), ()])
-def test_the_convolution_is_that_of_the_formula(layer_class, convolution, kernel, geometry, batch):
-    layer, x = (
-        spread_diagonals(layer_class(2, 5, kernel, **geometry)),
-        input_for(layer_class, 2, batch),
-    )
+def test_the_convolution_is_that_of_the_formula(layer_class, convolution, kernel, geometry):
+    layer = spread_diagonals(layer_class(2, 5, kernel, **geometry))
+    x = input_for(layer_class, 2)
     values, trace = draw_and_run(layer, x)
     weight = dense_weight(layer, values["coefficients"])
     expected = convolution(x, weight, values["bias"], **geometry)
@@ -95,8 +84,9 @@ def test_the_convolution_is_that_of_the_formula(layer_class, convolution, kernel
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's, of the padding it copies
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("padding", [(1, 2), "same"])
+@pytest.mark.parametrize(
+    ("mode", "padding"), [("zeros", "same"), ("reflect", (1, 2)), ("circular", "same")]
+)
 def test_padding_modes_are_torchs(mode, padding):
     geometry = {"padding": padding, "padding_mode": mode, "bias": False}
     layer, x = WalshHadamardConv2d(2, 5, (2, 4), **geometry), torch.randn(3, 2, 5, 6)
@@ -106,7 +96,7 @@ def test_padding_modes_are_torchs(mode, padding):
     torch.testing.assert_close(layer._outputs(x, g.expand(3, -1, -1)), oracle(x))
 
 
-@pytest.mark.parametrize("middle", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("middle", [(), (2, 3)])
 def test_a_dense_factor_for_each_example_is_a_loop(middle):
     assert_is_loop(WalshHadamardLinear(5, 12), torch.randn(4, *middle, 5))
 
@@ -133,13 +123,6 @@ def test_weights_have_the_prior_scale(arguments):
     torch.testing.assert_close(variance.detach(), torch.full(layer.weight_shape, 0.09))
 
 
-def test_outputs_share_the_numbers_of_their_weights():
-    """H diag(g) H depends on the exclusive or of row and column; see the page in docs/guides."""
-    layer, index = WalshHadamardLinear(8, 8), torch.arange(8)
-    weight = layer.weight(torch.randn(1, 8)) / layer.row_scale[0, :, None] / layer.column_scale[0]
-    torch.testing.assert_close(weight, weight[0, index ^ index[:, None]])
-
-
 def test_the_start_is_like_torchs():
     layer = WalshHadamardLinear(200, 2000)
     weight = layer.weight(layer.initial_values["coefficients"])
@@ -153,47 +136,10 @@ def test_the_start_is_like_torchs():
 # ---- posteriors of the coefficients --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "apply", "x_shape"),
-    [
-        (lambda: WalshHadamardLinear(3, 6), F.linear, (3,)),
-        (lambda: WalshHadamardLinear(3, 6), F.linear, (2, 3)),
-        (
-            lambda: WalshHadamardConv2d(2, 3, 2, stride=2, padding=1, filters_per_example=True),
-            lambda *args: F.conv2d(*args, stride=2, padding=1),
-            (2, 3, 3),
-        ),
-    ],
-)
-def test_outputs_of_an_example_have_the_law_of_one_draw(make, apply, x_shape):
-    """The outputs are A g + b, with the covariance A Sigma_g A' + B Sigma_b B'."""
-    layer, x = spread_diagonals(make()), torch.randn(2, *x_shape)
-    guide = ps.StructuredGuide(layer, {"coefficients": FullCovariance()}, init_scale=0.7)
-    posterior = guide["coefficients"]
-    posterior.lower.data.normal_(std=0.5)
-
-    g, bias = posterior(), guide["bias"]()
-    shape = layer.row_scale.shape
-    columns = [dense_weight(layer, e.reshape(shape)) for e in torch.eye(shape.numel())]
-    operator = torch.stack([apply(x, column) for column in columns], -1)
-    per_channel = torch.stack(
-        [apply(x, torch.zeros_like(columns[0]), e) for e in torch.eye(len(bias.mean))], -1
-    )
-    mean = operator @ g.mean.flatten() + per_channel @ bias.mean
-    maps = torch.cat([operator, per_channel], -1).flatten(1, -2)
-    joint = torch.block_diag(g.covariance_matrix, bias.variance.diag())
-    covariance = torch.stack([one @ joint @ one.mT for one in maps])
-    assert_draws(lambda: run_lazily(layer, guide, x), mean, covariance)
-
-
-def test_one_draw_serves_the_batch_elsewhere():
-    layer, x = WalshHadamardLinear(3, 6), torch.randn(1, 3).expand(4, 3)
-    guide = ps.MeanFieldGuide(layer, init_scale=1.0)
-    trace = poutine.trace(guide).get_trace(x)
-    outputs = poutine.replay(layer, trace)(x)
-    assert torch.equal(outputs[:-1], outputs[1:])
-    lazy = run_lazily(layer, guide, x)
-    assert not torch.isclose(lazy[:-1], lazy[1:]).any()
+def test_a_dense_layer_is_drawn_for_each_example():
+    x, layer = torch.randn(1, 3).expand(4, 3), WalshHadamardLinear(3, 6, bias=False)
+    outputs = run_lazily(layer, ps.MeanFieldGuide(layer, init_scale=1.0), x)
+    assert not torch.isclose(outputs[:-1], outputs[1:]).any()
 
 
 def test_one_draw_of_filters_serves_the_batch_unless_asked():
@@ -213,30 +159,12 @@ def make_regressor():
     return ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.3)
 
 
-def test_parameters_of_mean_field():
-    layer = WalshHadamardLinear(400, 600, bias=False)
-    count = sum(p.numel() for p in [*layer.parameters(), *ps.MeanFieldGuide(layer).parameters()])
-    assert count == 4 * 2 * 512
-
-
-@pytest.mark.parametrize(
-    "guide_class", [ps.MeanFieldGuide, ps.AutoLowRankLRT, ps.FullCovarianceGuide]
-)
-def test_fitting_and_predicting(guide_class):
+def test_fitting_and_predicting():
     model, data = make_regressor(), regression_data()
-    guide = guide_class(model)
+    guide = ps.AutoLowRankLRT(model)
     ps.fit(model, guide, data, num_steps=2, lr=0.03, progress=False)
     assert not model.net[0].row_scale[0].detach().abs().eq(1).any()  # trained along
     assert ps.predict(model, guide, data[0], num_samples=3).mean.shape == (12, 1)
-
-
-def test_state_dicts_and_copies():
-    source, target, x = make_regressor(), make_regressor(), torch.randn(4, 3)
-    values = ps.MeanFieldGuide(source).draw()
-    expected = poutine.condition(source.net, values)(x)
-    target.load_state_dict(source.state_dict())
-    for same in (target, copy.deepcopy(source)):
-        torch.testing.assert_close(poutine.condition(same.net, values)(x), expected)
 
 
 def test_layers_convert():
@@ -254,11 +182,8 @@ def test_layers_convert():
     ("make", "error", "message"),
     [
         (lambda: WalshHadamardLinear(0, 2), ValueError, "`in_features` must be a whole number"),
-        (lambda: WalshHadamardLinear(2, 0), ValueError, "`out_features` must be a whole number"),
         (lambda: WalshHadamardConv1d(0, 2, 1), ValueError, "`in_channels` must be a whole number"),
-        (lambda: WalshHadamardConv1d(2, 0, 1), ValueError, "`out_channels` must be a whole number"),
         (lambda: WalshHadamardLinear(2, 2, prior_scale=0), ValueError, "`prior_scale` must be"),
-        (lambda: WalshHadamardLinear(2, 2, bias_prior_scale=0), ValueError, "`bias_prior_scale`"),
         (lambda: WalshHadamardConv1d(2, 2, 1, groups=2), TypeError, "argument 'groups'"),
         (
             lambda: WalshHadamardConv1d(2, 2, 1, padding="half"),

@@ -1,14 +1,10 @@
 """What all figures share: axes that are given, figures of no window, labels, legends."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-import pyro_structvi.plots
 from pyro_structvi import plots
 from pyro_structvi.plots.figures import COLOURS, curve_style
 from tests.bad_input.cases import VALID
@@ -22,8 +18,8 @@ def draw(name, ax):
 
 
 @pytest.mark.parametrize("name", OF_ONE_AXES)
-def test_axes_are_used_returned_and_keep_their_labels(name):
-    """In a part of a figure, too."""
+def test_axes_are_used_returned_and_keep_their_labels(name, tmp_path):
+    """In a part of a figure, too; without axes there is a figure of no window."""
     part = Figure(layout="constrained").subfigures(1, 2)[1]
     first, second = part.subplots(1, 2)
     second.set_xlabel("horizontal")
@@ -33,10 +29,6 @@ def test_axes_are_used_returned_and_keep_their_labels(name):
     assert not first.has_data()
     assert (second.get_xlabel(), second.get_ylabel()) == ("horizontal", "vertical")
     second.get_figure(root=True).draw_without_rendering()
-
-
-@pytest.mark.parametrize("name", OF_ONE_AXES)
-def test_without_axes_there_is_a_figure_of_no_window_and_it_can_be_written(name, tmp_path):
     ax = draw(name, None)
     assert type(ax.figure) is Figure
     assert ax.figure.canvas.manager is None
@@ -58,17 +50,6 @@ def test_curves_differ_by_colour_and_then_by_style():
     assert [style[0] for style in styles[: len(COLOURS)]] == list(COLOURS)
 
 
-def test_colours_differ_in_lightness_or_in_blue():
-    """Dichromats see lightness and the contrast of blue and yellow."""
-
-    def seen(colour):
-        red, green, blue = to_rgb(colour)
-        return np.array([0.3 * red + 0.6 * green, blue])
-
-    pairs = itertools.combinations(map(seen, COLOURS), 2)
-    assert min(np.abs(a - b).max() for a, b in pairs) > 0.1
-
-
 @pytest.mark.parametrize(("layout", "beside"), [("constrained", True), (None, False)])
 def test_a_legend_stands_beside_the_axes_where_the_layout_makes_room(layout, beside):
     ax = Figure(layout=layout).subplots()
@@ -86,31 +67,20 @@ def test_tensors_arrays_and_lists_are_drawn_alike():
     assert [line.tolist() for line in lines] == [numbers] * 3
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (torch.tensor([True]), "`levels` must hold real numbers, but got a torch.Tensor"),
-        (np.array(["a"]), "`levels` must hold real numbers, but got a ndarray"),
-        ([], r"`levels` must hold at least one number, in 1 .*shape \(0,\)"),
-        (np.ones((2, 2)), r"in 1 dimension, but got the shape \(2, 2\)"),
-        ([1.0, np.nan], "`levels` must be finite everywhere"),
-    ],
+WRONG = (
+    (torch.tensor([True]), "`levels` must hold real numbers, but got a torch.Tensor"),
+    (np.array(["a"]), "`levels` must hold real numbers, but got a ndarray"),
+    ([], r"`levels` must hold at least one number, in 1 .*shape \(0,\)"),
+    (np.ones((2, 2)), r"in 1 dimension, but got the shape \(2, 2\)"),
+    ([1.0, np.nan], "`levels` must be finite everywhere"),
 )
-def test_what_cannot_be_drawn(values, message):
-    with pytest.raises(ValueError, match=message):
-        plots.plot_coverage(values, [0.5])
 
 
-def test_a_label_beside_a_mapping():
+def test_other_values_and_mappings_are_refused():
+    for values, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            plots.plot_coverage(values, [0.5])
     with pytest.raises(ValueError, match="`label` must be None where `coverage` is a mapping"):
         plots.plot_coverage([0.5], {"guide": [0.4]}, label="guide")
-
-
-def test_a_mapping_without_entries():
     with pytest.raises(ValueError, match="`coverage` must hold at least one entry, but is empty"):
         plots.plot_coverage([0.5], {})
-
-
-def test_every_function_is_listed():
-    names = {name for name in vars(pyro_structvi.plots) if name.startswith("plot_")}
-    assert names == set(plots.__all__)

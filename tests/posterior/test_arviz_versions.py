@@ -1,4 +1,4 @@
-"""What differs between versions of ArviZ: its import, and the call that smooths weights."""
+"""Differences between versions of ArviZ: the import, and the call that smooths weights."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -10,7 +10,7 @@ from pyro_structvi.posterior.inference_data import import_arviz, pareto_smoothed
 
 
 def test_arviz_announces_itself_to_those_who_import_it_only(tmp_path, monkeypatch):
-    """In a stand-in, since the announcement is made once a day; other warnings are not hidden."""
+    """In a fake module, since the announcement is made once a day; other warnings are not hidden."""
     folder = tmp_path / "arviz"
     folder.mkdir()
     notice = 'import warnings\nwarnings.warn("\\nArviZ is undergoing a refactor", FutureWarning)\n'
@@ -44,7 +44,7 @@ def with_arviz_stats(monkeypatch, array_stats):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_version_1_takes_minus_the_log_weights(sign, monkeypatch):
-    """Stand-ins return what they were given; that of version 1 is in another package."""
+    """Fake modules return their argument; the function of version 1 is in another package."""
     function = SimpleNamespace(psislw=lambda values: (values, np.array(0.5)))
     monkeypatch.setitem(sys.modules, "arviz", function if sign == 1 else SimpleNamespace())
     with_arviz_stats(monkeypatch, function if sign == -1 else SimpleNamespace())
@@ -56,7 +56,7 @@ def test_version_1_takes_minus_the_log_weights(sign, monkeypatch):
 
 @pytest.mark.parametrize("version", ["installed", "1.x"])
 def test_the_tail_of_a_pareto_distribution_has_its_shape(version, monkeypatch):
-    """Of its quantiles, which are as the largest of many draws without their noise."""
+    """The quantiles are like the largest of many draws, without noise."""
     if version == "1.x":
         pytest.importorskip("arviz_stats")
         monkeypatch.setitem(sys.modules, "arviz", SimpleNamespace())

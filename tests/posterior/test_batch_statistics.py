@@ -85,7 +85,7 @@ def test_each_member_has_statistics_of_its_own(max_memory, batch_size):
 
 @pytest.mark.parametrize(("max_memory", "passes"), [(1 / 32, 2), (1e-9, SIZE)])
 def test_they_are_measured_once_for_all_mini_batches(max_memory, passes):
-    """The first draw runs by itself, the others in one pass or one by one."""
+    """The first draw runs alone, other draws in one pass or one by one."""
     model, guide, x, reference = make(ensemble)
     sizes = []
     model.net.conv.register_forward_pre_hook(lambda layer, args: sizes.append(len(args[0])))

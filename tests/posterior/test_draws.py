@@ -12,12 +12,7 @@ from pyro.infer.reparam import LocScaleReparam
 import pyro_structvi as ps
 from pyro_structvi.sites.autoguide import LocalLatentWarning
 from tests.models import make_classifier, make_regressor, regression_data
-
-
-def draws_of(model, count=4):
-    guide = ps.MeanFieldGuide(model, init_scale=0.3)
-    each = [guide.draw() for _ in range(count)]
-    return {name: torch.stack([draw[name] for draw in each]) for name in each[0]}
+from tests.posterior.passed_models import draws_of
 
 
 def renamed(draws):
@@ -37,12 +32,11 @@ def renamed(draws):
         (lambda d: d | {"obs": torch.zeros(4, 5, 1)}, "The observed site must be one of"),
     ],
 )
-@pytest.mark.parametrize("predicts", [True, False])
-def test_draws_must_have_exactly_the_latent_sites(change, message, predicts):
-    model, (x, y) = make_regressor(), regression_data(5)
-    draws = change(draws_of(model))
+def test_draws_must_have_exactly_the_latent_sites(change, message):
+    model, (x, _) = make_regressor(), regression_data(5)
+    draws = change(draws_of(ps.MeanFieldGuide(model), 4))
     with pytest.raises(ValueError, match=message):
-        ps.predict(model, draws, x) if predicts else ps.to_inference_data(model, draws, x, y)
+        ps.predict(model, draws, x)
 
 
 def test_draws_that_lack_a_site_of_an_unmarked_model_are_refused():
@@ -70,16 +64,6 @@ def test_what_is_no_posterior_of_the_model_is_refused():
             ps.predict(model, posterior, x)
     with pytest.raises(ValueError, match=r"'net.2.weight' values of the model's shape \(1, 5\)"):
         ps.predict(model, ps.KTiedGuide(other), x)
-
-
-def test_a_copy_of_the_model_has_the_same_posterior():
-    model = make_regressor()
-    assert (
-        ps.predict(
-            make_regressor(), ps.KTiedGuide(model), torch.zeros(5, 3), num_samples=2
-        ).num_samples
-        == 2
-    )
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.DataScaleWarning")  # of the bias
@@ -176,19 +160,15 @@ def reparametrized(group, y=None):
 @pytest.mark.parametrize(
     ("model", "site"), [(groups, "shift"), (reparametrized, "shift_decentered")]
 )
-@pytest.mark.parametrize(
-    "make_guide", [ps.MeanFieldGuide, pytest.param(AutoNormal, marks=pytest.mark.slow)]
-)
-def test_only_data_make_the_latents_of_a_plate_local(model, site, make_guide):
+def test_only_data_make_the_latents_of_a_plate_local(model, site):
     group, truth = torch.arange(60) % 3, torch.tensor([3.0, -2.0, 0.5])
     y = truth[group]
-    guide = make_guide(model)
+    guide = ps.MeanFieldGuide(model)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.2}), Trace_ELBO())
     for _ in range(100):
         svi.step(group, y)
-    if make_guide is ps.MeanFieldGuide:
-        assert guide.local_site_names == []
-        assert {"scale", site} <= guide.median().keys() & guide.draw().keys()
+    assert guide.local_site_names == []
+    assert {"scale", site} <= guide.median().keys() & guide.draw().keys()
     prediction = ps.predict(model, guide, torch.tensor([0, 1, 2, 2]), num_samples=50, site="obs")
     assert (prediction.mean - truth[[0, 1, 2, 2]]).abs().max() < 0.3
 

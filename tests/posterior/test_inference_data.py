@@ -46,13 +46,14 @@ def test_groups_dims_and_values():
     np.testing.assert_array_equal(observed.values, y[:, 0].numpy())
     assert observed.dims == ("obs_id",)
     assert predictive.shape == (2, 3, 12)
+    assert len(np.unique(predictive)) == predictive.size
     assert predictive.dims == outputs.dims == ("chain", "draw", *observed.dims)
     assert data["log_likelihood"]["obs"].dims == ("chain", "draw", "obs_id")
     np.testing.assert_array_equal(observed["obs_id"], np.arange(12))
 
 
 def test_arviz_1_gets_groups_in_one_mapping(monkeypatch):
-    """Its signature, in a stand-in, so that this path runs where no part of ArviZ 1.x is."""
+    """A fake module with its signature, so that this path runs without ArviZ 1.x."""
 
     def from_dict(data, *, dims=None, coords=None):
         return data, dims, coords
@@ -100,15 +101,6 @@ def test_loo_is_the_log_density_for_a_posterior_without_spread():
     assert elpd == pytest.approx(exact, rel=1e-5)
 
 
-def test_values_are_float64_for_a_float32_model():
-    net = nn.Linear(3, 1).float()
-    model = ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.3)
-    x, y = (value.float() for value in regression_data())
-    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, num_samples=4)
-    assert data["posterior"]["net.weight"].dtype == np.float64
-    assert data["observed_data"]["obs"].dtype == np.float64
-
-
 def test_it_survives_a_file(tmp_path):
     (model, draws), (x, y) = sampled_chains(), regression_data()
     data = ps.to_inference_data(model, draws, x, y, 8)
@@ -117,12 +109,6 @@ def test_it_survives_a_file(tmp_path):
     for group, name in (("posterior", "net.0.weight"), ("sample_stats", "diverging")):
         np.testing.assert_array_equal(loaded[group][name], data[group][name])
         assert loaded[group][name].dtype == data[group][name].dtype
-
-
-def test_lengths_must_agree():
-    model, (x, y) = make_regressor(), regression_data()
-    with pytest.raises(ValueError, match=r"one length, but got \[12, 11\]"):
-        ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y[:-1])
 
 
 def test_chains_must_stay_whole():
@@ -219,18 +205,16 @@ def test_masked_observations_have_the_log_likelihood_zero(where):
     np.testing.assert_allclose(density.detach(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_observations_may_have_gradients():
-    model, (x, y) = make_regressor(), regression_data()
-    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y.requires_grad_(), 4)
-    np.testing.assert_array_equal(data["observed_data"]["obs"].values, y[:, 0].detach())
-
-
-def test_observations_are_copied():
-    model, (x, _) = make_classifier(), regression_data()
-    y = torch.ones(12, dtype=torch.long)
-    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, 4)
-    y.zero_()
-    assert (data["observed_data"]["obs"].values == 1).all()
+def test_values_are_copies_in_float64():
+    net = nn.Linear(3, 1).float()
+    model = ps.Regressor(ps.bayesianize(net), num_data=12, noise_scale=0.3)
+    x, y = (value.float().requires_grad_() for value in regression_data())
+    data = ps.to_inference_data(model, ps.MeanFieldGuide(model), x, y, num_samples=4)
+    expected = y.detach().clone()
+    y.data.zero_()
+    assert data["posterior"]["net.weight"].dtype == np.float64
+    assert data["observed_data"]["obs"].dtype == np.float64
+    np.testing.assert_array_equal(data["observed_data"]["obs"].values, expected[:, 0])
 
 
 def test_several_outputs_of_an_example_keep_their_dimension():

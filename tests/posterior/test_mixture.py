@@ -17,8 +17,9 @@ def predicted(model, num_samples=7, size=5, **options):
     return ps.predict(model, guide, torch.randn(size, 3), num_samples=num_samples, **options)
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("noise", [0.3, "heteroscedastic", "learned"])
+@pytest.mark.parametrize(
+    ("noise", "batch_size"), [(0.3, None), ("heteroscedastic", 2), ("learned", None)]
+)
 def test_quantiles_of_normal_noise_are_those_of_the_mixture(noise, batch_size):
     outputs = 4 if noise == "heteroscedastic" else 2
     model = ps.Regressor(ps.bayesianize(nn.Linear(3, outputs)), 60, noise=noise)
@@ -71,12 +72,15 @@ def test_quantiles_where_torch_knows_no_distribution_function():
         assert (exact.sf(share) > 1e-7).all()
 
 
-def test_counts_have_whole_quantiles():
+def test_quantiles_of_counts_are_order_statistics_rounded_outwards():
     model = ps.PoissonRegressor(ps.bayesianize(nn.Linear(3, 1)), 60)
-    lower, upper = predicted(model, num_samples=50).interval(0.9)
-    assert torch.equal(lower, lower.round())
-    assert torch.equal(upper, upper.round())
-    assert (lower <= upper).all()
+    prediction = predicted(model, num_samples=50)
+    torch.manual_seed(1)
+    drawn = prediction.sample_observations(40).sort(0).values
+    torch.manual_seed(1)
+    lower, upper = prediction.interval(0.9)
+    assert torch.equal(lower, drawn[99])  # of 0.05 * 2001 = 100.05
+    assert torch.equal(upper, drawn[1900])
 
 
 def test_labels_have_entropies_one_by_one():
@@ -92,7 +96,7 @@ def test_labels_have_entropies_one_by_one():
     torch.testing.assert_close(prediction.mutual_information, entropy - of_draws)
 
 
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
 def test_labels_of_any_dtype_have_a_density(dtype):
     model = ps.BinaryClassifier(ps.bayesianize(nn.Linear(3, 2)), 60)
     x, y = torch.randn(5, 3), torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0], [0, 1]])
@@ -137,7 +141,9 @@ def test_what_has_no_examples_is_stacked_and_refused_in_mini_batches():
     guide = ps.KTiedGuide(model)
     prediction = ps.predict(model, guide, x, num_samples=6)
     torch.testing.assert_close(prediction.functions, prediction.likelihood.mean.sum((1, 2)))
-    with pytest.raises(ValueError, match=r"With `batch_size`, what the model returns must have"):
+    with pytest.raises(
+        ValueError, match=r"With `batch_size`, the model must return tensors with the examples"
+    ):
         ps.predict(model, guide, x, num_samples=6, batch_size=5)
     assert ps.predict(model, guide, x, num_samples=6, batch_size=5, stream=True).mean.shape == (
         12,
@@ -151,8 +157,7 @@ def test_what_is_no_tensor_cannot_be_stacked():
         ps.predict(model, ps.KTiedGuide(model), x, num_samples=6)
 
 
-@pytest.mark.parametrize(("count", "stride"), [(80, 1), (250, 3)])
-@pytest.mark.parametrize("batch_size", [None, 5])
+@pytest.mark.parametrize(("count", "stride", "batch_size"), [(80, 1, None), (250, 3, 5)])
 def test_intervals_of_a_streamed_prediction_are_those_of_evenly_spaced_draws(
     count, stride, batch_size
 ):
@@ -184,13 +189,13 @@ def test_classes_have_no_quantiles():
         predicted(make_classifier()).interval()
 
 
-@pytest.mark.parametrize("q", [0.0, 1.0, -1.0, float("nan"), torch.tensor([0.5, 2.0])])
+@pytest.mark.parametrize("q", [0.0, float("nan"), torch.tensor([0.5, 2.0])])
 def test_levels_lie_between_0_and_1(q):
     with pytest.raises(ValueError, match="`q` must be strictly between 0 and 1"):
         predicted(make_regressor()).quantile(q)
 
 
-@pytest.mark.parametrize("level", [0.0, 1.0, float("nan")])
+@pytest.mark.parametrize("level", [1.0, float("nan")])
 def test_an_interval_has_a_level_between_0_and_1(level):
     with pytest.raises(ValueError, match="`level` must be strictly between 0 and 1"):
         predicted(make_regressor()).interval(level)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.posterior import passes as passes_module
 from tests.models import (
     make_regressor,
     regression_data,
@@ -15,7 +14,6 @@ from tests.models import (
 from tests.posterior.passed_models import (
     ONE_BY_ONE,
     assert_same,
-    counted,
     draws_of,
     normalized,
     regressor_of,
@@ -114,31 +112,6 @@ def test_what_a_distribution_does_not_take_is_an_error_wherever_it_comes():
         ps.predict(uniform_function, {"width": torch.tensor([2.0, 0.3, 3.0])}, x, y=y)
     with pytest.raises(ValueError, match="parameter low"):
         ps.predict(uniform_function, {"width": torch.tensor([2.0, 1.0, -1.0])}, x)
-
-
-def scaled_function(x, y=None):
-    scale = pyro.sample("scale", dist.Normal(torch.ones(()), 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x, scale), obs=y)
-
-
-def test_an_invalid_scale_is_an_error_wherever_it_comes():
-    draws = {"scale": torch.tensor([1.0, 2.0, -1.0, 1.0])}
-    with pytest.raises(ValueError, match="parameter scale"):
-        ps.predict(scaled_function, draws, torch.zeros(3))
-
-
-def test_validation_finds_no_fault_in_what_is_valid(monkeypatch):
-    found = []
-    is_valid = passes_module._is_valid
-    monkeypatch.setattr(
-        passes_module, "_is_valid", lambda *args: (found.append(1), is_valid(*args))[1]
-    )
-    model, (x, y) = make_regressor(), regression_data()
-    counting, runs = counted(model)
-    ps.predict(counting, draws_of(ps.MeanFieldGuide(model), 6), x, y=y)
-    assert len(runs) == 2
-    assert found
 
 
 @pytest.mark.parametrize("factor", [None, 10])

@@ -14,8 +14,8 @@ from torchvision.models import VisionTransformer
 import pyro_structvi as ps
 from tests.real_nets.sequence_nets import (
     SIZE,
-    Attention,
     CellLoop,
+    CrossAttention,
     Recurrent,
     Transformer,
     sequences,
@@ -200,19 +200,10 @@ CASES = [
         ("*class_token", "*pos_embedding"),
         runs_mapped=False,
     ),
-    Case(
-        "transposed convolution",
-        lambda: regressor(Upsampling(), x := images()[0], x.tanh()),
-    ),
+    Case("transposed convolution", lambda: regressor(Upsampling(), x := images()[0], x.tanh())),
     Case(
         "LSTM",
         lambda: classifier(Recurrent(nn.LSTM), *sequences()),
-        ("net.layer.*",),
-        runs_mapped=False,
-    ),
-    Case(
-        "GRU, time first",
-        lambda: classifier(Recurrent(nn.GRU, batch_first=False), *sequences()),
         ("net.layer.*",),
         runs_mapped=False,
     ),
@@ -228,16 +219,12 @@ CASES = [
         ("net.cell.*",),
         runs_mapped=False,
     ),
-    Case("self-attention", lambda: classifier(Attention(), *sequences())),
     Case(
         "cross-attention",
-        lambda: classifier(Attention(crosses=True), *sequences()),
+        lambda: classifier(CrossAttention(), *sequences()),
         ("net.attention.in_proj_bias",),  # three parts of it meet three layers
     ),
-    Case(
-        "transformer encoder",
-        lambda: classifier(Transformer(), *sequences()),
-    ),
+    Case("transformer encoder", lambda: classifier(Transformer(), *sequences())),
     Case(
         "transformer decoder",
         lambda: classifier(Transformer(decodes=True), *sequences()),
@@ -246,9 +233,7 @@ CASES = [
     Case("dictionary of inputs", named),
     Case("two inputs, two outputs", two_heads),
     Case(
-        "shared weights",
-        lambda: classifier(perceptron(tie), *table()),
-        ("net.0.bias", "net.2.*"),
+        "shared weights", lambda: classifier(perceptron(tie), *table()), ("net.0.bias", "net.2.*")
     ),
     Case("frozen weights", lambda: classifier(perceptron(freeze), *table()), ("net.0.bias",)),
     Case(
@@ -256,14 +241,6 @@ CASES = [
         lambda: classifier(perceptron(lambda net: parametrizations.weight_norm(net[2])), *table()),
         ("net.2.*",),
         runs_mapped=False,
-    ),
-    Case(
-        "orthogonal weights",
-        lambda: classifier(
-            perceptron(lambda net: parametrizations.orthogonal(net[2], orthogonal_map="cayley")),
-            *table(),
-        ),
-        ("net.2.*",),
     ),
     Case(
         "pruned weights",

@@ -19,9 +19,9 @@ def sequences(features=2):
 class Recurrent(nn.Module):
     """Two bidirectional recurrent layers, and a dense one on the last outputs."""
 
-    def __init__(self, kind, batch_first=True, packed=False):
+    def __init__(self, kind, packed=False):
         super().__init__()
-        self.layer = kind(3, 2, num_layers=2, bidirectional=True, batch_first=batch_first)
+        self.layer = kind(3, 2, num_layers=2, bidirectional=True, batch_first=True)
         self.head = nn.Linear(4, 2)
         self.packed = packed
 
@@ -29,8 +29,6 @@ class Recurrent(nn.Module):
         if self.packed:
             lengths = x[..., -1].sum(1).long()
             x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        elif not self.layer.batch_first:
-            x = x.transpose(0, 1)
         _, state = self.layer(x)
         hidden = state[0] if isinstance(state, tuple) else state
         return self.head(torch.cat([hidden[-2], hidden[-1]], -1))
@@ -53,20 +51,17 @@ class CellLoop(nn.Module):
 # ---- attention -----------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    """Attention of a sequence to itself, or of its first half to the features of its second."""
+class CrossAttention(nn.Module):
+    """Attention of the first half of a sequence to the features of its second half."""
 
-    def __init__(self, crosses=False):
+    def __init__(self):
         super().__init__()
-        sizes = {"kdim": 3, "vdim": 2} if crosses else {}
         self.embed = nn.Linear(3, 4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **sizes)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, kdim=3, vdim=2)
         self.head = nn.Linear(4, 2)
-        self.crosses = crosses
 
     def forward(self, x):
-        query = self.embed(x[:, :2]) if self.crosses else self.embed(x)
-        key, value = (x[:, 2:], x[:, 2:, :2]) if self.crosses else (query, query)
+        query, key, value = self.embed(x[:, :2]), x[:, 2:], x[:, 2:, :2]
         return self.head(self.attention(query, key, value)[0].mean(1))
 
 

@@ -1,8 +1,6 @@
 """One guide with a family for each kind of weight, as in the papers."""
 
-import pytest
 import torch
-from torchvision.models import resnet18
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, PointEstimate
@@ -43,25 +41,7 @@ def test_an_lstm_with_points_for_its_biases():
     for name in guide.site_names:
         assert torch.equal(first[name], second[name]) == ("bias" in name)
         assert not torch.equal(first[name], before[name]), "every site is trained"
-
-
-def test_a_point_counts_by_its_prior_density():
-    model, data = case_of("LSTM").make()
-    guide = ps.StructuredGuide(model, {"*bias*": PointEstimate(), "*weight*": KTied(2)})
     kl = ps.StructuredELBO().terms(model, guide, *data).kl["net.layer.bias_hh_l1"]
     bias = guide.draw()["net.layer.bias_hh_l1"]
     prior = torch.distributions.Normal(0.0, 1.0)
     torch.testing.assert_close(kl, -prior.log_prob(bias).sum())
-
-
-@pytest.mark.slow
-def test_a_resnet_with_a_k_tied_dense_layer():
-    torch.set_default_dtype(torch.float32)
-    x, y = images(32)
-    model, data = classifier(resnet18(num_classes=2), x.expand(-1, 3, -1, -1), y)
-    guide = ps.StructuredGuide(model, {"net.fc.weight": KTied(2), "*": MeanField()})
-    assert [n for n, family in families_of(guide).items() if family == KTied(2)] == [
-        "net.fc.weight"
-    ]
-    assert_learns(model, guide, data, num_steps=9, lr=3e-4, kl_weight=1e-3)
-    assert_draws_are_functions(model, guide, data[:-1])

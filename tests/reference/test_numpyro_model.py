@@ -50,7 +50,7 @@ def evaluate_pyro(model, x, y):
     generator = torch.Generator().manual_seed(2)
     prior = poutine.trace(model).get_trace(x)
     values = {
-        name: 0.1 + torch.rand(node["value"].shape, generator=generator)
+        name: 0.1 + 0.8 * torch.rand(node["value"].shape, generator=generator)
         for name, node in prior.nodes.items()
         if node["type"] == "sample" and name not in ("data", "obs")
         if not node["infer"].get("_deterministic")
@@ -95,29 +95,30 @@ def add_to_relu_in_place(h):
 # ---- the log joint -----------------------------------------------------------------------------
 
 
-def slow(case):
-    return pytest.param(case, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "prior",
     [
         0.7,
         {"2.weight": torch.tensor([[0.5], [2.0]]), "*": 1.0},
-        slow({"2.weight": torch.linspace(0.5, 2, 5), "*": 1.0}),
-        {"2.weight": torch.linspace(0.5, 2, 10).reshape(2, 5), "*": 1.0},
-        {"2.weight": dist.Normal(torch.linspace(-1, 1, 5), 0.4), "*": dist.Laplace(0.0, 1.0)},
-        FanIn(scale=1.4),
-        slow(dist.Laplace(0.1, 0.8)),
-        dist.StudentT(3.0, 0.2, 0.5),
-        slow(dist.Cauchy(0.3, 2.0)),
-        dist.HalfNormal(0.9),
-        slow(dist.HalfCauchy(0.9)),
-        dist.Gamma(2.0, 3.0),
-        dist.LogNormal(0.2, 0.6),
-        slow(dist.Exponential(1.7)),
-        slow(dist.Uniform(0.0, 1.5)),
-        slow(dist.InverseGamma(2.5, 1.5)),
+        {"2.weight": torch.linspace(0.5, 2, 10).reshape(2, 5), "*": FanIn(scale=1.4)},
+        {
+            "0.weight": dist.StudentT(3.0, 0.2, 0.5),
+            "0.bias": dist.Normal(torch.linspace(-1, 1, 5), 0.4),
+            "2.weight": dist.Laplace(torch.tensor([[0.1], [0.2]]), 0.8),
+            "2.bias": dist.Cauchy(0.3, 2.0),
+        },
+        {
+            "0.weight": dist.HalfNormal(0.9),
+            "0.bias": dist.Gamma(2.0, 3.0),
+            "2.weight": dist.LogNormal(0.2, 0.6),
+            "2.bias": dist.InverseGamma(2.5, 1.5),
+        },
+        {
+            "0.weight": dist.Beta(2.0, 3.0),
+            "0.bias": dist.Exponential(1.7),
+            "2.weight": dist.Uniform(0.0, 1.5),
+            "2.bias": dist.HalfCauchy(0.9),
+        },
     ],
     ids=str,
 )
@@ -125,23 +126,10 @@ def test_log_joint_agrees_for_each_prior(prior):
     assert_same_log_joint(make_regressor(make_mlp(), prior), *make_data())
 
 
-@pytest.mark.slow
-def test_log_joint_agrees_for_a_beta_prior():
-    # Weights lie in (0.1, 1.1) in the other tests.
-    x, y = make_data(outputs=1)
-    model = make_regressor(nn.Linear(3, 1, bias=False), dist.Beta(2.0, 3.0))
-    values = {"net.weight": torch.tensor([[0.2, 0.5, 0.9]])}
-    trace = poutine.trace(poutine.condition(model, values)).get_trace(x, y)
-    found = evaluate_numpyro(to_numpyro(model), x, y, values)
-    assert found == pytest.approx(trace.log_prob_sum().item(), rel=1e-8)
-
-
 @pytest.mark.parametrize(
     "noise_scale",
     [
-        0.3,
         torch.tensor([0.2, 0.7]),
-        dist.HalfNormal(0.5),
         dist.Gamma(2.0, 4.0),
         dist.Gamma(2.0, 4.0).expand([2]).to_event(1),
     ],
@@ -155,29 +143,24 @@ def test_log_joint_of_a_regressor_agrees_for_each_noise_scale(noise_scale):
     assert ("noise_scale" in values) == latent
 
 
-def test_log_joint_of_a_classifier_agrees():
-    model = Classifier(bayesianize(make_mlp(outputs=4), FanIn()), NUM_DATA)
-    assert_same_log_joint(model, make_data()[0], torch.tensor([0, 1, 2, 3, 0, 1]))
-
-
-COUNTS = torch.tensor([[0.0, 3.0], [1.0, 0.0], [2.0, 1.0], [7.0, 1.0], [0.0, 0.0], [1.0, 2.0]])
+COUNTS = torch.tensor([[0, 3], [1, 0], [2, 1], [7, 1], [0, 0], [1, 2]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
     ("make", "outputs", "y"),
     [
-        (lambda net: Regressor(net, NUM_DATA, noise="learned"), 2, COUNTS),
         (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic"), 4, COUNTS),
         (lambda net: Regressor(net, NUM_DATA, 0.3, df=2.5), 2, COUNTS),
         (lambda net: Regressor(net, NUM_DATA, noise="heteroscedastic", df=4), 4, COUNTS),
         (lambda net: PoissonRegressor(net, NUM_DATA), 2, COUNTS),
         (lambda net: BinaryClassifier(net, NUM_DATA), 2, COUNTS.clamp_max(1)),
+        (lambda net: Classifier(net, NUM_DATA), 4, torch.tensor([0, 1, 2, 3, 0, 1])),
     ],
-    ids=["learned", "heteroscedastic", "student", "both", "counts", "labels"],
+    ids=["heteroscedastic", "student", "both", "counts", "labels", "classes"],
 )
 def test_log_joint_agrees_for_each_likelihood(make, outputs, y):
     model = make(bayesianize(make_mlp(outputs=outputs), 1.0))
-    assert_same_log_joint(model, make_data()[0], y.double())
+    assert_same_log_joint(model, make_data()[0], y)
 
 
 def test_log_joint_agrees_for_targets_of_higher_rank():
@@ -187,26 +170,17 @@ def test_log_joint_agrees_for_targets_of_higher_rank():
 
 
 ACTIVATIONS = [
-    nn.ELU(),
     nn.ELU(0.6),
     nn.GELU(),
     nn.GELU("tanh"),
-    nn.LeakyReLU(),
     nn.LeakyReLU(0.3, inplace=True),
     nn.ReLU(),
-    nn.ReLU(inplace=True),
     nn.Sigmoid(),
     nn.SiLU(),
-    nn.Softplus(),
     nn.Softplus(beta=2.0, threshold=3.0),
     nn.Tanh(),
     nn.Identity(),
 ]
-
-
-@pytest.mark.parametrize("activation", [nn.GELU(), nn.LeakyReLU(0.3, inplace=True)], ids=str)
-def test_log_joint_agrees_for_a_net_with_an_activation(activation):
-    assert_same_log_joint(make_regressor(make_mlp(activation)), *make_data())
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
@@ -228,7 +202,6 @@ def test_activations_and_their_derivatives_are_torchs(activation):
     np.testing.assert_allclose(slopes, derivative.numpy(), rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -253,10 +226,11 @@ def test_activations_and_their_derivatives_are_torchs(activation):
         add_to_relu_in_place,
     ],
 )
-def test_log_joint_agrees_for_each_function(function):
-    x, _ = make_data()
-    model = make_regressor(Calls(function))
-    assert_same_log_joint(model, x, torch.zeros_like(poutine.block(model)(x)))
+def test_functions_are_torchs(function):
+    x, net = make_data()[0], Calls(function).requires_grad_(False)
+    with jax.enable_x64(True):
+        found = JaxNet(net, [])(x.numpy(), {})
+    np.testing.assert_allclose(found, net(x), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.slow

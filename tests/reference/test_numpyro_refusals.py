@@ -1,4 +1,4 @@
-"""What the translation to NumPyro refuses, with a reason."""
+"""Models without a translation to NumPyro raise errors with a reason."""
 
 import importlib
 import sys

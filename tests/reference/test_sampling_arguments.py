@@ -1,4 +1,4 @@
-"""What NUTS takes and refuses, and the posterior that it gives."""
+"""Arguments of NUTS, and its posterior."""
 
 import numpy as np
 import pyro
@@ -98,19 +98,11 @@ def test_the_number_of_examples_is_that_of_the_data_where_it_is_not_given():
     assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
 
 
-def test_a_model_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"must be a Classifier, .* or Regressor, but got Linear"):
-        nuts(nn.Linear(3, 1), *make_data())
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"num_warmup": 0}, "`num_warmup` must be a whole number of at least 1, but got 0"),
         ({"num_samples": 3}, "`num_samples` must be at least 4, .*but got 3"),
-        ({"num_samples": 10.0}, "`num_samples` must be a whole number"),
-        ({"num_chains": 0}, "`num_chains` must be a whole number"),
-        ({"max_tree_depth": 0}, "`max_tree_depth` must be a whole number"),
         ({"target_accept_prob": 1.0}, "`target_accept_prob` must lie between 0 and 1, but got 1.0"),
     ],
 )
@@ -119,9 +111,9 @@ def test_settings_out_of_range_are_refused(model, settings, message):
         nuts(model, *make_data(), **settings)
 
 
-@pytest.mark.parametrize("name", ["x", "y"])
 @pytest.mark.parametrize(
-    ("value", "message"), [(float("nan"), "holds 1 NaN of"), (float("inf"), "must be finite")]
+    ("name", "value", "message"),
+    [("x", float("nan"), "holds 1 NaN of"), ("y", float("inf"), "must be finite")],
 )
 def test_data_that_are_not_finite_are_refused(model, name, value, message):
     data = dict(zip("xy", make_data(), strict=True))
@@ -130,12 +122,10 @@ def test_data_that_are_not_finite_are_refused(model, name, value, message):
         nuts(model, **data)
 
 
-@pytest.mark.parametrize("name", ["x", "y"])
-def test_data_that_are_no_tensors_are_refused(model, name):
-    data = dict(zip("xy", make_data(), strict=True))
-    data[name] = data[name].numpy()
-    with pytest.raises(TypeError, match=rf"`{name}` must be a torch\.Tensor, but got a ndarray"):
-        nuts(model, **data)
+def test_data_that_are_no_tensors_are_refused(model):
+    x, y = make_data()
+    with pytest.raises(TypeError, match=r"`x` must be a torch\.Tensor, but got a ndarray"):
+        nuts(model, x.numpy(), y)
 
 
 def test_a_part_of_the_data_is_refused(model):

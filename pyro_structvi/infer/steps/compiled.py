@@ -1,4 +1,4 @@
-"""Eager steps, and steps that are traced or compiled."""
+"""Eager training steps, and recorded ones."""
 
 import math
 import random
@@ -23,13 +23,7 @@ from pyro_structvi.infer.terms import ELBOTerms
 
 
 class EagerStep(Step):
-    """A step as ``SVI`` takes it, but with one optimizer.
-
-    Args:
-        loss: The loss.
-        optimizer: What updates the parameters; one made of Pyro's adopts those that a step meets.
-        check: See :class:`Step`.
-    """
+    """A step of ``SVI`` with one optimizer; a Pyro optimizer adopts the parameters of each step."""
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         """Take a step that is not counted; return its numbers."""
@@ -63,34 +57,35 @@ MANY_KINDS = 16
 
 
 class CompileFallbackWarning(UserWarning):
-    """A step could not be compiled, and runs as ``SVI`` would run it."""
+    """A step cannot be compiled and runs as in ``SVI``."""
 
 
 class NotCompiledError(Exception):
-    """A step could not be compiled; the message says why."""
+    """A step cannot be compiled; the message is the reason."""
 
 
 class _UndoneError(Exception):
-    """A step is to be undone."""
+    """A step must be undone."""
 
 
 class CompiledStep(Step):
-    """Takes the first two steps of each kind of call eagerly, and traces the second besides.
+    """Records the second step of each kind of call, and replays it from the fourth step on.
 
-    From the third on it replays the trace, unless that gave another loss or drew other random numbers.
+    The second and the third step are eager ones, compared with the record and with its replay. A record
+    is not used if it gives another loss or draws other random numbers.
 
     Args:
         loss: The loss.
-        optimizer: What updates the parameters.
+        optimizer: The optimizer.
         check: See :class:`Step`.
         backend: A backend of ``torch.compile``, None, or "auto".
         fallback: Whether a step that cannot be compiled is taken eagerly, with a warning.
-        watches: Whether other code may change model and guide between steps, so that each step looks.
-        is_exact: Whether a trace must give Python's numbers to the last bit, and not to rounding.
+        watches: Whether other code may change model and guide between steps.
+        is_exact: Whether a record must have Python's numbers bit for bit instead of up to rounding.
 
     Attributes:
-        eager: The engine of first steps.
-        kinds: The steps that have been compiled, by arguments and by the state of model and guide.
+        eager: The engine of eager steps.
+        kinds: The recorded steps, by arguments and by the state of model and guide.
     """
 
     def __init__(
@@ -111,7 +106,7 @@ class CompiledStep(Step):
         self._has_replayed = False  # whether the last step ran no Python but this package's
         self.eager = EagerStep(loss, optimizer, self._check_first)
         self._backend, self._fallback = backend, fallback
-        self._stored: list[str] = []  # names of what is found in Pyro's store
+        self._stored: list[str] = []  # names of parameters in Pyro's store
         self.kinds: dict[Hashable, ReplayedStep] = {}
         self._uncompiled: set[Hashable] = set()  # calls that have fallen back
         self._drawing_in_python: set[Hashable] = set()
@@ -139,7 +134,7 @@ class CompiledStep(Step):
         return self.eager.take(args, kwargs)
 
     def kind_of(self, call: Call) -> ReplayedStep | None:
-        """Return the step that a call shares with others of its kind, or None before the first."""
+        """Return the recorded step for a call, or None if it is the first call of its kind."""
         if self.optimizer.was_loaded():
             self.kinds.clear()
         if self._watches or not self._has_replayed:
@@ -149,13 +144,13 @@ class CompiledStep(Step):
         return step if step is None or step.holds else None
 
     def take_first(self, call: Call) -> list[float]:
-        """Take the first step of a kind, an eager one, which finds parameters and plates."""
+        """Take the first step of a kind eagerly, and find parameters and plates."""
         generators = _python_generators()
         with poutine.trace(param_only=True) as capture, SubsampleRecorder() as recorder:
             numbers = self.eager.take(call.args, call.kwargs)
         if _python_generators() != generators:
             self._drawing_in_python.add(call.key)
-        self.loss.zero_grad()  # also of what the optimizer does not train
+        self.loss.zero_grad()  # also of parameters that the optimizer does not train
         self._stored = [name for name in capture.trace.nodes if stored_parameter(name) is not None]
         self.optimizer.was_loaded()
         if not self.loss.is_structured:
@@ -180,7 +175,7 @@ class CompiledStep(Step):
     def _check_first(
         self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
     ) -> list[float]:
-        """Refuse an optimizer of parameters that this step does not have, then check numbers."""
+        """Refuse an optimizer of other parameters, then check the numbers."""
         self._numbers = numbers
         own = self._modules.tensors()
         foreign = [
@@ -198,21 +193,22 @@ class CompiledStep(Step):
         return self._read(batch, numbers, terms)
 
     def replay(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Take a step as a former one of its kind, or prepare that.
+        """Replay a step of a known kind, or record it and compare that with Python's step.
 
         Raises:
-            NotCompiledError: If it cannot be prepared; nothing has changed.
+            NotCompiledError: If that is not possible; nothing has changed.
         """
-        if step.difference is None:
-            return self._take_compared(step, call)
         if step.refusal:
             raise NotCompiledError(f"This step cannot be compiled: {step.refusal}.")
+        step.notice_options()
+        if step.to_compare:
+            return self._take_compared(step, call)
         if step.is_ready:
             outputs = step(call)
             self._has_replayed = step.has_updated
         else:
             with self._explained(step):
-                outputs = self._prepare(step, call)
+                outputs = step(call)
         batch = call.args, call.kwargs
         if not step.has_updated:
             return self._update(batch, *step.unpack(outputs))
@@ -222,23 +218,29 @@ class CompiledStep(Step):
         if self._check is None or math.isfinite(sum(read)):
             return read
         read = self._read(batch, *step.unpack(outputs))
-        self.optimizer.forget_gradients()  # which a check may name
+        self.optimizer.forget_gradients()  # set for the error of the check
         return read
 
     def _take_compared(self, step: ReplayedStep, call: Call) -> list[float]:
-        """Trace a step, undo it, take it by Python, and compare the two."""
-        generators, traced = generators_of(self.optimizer.parameters), list[Any]()
+        """Record or replay a step, undo it, take it by Python, and compare the two."""
+        if call.key in self._drawing_in_python:
+            raise NotCompiledError(
+                "This step cannot be compiled: it draws random numbers by Python's `random` or by "
+                "NumPy, and would repeat what it has drawn once; draw them by torch."
+            )
+        generators, recorded = generators_of(self.optimizer.parameters), list[Any]()
         with suppress(_UndoneError), self._explained(step):
-            traced = [self._prepare(step, call)[0], *(each.get_state() for each in generators)]
+            recorded = [self._prepare(step, call)[0], *(each.get_state() for each in generators)]
             raise _UndoneError
+        self.optimizer.forget_gradients()
         read = self.eager.take(call.args, call.kwargs)
-        self.loss.zero_grad()  # also of what the optimizer does not train
+        self.loss.zero_grad()  # also of parameters that the optimizer does not train
         own = self._numbers
         eps = torch.finfo(own.dtype).eps
-        change = (own - traced[0])[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
-        step.difference = float(change)
-        is_same = torch.equal(own, traced[0]) if self._is_exact else change <= math.sqrt(eps)
-        if not all(map(torch.equal, traced[1:], (each.get_state() for each in generators))):
+        change = (own - recorded[0])[:3].abs().max() / own[:3].abs().max().clamp(min=eps)
+        step.difference, step.to_compare = float(change), step.to_compare - 1
+        is_same = torch.equal(own, recorded[0]) if self._is_exact else change <= math.sqrt(eps)
+        if not all(map(torch.equal, recorded[1:], (each.get_state() for each in generators))):
             step.refusal = "traced, it draws other random numbers than by Python"
         elif not is_same:
             step.refusal = (
@@ -247,12 +249,7 @@ class CompiledStep(Step):
         return read
 
     def _prepare(self, step: ReplayedStep, call: Call) -> Outputs:
-        """Take the next of the steps that end in a replay without Python."""
-        if call.key in self._drawing_in_python:
-            raise RuntimeError(
-                "a step draws random numbers by Python's `random` or by NumPy, and would repeat "
-                "what it has drawn once; draw them by torch"
-            )
+        """Take a step, and raise if Python changes what a replay would not."""
         with self._modules.plain_changes() as changed:
             outputs = step(call)
         if changed:
@@ -261,14 +258,15 @@ class CompiledStep(Step):
 
     @contextmanager
     def _explained(self, step: ReplayedStep) -> Iterator[None]:
-        """Leave all as it was where a step cannot be compiled, and say why."""
-        trained = self.optimizer.unchanged_on_error() if step.traces_update else nullcontext()
+        """Undo a step that cannot be compiled, and raise the reason."""
+        trained = self.optimizer.unchanged_on_error() if step.replays_update else nullcontext()
         try:
             with trained, self._modules.unchanged_on_error(self.optimizer.parameters):
                 yield
         except _UndoneError:
             raise
         except Exception as error:
+            self.optimizer.forget_gradients()
             raise NotCompiledError(f"This step cannot be compiled: {explain(error)}.") from error
 
     def _fall_back(self, call: Call, reason: str) -> None:
@@ -276,7 +274,7 @@ class CompiledStep(Step):
         self._uncompiled.add(call.key)
 
     def _state(self) -> Hashable:
-        """Return what decides how model and guide run, besides their arguments."""
+        """Return everything that a step depends on, apart from its arguments and values of tensors."""
         parts = self._modules.state()
         parts += [self.loss.elbo.num_particles, self.loss.elbo.vectorize_particles]
         parts.append(self.optimizer.runs_hooks)
@@ -287,7 +285,7 @@ class CompiledStep(Step):
 
 
 def not_repeated(changed: Sequence[str]) -> str:
-    """Say why steps that change these values cannot be replayed."""
+    """Return the reason why a step that changes these values cannot be replayed."""
     return (
         f"a step changes {', '.join(changed[:3])}, which a replay would not; keep what changes in a "
         "buffer, and change it in place"
@@ -295,6 +293,6 @@ def not_repeated(changed: Sequence[str]) -> str:
 
 
 def _python_generators() -> list[Any]:
-    """Return the states of the random generators that a traced step does not see."""
+    """Return the states of the random generators that are invisible to a record."""
     of_numpy: Any = np.random.get_state()  # noqa: NPY002, that is the one to look at
     return [random.getstate(), of_numpy[2], of_numpy[1].tobytes()]

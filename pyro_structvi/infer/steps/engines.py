@@ -1,6 +1,7 @@
 """Engines of training steps: eager, compiled, or chosen by measured times."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,64 +21,53 @@ from pyro_structvi.infer.steps.step import Call, Check, Loss, Step
 
 Way = Literal["eager", "traced", "compiled"]
 
-TIMED = 5  # steps of each way, whose median counts
-EAGER = 4  # steps before any other; the first is not timed
-STEPS_FOR_TRACING = (
-    300  # tracing takes what 100 to 200 eager steps take, and saves half of each or more
-)
-MOST_KINDS = MANY_KINDS - 1  # that are kept, of which nothing is said yet
+TIMED = 5  # steps of each way; their median counts
+EAGER = 4  # steps before a record; the first is not timed
+STEPS_FOR_TRACING = 100  # to come; a record costs two to four eager steps
+MOST_KINDS = MANY_KINDS - 1  # the engine warns at one more
 
-# What inductor takes, in seconds and per second that tracing took. Where tracing has saved much of an
-# eager step, its operations are small, and fusing them saves much of a traced one (docs/speed.md).
-COMPILING_AT_LEAST, COMPILING_PER_TRACING = 5.0, 15.0
-SAVED_PER_TRACING = 0.5  # share of a traced step, per share of an eager one
+# Seconds that inductor takes. Its gain is estimated by that of the record: operations are small where
+# Python was most of an eager step, and fusing them saves most of a traced one (docs/speed.md).
+COMPILING_AT_LEAST, COMPILING_PER_OPERATION = 5.0, 0.008
+SAVED_PER_TRACING = 0.7  # share of a traced step, per share of an eager one
 
 
 @dataclass
 class Kind:
-    """What is known of the steps of one kind: that share shapes, arguments and modes.
+    """Times of the steps of one kind, which share shapes, arguments and modes.
 
     Attributes:
         way: How they are taken.
-        is_settled: Whether that is how they will be taken.
-        count: How many have been taken.
-        seconds: What steps took, each way.
-        preparing: The seconds that each way took to prepare.
+        is_settled: Whether the way is final.
+        count: The number of steps so far.
+        seconds: The durations of steps, by way.
+        preparing: The seconds of preparation, by way.
     """
 
     way: Way = "eager"
     is_settled: bool = False
     count: int = 1
-    seconds: dict[Way, list[float]] = field(default_factory=dict)
-    preparing: dict[Way, float] = field(default_factory=dict)
-
-    def add(self, seconds: float, was_ready: bool) -> None:
-        """Note what a step took."""
-        self.count += 1
-        if was_ready:
-            self.seconds.setdefault(self.way, []).append(seconds)
-        else:
-            self.preparing[self.way] = self.preparing.get(self.way, 0.0) + seconds
+    seconds: dict[Way, list[float]] = field(default_factory=lambda: defaultdict(list))
+    preparing: dict[Way, float] = field(default_factory=lambda: defaultdict(float))
 
     def usual(self, way: Way) -> float:
-        """Return the seconds that a step usually takes, one way."""
+        """Return the median duration of a step, in seconds."""
         return median(self.seconds[way])
 
 
 class AutoStep(Step):
-    """Takes eager steps, replays what it traces of them, and compiles that, where each pays.
+    """Takes eager, replayed or compiled steps, by their measured durations.
 
-    A kind of step is traced after a few eager ones if many are to come, and compiled if the steps to
-    come save more time than compiling takes. What turns out slower than what it replaces goes back, and
-    what cannot be traced stays eager. Every step is a real one, and draws the noise that an eager step
-    would draw.
+    A kind of step is recorded after a few eager ones if many are to come, and compiled if the steps to
+    come save more time than compiling takes. A slower way is given up. Every step is a real one with
+    the noise of an eager step.
 
     Args:
         loss: The loss.
-        optimizer: What updates the parameters.
+        optimizer: The optimizer.
         check: See :class:`Step`.
-        num_steps: How many steps there will be.
-        may_compile: Whether inductor may compile; its roundings are others.
+        num_steps: The number of steps to come.
+        may_compile: Whether inductor may compile, which changes rounding.
         watches: See :class:`CompiledStep`.
     """
 
@@ -92,10 +82,8 @@ class AutoStep(Step):
         watches: bool = True,
     ) -> None:
         super().__init__(loss, optimizer, check)
-        own: dict[str, Any] = {"watches": watches}
-        self._engine = CompiledStep(
-            loss, optimizer, check, backend=None, is_exact=not may_compile, **own
-        )
+        exact = {"is_exact": not may_compile, "watches": watches}
+        self._engine = CompiledStep(loss, optimizer, check, backend=None, **exact)
         on_cpu = all(value.device.type == "cpu" for value in optimizer.parameters)
         self._may_compile = may_compile and on_cpu
         self._num_steps, self._taken = num_steps, 0
@@ -120,12 +108,17 @@ class AutoStep(Step):
             return self._engine.eager.take(args, kwargs)
         if kind.is_settled:
             return self._engine.replay(step, call)
-        start, was_ready = time.perf_counter(), kind.way == "eager" or step.is_ready
-        if kind.way == "eager":
-            numbers = self._take_eager(call)
+        way, start = kind.way, time.perf_counter()
+        was_ready = way == "eager" or step.is_ready
+        numbers = (
+            self._take_eager(call) if way == "eager" else self._take_replayed(kind, step, call)
+        )
+        seconds = time.perf_counter() - start
+        kind.count += 1
+        if was_ready:
+            kind.seconds[way].append(seconds)
         else:
-            numbers = self._take_replayed(kind, step, call)
-        kind.add(time.perf_counter() - start, was_ready)
+            kind.preparing[way] += seconds
         if not kind.is_settled and not self._is_off:
             self._decide(kind, step)
         return numbers
@@ -139,7 +132,7 @@ class AutoStep(Step):
         return self._engine.take_first(call)
 
     def _take_eager(self, call: Call) -> list[float]:
-        """Take an eager step, and see whether it changes what a replay would not."""
+        """Take an eager step, and turn off if Python changes state in it."""
         with self._modules.plain_changes() as changed:
             numbers = self._engine.eager.take(call.args, call.kwargs)
         if changed:
@@ -147,7 +140,7 @@ class AutoStep(Step):
         return numbers
 
     def _take_replayed(self, kind: Kind, step: ReplayedStep, call: Call) -> list[float]:
-        """Take a step without Python, or prepare it; where that fails, in the way before."""
+        """Replay a step, or fall back to the previous way if that fails."""
         try:
             return self._engine.replay(step, call)
         except NotCompiledError as error:
@@ -164,7 +157,7 @@ class AutoStep(Step):
         if kind.way == "eager":
             if kind.count >= EAGER and self._steps_to_come(kind) >= STEPS_FOR_TRACING:
                 kind.way = "traced"
-        elif len(kind.seconds.get(kind.way, [])) >= TIMED:
+        elif len(kind.seconds[kind.way]) >= TIMED:
             if kind.way == "compiled":
                 self._judge_compiled(kind, step)
             elif kind.usual("traced") > kind.usual("eager"):
@@ -177,7 +170,7 @@ class AutoStep(Step):
     def _consider_compiling(self, kind: Kind, step: ReplayedStep) -> None:
         traced, by_tracing = kind.usual("traced"), 1 - kind.usual("traced") / kind.usual("eager")
         saved = SAVED_PER_TRACING * by_tracing * traced * self._steps_to_come(kind)
-        costs = COMPILING_AT_LEAST + COMPILING_PER_TRACING * kind.preparing["traced"]
+        costs = COMPILING_AT_LEAST + COMPILING_PER_OPERATION * step.num_operations
         if self._may_compile and saved > costs:
             step.compile("inductor")
             kind.way = "compiled"
@@ -216,7 +209,7 @@ class AutoStep(Step):
 
 
 def _compared(kind: Kind, other: Way) -> str:
-    """Say what a way took to prepare, and what a step takes beside another way."""
+    """Return the durations of a way and of another one as a text."""
     own, others = 1e3 * kind.usual(kind.way), 1e3 * kind.usual(other)
     return f"in {kind.preparing[kind.way]:.2g} s, {own:.3g} ms a step, {others:.3g} ms {other}"
 
@@ -228,16 +221,12 @@ Compiled = Literal["auto", "traced", True, False]
 def engine_of_fit(
     compiled: Compiled, num_steps: int, has_checkpoints: bool, watches: bool
 ) -> Engine:
-    """Return what makes the engine of a fit.
-
-    A trace is replayed where it gave the numbers of Python's step: to the last bit where nothing may be
-    compiled, to rounding otherwise. Compiled steps round otherwise, and a run that goes on from a
-    checkpoint would compile at another step.
+    """Return the constructor of the engine of a fit.
 
     Args:
-        compiled: What the caller of ``fit`` asked for.
-        num_steps: How many steps there will be.
-        has_checkpoints: Whether the run may go on from a file.
+        compiled: The option of ``fit``.
+        num_steps: The number of steps to come.
+        has_checkpoints: Whether the run may be resumed; a compiled step would begin elsewhere then.
         watches: Whether other code may change model and guide between steps.
     """
     if not compiled:
@@ -250,5 +239,5 @@ def engine_of_fit(
 
 
 def may_change_modules(value: Any) -> bool:
-    """Whether this is a function of others, which may change model and guide when it is called."""
+    """Whether a value is a user's function, which may change model and guide when it is called."""
     return callable(value) and not type(value).__module__.startswith("pyro_structvi.")

@@ -1,4 +1,4 @@
-"""The modules of model and guide: what of them decides how a step runs, and what a step may change."""
+"""The modules of model and guide: the state that a step depends on, and the state that it changes."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._torch import all_modules, made_by_hooks, own_tensors, take_apart
-from pyro_structvi.nn.sampled_copy import buffers_that_change
+from pyro_structvi.nn.random_module import buffers_that_change
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.sites.structured import StructuredGuide
 
@@ -18,7 +18,7 @@ _OF_TORCH = {*vars(nn.Module())} - {"training"} | {"_flat_weights"}  # lists of 
 
 
 class Modules:
-    """The modules that model and guide are, are methods of, or close over.
+    """The modules of model and guide, as callables, owners of methods or closed-over variables.
 
     Args:
         parts: Model and guide.
@@ -30,9 +30,9 @@ class Modules:
         self._changing: list[tuple[nn.Module, str]] | None = None  # buffers; None before a step
 
     def state(self) -> list[Hashable]:
-        """Return what decides how they run: which modules and tensors they have, and plain values.
+        """Return the state that a pass depends on: modules, tensors and plain values.
 
-        Objects are told apart by ``id``, as long as something keeps them alive, such as :meth:`parts`.
+        Objects are identified by ``id`` as long as they are alive, which :meth:`parts` is for.
         """
         state: list[Hashable] = [value for _, value in self._known_to_functions()]
         for module in self._all():
@@ -47,24 +47,24 @@ class Modules:
         return state
 
     def parts(self) -> list[object]:
-        """Return the objects by whose ``id`` states are told apart."""
+        """Return the objects that a state identifies by ``id``."""
         modules = [*self._all()]
         uses = [module.uses for module in modules if isinstance(module, StructuredGuide)]
         return [*modules, *uses, *(tensor for module in modules for tensor in own_tensors(module))]
 
     @contextmanager
     def plain_changes(self) -> Iterator[list[str]]:
-        """Yield a list which names, after the block, the values that it has changed or replaced."""
+        """Yield a list that has the names of all changed values after the block."""
         before, changed = self._plain_values(), list[str]()
         yield changed
         after = self._plain_values()
         changed += [name for name, value in after.items() if before.get(name) != value]
 
     def _plain_values(self) -> dict[str, Hashable]:
-        """Return numbers, strings, switches and sets of tensors that they may read, by name."""
+        """Return numbers, strings, flags and sets of tensors, by name."""
         values = dict(self._known_to_functions())
         for number, module in enumerate(self._all()):
-            # Guides keep what follows from their parameters.
+            # Guides cache functions of their parameters.
             is_others = not isinstance(module, (SitePosterior, StructuredGuide))
             known = _OF_TORCH | made_by_hooks(module)
             own = [(name, value) for name, value in vars(module).items() if name not in known]
@@ -95,7 +95,7 @@ class Modules:
 
     @contextmanager
     def buffers_kept_on_error(self) -> Iterator[None]:
-        """Put the buffers that steps change, such as running statistics, back where a block raises."""
+        """Restore the buffers that steps change, such as running statistics, if a block raises."""
         places = self._buffers() if self._changing is None else self._changing
         kept = [
             (place, buffer, buffer.clone())
@@ -117,7 +117,7 @@ class Modules:
 
     @contextmanager
     def unchanged_on_error(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Put buffers, and random generators of the parameters' devices, back where a block raises."""
+        """Restore buffers and the random generators of the parameters' devices if a block raises."""
         buffers = [
             (module, name, buffer, buffer.clone())
             for module, name in self._buffers()
@@ -149,7 +149,7 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
 
 
 def _content(cell: Any) -> Any:
-    """Return what a function closes over; None where it has no value yet."""
+    """Return the content of a closure's cell, or None before it has one."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -163,6 +163,6 @@ def _at(place: tuple[nn.Module, str]) -> Tensor | None:
 
 
 def generators_of(parameters: Iterable[Tensor]) -> list[torch.Generator]:
-    """Return the random generators that a step with these parameters uses."""
+    """Return the random generators of the host and of the parameters' devices."""
     indices = {value.device.index for value in parameters if value.device.type == "cuda"}
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in indices)]

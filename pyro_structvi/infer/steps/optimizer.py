@@ -1,4 +1,4 @@
-"""One torch optimizer for all parameters, of which Pyro's optimizers make one each."""
+"""One torch optimizer for all parameters, where Pyro has an optimizer for each."""
 
 import inspect
 import math
@@ -18,8 +18,8 @@ class OneOptimizer:
     """Updates all parameters in one call, with the arguments that a Pyro optimizer gives each.
 
     Args:
-        optim: A Pyro optimizer that has taken no step, of which one torch optimizer is made that is
-            fused where torch has it so; or a torch optimizer, which trains what it was made of.
+        optim: A Pyro optimizer that has taken no step, which becomes one torch optimizer, fused if
+            possible; or a torch optimizer with its parameters.
 
     Raises:
         TypeError: If it is neither, or a learning rate schedule of Pyro's.
@@ -56,12 +56,12 @@ class OneOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained, in the order of the optimizer's groups."""
+        """The trained parameters, in the order of the optimizer's groups."""
         return [parameter for group in self._current_groups for parameter in group["params"]]
 
     @property
     def is_pyros(self) -> bool:
-        """Whether parameters are adopted as steps meet them, as Pyro's optimizers do."""
+        """Whether steps adopt their parameters, as Pyro's optimizers do."""
         return self._pyro is not None
 
     def check_rates(self) -> None:
@@ -94,7 +94,7 @@ class OneOptimizer:
         return [] if self.torch is None else self.torch.param_groups
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train further parameters, where a Pyro optimizer says how.
+        """Train further parameters with the options of a Pyro optimizer.
 
         Raises:
             ValueError: If there is no parameter to train, or a learning rate is negative or not finite.
@@ -130,10 +130,10 @@ class OneOptimizer:
         return self.torch is not None and runs_hooks(self.torch)
 
     def step(self, skip: Tensor | None = None) -> None:
-        """Update parameters by their gradients, and let go of these.
+        """Update parameters by their gradients, and drop these.
 
         Args:
-            skip: 1 where parameters and state are to stay, and 0 otherwise, where an optimizer can skip.
+            skip: 1 to leave parameters and state as they are, else 0; for optimizers that can skip.
         """
         assert self.torch is not None
         for parameter, clip in self._clips:
@@ -149,7 +149,7 @@ class OneOptimizer:
         self.torch.zero_grad(set_to_none=True)
 
     def forget_gradients(self) -> None:
-        """Let go of the gradients, so that they are not added to those of another step."""
+        """Drop the gradients, so that the next step does not add to them."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -165,7 +165,7 @@ class OneOptimizer:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The options of each group that a recorded step cannot read when it runs."""
+        """The options of each group that are constants of a record."""
         return [
             {name: value for name, value in group.items() if name not in ("params", "lr")}
             for group in self._current_groups
@@ -173,10 +173,10 @@ class OneOptimizer:
 
     @contextmanager
     def tensor_rates(self, device: torch.device, captures: bool) -> Iterator[None]:
-        """Have the learning rates in tensors in this block: what is recorded in it reads them later.
+        """Put the learning rates into tensors, which a record reads later.
 
         Args:
-            device: That of the tensors.
+            device: The device of the tensors.
             captures: Whether a CUDA graph is captured in it, or operations are traced.
 
         Raises:
@@ -202,7 +202,7 @@ class OneOptimizer:
                 group["lr"] = rate
 
     def read_rates(self) -> None:
-        """Write the learning rates of the groups into the tensors that a recorded step reads."""
+        """Write the learning rates of the groups into the tensors of a record."""
         for number, tensor in self._tensor_rates.items():
             rate = self._current_groups[number]["lr"]
             if isinstance(rate, Tensor):
@@ -214,12 +214,12 @@ class OneOptimizer:
 
     @property
     def state_names(self) -> dict[Tensor, list[str]]:
-        """What the optimizer keeps of each parameter."""
+        """The names of each parameter's state."""
         return {} if self.torch is None else {key: [*own] for key, own in self.torch.state.items()}
 
     @contextmanager
     def unchanged_on_error(self) -> Iterator[None]:
-        """Put parameters and state back where a block raises."""
+        """Restore parameters and state if a block raises."""
         assert self.torch is not None
         state = self.torch.state
         before = {parameter: dict(values) for parameter, values in state.items()}

@@ -1,303 +1,238 @@
-"""Records of training steps as graphs of torch operations."""
+"""Records of training steps as lists of torch operations."""
 
-import copy
 import linecache
 import operator
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from pyro_structvi import _torch, _torch_steps
+from pyro_structvi._torch import tree_leaves, tree_map
 from pyro_structvi._torch_steps import (
-    is_mark_of_profiler,
+    DispatchMode,
+    TensorKeyDictionary,
+    is_profiler_mark,
     is_random,
-    shared_argument,
     written_arguments,
 )
-from pyro_structvi.infer.steps.decompositions import is_elementary, make_elementary, make_explicit
-from pyro_structvi.linalg.known_numbers import TakenNumbers, taking
 from pyro_structvi.linalg.precision import autocast_off
 
+CONVOLUTION = torch.ops.aten.convolution.default
 LARGEST = 2**16  # elements of a constant that is kept
-
-
-def simplify(graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
-    """Take out what a graph need not compute, or not again; what it returns stays the same.
-
-    Operations that compute the same of the same are one, unless something is written into what they read
-    or return. Views of a tensor can be shared in any case.
-
-    Args:
-        graph: Operations of torch's dispatcher, changed in place.
-        inputs: What it will be called with, or tensors of the same layouts that share memory likewise.
-
-    Returns:
-        What depends on no tensor, by its node.
-    """
-    for node in reversed(graph.nodes):
-        if is_mark_of_profiler(node.target) or not (node.users or _must_stay(node)):
-            graph.erase_node(node)
-    memory = _memory(graph, inputs)
-    changing = {memory[value] for node in graph.nodes for value in _written_or_returned(node)}
-    versions = dict.fromkeys(memory, 0)  # how often each memory has been written into so far
-    starts: dict[fx.Node, fx.Node] = {}  # the first value that begins at the same place in memory
-    known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        is_view = memory[node] is not node
-        starts[node] = starts[node.all_input_nodes[0]] if node.target in _SAME_START else node
-        key: Any = None
-        if starts[node] is not node:
-            key = starts[node], _layout(node)
-        elif not _must_stay(node) and (is_view or node not in changing):
-            read = () if is_view else tuple(versions[memory[n]] for n in node.all_input_nodes)
-            key = node.target, _comparable(node.args), _comparable(node.kwargs), read
-        known.setdefault((node, _layout(node)), node)
-        before = known.setdefault(key, node) if key else node
-        if before is not node:
-            node.replace_all_uses_with(before)
-            graph.erase_node(node)
-        for value in _written_or_returned(node):
-            versions[memory[value]] += 1
-    return _constants(graph, memory, changing)
-
-
-_SAME_START = {  # views that begin where their argument does
-    *(torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten.t.default),
-    *(torch.ops.aten.view.default, torch.ops.aten.expand.default, torch.ops.aten.permute.default),
-    *(torch.ops.aten.unsqueeze.default, torch.ops.aten.transpose.int, torch.ops.aten.squeeze.dim),
-}
-
-
-def _layout(node: fx.Node) -> Any:
-    """Return shape, strides and dtype of a value; of what torch keeps no record, the node itself."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return node
-    return value.shape, value.stride(), value.dtype
-
-
-def _must_stay(node: fx.Node) -> bool:
-    """Whether a node is no operation, or draws, or writes."""
-    is_operation = node.op == "call_function"
-    return is_random(node.target) or not is_operation or bool(_written_or_returned(node))
-
-
-def _memory(graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[fx.Node, fx.Node]:
-    """Return for each value the first one in whose memory it lies."""
-    memory: dict[fx.Node, fx.Node] = {}
-    first: dict[int, fx.Node] = {}
-    given = iter(inputs)
-    for node in graph.nodes:
-        memory[node] = node
-        if node.op == "placeholder":
-            address = next(given).untyped_storage().data_ptr()
-            memory[node] = first.setdefault(address, node) if address else node
-        elif node.target is operator.getitem:
-            memory[node] = memory[node.args[0]]
-        elif isinstance(shared := shared_argument(node.target, node.args, node.kwargs), fx.Node):
-            memory[node] = memory[shared]
-    return memory
-
-
-def _written_or_returned(node: fx.Node) -> list[fx.Node]:
-    """Return the values that an operation writes into, or that whoever runs the graph may."""
-    if node.op == "output":
-        return node.all_input_nodes
-    found: list[fx.Node] = []
-    fx.map_arg(tuple(written_arguments(node.target, node.args, node.kwargs)), found.append)
-    return found
-
-
-def _constants(
-    graph: fx.Graph, memory: dict[fx.Node, fx.Node], changing: set[fx.Node]
-) -> dict[fx.Node, Tensor]:
-    values: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        depends = any(value not in values for value in node.all_input_nodes)
-        if not (depends or _must_stay(node) or memory[node] in changing):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            value = node.target(*args, **kwargs)
-            if isinstance(value, Tensor) and value.numel() <= LARGEST:
-                values[node] = value
-    return values
-
-
-def _comparable(argument: Any) -> Any:
-    """Return what is equal for equal arguments."""
-    if isinstance(argument, (list, tuple)):
-        return tuple(map(_comparable, argument))
-    if isinstance(argument, dict):
-        return tuple((name, _comparable(value)) for name, value in sorted(argument.items()))
-    return argument if isinstance(argument, fx.Node) else repr(argument)
-
+LARGEST_READ = (
+    16  # elements of a constant that Python may read, since it is compared before each replay
+)
 
 Outputs = tuple[Tensor | None, ...]
 
 
-class Traced:
-    """What a function of tensors did in one call, to be repeated with other tensors and fresh noise.
-
-    Tensors that the function found elsewhere, such as parameters and buffers, are used, and changed, as
-    they are at each call. Only on the host of a GPU all that depends on nothing else is computed once.
-
-    Args:
-        function: From a list of tensors to tensors.
-        inputs: The tensors of the call that is recorded; an ordinary call in every respect.
+@dataclass(eq=False, frozen=True)
+class Value:
+    """A tensor of a record.
 
     Attributes:
-        outputs: What that call returned; to be let go of, once used.
-        graph: The operations, a function of the inputs and then of ``found``.
-        found: The tensors that the function found elsewhere.
-        taken: Numbers in some of these that the record is built on; with others it does not hold.
-
-    Raises:
-        RuntimeError: If Python reads a tensor's value, or a size that depends on values.
+        storage: Equal for values that share memory.
+        layout: Equal for views of the same elements.
     """
 
-    def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
-        self.taken = TakenNumbers()
+    storage: int
+    layout: tuple[Any, ...] = ()
 
-        def record(*tensors: Tensor) -> Outputs:
-            with (
-                taking(self.taken),
-                _RefusesPython(),
-                _torch_steps.as_if_compiling(),
-                _torch_steps.Watch(_refuse_sizes),
-            ):
-                self.outputs = function(*tensors)
-            return self.outputs
 
-        # Aliases, since a tensor in two roles would be taken for one input in both.
-        apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
-        with torch.autograd.set_multithreading_enabled(False), _torch_steps.shapes_of_one_record():
-            graph = make_fx(record)(*apart)
-        make_explicit(graph.graph)
-        self._random = [
-            (str(node.target), _device_type(node))
-            for node in graph.graph.nodes
-            if _torch_steps.is_random(node.target)
-        ]
-        values = _found(graph)
-        if any(value.device.type != "cpu" for value in inputs):
-            values |= _compute_on_host(list(graph.graph.nodes), values)
-        self.found = _lift(graph, values)
-        self.found += _lift(graph, simplify(graph.graph, [*apart, *self.found]))
-        self.graph = graph
-        self._run: Callable[..., Outputs] = graph
+@dataclass(eq=False)
+class Operation:
+    """An operation of torch's dispatcher with its arguments; tensors are :class:`Value`.
 
-    def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
-        """Repeat the call with other inputs of the same shapes."""
-        with torch.no_grad(), autocast_off(inputs[0]):  # what is to be cast, the trace casts
-            return self._run(*inputs, *self.found)
+    Attributes:
+        results: The values that it returns.
+        returns_list: Whether it returns several tensors.
+        constants: The recorded results, if no argument is a value.
+        is_channels_last: Whether it convolves an image that is channels-last.
+    """
 
-    def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
-        """Let a compiler fuse the operations; draws stay those of torch's generators.
-
-        Args:
-            backend: A backend of ``torch.compile``.
-            inputs: Those of the next call.
-        """
-        if backend == "inductor":
-            graph = copy.deepcopy(self.graph)
-            make_elementary(graph.graph)
-            last = _has_channels_last(graph.graph)
-            self._run = _torch_steps.by_inductor(graph, [*inputs, *self.found], last)
-        else:
-            self._run = torch.compile(self.graph, backend=backend, dynamic=False)
-
-    def followed_by(self, update: "Traced", inputs: Sequence[Tensor]) -> "Traced":
-        """Return this and an update by what it returns, as one.
-
-        Args:
-            update: A record that takes what is not None of the outputs of this one, and returns nothing.
-            inputs: What it will be called with, or tensors of the same layouts that share memory alike.
-
-        Returns:
-            What does both, and returns what this one does.
-        """
-        graph = fx.Graph()
-        given = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
-        later = [node for node in update.graph.graph.nodes if node.op == "placeholder"]
-        env = {node: graph.node_copy(node) for node in given[: len(inputs)]}
-        found: dict[int, tuple[fx.Node, Tensor]] = {}
-        own = zip(given[len(inputs) :], self.found, strict=True)
-        others = zip(later[len(later) - len(update.found) :], update.found, strict=True)
-        for node, value in (*own, *others):
-            if id(value) not in found:
-                found[id(value)] = graph.placeholder(f"found_{len(graph.nodes)}"), value
-                found[id(value)][0].meta = node.meta
-            env[node] = found[id(value)][0]
-        outputs: Any = graph.graph_copy(self.graph.graph, env)
-        passed_on = [value for value in outputs if value is not None]
-        for node, value in zip(later[: len(passed_on)], passed_on, strict=True):
-            env[node] = _with_strides_of(graph, node, value)
-        graph.graph_copy(update.graph.graph, env)
-        graph.output(outputs)
-        joined = copy.copy(self)
-        joined.graph = joined._run = fx.GraphModule(self.graph, graph)
-        joined.found = [value for _, value in found.values()]
-        joined.found += _lift(joined.graph, simplify(graph, [*inputs, *joined.found]))
-        return joined
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Value] = field(default_factory=list)
+    returns_list: bool = False
+    constants: list[Tensor] = field(default_factory=list)
+    is_channels_last: bool = False
 
     @property
-    def num_operations(self) -> int:
-        """How many operations there are."""
-        return sum(node.op == "call_function" for node in self.graph.graph.nodes)
+    def inputs(self) -> list[Value]:
+        """The values among the arguments."""
+        return _values((self.args, self.kwargs))
 
     @property
-    def can_be_compiled(self) -> bool:
-        """Whether inductor takes all of its operations."""
-        return is_elementary(self.graph.graph)
+    def written(self) -> list[Value]:
+        """The values that the operation changes in place."""
+        return _values(written_arguments(self.function, self.args, self.kwargs))
 
-    def interpret(self) -> None:
-        """Let torch's interpreter run the operations, or Python where it does not know one of them."""
-        try:
-            self._run = _interpreted(self.graph)
-        except NotImplementedError:
-            self._run = self.graph
-
-    def random_on(self, kind: str) -> list[str]:
-        """Return the random operations whose results are on a kind of device."""
-        return [name for name, device in self._random if device == kind]
+    @property
+    def is_pure(self) -> bool:
+        """Whether the results are all that the operation does, and the same in each call."""
+        return not (is_random(self.function) or self.written)
 
 
-def _interpreted(graph: fx.GraphModule) -> Callable[..., Outputs]:
-    """Return a graph of operations on tensors as torch's interpreter runs it."""
-    own = _torch_steps.OperationGraph()
-    values: dict[fx.Node, Any] = {}
-    outputs: Sequence[fx.Node | None] = ()
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = own.input()
-        elif node.target is operator.getitem:
-            values[node] = fx.map_arg(node.args[0], values.__getitem__)[node.args[1]]
-        elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            value = node.meta.get("val")  # of some operations torch keeps none
-            count = len(value) if isinstance(value, list) else None
-            values[node] = own.call(node.target, args, kwargs, count)
-        else:
-            outputs = node.args[0]
-    run = own.function([values[node] for node in outputs if node is not None])
-    is_given = [node is not None for node in outputs]
+def _values(arguments: Any) -> list[Value]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Value)]
 
-    def interpreted(*tensors: Tensor) -> Outputs:
-        given = iter(run(*tensors))
-        return tuple(next(given) if is_there else None for is_there in is_given)
 
-    return interpreted
+class _Recorder(DispatchMode):
+    """Records the operations of a block while they run.
+
+    Args:
+        inputs: The tensors that change between calls.
+        device: Type of the device of the parameters.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], device: str) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.found: dict[Value, Tensor] = {}
+        self._device = device
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}  # constants and their values, by address
+        self._known = TensorKeyDictionary()
+        self._made_by: dict[Value, Operation] = {}
+        self._numbers = count(1)
+        self._storages: dict[int, int] = {}  # of found tensors, by their address
+        self.inputs = [self._new_value(tensor, {}) for tensor in inputs]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and record it.
+
+        Raises:
+            RuntimeError: If the value of a tensor reaches Python or the size of a result.
+        """
+        kwargs = kwargs or {}
+        if is_profiler_mark(func):
+            return func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags:
+            self._keep_read_constants(args)
+            return func(*args, **kwargs)
+        _refuse_sizes(func, args)
+        if self._is_of_host(func, args, kwargs):
+            return func(*args, **kwargs)  # its result is found, as a constant
+        operation = Operation(func, *tree_map(self.value_of, (args, kwargs)))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        storages = {_address(tensor): self.value_of(tensor).storage for tensor in given}
+        results = func(*args, **kwargs)
+        operation.returns_list = isinstance(results, (list, tuple))
+        tensors = list(results) if operation.returns_list else [results]
+        operation.results = [self._new_value(tensor, storages) for tensor in tensors]
+        if func is CONVOLUTION:
+            operation.is_channels_last = _is_channels_last(args[0])
+        if not operation.inputs and operation.is_pure:
+            operation.constants = [tensor for tensor in tensors if tensor.numel() <= LARGEST]
+        self.operations.append(operation)
+        self._made_by |= dict.fromkeys(operation.results, operation)
+        return results
+
+    def value_of(self, argument: Any) -> Any:
+        """Return the value of a tensor, and any other argument as it is."""
+        if not isinstance(argument, Tensor):
+            return argument
+        value: Value | None = self._known.get(argument)
+        if value is None:
+            value = self._new_value(argument, self._storages)
+            self._storages[_address(argument)] = value.storage
+            self.found[value] = argument
+        return value
+
+    def _new_value(self, tensor: Any, storages: dict[int, int]) -> Value:
+        """Return a new value in one of these storages, or in a new one."""
+        if not isinstance(tensor, Tensor):
+            return Value(0)
+        address = _address(tensor)
+        storage = (storages.get(address) if address else None) or next(self._numbers)
+        value = Value(storage, _layout(tensor))
+        self._known[tensor] = value
+        return value
+
+    def _keep_read_constants(self, args: Any) -> None:
+        """Note the constants that a value depends on, which is about to be read.
+
+        Raises:
+            RuntimeError: If it depends on an input, a parameter, a random number or a large tensor.
+        """
+        todo = _values(tree_map(self.value_of, args))
+        while todo:
+            value = todo.pop()
+            tensor, operation = self.found.get(value), self._made_by.get(value)
+            if tensor is not None and _is_small_constant(tensor):
+                size = tensor.untyped_storage().nbytes() // tensor.element_size()
+                whole = tensor.detach().as_strided((size,), (1,), 0)
+                self.read.setdefault(_address(tensor), (whole, whole.clone()))
+            elif operation is not None and operation.is_pure:
+                todo += operation.inputs
+            else:
+                raise RuntimeError("Python reads a tensor's value")
+
+    def _is_of_host(self, function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether an operation depends on constants of the host only, for parameters on a GPU.
+
+        A CUDA graph neither runs it again nor copies its result from the host.
+        """
+        if self._device == "cpu":
+            return False
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        values = [self._known.get(tensor) for tensor in tensors]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            return False
+        if any(value is not None and value not in self.found for value in values):
+            return False
+        if not tensors and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return False
+        if is_random(function):
+            raise RuntimeError(
+                f"`{function}` draws on the CPU, and a CUDA graph would repeat what it has drawn once. "
+                "Draw on the GPU, or before the step and pass it as an argument."
+            )
+        if tensors and written_arguments(function, args, kwargs):
+            raise RuntimeError(f"`{function}` changes a tensor of the host")
+        return True
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and others without a storage
+        return 0
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout != torch.strided:
+        return ()
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
+
+
+def _is_small_constant(tensor: Tensor) -> bool:
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return not tensor.requires_grad and tensor.device.type == "cpu" and size <= LARGEST_READ
+
+
+def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
+    """Refuse operations whose result has as many elements as values determine."""
+    indexes = operation is torch.ops.aten.index.Tensor
+    masks = [i for i in args[1] if i is not None] if indexes else []
+    by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in masks)
+    if by_mask or (torch.Tag.dynamic_output_shape in operation.tags and not masks):
+        raise RuntimeError(f"the size of a result depends on values in `{operation}`")
 
 
 class _RefusesPython(TorchFunctionMode):
-    """Refuses what reads values without an operation that could be recorded."""
+    """Refuses reads of values that are no operation of the dispatcher."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -307,92 +242,210 @@ class _RefusesPython(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
-    """Refuse operations whose result has as many elements as their values say."""
-    indexes = operation is torch.ops.aten.index.Tensor
-    masks = [i for i in args[1] if i is not None] if indexes else []
-    by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in masks)
-    if by_mask or (torch.Tag.dynamic_output_shape in operation.tags and not masks):
-        raise RuntimeError(f"the size of a result depends on values in `{operation}`")
+class Record:
+    """The operations of one call of a function of tensors, to be repeated with other tensors.
+
+    Tensors that the function finds elsewhere, such as parameters and buffers, are read and written as
+    they are at each call. Random numbers are drawn anew. Python may read small constants; the record
+    holds as long as they stay the same.
+
+    Args:
+        function: A function from tensors to a tuple of tensors.
+        inputs: The tensors of the recorded call, an ordinary call in every respect.
+
+    Attributes:
+        outputs: The results of that call.
+
+    Raises:
+        RuntimeError: If Python reads a tensor's value, or a size that depends on values.
+    """
+
+    def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
+        # Aliases, since a tensor in two roles would be one input in both.
+        apart = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
+        recorder = _Recorder(apart, inputs[0].device.type)
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            _torch.recording(),
+            recorder,
+            _RefusesPython(),
+        ):
+            self.outputs = function(*apart)
+        self._read = [*recorder.read.values()]
+        self._inputs = recorder.inputs
+        self._returned: list[Value | None] = [recorder.value_of(v) for v in self.outputs]
+        self._operations = _simplified(recorder, self._returned)
+        self.has_channels_last = _has_channels_last(self._operations)
+        used = {value for each in self._operations for value in each.inputs} | {*self._returned}
+        self._found = [value for value in recorder.found if value in used]
+        self._tensors = [recorder.found[value] for value in self._found]
+        self._run = _python_function(self._inputs + self._found, self._operations, self._returned)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
+        """Repeat the call with other inputs of the same shapes."""
+        with torch.no_grad(), autocast_off(inputs[0]):  # casts are operations of the record
+            return self._run(*inputs, *self._tensors)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the constants that Python read are still the same."""
+        return all(torch.equal(now, then) for now, then in self._read)
+
+    def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
+        """Let a compiler fuse the operations; random numbers stay those of torch's generators.
+
+        Args:
+            backend: A backend of ``torch.compile``.
+            inputs: The inputs of the next call.
+
+        Raises:
+            RuntimeError: If it does not take an operation.
+        """
+        graph = _graph(self._inputs + self._found, self._operations, self._returned)
+        if any(each.function in _torch_steps.LSTM_LAYERS for each in self._operations):
+            raise RuntimeError("torch's LSTM layer on a CPU cannot be compiled")
+        if backend == "inductor":
+            tensors = [*inputs, *self._tensors]
+            self._run = _torch_steps.by_inductor(graph, tensors, self.has_channels_last)
+        else:
+            self._run = torch.compile(graph, backend=backend, dynamic=False)
+
+    def interpret(self) -> None:
+        """Run the operations one by one again."""
+        self._run = _python_function(self._inputs + self._found, self._operations, self._returned)
+
+    def __len__(self) -> int:
+        """The number of operations."""
+        return len(self._operations)
 
 
-def _found(graph: fx.GraphModule) -> dict[fx.Node, Tensor]:
-    """Return the tensors that a traced function found elsewhere."""
-    found = {n: getattr(graph, str(n.target)) for n in graph.graph.nodes if n.op == "get_attr"}
-    return {node: value for node, value in found.items() if isinstance(value, Tensor)}
+def _simplified(recorder: _Recorder, returned: list[Value | None]) -> list[Operation]:
+    """Return the operations without repeated and unused ones, and with small constants computed.
+
+    Memory that is written, or returned to a caller who may write it, is left alone.
+    """
+    changing = {value.storage for each in recorder.operations for value in each.written}
+    changing |= {value.storage for value in returned if value is not None}
+    same: dict[Value, Value] = {}
+    views = {(v.storage, v.layout): v for v in (*recorder.inputs, *recorder.found)}
+    known: dict[Any, list[Value]] = {}
+    kept: list[Operation] = []
+
+    def replaced(argument: Any) -> Any:
+        return same.get(argument, argument) if isinstance(argument, Value) else argument
+
+    for each in recorder.operations:
+        each.args, each.kwargs = tree_map(replaced, (each.args, each.kwargs))
+        results = each.results
+        if each.is_pure and not {v.storage for v in (*each.inputs, *results)} & changing:
+            if each.constants and len(each.constants) == len(results):
+                recorder.found |= dict(zip(results, each.constants, strict=True))
+                continue
+            key = each.function, _comparable(each.args), _comparable(each.kwargs)
+            if key in known:
+                same |= dict(zip(results, known[key], strict=True))
+                continue
+            known[key] = results
+        if each.is_pure and len(results) == 1 and results[0].layout:
+            view = views.setdefault((results[0].storage, results[0].layout), results[0])
+            if view is not results[0]:
+                same[results[0]] = view
+                each.results[:] = [view]  # for later operations that equal this one
+                continue
+        kept.append(each)
+    returned[:] = map(replaced, returned)
+    needed = {value for value in returned if value is not None}
+    used: list[Operation] = []
+    for each in reversed(kept):
+        if not each.is_pure or needed.intersection(each.results):
+            needed.update(each.inputs)
+            used.append(each)
+    return used[::-1]
 
 
-def _lift(graph: fx.GraphModule, values: dict[fx.Node, Tensor]) -> list[Tensor]:
-    """Turn nodes with known values into further inputs; return those, each tensor once."""
-    new, env = fx.Graph(), {}
-    lifted: dict[int, tuple[fx.Node, Tensor]] = {}
-    nodes = list(graph.graph.nodes)
-    for node in nodes:
-        if node.op == "placeholder":
-            env[node] = new.node_copy(node)
-    for node, value in values.items():
-        if any(user not in values for user in node.users):
-            if id(value) not in lifted:
-                lifted[id(value)] = new.placeholder(f"found_{len(new.nodes)}"), value
-                lifted[id(value)][0].meta = node.meta
-            env[node] = lifted[id(value)][0]
-    for node in nodes:
-        if node not in env and node not in values:
-            env[node] = new.node_copy(node, env.__getitem__)
-    graph.graph = new
-    return [value for _, value in lifted.values()]
+def _comparable(argument: Any) -> Any:
+    """Return an object that is equal for equal arguments."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_comparable, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _comparable(value)) for name, value in sorted(argument.items()))
+    return argument if isinstance(argument, Value) else repr(argument)
 
 
-def _has_channels_last(graph: fx.Graph) -> bool:
-    """Whether most images that are convolved lie channels-last, which is slower where they do not."""
-    convolution: Any = torch.ops.aten.convolution.default
-    nodes = graph.find_nodes(op="call_function", target=convolution)
-    images: list[Tensor | None] = [node.args[0].meta.get("val") for node in nodes]
-    last = [
-        value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
-        for value in images
-        if value is not None and not value.is_contiguous()  # of some torch keeps none
-    ]
-    return 2 * sum(last) > len(images)
+def _has_channels_last(operations: Sequence[Operation]) -> bool:
+    """Whether most convolved images are channels-last."""
+    convolutions = [each for each in operations if each.function is CONVOLUTION]
+    return 2 * sum(each.is_channels_last for each in convolutions) > len(convolutions)
 
 
-def _with_strides_of(graph: fx.Graph, like: fx.Node, value: fx.Node) -> fx.Node:
-    """Return a value in the memory layout that was recorded for another."""
-    own, other = value.meta["val"], like.meta["val"]
-    if own.stride() == other.stride():
-        return value
-    aten: Any = torch.ops.aten
-    place = graph.call_function(
-        aten.new_empty_strided.default, (value, [*other.shape], [*other.stride()])
-    )
-    return graph.call_function(aten.copy.default, (place, value))
+def _is_channels_last(image: Tensor) -> bool:
+    channels_last = image.ndim == 4 and image.is_contiguous(memory_format=torch.channels_last)
+    return channels_last and not image.is_contiguous()
 
 
-def _compute_on_host(nodes: list[fx.Node], found: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
-    """Compute what depends on nothing but tensors of the host, up to its copies to a device."""
-    host = {node: value for node, value in found.items() if value.device.type == "cpu"}
-    for node in nodes:
-        needs = node.all_input_nodes
-        if node.op != "call_function" or not all(need in host for need in needs):
-            continue
-        operation: Any = node.target
-        if needs and _torch_steps.written_arguments(operation, node.args, node.kwargs):
-            raise RuntimeError(f"`{operation}` changes a tensor of the host")
-        if (needs and _torch_steps.is_copy(operation)) or _device_type(node) == "cpu":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), host.__getitem__)
-            host[node] = operation(*args, **kwargs)
-    return host
+def _python_function(
+    inputs: Sequence[Value], operations: Sequence[Operation], returned: Sequence[Value | None]
+) -> Callable[..., Outputs]:
+    """Return the operations as a Python function, which frees each tensor after its last use."""
+    names = {value: f"t{number}" for number, value in enumerate(inputs)}
+    known: dict[str, Any] = {}
+
+    def text(argument: Any) -> str:
+        if isinstance(argument, Value):
+            return names[argument]
+        if isinstance(argument, (list, tuple)):
+            items = "".join(f"{text(item)}, " for item in argument)
+            return f"[{items}]" if isinstance(argument, list) else f"({items})"
+        if argument is None or type(argument) in (bool, int):
+            return repr(argument)
+        name = f"c{len(known)}"
+        known[name] = argument
+        return name
+
+    last = {value: each for each in operations for value in each.inputs}
+    lines = [f"def run({', '.join(names.values())}):"]
+    for each in operations:
+        function = text(_torch_steps.fast_call(each.function))
+        arguments = [text(argument) for argument in each.args]
+        arguments += [f"{name}={text(argument)}" for name, argument in each.kwargs.items()]
+        names |= {value: f"t{len(names) + i}" for i, value in enumerate(each.results)}
+        results = ", ".join(names[value] for value in each.results)
+        target = f"{results}, = " if each.returns_list else f"{results} = "
+        lines.append((target if each.results else "") + f"{function}({', '.join(arguments)})")
+        kept = {*inputs, *returned}
+        done = {value for value in (*each.inputs, *each.results) if last.get(value, each) is each}
+        if done - kept:
+            lines.append(f"del {', '.join(sorted(names[value] for value in done - kept))}")
+    lines.append(f"return {text(tuple(returned))}")
+    exec("\n    ".join(lines), known)
+    function_of_tensors: Callable[..., Outputs] = known["run"]
+    return function_of_tensors
 
 
-def _device_type(node: fx.Node) -> str:
-    return str(getattr(node.meta.get("val"), "device", torch.device("meta")).type)
+def _graph(
+    inputs: Sequence[Value], operations: Sequence[Operation], returned: Sequence[Value | None]
+) -> fx.GraphModule:
+    """Return the operations as a graph for compilers."""
+    graph = fx.Graph()
+    nodes: dict[Value, Any] = {v: graph.placeholder(f"t{i}") for i, v in enumerate(inputs)}
+
+    def node_of(argument: Any) -> Any:
+        return nodes[argument] if isinstance(argument, Value) else argument
+
+    for each in operations:
+        args, kwargs = tree_map(node_of, (each.args, each.kwargs))
+        node = graph.call_function(each.function, args, kwargs)
+        for number, value in enumerate(each.results):
+            nodes[value] = (
+                graph.call_function(operator.getitem, (node, number)) if each.returns_list else node
+            )
+    graph.output(tuple(map(node_of, returned)))
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def explain(error: BaseException) -> str:
-    """Say what prevents tracing, and the line outside of torch and Pyro that does."""
+    """Return the reason why a step cannot be recorded, and the line outside of torch and Pyro."""
     message = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    if "_local_scalar_dense" in message:
-        message = "Python reads a tensor's value"
     line = _origin_of(error)
     return f"{message}, at {line}" if line else message
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief
 from pyro_structvi._pyro import ONE_THREAD, random_subsample
-from pyro_structvi._torch import inside_transform, put_together, take_apart
+from pyro_structvi._torch import inside_transform, is_recording, put_together, take_apart
 from pyro_structvi._torch_steps import norm_of
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.elbo import StructuredELBO
@@ -66,7 +66,7 @@ class Call:
 
 
 class SubsampleRecorder(Messenger):
-    """Records how plates draw their subsamples, in the order in which they do."""
+    """Records how plates draw their subsamples, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class SubsampleRecorder(Messenger):
 
 
 class SubsamplePlayer(Messenger):
-    """Hands plates subsamples that were drawn beforehand, in the recorded order."""
+    """Gives plates subsamples that were drawn beforehand, in order."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Loss(nn.Module):
 
     @property
     def is_structured(self) -> bool:
-        """Whether the objective gives the terms of its bound, so that it can be compiled."""
+        """Whether the objective has terms, so that it can be compiled."""
         return isinstance(self.elbo, StructuredELBO)
 
     @property
@@ -128,19 +128,19 @@ class Loss(nn.Module):
         return terms
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ELBOTerms | ValueError]:
-        """Return the loss and the terms it is made of."""
+        """Return the loss and its terms."""
         terms = self.terms(*args, **kwargs)
         return -terms.weighted(self.elbo.current_kl_weight), terms
 
 
 class CheckedLoss(Loss):
-    """A loss of NaN, and the error in the place of the terms, where a distribution refuses a value.
+    """A loss that is NaN, with the error instead of terms, if a distribution refuses a value.
 
-    Processes which met no such value then go through the same backward pass and stop at the same step.
+    All processes of a distributed run then take the same backward pass and stop at the same step.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ELBOTerms | ValueError]:
-        """Return the loss and the terms it is made of, or the error that there are none."""
+        """Return the loss and its terms, or NaN and the error."""
         try:
             return super().forward(*args, **kwargs)
         except ValueError as error:
@@ -155,10 +155,12 @@ def numbers_of(
 ) -> Tensor:
     """Return loss, log likelihood, KL and the norm of all gradients as one tensor, ``(4,)``.
 
-    For an error in the place of the terms the first three are NaN.
+    Loss, log likelihood and KL are NaN for an error instead of terms.
     """
     given = [gradient for gradient in gradients if gradient is not None]
-    norm = norm_of(given).to(loss) if given else torch.zeros_like(loss)
+    norm = (
+        norm_of(given, for_compilers=is_recording()).to(loss) if given else torch.zeros_like(loss)
+    )
     if isinstance(terms, ValueError):
         return torch.stack([loss, loss, loss, norm]).detach()
     likelihood = ELBOTerms(terms.log_likelihood, {}).elbo
@@ -171,11 +173,11 @@ Check = Callable[[Arguments, Tensor, ELBOTerms | ValueError], list[float]]
 
 @dataclass(frozen=True)
 class StepTerms:
-    """What a step found before its update, in nats.
+    """The terms of a step before its update, in nats.
 
     Attributes:
         loss: The loss.
-        log_likelihood: The expected log likelihood; NaN for an objective of Pyro's, which has no terms.
+        log_likelihood: The expected log likelihood; NaN for Pyro's objectives, which have no terms.
         kl: The KL divergence, likewise.
         kl_weight: Its weight in the loss.
     """
@@ -191,12 +193,12 @@ class Step(ABC):
 
     Args:
         loss: The loss.
-        optimizer: What updates the parameters.
-        check: Sees arguments, numbers, terms and the gradients before each update, returns the numbers
-            and may raise; None to only read them.
+        optimizer: The optimizer.
+        check: A function of arguments, numbers and terms that is called before each update, when
+            gradients are set; it returns the numbers or raises. None for no check.
 
     Attributes:
-        notes: What was traced or compiled, when and why, or why not.
+        notes: Notes on tracing and compilation, with steps and reasons.
     """
 
     def __init__(
@@ -211,9 +213,9 @@ class Step(ABC):
         self._modules = Modules(loss.parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepTerms:
-        """Take a step, and count it where the weight of the KL may depend on it.
+        """Take a step and count it for the schedule of the KL weight.
 
-        Where it raises, parameters and buffers are those before it.
+        On an error parameters and buffers stay as they were.
         """
         weight = self.loss.elbo.current_kl_weight if self.loss.is_structured else 1.0
         self.optimizer.check_rates()
@@ -231,7 +233,7 @@ class Step(ABC):
 
     @abstractmethod
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """Take a step that is not counted; return its numbers, those of ``numbers_of``."""
+        """Take a step that is not counted; return the numbers of :func:`numbers_of`."""
 
     def _update(
         self, batch: Arguments, numbers: Tensor, terms: ELBOTerms | ValueError
@@ -255,11 +257,11 @@ _REMEDY = "A smaller `lr` or `init_scale`, or an annealed `kl_weight`, may help"
 
 
 class FiniteCheck:
-    """Stops a step before its update where terms or gradients are not finite.
+    """Stops a step before its update if terms or gradients are not finite.
 
     Args:
         loss: The loss.
-        optimizer: What updates the parameters.
+        optimizer: The optimizer.
     """
 
     def __init__(self, loss: Loss, optimizer: OneOptimizer) -> None:
@@ -290,7 +292,7 @@ class FiniteCheck:
         return f"At step {self._loss.elbo.step}" if self._loss.is_structured else "In this step"
 
     def _error(self, batch: Arguments, terms: ELBOTerms | ValueError) -> Exception:
-        """Say what is not finite: inputs, terms, gradients, or a refusal."""
+        """Return an error that names the inputs, terms or gradients that are not finite."""
         refusal = terms if isinstance(terms, ValueError) else None
         for kind, found in self._not_finite(batch, terms).items():
             if found and not (refusal and kind == "gradient of"):
@@ -321,7 +323,7 @@ class FiniteCheck:
         }
 
     def _not_finite(self, batch: Arguments, terms: ELBOTerms | ValueError) -> dict[str, list[str]]:
-        """Return the names of what is not finite here, by kind."""
+        """Return the names of everything that is not finite, by kind."""
         args, kwargs = batch
         inputs = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
         parts = terms if isinstance(terms, ELBOTerms) else ELBOTerms({}, {})

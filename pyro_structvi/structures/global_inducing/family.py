@@ -27,32 +27,28 @@ from pyro_structvi.weights.placeholders import DeferredSample, DeferredWeight
 
 @dataclass(frozen=True)
 class GlobalInducing(MatrixFamily):
-    r"""A regression of each layer on what it meets at the inducing points, for outputs that are learned.
+    """A Bayesian linear regression of learned pseudo-outputs on a layer's inputs at inducing points.
 
-    Parameters are ``target (rows, out)`` and ``log_precision (rows,)``, a row for each inducing point,
-    or for each of its positions in a convolution, and ``log_scale (in,)``, the standard deviations
-    without any row: rows (out + 1) + in numbers. Layers of two to four outputs, such as a mean and a
-    noise scale, have ``log_precision (rows, out)``. They belong to the points, so that
-    :class:`~pyro_structvi.guides.GlobalInducingGuide` makes them.
+    Parameters are ``target (rows, out)`` and ``log_precision (rows,)``, with a row for each inducing
+    point and position, and ``log_scale (in,)``, the standard deviations without any row. Layers of two
+    to four outputs, such as a mean and a noise scale, have ``log_precision (rows, out)``.
+    :class:`~pyro_structvi.guides.GlobalInducingGuide` makes the parameters, since they depend on the
+    points.
 
     Args:
         join_bias: Whether a layer's bias is a further column of its weight.
-
-    References:
-        Ober and Aitchison (2021), "Global inducing point variational posteriors for Bayesian neural
-        networks and deep Gaussian processes".
     """
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Return the weight that the targets are made of, and the prior's standard deviations.
+        """Return the initial weight, which determines the targets, and the prior's standard deviations.
 
         Raises:
-            NotImplementedError: If there are shapes only, as for ``estimate_memory``.
+            NotImplementedError: For tensors without values, as in ``estimate_memory``.
         """
         if loc.is_meta:
             raise NotImplementedError(
-                "How many parameters a GlobalInducingGuide has depends on what the net makes of its "
-                "points. Make the guide with its points, and count `guide.parameters()`."
+                "The number of parameters of a GlobalInducingGuide depends on its points. Make the "
+                "guide with its points, and count `guide.parameters()`."
             )
         log_scale = loc.new_full((loc[0].numel(),), math.log(_scale(site, site.prior_scale)))
         if site.bias is not None:
@@ -69,17 +65,17 @@ class GlobalInducing(MatrixFamily):
         return NormalGivenInputs(site.shape, **parameters)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return 1 for outputs, to which a layer's prior gives about that scale."""
+        """Return the unit of steps: 1 for pseudo-outputs, which is about their scale in the prior."""
         return 1.0 if name == "target" else super().unit(site, name, value)
 
 
 def _scale(site: LatentSite, prior_scale: float | None) -> float:
-    """Return the prior's standard deviation, or where it has none the unit of the site."""
+    """Return the prior's standard deviation, or the unit of the site if there is none."""
     return site.unit if prior_scale is None else prior_scale
 
 
 class Propagation(Coupling):
-    """One run of the net on the inducing points, in which each weight is drawn where it is needed."""
+    """A run of the net on the inducing points, which draws each weight given its inputs."""
 
     def __init__(
         self, posteriors: Iterable[SitePosterior], model: Callable[..., Any] | None, inputs: Tensor
@@ -91,7 +87,7 @@ class Propagation(Coupling):
     def condition(
         self, how: How, at: Mapping[str, Any], number: Tensor | int | None
     ) -> dict[str, Any]:
-        """Return each site's distribution given the draws of the sites before, with its own draw."""
+        """Return each site's distribution given the draws of earlier sites, with its draw."""
         if how == "marginals":
             raise NotImplementedError(
                 f"The weights {list(self.sites)} depend on each other, and have no quantiles or moments "
@@ -121,13 +117,7 @@ class Propagation(Coupling):
 
 
 class Run(Messenger):
-    """Runs a model on inputs, and draws weights when they meet their own.
-
-    Args:
-        own: The posteriors of these weights.
-        draw: Returns the value of a weight, as a matrix with its bias, that meets these rows.
-        others: The values of the other sites.
-    """
+    """Runs a model and draws each weight, by its site's name and its inputs, when these are known."""
 
     def __init__(
         self,
@@ -147,7 +137,7 @@ class Run(Messenger):
                 self._values[name] = DeferredWeight(sample, name, part)
 
     def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
-        """Run the model, unseen by Pyro's handlers."""
+        """Run the model outside of Pyro's handlers."""
         self._like = inputs
         with ExitStack() as stack:
             for context in (buffers_kept(model), outside_plates(), poutine.block(), self):
@@ -158,7 +148,7 @@ class Run(Messenger):
         if msg["value"] is not None or site_is_subsample(msg):
             return
         value = self._values.get(msg["name"])
-        # What is no site of the guide is an observation, which nobody asks for.
+        # A site without a value is an observation, which is not used.
         msg["value"] = self._like.new_zeros(msg["fn"].shape()) if value is None else value
 
     def _meet(self, site: LatentSite, application: Application) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The guide that correlates layers, by what a net makes of inducing points."""
+"""The guide with global inducing points, which correlates layers."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -17,49 +17,48 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.global_inducing.family import GlobalInducing, Propagation, Run
 from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
 
-# So many outputs have precisions of their own at each point: a mean and a noise scale determine their
-# weights to different degrees. A covariance is factored for each, which many outputs share instead.
+# Numbers of outputs with separate precisions, since a mean and a noise scale determine their weights to
+# different degrees. A covariance is factored for each output; with more outputs, all share one.
 OWN_PRECISIONS = range(2, 5)
 
 
 class GlobalInducingGuide(StructuredGuide):
-    r"""Layers that are correlated: each weight is drawn given what the net makes of inducing points.
+    r"""A posterior that correlates layers, by a run of the net on inducing points.
 
-    A draw runs the net on the inducing points. Each weight is drawn from the posterior that a Bayesian
-    linear regression has, of outputs V that are learned on the inputs X which the layers before, as they
-    were drawn, give these points:
+    A draw runs the net on the inducing points. Each weight is drawn from the posterior of a Bayesian
+    linear regression of learned pseudo-outputs V on its inputs X, the outputs of the drawn earlier
+    layers:
 
     .. math:: W_{i \cdot} \mid X \sim N(S X^\top \Lambda V_{\cdot i}, S), \qquad
         S^{-1} = \operatorname{diag}(s)^{-2} + X^\top \Lambda X.
 
-    So a later layer undoes what an earlier one does differently in each draw, which no Gaussian of all
-    weights can. A layer whose inputs no other weight decides has a family of its own.
+    Later layers compensate for the variation of earlier ones, which is not possible with a Gaussian
+    over all weights. Layers whose inputs do not depend on other weights have ``first_layer`` as family.
 
-    Weights are drawn, since one draw makes a whole net. The model must run on inputs alone, as for
-    :func:`~pyro_structvi.predict`. A step runs the net once more, on the inducing points, and for each
-    layer factors a matrix in double precision, of as many rows as there are points or inputs, whichever
-    are fewer.
+    The model must run on inputs alone, as for :func:`~pyro_structvi.predict`. A step runs the net once
+    more, on the inducing points. For each layer it factors a matrix in double precision, with the size
+    of the points or of the inputs, whichever is smaller. There is no local reparameterization.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        inputs: The inducing points, inputs of the model ``(M, *input)``, such as a part of the data; or
-            how many of the first batch to take, at most, when the guide is first called. The more, the
-            better the posterior and the longer a step.
-        families: Families for sites by themselves, patterns as for :class:`StructuredGuide`. Vectors and
-            scalars have mean field; an embedding, a grouped convolution or a weight that the net splits
-            needs one.
-        first_layer: The family of layers that meet the inputs themselves; a matrix normal when None.
-        train_inputs: Whether the points are trained too, if they are real numbers.
+        inputs: The inducing points, inputs of the model ``(M, *input)`` such as a part of the data; or
+            the maximum number to take from the batch of the guide's initial call. More points give a
+            better posterior and a slower step.
+        families: Families of sites that do not depend on the points, by patterns as in
+            :class:`StructuredGuide`. An embedding, a grouped convolution and a weight that the net
+            splits need one. Vectors and scalars have mean field.
+        first_layer: The family of layers with the net's inputs; a matrix normal when None.
+        train_inputs: Whether to train the points, if they are real numbers.
         join_bias: Whether a layer's bias is a further column of its weight.
-        **options: ``init_scale``, here the standard deviation of learned outputs, too; ``init_loc_fn``;
-            ``create_plates``; see :class:`StructuredGuide`.
+        **options: ``init_scale``, also the initial standard deviation of pseudo-outputs;
+            ``init_loc_fn``; ``create_plates``; see :class:`StructuredGuide`.
 
     Raises:
-        ValueError: If sites are drawn together by another family, or belong to single examples; or if
-            ``local_reparam`` is asked for.
-        TypeError: If the family of the first layers cannot serve them.
-        RuntimeError: If the net uses a weight without a family of its own in another way than in a
-            linear layer or convolution.
+        ValueError: If a family couples sites or a site belongs to single examples, or for
+            ``local_reparam=True``.
+        TypeError: If ``first_layer`` does not support a layer.
+        RuntimeError: If the net uses a weight without a family other than in a linear layer or
+            convolution.
 
     Example:
         >>> import torch
@@ -106,7 +105,7 @@ class GlobalInducingGuide(StructuredGuide):
             self._place(inputs)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Do as :meth:`StructuredGuide.initialize` does, and take the inducing points, once.
+        """Initialize as :class:`StructuredGuide`, and take the inducing points once.
 
         Raises:
             NotImplementedError: As a part of an ``AutoGuideList``.
@@ -135,7 +134,7 @@ class GlobalInducingGuide(StructuredGuide):
         return args[0][:count]
 
     def _place(self, inputs: Tensor) -> None:
-        """Make the parameters that belong to the points, all of them or none on an error."""
+        """Make the parameters that depend on the points; on an error make none."""
         if not (inputs.dim() and len(inputs)):
             raise ValueError(
                 "`inputs` must hold at least one inducing point, as (M, *input), but got a tensor of "
@@ -169,10 +168,10 @@ class GlobalInducingGuide(StructuredGuide):
     def _rows_of_layers_behind_others(
         self, own: list[SitePosterior], others: Mapping[str, Tensor], inputs: Tensor
     ) -> dict[str, Tensor]:
-        """Run the net at its start; return the rows that weights meet which other weights decide.
+        """Run the net with initial weights; return inputs of weights that depend on other weights.
 
         Raises:
-            RuntimeError: If a weight meets none.
+            RuntimeError: If a weight has no inputs.
         """
         assert self.model is not None
         starts = {each.site.name: each.value("loc").detach().requires_grad_() for each in own}
@@ -180,7 +179,7 @@ class GlobalInducingGuide(StructuredGuide):
         met: dict[str, Tensor] = {}
 
         def draw(name: str, rows: Tensor) -> Tensor:
-            if torch.is_grad_enabled():  # and not inside a function with a gradient of its own
+            if torch.is_grad_enabled():  # not inside a custom autograd function
                 met[name] = rows
             return starts[name]
 
@@ -189,14 +188,14 @@ class GlobalInducingGuide(StructuredGuide):
         missing = [name for name in starts if name not in met]
         if missing:
             raise RuntimeError(
-                f"The model meets no input at the weights {missing} when it runs on the inducing "
-                "points. Give these sites another family, as by `families={'name': MeanField()}`."
+                f"The weights {missing} have no inputs when the model runs on the inducing points. "
+                "Give these sites another family, as in `families={'name': MeanField()}`."
             )
         random = [*starts.values(), *values.values()]
         return {name: rows.detach() for name, rows in met.items() if _depends_on(rows, random)}
 
     def _run_at(self, own: list[SitePosterior], draw: Any, values: Any, inputs: Tensor) -> None:
-        """Run the net, and again without each weight that it uses in another way, to name all."""
+        """Run the net, and repeat it without weights that cause errors, so that an error lists all."""
         wrong: dict[str, RuntimeError] = {}
         parts = [each.site.split(each.value("loc").detach()) for each in own]
         starts = {name: value for part in parts for name, value in part.items()}
@@ -216,29 +215,29 @@ class GlobalInducingGuide(StructuredGuide):
             names, families = [*wrong], ", ".join(f"'{name}': MeanField()" for name in wrong)
             raise RuntimeError(
                 f"The weights at the sites {names} are drawn given the inputs of a plain linear layer "
-                "or convolution, but the net uses them in another way first. Give them another family, "
+                "or convolution, but the net uses them in another way. Give them another family, "
                 f"`families={{{families}}}`."
             )
 
     def _check_others(self, others: Iterable[SitePosterior]) -> dict[str, Tensor]:
-        """Return where the sites with families by themselves start, if they can stand beside the layers.
+        """Return the initial values of sites with other families.
 
         Raises:
-            ValueError: If they are drawn together, or belong to single examples.
+            ValueError: If they are drawn jointly, or belong to single examples.
         """
         together = [name for each in super()._couplings() for name in each.sites]
         if together or self.local_site_names:
             wrong = together or self.local_site_names
-            why = "are drawn together" if together else "belong to single examples"
+            why = "are drawn jointly" if together else "belong to single examples"
             raise ValueError(
-                f"The sites {wrong} {why}, which this guide cannot draw beside the layers. Give them a "
-                "family whose sites are independent, such as MeanField()."
+                f"The sites {wrong} {why}, which a GlobalInducingGuide does not support. Give them a "
+                "family with independent sites, such as MeanField()."
             )
         medians = (each.site.split(median_of(each())) for each in others)
         return {name: value for values in medians for name, value in values.items()}
 
     def _make_first(self, posterior: SitePosterior) -> SitePosterior:
-        """Return the posterior of a layer that meets the inputs themselves."""
+        """Return the posterior of a layer with the net's inputs."""
         family, site = self._first_layer, posterior.site
         if not family.fits(site) or couple(family, {}, self.init_scale) is not None:
             raise TypeError(
@@ -256,7 +255,7 @@ class GlobalInducingGuide(StructuredGuide):
 
 
 def _depends_on(rows: Tensor, values: list[Tensor]) -> bool:
-    """Whether inputs are a function of any of these values."""
+    """Whether inputs depend on any of these values."""
     if not rows.requires_grad:
         return False
     with torch.enable_grad():

@@ -1,5 +1,6 @@
-"""Weights given their inducing weights, and the joint prior of both."""
+"""Weights with inducing weights: their joint prior, and a weight given its inducing weights."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,20 +14,28 @@ from pyro_structvi._checks import (
     check_same_kind,
     check_shape,
     checked,
+    shape_text,
     validates,
 )
-from pyro_structvi.linalg.matrices import KroneckerLogDet, KroneckerQuadratic, identity_like
+from pyro_structvi.linalg.matrices import (
+    KroneckerLogDet,
+    KroneckerQuadratic,
+    identity_like,
+    kronecker,
+    standard_normal,
+)
 from pyro_structvi.linalg.precision import autocast_off, grad_cached_property
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.outputs import (
+    InducingSide,
     MatheronBases,
     MatheronDraw,
     MatheronOutputs,
 )
-from pyro_structvi.structures.inducing.prior import InducingPrior, kronecker
 from pyro_structvi.structures.matrix_normal import MatrixNormal
-from pyro_structvi.weights.arguments import as_size
+from pyro_structvi.structures.mean_field import MeanFieldNormal
+from pyro_structvi.weights.arguments import as_expanded, as_size
 from pyro_structvi.weights.weight_distribution import (
     FactoredWeight,
     GaussianWeight,
@@ -35,23 +44,257 @@ from pyro_structvi.weights.weight_distribution import (
     bias_moments,
 )
 
+# The cost of noise for one output, in multiplications. By time alone it is about 700, but drawn
+# outputs have gradients of smaller variance; see docs/scripts/inducing_layers.py.
 NOISE_COST = 400
 
 
+class AugmentedMatrixNormal:
+    r"""The joint prior of a weight W and inducing weights U, a normal of Khatri-Rao structure.
+
+    .. math:: \begin{pmatrix} \operatorname{vec} W \\ \operatorname{vec} U \end{pmatrix} \sim N\left(0,
+        \begin{pmatrix} \sigma^2 I & \sigma Z_r^\top \otimes Z_c^\top \\
+        \sigma Z_r \otimes Z_c & \Psi_r \otimes \Psi_c \end{pmatrix} \right), \qquad
+        \Psi = Z Z^\top + D^2
+
+    with ``vec`` row by row. The marginal of W has independent entries :math:`N(0, \sigma^2)` for any Z
+    and D, which are therefore free parameters of a posterior. *Whitened* inducing weights
+    :math:`\tilde U = L_r^{-1} U L_c^{-\top}` with :math:`L = \operatorname{chol}(\Psi)` are standard
+    normal. With :math:`B = L^{-1} Z` and :math:`P = B^\top B`,
+
+    .. math:: E[W \mid U] = \sigma B_r^\top \tilde U B_c, \qquad
+        \operatorname{Cov}[W \mid U] = \sigma^2 (I - P_r \otimes P_c).
+
+    The factors are computed once, at their first use.
+
+    Args:
+        row_factor: :math:`Z_r`, ``(*batch, M_out, out)``.
+        column_factor: :math:`Z_c`, ``(*batch, M_in, in)``.
+        row_diagonal: The diagonal of :math:`D_r`, ``(*batch, M_out)``, positive.
+        column_diagonal: The diagonal of :math:`D_c`, ``(*batch, M_in)``, positive.
+        scale: The prior's standard deviation of W, a number or ``(*batch,)``.
+        bias_scale: The prior's standard deviation of the last column, if it is a bias with another
+            prior.
+        event_shape: The weight's shape ``(out, *rest)`` if it is not a matrix; ``in = prod(rest)``.
+        validate_args: Whether to check arguments; Pyro's setting when None.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a diagonal or the scale is not positive.
+
+    Example:
+        >>> row_factor, column_factor = torch.ones(1, 2), torch.ones(1, 3)
+        >>> joint = AugmentedMatrixNormal(row_factor, column_factor, torch.ones(1), torch.ones(1), 0.5)
+        >>> joint.covariance_matrix.shape
+        torch.Size([7, 7])
+        >>> joint.condition(torch.tensor([[2.0]])).mean
+        tensor([[0.0833, 0.0833, 0.0833],
+                [0.0833, 0.0833, 0.0833]])
+
+    References:
+        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
+        inducing weights", Eq. 5-6.
+    """
+
+    @checked
+    def __init__(
+        self,
+        row_factor: Tensor,
+        column_factor: Tensor,
+        row_diagonal: Tensor,
+        column_diagonal: Tensor,
+        scale: Tensor | float,
+        bias_scale: Tensor | float | None = None,
+        *,
+        event_shape: Sequence[int] | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        for name, factor, side in (("row", row_factor, "out"), ("column", column_factor, "in")):
+            if factor.dim() < 2:
+                raise ValueError(
+                    f"`{name}_factor` must have shape (*batch, M_{side}, {side}), but got "
+                    f"{shape_text(factor.shape)}."
+                )
+        self.row_factor, self.column_factor = row_factor, column_factor
+        self.row_diagonal, self.column_diagonal = row_diagonal, column_diagonal
+        self.scale = self._tensor(scale)
+        self.bias_scale = None if bias_scale is None else self._tensor(bias_scale)
+        out, size = row_factor.shape[-1], column_factor.shape[-1]
+        self.batch_shape = row_factor.shape[:-2]
+        self.event_shape = torch.Size((out, size) if event_shape is None else event_shape)
+        self.matrix_shape = torch.Size((out, size))
+        self.inducing_shape = torch.Size([row_factor.shape[-2], column_factor.shape[-2]])
+        self._with_grad = torch.is_grad_enabled()
+        if validates(validate_args):
+            self._check()
+
+    def _tensor(self, value: Tensor | float) -> Tensor:
+        return value if isinstance(value, Tensor) else self.row_factor.new_tensor(value)
+
+    def _check(self) -> None:
+        (out, size), (rows, columns) = self.matrix_shape, self.inducing_shape
+        by = "row_factor and column_factor"
+        for name, shape, meaning in (
+            ("column_factor", (columns, size), "(*batch, M_in, in)"),
+            ("row_diagonal", (rows,), "(*batch, M_out)"),
+            ("column_diagonal", (columns,), "(*batch, M_in)"),
+        ):
+            check_shape(name, getattr(self, name), (*self.batch_shape, *shape), meaning, by=by)
+        scales = [name for name in self.arguments if name.endswith("scale")]
+        for name in scales:
+            check_broadcastable(name, getattr(self, name), self.batch_shape, "(*batch,)")
+        if self.event_shape[:1] != (out,) or self.event_shape[1:].numel() != size:
+            raise ValueError(
+                f"`event_shape` must be (out, *rest) with out = {out} and prod(rest) = {size}, but "
+                f"got {shape_text(self.event_shape)} with these `row_factor` and `column_factor`."
+            )
+        for name, value in self.arguments.items():
+            check_same_kind(name, value, "row_factor", self.row_factor)
+        for name in ("row_factor", "column_factor"):
+            check_finite(name, getattr(self, name))
+        for name in ("row_diagonal", "column_diagonal", *scales):
+            check_positive(name, getattr(self, name))
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """The tensor arguments by name."""
+        factors = ("row_factor", "column_factor", "row_diagonal", "column_diagonal")
+        values = {name: getattr(self, name) for name in (*factors, "scale", "bias_scale")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def expand(self, batch_shape: torch.Size) -> Self:
+        """Return this joint prior with a larger batch shape, sharing memory."""
+        batch_shape = as_expanded(batch_shape, self.batch_shape)
+        expanded = {
+            name: value.expand(batch_shape + value.shape[len(self.batch_shape) :])
+            for name, value in self.arguments.items()
+        }
+        return type(self)(**expanded, event_shape=self.event_shape, validate_args=False)
+
+    # ---- factors ---------------------------------------------------------------------------------
+
+    @grad_cached_property
+    def rows(self) -> InducingSide:
+        """The factored rows."""
+        return InducingSide.of(self.row_factor, self.row_diagonal)
+
+    @grad_cached_property
+    def columns(self) -> InducingSide:
+        """The factored columns."""
+        return InducingSide.of(self.column_factor, self.column_diagonal)
+
+    @property
+    def jitter(self) -> tuple[Tensor, Tensor]:
+        """The numbers added to the diagonals of the rows' and the columns' matrix."""
+        return self.rows.jitter, self.columns.jitter
+
+    @property
+    def column_scale(self) -> Tensor:
+        """The prior's standard deviation of W, ``(*batch, 1, 1)``, or ``(*batch, 1, in)`` by column."""
+        scale = self.scale[..., None, None]
+        if self.bias_scale is None:
+            return scale
+        columns = scale.expand(*scale.shape[:-1], self.matrix_shape[1] - 1)
+        return torch.cat([columns, self.bias_scale[..., None, None]], -1)
+
+    # ---- distributions ---------------------------------------------------------------------------
+
+    def weight_prior(self) -> MeanFieldNormal:
+        """Return the marginal distribution of W: independent normals."""
+        scale = self.column_scale.expand(*self.batch_shape, *self.matrix_shape)
+        scale = scale.reshape(*self.batch_shape, *self.event_shape)
+        loc = torch.zeros_like(scale)
+        return MeanFieldNormal(loc, scale, len(self.event_shape), validate_args=False)
+
+    def whiten(self, u: Tensor) -> Tensor:
+        """Return whitened inducing weights for ``u (*sample, *batch, M_out, M_in)``."""
+        half = torch.linalg.solve_triangular(self.rows.scale_tril, u.double(), upper=False)
+        whole = torch.linalg.solve_triangular(self.columns.scale_tril, half.mT, upper=False)
+        whitened: Tensor = whole.mT.to(u.dtype)
+        return whitened
+
+    def draw_standard(self, sample_shape: torch.Size) -> tuple[Tensor, Tensor]:
+        r"""Draw W for a prior scale of 1, as a matrix, jointly with the whitened U.
+
+        :math:`U = B_r (E_1 B_c^\top + E_3 H_c^\top) + H_r E_2` for the weight :math:`E_1` takes no
+        factor of :math:`Z Z^\top`; the paper's Eq. 12 takes two.
+        """
+        shape, (inducing_out, inducing_in) = (*sample_shape, *self.batch_shape), self.inducing_shape
+        weight, for_columns, for_rows = (
+            standard_normal((*shape, *size), self.row_factor)
+            for size in (
+                self.matrix_shape,
+                (self.matrix_shape[0], inducing_in),
+                (inducing_out, inducing_in),
+            )
+        )
+        with autocast_off(weight):
+            inner = weight @ self.columns.basis.mT + for_columns @ self.columns.remainder.mT
+            return weight, self.rows.basis @ inner + self.rows.remainder @ for_rows
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance of ``vec(W)`` followed by ``vec(U)``; for small sizes."""
+        prior = self.weight_prior().covariance_matrix
+        cross = kronecker(self.row_factor, self.column_factor * self.column_scale)
+        inducing = self.inducing_prior().covariance_matrix
+        above = torch.cat([prior, cross.mT], -1)
+        return torch.cat([above, torch.cat([cross, inducing], -1)], -2)
+
+    def inducing_prior(self) -> MatrixNormal:
+        r"""Return the distribution of U, the matrix normal of :math:`\Psi_r` and :math:`\Psi_c`."""
+        dtype = self.row_factor.dtype
+        rows, columns = self.rows.scale_tril.to(dtype), self.columns.scale_tril.to(dtype)
+        loc = rows.new_zeros(*self.batch_shape, *self.inducing_shape)
+        return MatrixNormal(loc, rows, columns, validate_args=False)
+
+    @checked
+    def condition(self, u: Tensor, conditional_scale: Tensor | float = 1.0) -> "ConditionalNormal":
+        r"""Return the distribution of W given U, with :math:`\lambda^2` times the covariance.
+
+        Args:
+            u: Inducing weights, ``(*batch, M_out, M_in)``, not whitened.
+            conditional_scale: The :math:`\lambda` of the paper's Eq. 7, positive, a number or
+                ``(*batch,)``.
+
+        Raises:
+            ValueError: If ``u`` has another shape, or ``conditional_scale`` is not positive.
+        """
+        check_inducing("u", u, self, True)
+        return ConditionalNormal(self, self.whiten(u), conditional_scale)
+
+    def rsample(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
+        """Draw W and U jointly, each ``(*sample, *batch, *event)``."""
+        noise, whitened = self.draw_standard(as_size("sample_shape", sample_shape))
+        weight = noise * self.column_scale
+        inducing = self.inducing_prior().scale_noise(whitened)
+        return weight.reshape(*weight.shape[:-2], *self.event_shape), inducing
+
+
+def check_inducing(
+    name: str, value: Tensor, joint: AugmentedMatrixNormal, validate_args: bool | None
+) -> None:
+    """Raise a ``ValueError`` unless a tensor has the shape, dtype and device of inducing weights."""
+    if validates(validate_args):
+        shape = (*joint.batch_shape, *joint.inducing_shape)
+        check_shape(name, value, shape, "(*batch, M_out, M_in)")
+        check_same_kind(name, value, "row_factor", joint.row_factor)
+        check_finite(name, value)
+
+
 class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
-    r"""A weight that is normal given its inducing weights, which have any distribution.
+    r"""A weight that is normal given its inducing weights; subclasses define the density.
 
     .. math:: W = \sigma B_r^\top (\tilde U - \lambda \bar U) B_c + \lambda \sigma \bar W
 
     with whitened inducing weights :math:`\tilde U`, and :math:`\bar W, \bar U` from the joint prior
-    (Matheron's rule). A subclass defines the density.
+    (Matheron's rule).
 
     Args:
         joint: The joint prior.
-        inducing: The distribution of the whitened inducing weights ``(M_out, M_in)``; None where a
-            guide draws them together with those of other weights.
+        inducing: The distribution of the whitened inducing weights ``(M_out, M_in)``; None if a guide
+            draws them jointly with inducing weights of other layers.
         conditional_scale: The :math:`\lambda`, ``(*batch,)``, positive.
-        validate_args: Pyro's own setting when None.
+        validate_args: Pyro's setting when None.
     """
 
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
@@ -59,7 +302,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     def __init__(
         self,
-        joint: InducingPrior,
+        joint: AugmentedMatrixNormal,
         inducing: WeightDistribution | None,
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
@@ -84,34 +327,29 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def inducing(self) -> WeightDistribution:
-        """The distribution of the whitened inducing weights.
-
-        Raises:
-            RuntimeError: If they are drawn together with those of other weights.
-        """
+        """The distribution of the whitened inducing weights, unless it is joint with other layers'."""
         if self._inducing is None:
             raise RuntimeError(
-                "The inducing weights of this weight have one posterior with those of others, so that "
-                "it does not have a distribution by itself here. Draw all of them, with "
-                "`guide.draw()`."
+                "The inducing weights of several layers have one joint posterior, so this weight has "
+                "no separate distribution. Draw all weights with `guide.draw()`."
             )
         return self._inducing
 
     @property
     def is_mixture(self) -> bool:
-        """Whether this is not normal, but a mixture of several normals."""
+        """Whether this is a mixture of several normals."""
         return getattr(self.inducing, "is_mixture", False)
 
     @grad_cached_property
     def bases(self) -> MatheronBases:
-        """What Matheron's rule needs of this weight."""
+        """The bases of Matheron's rule."""
         rows, columns, scale = self.joint.rows, self.joint.columns, self.joint.column_scale
         return MatheronBases(
             rows.basis, rows.remainder, columns.basis * scale, scale, self.conditional_scale
         )
 
     def factorize(self) -> None:
-        """Factor both sides of the joint prior, and those of nested inducing weights."""
+        """Factor the joint prior, and the joint priors of nested inducing weights."""
         _ = self.bases
         if isinstance(self._inducing, FactoredWeight):
             self._inducing.factorize()
@@ -120,8 +358,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     def _first_parameter(self) -> Tensor:
         return self.joint.row_factor
 
-    # ---- moments ---------------------------------------------------------------------------------
-
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
         """The mean, ``(*batch_shape, *event_shape)``."""
@@ -129,11 +365,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def mode(self) -> Tensor:
-        """The mode, which is the mean.
-
-        Raises:
-            NotImplementedError: For a mixture, which has none in closed form.
-        """
+        """The mode, which is the mean, unless this is a mixture."""
         if self.is_mixture:
             raise NotImplementedError("A mixture of normals has no mode in closed form.")
         return self.mean
@@ -153,13 +385,11 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
         return gain.mT @ excess @ gain + squared * self.joint.weight_prior().covariance_matrix
 
     def _seen(self, difference: Tensor) -> tuple[Tensor, Tensor]:
-        """Return matrices V for a prior scale of 1, and what inducing weights see of them, in double."""
+        """Return matrices V for a prior scale of 1, and ``B_r V B_c'`` in double precision."""
         v = self.as_matrix(difference) / self.joint.column_scale
         with autocast_off(v):
             seen = self.joint.rows.basis @ v @ self.joint.columns.basis.mT
             return v, seen.double()
-
-    # ---- draws -----------------------------------------------------------------------------------
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)`` by the extended Matheron rule."""
@@ -176,12 +406,11 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
         return MatheronDraw(self.bases, inducing, noise, self.event_shape)
 
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
-        """Draw outputs, unless noise at every position costs clearly more than the products it saves.
+        """Rank outputs first, unless noise at every position costs more than the products it saves.
 
-        Where an example has several positions both are approximate in one way or another: outputs drop
-        correlations between positions, a drawn weight ties the examples of a batch together. A drawn
-        weight is applied in factors if their products, gradients too, are less than the gradient of the
-        weight. A convolution with several groups gets a drawn weight.
+        With several positions, drawn outputs drop correlations between positions, and a drawn weight
+        correlates the examples of a batch. A drawn weight is applied in factors if that costs less than
+        the weight's gradient. A convolution with several groups takes a drawn weight.
         """
         if linear_map.groups > 1:
             return ("weight",)
@@ -198,24 +427,13 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
     ) -> MatheronOutputs:
-        """Return the distribution of ``linear_map(x, W) + bias``; no weight is formed.
+        """Return the distribution of ``linear_map(x, W) + bias`` without forming a weight.
 
-        All positions of an example share its inducing weights; the noise given those is independent over
-        positions. Convolutions with several groups are not served.
+        The positions of an example share inducing weights and have independent conditional noise.
+        Convolutions with several groups are not supported.
         """
         linear_map, moments = self.map_for_batch(linear_map), bias_moments(bias)
         return MatheronOutputs(self.bases, self.inducing, linear_map, x, *moments)
-
-
-def check_inducing(
-    name: str, value: Tensor, joint: InducingPrior, validate_args: bool | None
-) -> None:
-    """Raise a ``ValueError`` unless a tensor fits a joint prior's inducing weights, if that is asked."""
-    if validates(validate_args):
-        shape = (*joint.batch_shape, *joint.inducing_shape)
-        check_shape(name, value, shape, "(*batch, M_out, M_in)")
-        check_same_kind(name, value, "row_factor", joint.row_factor)
-        check_finite(name, value)
 
 
 class ConditionalNormal(AugmentedNormal):
@@ -223,15 +441,14 @@ class ConditionalNormal(AugmentedNormal):
 
     .. math:: \mu = \sigma B_r^\top \tilde U B_c, \qquad \Sigma = \sigma^2 (I - P_r \otimes P_c)
 
-    In the eigenbases of :math:`P_r` and :math:`P_c` the covariance is diagonal, :math:`1 - p_i q_j`, so
-    that density and entropy cost a sum of ``M_out M_in`` terms.
+    The covariance is diagonal in the eigenbases of :math:`P_r` and :math:`P_c`, so density and entropy
+    are sums of ``M_out M_in`` terms.
 
     Args:
         joint: The joint prior; :meth:`AugmentedMatrixNormal.condition` makes one of these.
         whitened: The whitened inducing weights, ``(*batch, M_out, M_in)``.
         conditional_scale: The :math:`\lambda`, ``(*batch,)``, positive.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If ``whitened`` has another shape, or ``conditional_scale`` is not positive.
@@ -253,7 +470,7 @@ class ConditionalNormal(AugmentedNormal):
     @checked
     def __init__(
         self,
-        joint: InducingPrior,
+        joint: AugmentedMatrixNormal,
         whitened: Tensor,
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
@@ -279,94 +496,3 @@ class ConditionalNormal(AugmentedNormal):
         quadratic: Tensor = KroneckerQuadratic.apply(seen, rows.double(), columns.double())
         total = v.square().sum((-2, -1)) + quadratic.to(v.dtype)
         return total / self.conditional_scale.square()
-
-
-class AugmentedMatrixNormal(InducingPrior):
-    r"""The joint prior of a weight W and inducing weights U, a normal of Khatri-Rao structure.
-
-    .. math:: \begin{pmatrix} \operatorname{vec} W \\ \operatorname{vec} U \end{pmatrix} \sim N\left(0,
-        \begin{pmatrix} \sigma^2 I & \sigma Z_r^\top \otimes Z_c^\top \\
-        \sigma Z_r \otimes Z_c & \Psi_r \otimes \Psi_c \end{pmatrix} \right), \qquad
-        \Psi = Z Z^\top + D^2
-
-    with ``vec`` row by row. Whatever Z and D are, W alone has independent entries
-    :math:`N(0, \sigma^2)`, so they are free parameters of a posterior. *Whitened* inducing weights are
-    :math:`\tilde U = L_r^{-1} U L_c^{-\top}` with :math:`L = \operatorname{chol}(\Psi)`, standard
-    normal. Then, with :math:`B = L^{-1} Z` and :math:`P = B^\top B`,
-
-    .. math:: E[W \mid U] = \sigma B_r^\top \tilde U B_c, \qquad
-        \operatorname{Cov}[W \mid U] = \sigma^2 (I - P_r \otimes P_c).
-
-    The factors are computed at their first use, once for the life of the object.
-
-    Args:
-        row_factor: :math:`Z_r`, ``(*batch, M_out, out)``.
-        column_factor: :math:`Z_c`, ``(*batch, M_in, in)``.
-        row_diagonal: The diagonal of :math:`D_r`, ``(*batch, M_out)``, positive.
-        column_diagonal: The diagonal of :math:`D_c`, ``(*batch, M_in)``, positive.
-        scale: The prior's standard deviation of W, a number or ``(*batch,)``.
-        bias_scale: The prior's standard deviation of the last column, if that is a bias with another
-            prior.
-        event_shape: The weight's own shape ``(out, *rest)`` if it is not a matrix; ``in = prod(rest)``.
-        validate_args: Whether to check the arguments; Pyro's own setting when None.
-
-    Raises:
-        ValueError: If shapes do not fit each other, or a diagonal or the scale is not positive.
-
-    Example:
-        >>> row_factor, column_factor = torch.ones(1, 2), torch.ones(1, 3)
-        >>> joint = AugmentedMatrixNormal(row_factor, column_factor, torch.ones(1), torch.ones(1), 0.5)
-        >>> joint.covariance_matrix.shape
-        torch.Size([7, 7])
-        >>> joint.condition(torch.tensor([[2.0]])).mean
-        tensor([[0.0833, 0.0833, 0.0833],
-                [0.0833, 0.0833, 0.0833]])
-
-    References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", Eq. 5-6.
-    """
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance of ``vec(W)`` followed by ``vec(U)``; for small sizes."""
-        prior = self.weight_prior().covariance_matrix
-        cross = kronecker(self.row_factor, self.column_factor * self.column_scale)
-        inducing = self.inducing_prior().covariance_matrix
-        above = torch.cat([prior, cross.mT], -1)
-        return torch.cat([above, torch.cat([cross, inducing], -1)], -2)
-
-    def inducing_prior(self) -> MatrixNormal:
-        r"""Return the distribution of U, the matrix normal of :math:`\Psi_r` and :math:`\Psi_c`."""
-        dtype = self.row_factor.dtype
-        rows, columns = self.rows.scale_tril.to(dtype), self.columns.scale_tril.to(dtype)
-        loc = rows.new_zeros(*self.batch_shape, *self.inducing_shape)
-        return MatrixNormal(loc, rows, columns, validate_args=False)
-
-    @checked
-    def condition(self, u: Tensor, conditional_scale: Tensor | float = 1.0) -> ConditionalNormal:
-        r"""Return the distribution of W given U, its standard deviations multiplied by a number.
-
-        Args:
-            u: Inducing weights, ``(*batch, M_out, M_in)``, not whitened.
-            conditional_scale: The :math:`\lambda` of the paper's Eq. 7, positive, a number or
-                ``(*batch,)``.
-
-        Returns:
-            A normal with the conditional mean and :math:`\lambda^2` times the conditional covariance.
-
-        Raises:
-            ValueError: If ``u`` has another shape, or ``conditional_scale`` is not positive.
-        """
-        shape = (*self.batch_shape, *self.inducing_shape)
-        check_shape("u", u, shape, "(*batch, M_out, M_in)")
-        check_same_kind("u", u, "row_factor", self.row_factor)
-        check_finite("u", u)
-        return ConditionalNormal(self, self.whiten(u), conditional_scale)
-
-    def rsample(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
-        """Draw W and U together, with shapes ``(*sample, *batch, *event)`` of each."""
-        noise, whitened = self.draw_standard(as_size("sample_shape", sample_shape))
-        weight = noise * self.column_scale
-        inducing = self.inducing_prior().scale_noise(whitened)
-        return weight.reshape(*weight.shape[:-2], *self.event_shape), inducing

@@ -20,7 +20,7 @@ from pyro_structvi.structures.ensemble import Members, SameMember
 from pyro_structvi.structures.full_covariance import FullCovariance
 from pyro_structvi.structures.inducing.augmented import AugmentedMatrixNormal
 from pyro_structvi.structures.inducing.normal import InducingNormal
-from pyro_structvi.structures.inducing.prior import InducingSide
+from pyro_structvi.structures.inducing.outputs import InducingSide
 from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
 from pyro_structvi.structures.mean_field import MeanField
 from pyro_structvi.weights.site_distributions import Auxiliary
@@ -35,30 +35,28 @@ InducingShape = Annotated[
 
 @dataclass(frozen=True)
 class InducingWeights(FactoredFamily):
-    r"""Weights that a small matrix of inducing weights knows about, the rest as in the prior.
+    r"""A posterior over a small matrix of inducing weights for each weight, with the prior's noise.
 
-    Parameters, for a weight ``(out, in)`` and inducing weights ``(M_out, M_in)``: ``row_factor (M_out,
-    out)``, ``column_factor (M_in, in)``, ``log_row_diagonal (M_out,)``, ``log_column_diagonal
-    (M_in,)``, ``log_conditional_scale ()``, and those of the posterior over the whitened inducing
-    weights, with ``inducing_`` in front. None is of size ``out in``.
+    For a weight ``(out, in)`` and inducing weights ``(M_out, M_in)``, parameters are ``row_factor
+    (M_out, out)``, ``column_factor (M_in, in)``, ``log_row_diagonal (M_out,)``, ``log_column_diagonal
+    (M_in,)``, ``log_conditional_scale ()``, and the parameters of the posterior over whitened inducing
+    weights with the prefix ``inducing_``. None has ``out in`` elements.
 
-    The start is a low-rank approximation of the weight that the guide would start at, with the
-    covariance ``init_scale^2`` times the identity exactly (for a joined bias, times the ratio of the
-    prior variances).
+    The initial mean is a low-rank approximation of the guide's initial weight. The initial covariance
+    is ``init_scale^2`` times the identity; for a joined bias, also times the ratio of the prior
+    variances.
 
     Args:
-        shape: The inducing weights' ``(M_out, M_in)``. A weight that is smaller in both directions gets
-            inducing weights of the weight's shape; one smaller in one direction gets what was asked
-            for, as the paper counts.
+        shape: The inducing weights' ``(M_out, M_in)``. A weight that is smaller in both dimensions has
+            inducing weights of its own shape.
         posterior: The family of their posterior: ``MeanField()`` is FFG-U, ``FullCovariance()`` FCG-U,
-            ``Members(K)`` Ensemble-U, whose K nets share all but the inducing weights.
-        shared: Whether the inducing weights of all sites of this family have one posterior, of the
-            matrix in which they are stacked as rows, so that layers are correlated.
-        max_conditional_scale: The most that the scale :math:`\lambda` of the conditional noise may be;
-            no bound when None. The prior has 1.
-        prior_scale: The standard deviation of the joint prior that the weight is drawn through; the
-            model's own when None. The bound on the evidence is right for any; it is best for the
-            model's own.
+            ``Members(K)`` Ensemble-U, whose K nets share all parameters but the inducing weights.
+        shared: Whether the inducing weights of all sites of this family, stacked as rows of a matrix,
+            have one joint posterior, which correlates layers.
+        max_conditional_scale: The maximum of the scale :math:`\lambda` of the conditional noise; no
+            bound when None. In the prior it is 1.
+        prior_scale: The standard deviation of the joint prior; the model's prior when None. The ELBO is
+            a lower bound of the evidence for any value, and is tightest for the model's.
         join_bias: Whether a layer's bias is a further column of its weight.
 
     Raises:
@@ -72,10 +70,6 @@ class InducingWeights(FactoredFamily):
         >>> guide = StructuredGuide(model, {"*.weight": InducingWeights((16, 16), join_bias=True)})
         >>> sum(parameter.numel() for parameter in guide.parameters())
         11761
-
-    References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", section 3.
     """
 
     shape: InducingShape = (64, 64)
@@ -96,11 +90,11 @@ class InducingWeights(FactoredFamily):
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names of the priors' scales, those of nested inducing weights too."""
+        """The names of the priors' scales, including nested inducing weights."""
         return "prior_scale", *(f"inducing_{name}" for name in self.posterior.constants)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at the best approximation of ``loc`` that the inducing weights can express."""
+        """Start at the best approximation of ``loc`` by inducing weights."""
         prior_scale = self.prior_scales(site)
         matrix = loc.flatten(1) / prior_scale[0]
         matrix[:, -1] *= prior_scale[0] / prior_scale[-1]
@@ -150,10 +144,10 @@ class InducingWeights(FactoredFamily):
         return InducingNormal.from_inducing(joint, inducing, scale, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the unit of rows of unit length, and of inducing weights.
+        """Return the unit of factors with rows of unit length, or of inducing weights.
 
-        These have a standard prior. Their unit is at most 1, and less where the weight would then move
-        by more than its own unit, as the root mean square over its elements.
+        Inducing weights have a standard normal prior. Their unit is at most 1, and smaller if the root
+        mean square change of the weight would exceed the weight's unit.
         """
         if name.startswith("inducing_"):
             whole = site.shape[0], site.shape[1:].numel()
@@ -166,7 +160,7 @@ class InducingWeights(FactoredFamily):
         return 1 / math.sqrt(value.shape[-1]) if factor else super().unit(site, name, value)
 
     def prior_scales(self, site: LatentSite) -> list[float]:
-        """Return the prior's standard deviation, or those of weight and bias if they differ."""
+        """Return the prior's standard deviation, or two if weight and bias have different ones."""
         own = [site.prior_scale] + ([] if site.bias is None else [site.bias.prior_scale])
         scales = [value if self.prior_scale is None else self.prior_scale for value in own]
         found = [scale for scale in scales if scale is not None]
@@ -186,11 +180,10 @@ class InducingWeights(FactoredFamily):
 
 
 def _leading_directions(matrix: Tensor, out: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return factors ``(out, m)`` and ``(size, n)`` that see the most of a ``matrix (m, n)``.
+    """Return factors ``(out, m)`` and ``(size, n)`` with the leading singular vectors of a matrix.
 
-    Their rows are the leading singular vectors and then any others, orthonormal as far as there are
-    that many. On a side that is seen whole they are the axes: independent inducing weights begin as
-    independent weights, which is closer to a posterior than any other basis that is not learned.
+    Further rows are random, and orthonormal while there are enough dimensions. A factor that spans the
+    whole space is the identity, so that independent inducing weights start as independent weights.
     """
     u, _, v = torch.svd_lowrank(matrix, q=min(out, size, *matrix.shape), niter=4)
     factors = []
@@ -198,7 +191,7 @@ def _leading_directions(matrix: Tensor, out: int, size: int) -> tuple[Tensor, Te
         length, rank = vectors.shape
         others = vectors.new_empty(length, count - rank).normal_()
         basis, _ = torch.linalg.qr(torch.cat([vectors, others[:, : length - rank]], -1))
-        if count >= length:  # a basis of the whole space
+        if count >= length:
             basis = torch.eye(length).to(vectors)
         spare = others[:, length - rank :] / math.sqrt(length)
         factors.append(torch.cat([basis, spare], -1).mT.contiguous())
@@ -206,7 +199,7 @@ def _leading_directions(matrix: Tensor, out: int, size: int) -> tuple[Tensor, Te
 
 
 def _inducing_mean(matrix: Tensor, *factors: Tensor) -> Tensor:
-    """Return the whitened inducing weights whose conditional mean comes closest to a matrix."""
+    """Return the whitened inducing weights whose conditional mean is closest to a matrix."""
     sides = []
     for factor in factors:
         diagonal = factor.new_full(factor.shape[:1], DIAGONAL)
@@ -216,14 +209,9 @@ def _inducing_mean(matrix: Tensor, *factors: Tensor) -> Tensor:
 
 
 class SharedInducing(SharedPosterior):
-    """One posterior over the inducing weights of several sites, stacked as the rows of a matrix.
+    """One posterior over the inducing weights of several sites, stacked as rows of a matrix.
 
-    The matrix has as many columns as the widest site; a narrower one uses the first of its rows.
-
-    Args:
-        family: The family of the sites.
-        posteriors: The sites, whose own means of the inducing weights become the start.
-        scale: The standard deviation that each element of a weight starts with.
+    The matrix has the columns of the widest site; narrower sites use the leading columns.
     """
 
     def __init__(
@@ -243,12 +231,12 @@ class SharedInducing(SharedPosterior):
         self.shapes = shapes
 
     def auxiliary(self, q: Any) -> Auxiliary:
-        """Return the shared distribution with the standard normal prior of whitened inducing weights."""
+        """Return the shared distribution with a standard normal prior."""
         zero, one = q.mean.new_zeros(()), q.mean.new_ones(())
         return Auxiliary(q, Normal(zero, one).expand(q.event_shape).to_event(2))
 
     def split(self, value: Tensor, q: Any) -> dict[str, Tensor]:
-        """Return each site's rows, as many columns of them as it has."""
+        """Return each site's rows and columns."""
         parts = value.split([shape[0] for shape in self.shapes.values()])
         return {
             name: part[:, : shape[1]]
@@ -256,10 +244,10 @@ class SharedInducing(SharedPosterior):
         }
 
     def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Refuse: a part of a draw has no variance here."""
+        """Raise a ``NotImplementedError``: parts of a draw have no variances."""
         raise NotImplementedError(
-            f"The sites {list(self.sites)} have one posterior of their inducing weights, of which the "
-            "guide does not compute each site's quantiles. Take those of draws: `guide.draw()`."
+            f"The inducing weights of the sites {list(self.sites)} have one joint posterior, without "
+            "quantiles of single sites. Compute quantiles of draws from `guide.draw()`."
         )
 
 
@@ -276,29 +264,28 @@ def _(
 
 
 class InducingWeightGuide(StructuredGuide):
-    r"""Inducing weights at every weight, its bias joined; mean field at vectors.
+    r"""Inducing weights for every weight and its bias; mean field for vectors.
 
-    No parameter is of a weight's size, and outputs are drawn without forming a weight, so that for wide
-    layers guide and step are smaller than the net and its step.
+    No parameter has a weight's size, and outputs are drawn without forming a weight. With wide layers
+    the guide has fewer parameters than the net, and a step takes less time.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        inducing_shape: The ``(M_out, M_in)`` of each layer's inducing weights; a layer that is smaller
-            in both directions gets its own shape.
+        inducing_shape: The ``(M_out, M_in)`` of each layer, as for :class:`InducingWeights`.
         inducing_posterior: Their posterior: "diagonal" (FFG-U), "matrix" (a matrix normal), "full"
             (FCG-U; of ``(M_out M_in)^2 / 2`` parameters), "ensemble" (Ensemble-U), or a family.
         ensemble_size: The members of an ensemble.
-        shared: Whether a "matrix" or "full" posterior is one for all layers, which correlates them.
-        max_conditional_scale: The most that the scale of the noise given the inducing weights may be,
-            in units of the prior's standard deviation; no bound when None. The paper finds about 0.03
-            best for image classifiers.
-        max_inducing_scale: The most that the standard deviation of a whitened inducing weight may be,
-            for "diagonal"; no bound when None. The paper takes 0.1.
+        shared: Whether all layers have one joint "matrix" or "full" posterior, which correlates them.
+        max_conditional_scale: The maximum scale of the noise given the inducing weights, in units of
+            the prior's standard deviation; no bound when None. The paper finds about 0.03 best for
+            image classifiers.
+        max_inducing_scale: The maximum standard deviation of a whitened inducing weight, for
+            "diagonal"; no bound when None. The paper uses 0.1.
         join_bias: Whether a layer's bias is a further column of its weight.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
-        ValueError: If an option is out of its range, or does not go with the posterior.
+        ValueError: If an option is out of its range, or is not supported by the posterior.
 
     Example:
         >>> import torch
@@ -340,7 +327,7 @@ class InducingWeightGuide(StructuredGuide):
 def _inducing_family(
     posterior: InducingPosterior | Family, ensemble_size: int | None, max_scale: float | None
 ) -> Family:
-    """Return the family of inducing weights that goes by a name."""
+    """Return the family of inducing weights with a name."""
     if ensemble_size is not None and posterior != "ensemble":
         raise ValueError(
             f'`ensemble_size` is for inducing_posterior="ensemble", but got {posterior!r}.'

@@ -1,9 +1,11 @@
-"""Weights with inducing weights: conditional, joint and marginal distributions."""
+"""Weights with their inducing weights integrated out, and KL divergences over both."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Laplace, Normal, kl_divergence, register_kl
 from torch.special import ndtr
 
 from pyro_structvi._checks import (
@@ -13,48 +15,53 @@ from pyro_structvi._checks import (
     checked,
     validates,
 )
-from pyro_structvi.linalg.matrices import identity_like
+from pyro_structvi._torch import can_read
+from pyro_structvi.linalg.matrices import event_sum, identity_like, kronecker, shrink
 from pyro_structvi.linalg.precision import grad_cached_property
 from pyro_structvi.linalg.quadrature import bisect
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.augmented import (
+    AugmentedMatrixNormal,
     AugmentedNormal,
     ConditionalNormal,
     check_inducing,
 )
-from pyro_structvi.structures.inducing.prior import InducingPrior, kronecker
+from pyro_structvi.structures.kl_between import kl_to_independent, no_closed_form
+from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
+from pyro_structvi.weights.kl import JoinedPrior, expected_neg_log_prob, kl_weight_joined
 from pyro_structvi.weights.site_distributions import in_front, normal_quantiles, quantiles
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    GaussianWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 
-# Of one output, in multiplications. By time alone it is about 700, but gradients are the less noisy
-# where outputs are drawn; docs/scripts/inducing_layers.py measures both.
 class InducingNormal(AugmentedNormal):
     r"""A weight with its inducing weights integrated out.
 
     .. math:: q(W) = \int N(W; \mu_{W|U}, \lambda^2 \Sigma_{W|U})\, q(\tilde U)\, d\tilde U, \qquad
         \tilde U_{ab} \sim N(m_{ab}, s_{ab}^2)
 
-    The whitened :math:`\tilde U` may have another distribution, too; see :meth:`from_inducing`.
+    See :meth:`from_inducing` for other distributions of the whitened :math:`\tilde U`.
 
-    ``kl_divergence`` from this to independent normal or Laplace priors is the divergence over W and U
-    together,
+    ``kl_divergence`` to independent normal or Laplace priors is the divergence over W and U,
 
     .. math:: D \left( \tfrac{\lambda^2}{2} - \log \lambda - \tfrac12 \right) +
         \mathrm{KL}(q(\tilde U) \| N(0, I)) + E_q[\log p_\sigma(W) - \log p(W)],
 
-    an upper bound of the one over W, so that the evidence bound stays one. Here :math:`p_\sigma` is the
-    joint's own prior of W; the last term is zero where it is p, the prior asked for. ``log_prob`` and
-    ``entropy`` are those of W alone; they factor matrices of ``M_out M_in`` rows, for small sizes.
+    an upper bound of the divergence over W, so the ELBO remains a lower bound of the evidence. Here p
+    is the given prior and :math:`p_\sigma` the joint prior's marginal of W; if they are equal, the last
+    term is zero. ``log_prob`` and ``entropy`` are marginal over U. They factor matrices of
+    ``M_out M_in`` rows, for small sizes.
 
     Args:
         joint: The joint prior of W and U.
         inducing_loc: Means of the whitened inducing weights, ``(*batch, M_out, M_in)``.
         inducing_scale: Their standard deviations, positive, broadcastable to the means.
         conditional_scale: The :math:`\lambda`, positive, a number or ``(*batch,)``.
-        validate_args: Whether to check arguments and the values given to ``log_prob``; Pyro's own
-            setting when None.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
 
     Raises:
         ValueError: If shapes do not fit each other, or a scale is not positive.
@@ -64,7 +71,7 @@ class InducingNormal(AugmentedNormal):
         >>> one = torch.ones(1)
         >>> joint = AugmentedMatrixNormal(torch.ones(1, 2), torch.ones(1, 3), one, one, scale=0.5)
         >>> q = InducingNormal(joint, torch.zeros(1, 1), torch.ones(1, 1), conditional_scale=1.0)
-        >>> q.variance  # this one is the prior
+        >>> q.variance  # equal to the prior
         tensor([[0.2500, 0.2500, 0.2500],
                 [0.2500, 0.2500, 0.2500]])
         >>> q.image(torch.ones(3)).covariance_matrix
@@ -79,7 +86,7 @@ class InducingNormal(AugmentedNormal):
     @checked
     def __init__(
         self,
-        joint: InducingPrior,
+        joint: AugmentedMatrixNormal,
         inducing_loc: Tensor,
         inducing_scale: Tensor | float,
         conditional_scale: Tensor | float,
@@ -99,23 +106,20 @@ class InducingNormal(AugmentedNormal):
     @checked
     def from_inducing(
         cls,
-        joint: InducingPrior,
+        joint: AugmentedMatrixNormal,
         inducing: WeightDistribution | None,
         conditional_scale: Tensor | float,
         validate_args: bool | None = None,
     ) -> "InducingNormal":
-        """Return the distribution of the weight for any of its whitened inducing weights.
+        """Return the distribution of W for a distribution of whitened inducing weights.
 
         Args:
             joint: The joint prior of W and U.
-            inducing: A distribution over ``(M_out, M_in)``: independent normals, a matrix normal, one
-                full covariance, or a :class:`PointMixture`, whose own KL is left out of the weight's,
-                as for ensembles. None where a guide draws them elsewhere; see :meth:`condition`.
+            inducing: A distribution over ``(M_out, M_in)``: independent normals, a matrix normal, a
+                full covariance, or a :class:`PointMixture`, whose KL is omitted, as for ensembles. None
+                if a guide draws them separately; see :meth:`condition`.
             conditional_scale: The scale of the conditional noise.
             validate_args: As for the class.
-
-        Returns:
-            The distribution of W.
         """
         if inducing is not None:
             check_inducing("inducing", inducing.mean, joint, validate_args)
@@ -124,19 +128,15 @@ class InducingNormal(AugmentedNormal):
         return new
 
     def condition(self, whitened: Tensor) -> "GivenInducing":
-        """Return the distribution of the weight for whitened inducing weights drawn elsewhere.
+        """Return the distribution of W given whitened inducing weights ``(*batch, M_out, M_in)``.
 
-        Args:
-            whitened: Their draw, ``(*batch, M_out, M_in)``.
-
-        Returns:
-            The conditional distribution, whose KL and density count the weight alone.
+        Its KL and density do not count the inducing weights.
         """
         if self._validate_args:
             check_inducing("whitened", whitened, self.joint, True)
         return GivenInducing(self.joint, whitened, self.conditional_scale)
 
-    # ---- density of W alone ----------------------------------------------------------------------
+    # ---- marginal density of W -------------------------------------------------------------------
 
     @property
     def log_det_covariance(self) -> Tensor:
@@ -156,7 +156,7 @@ class InducingNormal(AugmentedNormal):
 
     @grad_cached_property
     def _around_zero(self) -> ConditionalNormal:
-        """The distribution given inducing weights of zero, with the covariance given any others."""
+        """The distribution given inducing weights of zero; its covariance does not depend on them."""
         zeros = torch.zeros_like(self.inducing.mean)
         return ConditionalNormal(self.joint, zeros, self.conditional_scale, validate_args=False)
 
@@ -185,7 +185,7 @@ class InducingNormal(AugmentedNormal):
         """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``.
 
         Raises:
-            NotImplementedError: Where the inducing weights' own inducing weights are several points.
+            NotImplementedError: If the inducing weights have inducing weights with several points.
         """
         if not isinstance(self.inducing, PointMixture):
             if self.is_mixture:
@@ -206,7 +206,7 @@ class InducingNormal(AugmentedNormal):
         """Return the differential entropy of W ``(*batch_shape,)``, in nats.
 
         Raises:
-            NotImplementedError: For a mixture of several points, which has no closed form.
+            NotImplementedError: For a mixture of several points.
         """
         if self.is_mixture:
             raise NotImplementedError("A mixture of normals has no entropy in closed form.")
@@ -214,26 +214,21 @@ class InducingNormal(AugmentedNormal):
 
 
 class GivenInducing(InducingNormal):
-    r"""A weight whose inducing weights were drawn elsewhere, with several others or as a member.
+    r"""A weight given inducing weights that are drawn at another site.
 
-    Draws come from the conditional distribution, and the KL is the KL of the conditional noise. Its
-    ``log_prob`` is what the bound asks of it, :math:`\log p(W) + \log q(W \mid U) - \log p(W \mid U)`,
-    not a density of W; see :class:`Auxiliary`, by which U itself is scored.
-
-    Args:
-        joint: The joint prior of W and U.
-        whitened: The whitened inducing weights, ``(*batch, M_out, M_in)``.
-        conditional_scale: The scale of the conditional noise.
+    Draws have the conditional distribution, and the KL is the conditional one. ``log_prob`` is the
+    weight's term of the ELBO, :math:`\log p(W) + \log q(W \mid U) - \log p(W \mid U)`, which is not a
+    density; :class:`Auxiliary` has the term of U.
     """
 
     def __init__(
-        self, joint: InducingPrior, whitened: Tensor, conditional_scale: Tensor | float
+        self, joint: AugmentedMatrixNormal, whitened: Tensor, conditional_scale: Tensor | float
     ) -> None:
         inducing = PointMixture(whitened.unsqueeze(-3), event_dim=2, validate_args=False)
         AugmentedNormal.__init__(self, joint, inducing, conditional_scale, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the weight's part of the bound, in nats, ``(*sample, *batch_shape)``."""
+        """Return the weight's term of the ELBO, in nats, ``(*sample, *batch_shape)``."""
         scale, whitened = self.conditional_scale, self.inducing.mean
         unscaled = ConditionalNormal(self.joint, whitened, torch.ones_like(scale), False)
         distance = unscaled.mahalanobis(value - self.loc)
@@ -245,7 +240,7 @@ class GivenInducing(InducingNormal):
 
 @quantiles.register
 def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
-    """Of a normal, or of the mixture of normals of one variance that an ensemble makes."""
+    """Return quantiles of a normal, or of an ensemble's mixture of normals of one variance."""
     inducing = distribution.inducing
     if not isinstance(inducing, PointMixture):
         if distribution.is_mixture:
@@ -261,3 +256,169 @@ def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
         return found
 
     return bisect(is_below, ends.amin(1), ends.amax(1))
+
+
+# ---- KL divergences ------------------------------------------------------------------------------
+
+
+register_kl(AugmentedNormal, IndependentWeight)(kl_to_independent)
+for pair in (
+    (AugmentedNormal, GaussianWeight),
+    (GaussianWeight, AugmentedNormal),
+    (AugmentedNormal,) * 2,
+):
+    register_kl(*pair)(no_closed_form)  # `log_prob` is marginal, and may be a mixture's
+
+
+@register_kl(InducingNormal, Normal)
+def _kl_to_normals(q: InducingNormal, p: Any) -> Tensor:
+    """KL over the weight and its inducing weights, in nats, ``(*batch_shape,)``."""
+    loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
+    own = q.joint.column_scale
+    (out, size), matrix = q.joint.matrix_shape, (*q.batch_shape, *q.joint.matrix_shape)
+    if loc.shape[-2:] == scale.shape[-2:] == own.shape[-2:] == (1, 1):
+        if _is_own(loc, scale, q.joint.scale):
+            return _kl(q)
+        columns = q.joint.columns
+        group = columns.basis.sum(-1), columns.gram, size
+        return _kl(q, _gap_of_columns(q, group, loc[..., 0, 0], scale[..., 0, 0], q.joint.scale))
+    if scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
+        first, second = (moment.unsqueeze(-2) for moment in _column_moments(q))
+        gap = _gap(out, first, second, loc, scale, own)
+    else:
+        mean = q.mean.reshape(matrix)
+        gap = _gap(1, mean, q.variance.reshape(matrix) + mean.square(), loc, scale, own)
+    return _kl(q, gap.sum((-2, -1)))
+
+
+@register_kl(InducingNormal, Laplace)
+def _kl_from_moments(q: InducingNormal, p: Any) -> Tensor:
+    """KL to independent priors that are not all normal.
+
+    Raises:
+        NotImplementedError: For a mixture, or if the mean log density of a prior is not known.
+    """
+    if q.is_mixture:
+        raise NotImplementedError
+    mean, variance, joint = q.mean, q.variance, q.joint.weight_prior()
+    own = Normal(joint.loc, joint.scale, validate_args=False)
+    of_prior, of_own = (expected_neg_log_prob(mean, variance, prior) for prior in (p, own))
+    return _kl(q, event_sum(of_prior - of_own, len(q.event_shape)))
+
+
+@register_kl(InducingNormal, JoinedPrior)
+def _kl_to_joined_priors(q: InducingNormal, p: JoinedPrior) -> Tensor:
+    """KL to priors of a weight and its bias."""
+    divergence: Tensor
+    if p.normals() is None:
+        divergence = _kl_from_moments(q, p)
+        return divergence
+    scalars = p.scalars()
+    if scalars is None or q.batch_shape:
+        divergence = kl_weight_joined(q, p)
+        return divergence
+    joint = q.joint
+    own = joint.scale if joint.bias_scale is None else joint.bias_scale
+    if _is_own(*scalars[0], joint.scale) and _is_own(*scalars[1], own):
+        return _kl(q)
+    columns = joint.columns
+    last = columns.basis[:, -1]
+    outer = torch.outer(last, last)
+    weight = columns.basis.sum(-1) - last, columns.gram - outer, joint.matrix_shape[1] - 1
+    return _kl(
+        q,
+        _gap_of_columns(q, weight, *scalars[0], joint.scale)
+        + _gap_of_columns(q, (last, outer, 1), *scalars[1], own),
+    )
+
+
+def _is_own(loc: Tensor, scale: Tensor, own: Tensor) -> bool:
+    """Whether a normal prior is known to equal the joint prior's marginal, so that the gap is zero."""
+    values = (loc, scale, own)
+    if any(value.numel() > 1 or not can_read(value) for value in values):
+        return False
+    return float(loc) == 0.0 and float(scale) == float(own)
+
+
+def _kl(q: InducingNormal, gap: Tensor | float = 0.0) -> Tensor:
+    """Return the KL given the mean under q of ``log p_joint(W) - log p(W)``."""
+    scale = q.conditional_scale
+    conditional = q.event_shape.numel() * (scale.square() / 2 - scale.log() - 0.5)
+    divergence: Tensor = conditional + gap
+    if isinstance(q.inducing, PointMixture):
+        return divergence
+    standard = Normal(scale.new_zeros(()), scale.new_ones(()), validate_args=False)
+    of_inducing: Tensor = kl_divergence(q.inducing, standard)
+    return divergence + of_inducing
+
+
+def _gap_of_columns(
+    q: InducingNormal,
+    group: tuple[Tensor, Tensor, int],
+    loc: Tensor,
+    scale: Tensor,
+    own: Tensor,
+) -> Tensor:
+    """Return the gap of columns with one prior, from their sum, their Gram matrix and their number."""
+    total, outer, count = group
+    rows, gram, out = q.joint.rows.basis, q.joint.rows.gram, q.event_shape[0]
+    first = (rows.sum(-1).unsqueeze(-2) @ q.inducing.mean @ total.unsqueeze(-1))[..., 0, 0]
+    seen = (_second_moment(q.inducing, gram) * outer).sum((-2, -1))
+    noise = out * count - _trace(gram) * _trace(outer)
+    second = seen + q.conditional_scale.square() * noise
+    return _gap(out * count, own * first, own.square() * second, loc, scale, own)
+
+
+def _gap(
+    count: int, first: Tensor, second: Tensor, loc: Tensor, scale: Tensor, own: Tensor
+) -> Tensor:
+    """Return the mean of ``log p_joint - log p`` of weights, from sums of their moments."""
+    precision = scale.square().reciprocal()
+    gap: Tensor = (
+        second * (precision - own.square().reciprocal())
+        + (count * loc - 2 * first) * loc * precision
+        + 2 * count * (scale.log() - own.log())
+    )
+    return 0.5 * gap
+
+
+def _rows_and_columns(q: InducingNormal, value: Tensor) -> Tensor:
+    """View a prior's argument as ``(*batch, 1 or out, 1 or in)``."""
+    event_dim = len(q.event_shape)
+    value = shrink(value.expand(*q.batch_shape, *q.event_shape), event_dim)
+    rows, *rest = value.shape[value.dim() - event_dim :]
+    if any(size > 1 for size in rest):
+        value = value.expand(*q.batch_shape, rows, *q.event_shape[1:])
+    return value.reshape(*q.batch_shape, rows, -1)
+
+
+def _column_moments(q: InducingNormal) -> tuple[Tensor, Tensor]:
+    """Return the sums over rows of ``E[W]`` and of ``E[W^2]``, ``(*batch, in)`` each."""
+    rows, columns, gram = q.joint.rows.basis, q.joint.columns.basis, q.joint.rows.gram
+    scale, squared = q.joint.column_scale.squeeze(-2), q.conditional_scale.square().unsqueeze(-1)
+    first = (rows.sum(-1).unsqueeze(-2) @ q.inducing.mean @ columns).squeeze(-2)
+    seen = (columns * (_second_moment(q.inducing, gram) @ columns)).sum(-2)
+    kept = q.event_shape[0] - _trace(gram).unsqueeze(-1) * columns.square().sum(-2)
+    return scale * first, scale.square() * (seen + squared * kept)
+
+
+def _second_moment(inducing: WeightDistribution, gram: Tensor) -> Tensor:
+    """Return ``E[U' G U]`` for the inducing weights U, ``(*batch, M_in, M_in)``."""
+    return inducing.mean.mT @ gram @ inducing.mean + _spread(inducing, gram)
+
+
+def _spread(inducing: WeightDistribution, gram: Tensor) -> Tensor:
+    """Return ``E[D' G D]`` for the deviation D of the inducing weights from their mean."""
+    if isinstance(inducing, IndependentWeight):
+        diagonal = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+        return torch.diag_embed((diagonal @ inducing.variance).squeeze(-2))
+    if isinstance(inducing, MatrixNormal):
+        rows, columns = inducing.scale_tril_row, inducing.scale_tril_column
+        return _trace(rows.mT @ gram @ rows)[..., None, None] * (columns @ columns.mT)
+    shape = inducing.event_shape
+    covariance = inducing.covariance_matrix.unflatten(-1, shape).unflatten(-3, shape)
+    return torch.einsum("...abcd,...ac->...bd", covariance, gram)
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -1,39 +1,66 @@
 """Matheron's rule: a weight, or a layer's outputs, without the weight being formed."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_structvi.linalg.matrices import standard_normal
-from pyro_structvi.linalg.precision import autocast_off, floored_sqrt
-from pyro_structvi.linalg.reductions import add_scaled_noise
+from pyro_structvi.linalg.factorizations import OrthonormalRows
+from pyro_structvi.linalg.matrices import identity_like, standard_normal
+from pyro_structvi.linalg.precision import autocast_off, floored_sqrt, grad_cached_property
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.weights.weight_distribution import IndependentWeight, WeightDistribution
 
 
 @dataclass(frozen=True)
+class InducingSide:
+    r"""The factored rows or columns of a joint prior, with :math:`\Psi = Z Z^\top + D^2 = L L^\top`."""
+
+    factor: Tensor  # Z (*batch, M, size)
+    diagonal: Tensor  # of D, (*batch, M)
+    basis: Tensor  # B = L^-1 Z (*batch, M, size)
+    remainder: Tensor  # H = L^-1 D (*batch, M, M), so that B B' + H H' = I
+    jitter: Tensor  # added to the diagonal of Psi, (*batch,)
+    _with_grad: bool = field(default_factory=torch.is_grad_enabled, init=False, repr=False)
+
+    @classmethod
+    def of(cls, factor: Tensor, diagonal: Tensor) -> Self:
+        """Factor ``Z (*batch, M, size)`` and the diagonal ``D (*batch, M)``."""
+        with autocast_off(factor):
+            return cls(factor, diagonal, *OrthonormalRows.apply(factor, diagonal))
+
+    @grad_cached_property
+    def scale_tril(self) -> Tensor:
+        """The factor :math:`L`, ``(*batch, M, M)``, in double precision."""
+        factor, square = self.factor.double(), self.diagonal.double().square()
+        psi = factor @ factor.mT + torch.diag_embed(square + self.jitter.unsqueeze(-1))
+        tril: Tensor = torch.linalg.cholesky_ex(psi).L
+        return tril
+
+    @grad_cached_property
+    def gram(self) -> Tensor:
+        """The matrix ``B B'``, ``(*batch, M, M)``."""
+        return identity_like(self.complement) - self.complement
+
+    @grad_cached_property
+    def complement(self) -> Tensor:
+        """The matrix ``I - B B' = H H'``, ``(*batch, M, M)``."""
+        with autocast_off(self.remainder):
+            return self.remainder @ self.remainder.mT
+
+
+@dataclass(frozen=True)
 class MatheronBases:
-    r"""What Matheron's rule needs to know of a weight.
+    r"""The factors of Matheron's rule, :math:`W = B_r^\top \tilde U C + \lambda \sigma N`."""
 
-    .. math:: W = B_r^\top \tilde U C + \lambda \sigma N, \qquad C = \sigma B_c
-
-    Attributes:
-        rows: :math:`B_r`, ``(*batch, M_out, out)``.
-        remainder: :math:`H_r`, ``(*batch, M_out, M_out)``.
-        columns: :math:`C`, ``(*batch, M_in, in)``.
-        prior_scale: :math:`\sigma`, ``(*batch, 1, 1)``, or ``(*batch, 1, in)`` by column.
-        conditional_scale: :math:`\lambda`, ``(*batch,)``.
-    """
-
-    rows: Tensor
-    remainder: Tensor
-    columns: Tensor
-    prior_scale: Tensor
-    conditional_scale: Tensor
+    rows: Tensor  # B_r (*batch, M_out, out)
+    remainder: Tensor  # H_r (*batch, M_out, M_out)
+    columns: Tensor  # C = sigma B_c (*batch, M_in, in)
+    prior_scale: Tensor  # sigma (*batch, 1, 1), or (*batch, 1, in) by column
+    conditional_scale: Tensor  # lambda (*batch,)
 
     @property
     def squared_scale(self) -> Tensor:
@@ -54,8 +81,7 @@ class MatheronBases:
     def variance(self, inducing: WeightDistribution, hidden: Tensor, squared: Tensor) -> Tensor:
         r"""Return the variances of outputs ``(..., positions, out)``.
 
-        Inducing weights see the inputs x by ``hidden``, :math:`C x`, ``(..., positions, M_in)``.
-        ``squared`` is :math:`|\sigma x|^2`, ``(..., positions, 1)``.
+        ``hidden (..., positions, M_in)`` is :math:`C x`; ``squared`` is :math:`|\sigma x|^2`.
         """
         squares = self.rows.square()
         if isinstance(inducing, IndependentWeight):
@@ -68,7 +94,7 @@ class MatheronBases:
         return variance
 
     def squared_norm(self, linear_map: LinearMap, x: Tensor, squared: Tensor) -> Tensor:
-        """Return the squared length of an input times the prior's scale, from its own squared length."""
+        r"""Return :math:`|\sigma x|^2` from the squared norm of x."""
         prior = self.prior_scale.square()
         if self.has_one_scale:
             return squared * prior[..., 0]
@@ -79,28 +105,21 @@ class MatheronBases:
 
 @dataclass(frozen=True)
 class MatheronDraw:
-    """A draw of a weight as a low-rank part and noise that takes no gradient.
-
-    Attributes:
-        bases: The bases of the weight.
-        inducing: The whitened inducing weights of the low-rank part, ``(*sample, M_out, M_in)``.
-        noise: Standard normal, ``(*sample, out, in)``.
-        event_shape: The weight's own shape.
-    """
+    """A draw of a weight as a low-rank part plus noise without a gradient."""
 
     bases: MatheronBases
-    inducing: Tensor
-    noise: Tensor
+    inducing: Tensor  # whitened, (*sample, M_out, M_in)
+    noise: Tensor  # (*sample, out, in)
     event_shape: torch.Size
 
     def weight(self) -> Tensor:
         """Return the weight."""
         coefficient = self.bases.conditional_scale[..., None, None] * self.bases.prior_scale
-        weight = add_scaled_noise(self.bases.project(self.inducing), coefficient, self.noise)
+        weight = torch.addcmul(self.bases.project(self.inducing), coefficient, self.noise)
         return weight.reshape(*weight.shape[:-2], *self.event_shape)
 
     def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return ``linear_map(x, W) + bias``: two products of the weight's size in place of three."""
+        """Return ``linear_map(x, W) + bias`` by two products of the weight's size instead of three."""
         bases, noise = self.bases, self.noise
         hidden = linear_map.bank(x, bases.columns)
         low_rank = linear_map.mix(linear_map.mix(hidden, self.inducing), bases.rows.mT, bias)
@@ -113,25 +132,17 @@ class MatheronDraw:
 
 
 class MatheronOutputs(GaussianOutputs):
-    r"""Outputs of a weight with inducing weights; a draw never forms the weight.
+    r"""Outputs of a weight with inducing weights, drawn without forming the weight.
 
-    With :math:`h = B_c (\sigma x)`, an output is
+    With :math:`h = B_c (\sigma x)`, outputs are
 
     .. math:: y = B_r^\top (\tilde U h) + \lambda n, \qquad n \sim N(0, |\sigma x|^2 I - |h|^2 P_r),
 
     .. math:: n = a e - \left(a - \sqrt{a^2 - |h|^2}\right) B_r^\top (B_r e - H_r g), \qquad
         a = |\sigma x|,
 
-    with standard normal e of size ``out`` and g of size ``M_out``: :math:`B_r e - H_r g` is standard
-    normal again. For each example it costs ``in M_in + M_in M_out + 2 out M_out`` multiplications.
-
-    Args:
-        bases: The bases of the weight.
-        inducing: The distribution of the whitened inducing weights.
-        linear_map: A dense map, or a convolution without groups.
-        x: Its input.
-        bias_loc: The mean of a bias ``(out,)``, or None.
-        bias_variance: Its variances ``(out,)``, or None.
+    with standard normal e of size ``out`` and g of size ``M_out``, for which :math:`B_r e - H_r g` is
+    standard normal. An example takes ``in M_in + M_in M_out + 2 out M_out`` multiplications.
     """
 
     def __init__(
@@ -172,11 +183,11 @@ class MatheronOutputs(GaussianOutputs):
         seen = mix(noise, rows) - mix(torch.randn_like(inner), self._bases.remainder)
         inner = torch.addcmul(inner, scale * known, seen, value=-1)
         outputs = mix(inner, rows.mT, self._bias_loc)
-        outputs = add_scaled_noise(outputs, scale * length, noise)
+        outputs = torch.addcmul(outputs, scale * length, noise)
         if self._bias_variance is not None:
             spread = meet_channels(self._map, floored_sqrt(self._bias_variance))
-            outputs = add_scaled_noise(outputs, spread, torch.randn_like(outputs))
-        draws: Tensor = outputs.reshape(self._extended_shape(sample))
+            outputs = torch.addcmul(outputs, spread, torch.randn_like(outputs))
+        draws: Tensor = outputs.to(noise.dtype).reshape(self._extended_shape(sample))
         return draws
 
     def _with_channels(self, hidden: Tensor, channels: int) -> torch.Size:
@@ -186,7 +197,7 @@ class MatheronOutputs(GaussianOutputs):
         return torch.Size(shape)
 
     def _apply_inducing(self, hidden: Tensor) -> Tensor:
-        """Draw the inducing weights times ``hidden``, one draw for all positions of an example."""
+        """Draw the inducing weights times ``hidden``, with one draw for all positions of an example."""
         event_dim, channel = len(self.event_shape), self._map.channel_dim
         if event_dim == 1:
             drawn: Tensor = self._inducing.image_under(DenseMap(False), hidden).rsample()
@@ -199,7 +210,7 @@ class MatheronOutputs(GaussianOutputs):
         return images
 
     def _repeat(self, tensor: Tensor, sample: torch.Size) -> Tensor:
-        """Repeat for each draw; where examples have positions, draws join the batch."""
+        """Repeat for each draw; with positions, the draws become examples of the batch."""
         if not sample:
             return tensor
         repeated = tensor.expand(*sample, *tensor.shape)
@@ -241,7 +252,7 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def _covariance_at_one_position(self) -> Tensor:
-        """The covariance where an example has one position: that of what is seen, and of the rest."""
+        """The covariance of examples with one position."""
         rows, scale = self._bases.rows, self._bases.squared_scale
         seen = self._inducing.image_under(DenseMap(False), self._hidden).covariance_matrix
         overlap = scale * self._hidden.square().sum(-1, keepdim=True).unsqueeze(-1)
@@ -253,7 +264,7 @@ class MatheronOutputs(GaussianOutputs):
         return covariance
 
     def _at_positions(self, tensor: Tensor) -> Tensor:
-        """View ``(*batch, *event)`` as ``(*batch, positions, channels)``; a vector has one position."""
+        """View ``(*batch, *event)`` as ``(*batch, positions, channels)``."""
         channels_last = tensor.movedim(self._map.channel_dim, -1).unsqueeze(-2)
         return channels_last.flatten(-len(self.event_shape) - 1, -2)
 

@@ -1,27 +1,22 @@
-"""Outputs of a weight with inducing weights: positions, draws, costs, mixed precision, drawn weights."""
+"""Outputs of a weight with inducing weights: costs, drawn weights, mixed precision."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal, MeanFieldNormal
+from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from pyro_structvi.structures.inducing import augmented
-from tests import dense_oracles as dense
 from tests.distributions.cases import make_joint, make_mean_field, positive
 from tests.distributions.inducing.inducing_laws import (
     LAWS,
     MIXTURES,
-    NORMAL,
     ORACLE,
-    choosing,
     make,
-    member_of,
 )
 from tests.distributions.subject import FLOAT32, FLOAT64, arguments, with_arguments
 from tests.lazy_weights import lazy
 from tests.recorded_sizes import RecordsSizes
-from tests.unit_noise import assert_draws
 
 OUT, IN = 3, 4
 EVERY_MIXTURE = pytest.mark.parametrize("law", MIXTURES.values(), ids=MIXTURES)
@@ -33,136 +28,11 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_stride=False)
 
 
-def make_layer(law, join=False):
-    return make(law, (OUT, IN + join), bias_scale=join, inducing_shape=(2, 2))
-
-
-# ---- positions -----------------------------------------------------------------------------------
-
-
-class Dense:
-    """A dense layer at positions of two examples, and what its outputs' law is, densely.
-
-    Outputs are ordered as ``(positions, out)``; a joined bias is a further entry 1 of each input.
-    """
-
-    def __init__(self, *space):
-        self.x = torch.randn(2, *space, IN)
-        self.patches, self.plain_map = self.x.flatten(1, -2), DenseMap()
-
-    def order(self, outputs):
-        """Turn ``(..., positions, out)`` into the order of the layer's own outputs."""
-        return outputs
-
-    def law(self, q, join):
-        """Return mean and covariance: inducing weights are shared by positions, noise is not."""
-        inputs = F.pad(self.patches, (0, int(join)), value=1.0)
-        operator = torch.einsum("bpn,oc->bpocn", inputs, torch.eye(OUT)).flatten(-2)
-        operator = self.order(operator.movedim(-1, 1)).flatten(2).mT  # (batch, outputs, D)
-        shared = ORACLE.shared_covariance(q)
-        noise = ORACLE.covariance(q) - shared
-        positions = torch.eye(inputs.shape[1])[:, None, :, None].expand(-1, OUT, -1, OUT)
-        positions = self.order(self.order(positions).movedim((0, 1), (2, 3)))
-        same = positions.reshape(2 * (inputs.shape[1] * OUT,))
-        covariance = operator @ shared @ operator.mT + same * (operator @ noise @ operator.mT)
-        return self.order(inputs @ ORACLE.mean(q).mT).flatten(1), covariance
-
-    def image(self, q, join, bias=None):
-        linear_map = BiasColumnMap(self.plain_map) if join else self.plain_map
-        return q.image_under(linear_map, self.x, bias)
-
-
-class Convolution(Dense):
-    """The same for a padded convolution, with outputs ordered as ``(out, positions)``."""
-
-    def __init__(self):
-        self.x, self.plain_map = torch.randn(2, 2, 3), ConvolutionMap(F.conv1d, (2, 2), padding=1)
-        self.patches = dense.patches(self.x, (2,), padding=1)[:, 0]
-
-    def order(self, outputs):
-        return outputs.transpose(-1, -2)
-
-
-LAYERS = {"sequence": lambda: Dense(2), "grid": lambda: Dense(2, 1), "convolution": Convolution}
-EVERY_LAYER = pytest.mark.parametrize("make_layer_of", LAYERS.values(), ids=LAYERS)
-
-
-def test_the_shared_part_is_not_nothing():
-    """The oracle tells positions that share from positions that do not."""
-    layer, q = Convolution(), make_layer(make_mean_field)
-    _, covariance = layer.law(q, False)
-    between = covariance.reshape(2, OUT, 4, OUT, 4)[:, :, 0, :, 2]
-    assert between.abs().max() > 0.05 * covariance.diagonal(dim1=-2, dim2=-1).min()
-
-
-def with_bias(layer, mean, covariance, bias):
-    """Add the moments of a bias whose noise is independent over positions."""
-    positions = torch.ones(2, layer.patches.shape[1], 1)
-    spread, shift = (
-        layer.order(positions * part).flatten(1) for part in (bias.variance, bias.mean)
-    )
-    return mean + shift, covariance + torch.diag_embed(spread)
-
-
-def assert_moments(image, mean, covariance):
-    assert image.batch_shape == (2,)
-    close(image.mean.flatten(1), mean)
-    close(image.variance.flatten(1), covariance.diagonal(dim1=-2, dim2=-1))
-    close(image.covariance_matrix, covariance)
-
-
-@JOINED
-@EVERY_LAYER
-@pytest.mark.parametrize("law", NORMAL.values(), ids=NORMAL)
-def test_positions_share_the_inducing_weights_and_nothing_else(law, make_layer_of, join):
-    """Moments, and draws of the whole batch; with a random bias where none is joined."""
-    q, layer = make_layer(law, join), make_layer_of()
-    bias = None if join else MeanFieldNormal(torch.randn(OUT), positive(OUT, dtype=FLOAT64))
-    image = layer.image(q, join, bias)
-    mean, covariance = layer.law(q, join)
-    if bias is not None:
-        mean, covariance = with_bias(layer, mean, covariance, bias)
-    assert_moments(image, mean, covariance)
-    assert_draws(lambda: image.rsample().flatten(1), mean, covariance)
-
-
-@JOINED
-@EVERY_LAYER
-def test_several_draws_are_independent(make_layer_of, join):
-    q, layer = make_layer(make_mean_field, join), make_layer_of()
-    image, (mean, covariance) = layer.image(q, join), layer.law(q, join)
-    assert_draws(lambda: image.rsample((2,)).flatten(2), mean, covariance.expand(2, -1, -1, -1))
-
-
-@JOINED
-@EVERY_LAYER
-@EVERY_MIXTURE
-def test_outputs_of_a_mixture_are_those_of_its_members(law, make_layer_of, join):
-    q, layer = make_layer(law, join), make_layer_of()
-    image = layer.image(q, join)
-    assert_moments(image, *layer.law(q, join))
-    mean, covariance = layer.law(member_of(q, 1), join)
-    with choosing(1):
-        assert_draws(lambda: image.rsample().flatten(1), mean, covariance)
-
-
-@JOINED
-@EVERY_LAW
-def test_an_input_without_a_batch_is_one_example(law, join):
-    q, layer = make_layer(law, join), Convolution()
-    _, covariance = (moment[1] for moment in layer.law(q, join))
-    layer.x = layer.x[1]
-    image = layer.image(q, join)
-    assert (image.batch_shape, image.rsample().shape) == ((), (OUT, 4))
-    assert image.rsample((5,)).shape == (5, OUT, 4)
-    close(image.covariance_matrix, covariance)
-
-
 @pytest.mark.parametrize("join", [lambda layer: layer, BiasColumnMap], ids=["plain", "joined"])
 def test_a_convolution_with_groups_gets_one_drawn_weight(join):
     linear_map = join(ConvolutionMap(F.conv1d, (2, 2), groups=3))
     x = torch.randn(5, 6, 4)
-    assert make_layer(make_mean_field).ways_to_apply(linear_map, x) == ("weight",)
+    assert make(make_mean_field, (OUT, IN)).ways_to_apply(linear_map, x) == ("weight",)
     weight = lazy(make(make_mean_field, (OUT, 2, 2)))
     outputs = F.conv1d(x, weight, groups=3)
     assert weight.is_drawn
@@ -210,26 +80,6 @@ def test_whether_a_weight_is_drawn_is_seen_in_the_layer(monkeypatch):
         lazy_weight = lazy(make(make_mean_field, (OUT, 2, 2)))
         F.conv1d(x, lazy_weight)
         assert lazy_weight.is_drawn is drawn
-
-
-# ---- drawn weights -------------------------------------------------------------------------------
-
-
-@EVERY_LAYER
-@JOINED
-def test_a_draw_in_factors_is_applied_as_its_weight(make_layer_of, join):
-    q, layer = with_arguments(make_layer(make_mean_field, join), torch.clone), make_layer_of()
-    draw, bias = q.draw_factored(), torch.randn(OUT)
-    linear_map = BiasColumnMap(layer.plain_map) if join else layer.plain_map
-    outputs = draw.apply(linear_map, layer.x, bias)
-    expected = linear_map(layer.x, draw.weight(), bias)
-    close(outputs, expected)
-    probe, leaves = torch.randn_like(outputs), arguments(q)
-    gradients = torch.autograd.grad((expected * probe).sum(), leaves, retain_graph=True)
-    for found, gradient in zip(
-        torch.autograd.grad((outputs * probe).sum(), leaves), gradients, strict=True
-    ):
-        close(found, gradient)
 
 
 # ---- numbers -------------------------------------------------------------------------------------

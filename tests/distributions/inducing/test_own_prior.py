@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
 from pyro_structvi.distributions import JoinedPrior
-from pyro_structvi.structures.inducing.prior import InducingSide
+from pyro_structvi.structures.inducing.outputs import InducingSide
 from tests.distributions.cases import MATRIX, make_mean_field
 from tests.distributions.inducing.inducing_laws import make
 from tests.distributions.subject import named_arguments, rebuilt

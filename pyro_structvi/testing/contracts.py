@@ -1,0 +1,174 @@
+"""Rules of a contract with expected and found values, and copies of objects with other tensors."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a distribution as a leaf of the graph; of a triangular one the triangle counts."""
+
+    name: str
+    value: Tensor
+    is_triangular: bool
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        """Return the part of a gradient that counts."""
+        return gradient.tril() if self.is_triangular else gradient
+
+
+class Contract:
+    """Comparisons that raise an ``AssertionError`` with the owner, the rule, expected and got.
+
+    Args:
+        owner: The name of the checked class.
+        leaves: Tensors whose gradients are compared too.
+        dtype: The dtype that decides on tolerances.
+    """
+
+    def __init__(
+        self, owner: str, leaves: tuple[Leaf, ...] = (), dtype: torch.dtype = torch.float64
+    ) -> None:
+        self.owner, self.leaves, self.tolerance = owner, leaves, TOLERANCE[dtype]
+
+    def fail(self, rule: str, expected: Any, got: Any) -> None:
+        """Raise the error of a violated rule."""
+        raise AssertionError(f"{self.owner}: {rule}.\nExpected: {expected}\nGot: {got}")
+
+    def equal(self, rule: str, got: Any, expected: Any) -> None:
+        """Raise unless two values are equal."""
+        if got != expected:
+            self.fail(rule, expected, got)
+
+    def close(self, rule: str, got: Tensor, expected: Tensor, gradients: bool = True) -> None:
+        """Raise unless two tensors, and their gradients, agree to rounding.
+
+        Small entries are compared on the scale of the largest entry.
+        """
+        self.equal(f"{rule} (shape)", tuple(got.shape), tuple(expected.shape))
+        one, other = got.detach().double(), expected.detach().double()
+        if other.numel():
+            largest = max(1.0, other.abs().max().item())
+            error = (one - other).abs() - self.tolerance * other.abs()
+            error = torch.where(error.isfinite(), error, torch.inf).flatten()
+            worst = int(error.argmax())
+            if error[worst] > self.tolerance * largest:
+                where = tuple(int(i) for i in torch.unravel_index(error.argmax(), other.shape))
+                self.fail(
+                    rule,
+                    f"{other.flatten()[worst]:.8g} at entry {where} of shape {tuple(other.shape)}",
+                    f"{one.flatten()[worst]:.8g}",
+                )
+        if gradients and self.leaves and expected.requires_grad:
+            probe = torch.randn_like(expected)
+            found, wanted = (self._gradients(value, probe) for value in (got, expected))
+            plain = Contract(self.owner)
+            for leaf, mine, exact in zip(self.leaves, found, wanted, strict=True):
+                plain.close(
+                    f"{rule}; gradient with respect to `{leaf.name}`",
+                    leaf.gradient(mine),
+                    leaf.gradient(exact),
+                )
+
+    def _gradients(self, value: Tensor, probe: Tensor) -> tuple[Tensor, ...]:
+        leaves = [leaf.value for leaf in self.leaves]
+        total = (probe * value).sum() + sum(0 * leaf.sum() for leaf in leaves)
+        return torch.autograd.grad(total, leaves, retain_graph=True)
+
+    def refuses(self, rule: str, call: Callable[[], Any], start: str) -> None:
+        """Raise unless a call raises a ``ValueError`` or ``TypeError`` whose message starts so."""
+        try:
+            result = call()
+        except (ValueError, TypeError) as error:
+            if not str(error).startswith(start):
+                self.fail(rule, f"an error that starts with {start}", repr(error))
+            return
+        self.fail(rule, f"an error that starts with {start}", result)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the name of the checked part to errors of the checked class itself."""
+        try:
+            yield
+        except AssertionError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised by {self.owner} in the check of {name}")
+            raise
+
+
+def tensors_of(owner: Any) -> dict[str, tuple[Tensor, Any, str]]:
+    """Return the floating-point tensors of an object and of its parts: tensor, owner and attribute."""
+    found: dict[str, tuple[Tensor, Any, str]] = {}
+    _collect(owner, "", found, set())
+    return found
+
+
+def _collect(
+    owner: Any, path: str, found: dict[str, tuple[Tensor, Any, str]], seen: set[int]
+) -> None:
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    for name, value in vars(owner).items():
+        if isinstance(value, Tensor):
+            if value.is_floating_point() and id(value) not in seen:
+                found[f"{path}{name}"] = value, owner, name
+                seen.add(id(value))
+        elif isinstance(value, Distribution) or (
+            hasattr(value, "__dict__") and not callable(value)
+        ):
+            _collect(value, f"{path}{name.lstrip('_')}.", found, seen)
+
+
+def with_leaves(
+    owner: Any, change: Callable[[Tensor], Tensor] = Tensor.clone
+) -> tuple[Any, tuple[Leaf, ...]]:
+    """Return a copy of a distribution with changed tensors as leaves of a new graph, and the leaves."""
+    memo: dict[int, Any] = {}
+    leaves = []
+    for path, (value, part, name) in tensors_of(owner).items():
+        leaf = change(value.detach()).requires_grad_()
+        memo[id(value)] = leaf
+        support = getattr(part, "arg_constraints", {}).get(name)
+        leaves.append(Leaf(path, leaf, support is constraints.lower_cholesky))
+    return copy.deepcopy(owner, memo), tuple(leaves)
+
+
+def fresh(q: Any) -> Any:
+    """Return a copy of a distribution on the same tensors, without intermediate results."""
+    try:
+        return q.expand(q.batch_shape)
+    except NotImplementedError:
+        return q
+
+
+@contextmanager
+def fixed_seed(default: torch.dtype = torch.float64) -> Iterator[None]:
+    """Run with one seed and a default dtype, and leave both as they were."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        torch.set_default_dtype(default)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names under which two mappings of tensors differ."""
+    return [
+        name
+        for name in {**one, **other}
+        if name not in one or name not in other or not torch.equal(one[name], other[name])
+    ]

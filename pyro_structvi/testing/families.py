@@ -1,0 +1,255 @@
+"""The contract of families, checked on one site of a model."""
+
+import copy
+import dataclasses
+import io
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.nn.conversion import bayesianize
+from pyro_structvi.nn.regressors import Regressor
+from pyro_structvi.sites.family import Family, MatrixFamily
+from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.testing.contracts import Contract, differences, fixed_seed
+from pyro_structvi.testing.noise import unit_draws
+
+SCALE = 0.3  # standard deviations at the start
+STARTS = 200
+WEIGHT = "net.weight"
+
+
+def check_family(
+    family: Family,
+    shape: Sequence[int] = (3, 4),
+    *,
+    start_tolerance: float = 0.15,
+    points: Tensor | None = None,
+    idle: Mapping[str, Tensor] = MappingProxyType({}),
+    num_particles: int = 1,
+) -> None:
+    """Check that a family obeys the contract of ``Family`` on a weight of a linear layer.
+
+    Checked are equality, ``repr`` and copies; refused sites and options; the starting values of ``init``
+    with their memory, dtype, device and ``init_scale``; the gradients of all parameters; and that a
+    state dict, saved to a file, restores the posterior in a guide with other starting values.
+
+    Args:
+        family: The family.
+        shape: The shape ``(out, in)`` of the weight.
+        start_tolerance: If ``init`` is random, by how much the average over starts of the variance may
+            differ from ``init_scale ** 2``, relative to it. A start without randomness is compared
+            exactly, and a posterior without normal noise is left out.
+        points: A mask of the elements of the weight without noise.
+        idle: Masks of elements of parameters without an effect, by the name of the parameter.
+        num_particles: How many passes reach all parameters: more than one for a family whose passes
+            use a random part of the parameters.
+
+    Raises:
+        AssertionError: If a rule is violated, with the rule, the expected value and the value got.
+
+    Example:
+        >>> from pyro_structvi.families import KTied
+        >>> check_family(KTied(rank=2))
+    """
+    contract, size = Contract(repr(family)), torch.Size(shape)
+    site = LatentSite(WEIGHT, size, len(size), constraints.real, prior_scale=1.0)
+    with fixed_seed():
+        for check in (_check_object, _check_options, _check_sites):
+            with contract.part(check.__name__.removeprefix("_check_")):
+                check(contract, family, site)
+        if _joins(family):
+            site = site.join_bias(dataclasses.replace(site, name="net.bias", shape=size[:1]))
+        with contract.part("starting values"):
+            _check_start(contract, family, site)
+            _check_scale(contract, family, size, start_tolerance, points)
+            _check_dtypes(contract, family, size)
+        with contract.part("gradients"):
+            _check_gradients(contract, family, size, idle, num_particles)
+        with contract.part("state dicts"):
+            _check_state(contract, family, size)
+
+
+def _joins(family: Family) -> bool:
+    return isinstance(family, MatrixFamily) and family.join_bias
+
+
+def _model(family: Family, shape: torch.Size, dtype: torch.dtype | None = None) -> Regressor:
+    """Return a linear regression, with a bias if the family joins it."""
+    net = nn.Linear(shape[1], shape[0], bias=_joins(family), dtype=dtype)
+    return Regressor(bayesianize(net, prior=1.0), num_data=20, noise_scale=0.5)
+
+
+def _guide(family: Family, shape: torch.Size, **options: Any) -> StructuredGuide:
+    """Return a guide of a linear regression with this family on its weight."""
+    return StructuredGuide(_model(family, shape), {"*": family}, **options)
+
+
+def _drawn_weight(guide: StructuredGuide) -> Tensor:
+    return guide.draw()[WEIGHT]
+
+
+def _check_object(contract: Contract, family: Family, site: LatentSite) -> None:
+    for twin in (copy.deepcopy(family), dataclasses.replace(family)):
+        contract.equal("a family equals a copy with the same options", twin == family, True)
+        contract.equal("a copy has the same `repr`", repr(twin), repr(family))
+    own = [field for field in dataclasses.fields(family) if field.init]
+    for field in own[:1]:
+        try:
+            setattr(family, field.name, getattr(family, field.name))
+        except dataclasses.FrozenInstanceError:
+            continue
+        contract.fail("a family is a frozen dataclass", "FrozenInstanceError", "an assignment")
+
+
+def _check_options(contract: Contract, family: Family, site: LatentSite) -> None:
+    for field in dataclasses.fields(family):
+        contract.refuses(
+            f"a bad value of the option `{field.name}` is refused by name",
+            partial(dataclasses.replace, family, **{field.name: object()}),
+            f"`{field.name}",
+        )
+
+
+def _check_sites(contract: Contract, family: Family, site: LatentSite) -> None:
+    contract.equal(f"`fits` accepts a weight of shape {tuple(site.shape)}", family.fits(site), True)
+    contract.equal("`needs` says in words which sites fit", isinstance(family.needs, str), True)
+    vector = LatentSite("vector", torch.Size([3]), 1, constraints.real)
+    counts = LatentSite("counts", torch.Size([3, 4]), 2, constraints.nonnegative_integer)
+    for other in (vector, counts):
+        fits = family.fits(other)
+        contract.equal(f"`fits` is True or False for the site '{other.name}'", type(fits), bool)
+    contract.equal("`fits` refuses a discrete site", family.fits(counts), False)
+
+
+def _check_start(contract: Contract, family: Family, site: LatentSite) -> None:
+    loc = torch.randn(site.shape)
+    before = loc.clone()
+    here = family.init(site, loc, SCALE)
+    contract.equal("`init` leaves `loc` as it is", torch.equal(loc, before), True)
+    names = (*family.constants, *family.delayed)
+    contract.equal(
+        "`constants` and `delayed` name tensors of `init`", set(names) - set(here), set()
+    )
+    storages = [value.untyped_storage().data_ptr() for value in (loc, *here.values())]
+    rule = "tensors of `init` share no memory with `loc` or each other"
+    contract.equal(rule, len(set(storages)), len(storages))
+    there = family.init(site, loc.to("meta"), SCALE)
+    kinds, on_meta = (
+        {name: (value.shape, value.dtype) for name, value in start.items()}
+        for start in (here, there)
+    )
+    contract.equal("`init` has the same shapes on the device meta", on_meta, kinds)
+    devices = {value.device.type for value in there.values()}
+    contract.equal("`init` stays on the device of `loc`", devices, {"meta"})
+    for name, value in here.items():
+        if value.is_floating_point():
+            unit = family.unit(site, name, value)
+            is_unit = isinstance(unit, float | int) and math.isfinite(unit) and unit > 0
+            contract.equal(f"`unit` of `{name}` is a positive number", is_unit, True)
+    q = family.distribution(site, **here)
+    contract.equal("`distribution` is over the site", q.batch_shape + q.event_shape, site.shape)
+
+
+def _check_scale(
+    contract: Contract, family: Family, shape: torch.Size, tolerance: float, points: Tensor | None
+) -> None:
+    """Compare the variance of each element at the start with the square of ``init_scale``."""
+    is_random = torch.ones(shape) if points is None else (~points).double()
+    for scale in (0.02, SCALE):
+        loc = torch.randn(shape)
+
+        def make(loc: Tensor = loc, scale: float = scale) -> StructuredGuide:
+            def start(site: Any) -> Tensor | None:
+                return loc if site["name"] == WEIGHT else None
+
+            return _guide(family, shape, init_scale=scale, init_loc_fn=start)
+
+        guide = make()
+        try:
+            found = unit_draws(partial(_drawn_weight, guide))
+        except AssertionError:
+            return  # a draw that is not linear in normal noise has no scale at the start
+        if not found.matrix.numel():
+            return
+        distance = (found.mean - loc).norm().item()
+        if distance >= loc.norm().item():
+            contract.fail("`init` centres the posterior near `loc`", "a small distance", distance)
+        expected = torch.diag(is_random.flatten())
+        error = (found.covariance / scale**2 - expected).abs().max().item()
+        if error < 1e-9 or not differences(guide.state_dict(), make().state_dict()):
+            rule = "at the start elements are independent with the variance `init_scale` ** 2"
+            contract.close(rule, found.covariance / scale**2, expected)
+        elif scale == SCALE:
+            variances = torch.stack([make()[WEIGHT]().variance for _ in range(STARTS)])
+            ratio = variances.mean().item() / scale**2
+            if abs(ratio - 1) > tolerance:
+                rule = "on average over starts the variance of an element is `init_scale` ** 2"
+                contract.fail(rule, f"{scale**2:.4g}", f"{ratio * scale**2:.4g}")
+
+
+def _check_dtypes(contract: Contract, family: Family, shape: torch.Size) -> None:
+    for default, own in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        torch.set_default_dtype(torch.float64)
+        model = _model(family, shape, own)
+        torch.set_default_dtype(default)
+        guide = StructuredGuide(model, {"*": family})
+        kinds = {value.dtype for value in guide.parameters()}
+        kinds |= {value.dtype for value in (*guide.draw().values(), *guide.median().values())}
+        contract.equal(f"parameters, draws and medians keep the dtype {own}", kinds, {own})
+    torch.set_default_dtype(torch.float64)
+
+
+def _check_gradients(
+    contract: Contract,
+    family: Family,
+    shape: torch.Size,
+    idle: Mapping[str, Tensor],
+    num_particles: int,
+) -> None:
+    model = _model(family, shape)
+    guide = StructuredGuide(model, {"*": family}, init_scale=SCALE)
+    x, y = torch.randn(20, shape[1]), torch.randn(20, shape[0])
+    loss = StructuredELBO(num_particles=num_particles).differentiable_loss(model, guide, x, y)
+    parameters = dict(guide[WEIGHT].named_parameters())
+    found = torch.autograd.grad(loss, [*guide.parameters()], allow_unused=True)
+    gradients = {id(p): g for p, g in zip(guide.parameters(), found, strict=True)}
+    for name, parameter in parameters.items():
+        gradient = gradients[id(parameter)]
+        finite = gradient is not None and bool(gradient.isfinite().all())
+        contract.equal(f"the ELBO has a finite gradient for `{name}`", finite, True)
+        mask = idle.get(name, torch.zeros(gradient.shape, dtype=torch.bool))
+        rule = f"the gradient reaches every element of `{name}` that has an effect"
+        contract.equal(rule, torch.equal(gradient == 0, mask), True)
+
+
+def _check_state(contract: Contract, family: Family, shape: torch.Size) -> None:
+    """Load the state of a changed guide, from a file, into a guide with other starting values."""
+    guide = _guide(family, shape, init_loc_fn=lambda site: torch.randn(site["fn"].shape()))
+    with torch.no_grad():
+        for value in guide.parameters():
+            value.add_(0.1 * torch.randn_like(value))
+    state, file = guide.state_dict(), io.BytesIO()
+    tensors = all(isinstance(value, Tensor) for value in state.values())
+    contract.equal("a state dict holds tensors only", tensors, True)
+    torch.save(state, file)
+    file.seek(0)
+    before = _draws(guide)
+    other = _guide(family, shape, init_loc_fn=lambda site: torch.randn(site["fn"].shape()))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    rule = "a state dict restores the posterior in a new guide"
+    contract.equal(f"{rule}: tensors that differ", differences(state, other.state_dict()), [])
+    contract.equal(f"{rule}: draws that differ", differences(before, _draws(other)), [])
+
+
+def _draws(guide: StructuredGuide) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {**guide.draw(), **{f"{name} (median)": v for name, v in guide.median().items()}}

@@ -1,0 +1,185 @@
+"""The contract of guides, checked on a model with data."""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.infer import Predictive, Trace_ELBO
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_structvi.infer.checkpoint import Checkpoint
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.training import fit
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.testing.contracts import Contract, differences, fixed_seed
+from pyro_structvi.testing.noise import assert_mean
+
+PASSES = 200
+PARTICLES = 4
+MakeGuide = Callable[[Any], StructuredGuide]
+
+
+def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = False) -> None:
+    """Check that a guide obeys the contract of guides on a model with data.
+
+    Checked are the sites with the shapes and dtypes of draws, medians and quantiles; the random state;
+    gradients of all parameters; the mean of ``StructuredELBO`` against Pyro's ``Trace_ELBO``, which
+    draws all weights and takes all log densities at the draws; several particles in one pass; state
+    dicts; a checkpoint of ``fit``; and ``Predictive``. Tests of means have a false alarm in 1e6 tests.
+
+    Args:
+        make: A function of the model to the guide, such as its class. An ``init_scale`` near 0.3 makes
+            the noise as visible as the signal.
+        model: A small model.
+        *data: Its arguments, with observations last.
+        is_bound: Whether the KL is an upper bound, as if it counts auxiliary variables too; the ELBO may
+            then be smaller than the ELBO of the weights alone.
+
+    Raises:
+        AssertionError: If a rule is violated, with the rule, the expected value and the value got.
+
+    Example:
+        >>> import pyro_structvi as ps
+        >>> net = ps.bayesianize(torch.nn.Linear(3, 2), prior=1.0)
+        >>> model = ps.Regressor(net, num_data=6, noise_scale=0.5)
+        >>> x, y = torch.randn(6, 3), torch.randn(6, 2)
+        >>> check_guide(lambda model: ps.KTiedGuide(model, init_scale=0.3), model, x, y)
+    """
+    with fixed_seed(torch.get_default_dtype()):
+        before = torch.get_rng_state()
+        guide = make(model)
+        contract = Contract(type(guide).__name__)
+        guide.initialize(*data)
+        stays = torch.equal(before, torch.get_rng_state())
+        contract.equal("making a guide leaves the random state as it is", stays, True)
+        with contract.part("sites"):
+            _check_sites(contract, guide, model, data)
+        with contract.part("the ELBO"):
+            _check_gradients(contract, guide, model, data)
+            _check_elbo(contract, guide, model, data, is_bound)
+            _check_particles(contract, guide, model, data)
+        with contract.part("saving"):
+            _check_state(contract, guide, make, model, data)
+            _check_checkpoint(contract, make, model, data)
+
+
+def _check_sites(contract: Contract, guide: StructuredGuide, model: Any, data: Any) -> None:
+    trace = poutine.trace(model).get_trace(*data)
+    latent = {
+        name: (trace.nodes[name]["value"].shape, trace.nodes[name]["value"].dtype)
+        for name in trace.stochastic_nodes
+        if not site_is_subsample(trace.nodes[name])
+    }
+    contract.equal(
+        "the guide has the latent sites of the model", set(guide.site_names), set(latent)
+    )
+    sampled = poutine.trace(guide).get_trace(*data)
+    ways: dict[str, Any] = {
+        "draw": guide.draw(local=True),
+        "median": guide.median(),
+        "a call": {name: sampled.nodes[name]["value"] for name in guide.site_names},
+    }
+    for way, values in ways.items():
+        found = {name: (value.shape, value.dtype) for name, value in values.items()}
+        contract.equal(f"values of `{way}` have the shapes and dtypes of the sites", found, latent)
+    try:
+        quantiles = guide.quantiles([0.1, 0.5, 0.9])
+    except NotImplementedError:
+        return
+    for name, value in quantiles.items():
+        contract.equal(
+            "`quantiles` are for each element", tuple(value.shape), (3, *latent[name][0])
+        )
+        ordered = bool((value.diff(dim=0) >= 0).all())
+        contract.equal(f"`quantiles` of '{name}' increase", ordered, True)
+
+
+def _check_gradients(contract: Contract, guide: StructuredGuide, model: Any, data: Any) -> None:
+    loss = StructuredELBO(num_particles=PARTICLES).differentiable_loss(model, guide, *data)
+    names, values = zip(*guide.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, values, allow_unused=True)
+    for name, gradient in zip(names, found, strict=True):
+        finite = gradient is not None and bool(gradient.isfinite().all())
+        contract.equal(f"the ELBO has a finite gradient for `{name}`", finite, True)
+
+
+@torch.no_grad()
+def _losses(elbo: Any, model: Any, guide: Any, data: Any, count: int = PASSES) -> Tensor:
+    return torch.tensor([float(elbo.loss(model, guide, *data)) for _ in range(count)])
+
+
+def _check_elbo(
+    contract: Contract, guide: StructuredGuide, model: Any, data: Any, is_bound: bool
+) -> None:
+    ours, dense = (
+        _losses(elbo, model, guide, data).double() for elbo in (StructuredELBO(), Trace_ELBO())
+    )
+    if is_bound and ours.mean() >= dense.mean():
+        return
+    try:
+        assert_mean((ours - dense).unsqueeze(-1), torch.zeros(1))
+    except AssertionError:
+        rule = "the mean loss of `StructuredELBO` is that of `Trace_ELBO`, by drawn weights"
+        contract.fail(rule, f"{dense.mean():.4f}", f"{ours.mean():.4f}")
+
+
+def _check_particles(contract: Contract, guide: StructuredGuide, model: Any, data: Any) -> None:
+    """Compare several particles in one pass with passes one by one: mean and variance of the loss."""
+    together = StructuredELBO(num_particles=PARTICLES, vectorize_particles=True)
+    single = _losses(StructuredELBO(), model, guide, data).double()
+    several = _losses(together, model, guide, data, PASSES // PARTICLES).double()
+    pairs = (several - single.reshape(-1, PARTICLES).mean(-1)).unsqueeze(-1)
+    try:
+        assert_mean(pairs, torch.zeros(1))
+    except AssertionError:
+        rule = "several particles in one pass have the mean loss of single passes"
+        contract.fail(rule, f"{single.mean():.4f}", f"{several.mean():.4f}")
+    expected = single.var().item() / PARTICLES
+    if several.var().item() > 2.2 * expected + 1e-9 * single.abs().max().item() ** 2:
+        rule = "particles in one pass have independent noise: the variance falls with their number"
+        contract.fail(rule, f"about {expected:.4g}", f"{several.var().item():.4g}")
+
+
+def _draws(guide: StructuredGuide) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {**guide.draw(local=True), **{f"{k} (median)": v for k, v in guide.median().items()}}
+
+
+def _check_state(
+    contract: Contract, guide: StructuredGuide, make: MakeGuide, model: Any, data: Any
+) -> None:
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    before = _draws(guide)
+    other = make(model)
+    other.initialize(*data)
+    other.load_state_dict(guide.state_dict())
+    rule = "a state dict restores the guide: draws that differ"
+    contract.equal(rule, differences(before, _draws(other)), [])
+    samples = Predictive(model, guide=guide, num_samples=3, return_sites=[*guide.draw()])(
+        *data[:-1]
+    )
+    for name, value in guide.draw().items():
+        contract.equal(f"`Predictive` draws '{name}'", samples[name].numel(), 3 * value.numel())
+
+
+def _check_checkpoint(contract: Contract, make: MakeGuide, model: Any, data: Any) -> None:
+    """Resume a run that is over: the new guide has the parameters of the old one."""
+    with tempfile.TemporaryDirectory() as folder:
+        guides = []
+        for _ in range(2):
+            pyro.clear_param_store()
+            own = copy.deepcopy(model)
+            guides.append(make(own))
+            checkpoint = Checkpoint(Path(folder) / "run.pt", resume=True)
+            fit(own, guides[-1], data, num_steps=3, checkpoint=checkpoint, progress=False)
+    first, second = (guide.state_dict() for guide in guides)
+    rule = "a checkpoint restores the guide: tensors that differ"
+    contract.equal(rule, differences(first, second), [])

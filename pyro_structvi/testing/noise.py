@@ -1,0 +1,163 @@
+"""Draws that are linear in standard normal noise, as exact functions of the noise."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class UnitDraws:
+    """A draw as a linear function of its noise.
+
+    Attributes:
+        mean: The draw without noise, of the draw's shape.
+        matrix: ``A``, with a column for each number of noise and a row for each element of the draw.
+    """
+
+    mean: Tensor
+    matrix: Tensor
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance ``A A'`` of all elements of the draw, ``(numel, numel)``."""
+        return self.matrix @ self.matrix.mT
+
+
+def unit_draws(draw: Callable[[], Tensor]) -> UnitDraws:
+    """Return mean and matrix of a draw that is linear in standard normal noise.
+
+    The draw runs once for each number of its noise, with that number one and all others zero, so that
+    moments have no sampling error. Both keep the graph: if the gradients of ``A A'`` are right, the
+    expected gradient of every function of the draw is right, since two ``A`` with one covariance
+    differ by a rotation of the noise.
+
+    Args:
+        draw: Makes one draw on the CPU, with the same amount of noise at each call. Noise comes from
+            ``torch.randn``, ``torch.randn_like`` and ``Tensor.normal_``, as in torch's own normals.
+
+    Raises:
+        AssertionError: If the draw is not linear, or takes other noise.
+    """
+    with _replaced_noise() as source:
+        mean, size = source.run(draw, None), source.taken
+        units = [source.run(draw, unit) for unit in torch.eye(size, dtype=torch.float64)]
+        noise = torch.linspace(-1.5, 2.0, size, dtype=torch.float64)
+        together = (source.run(draw, noise) - mean).flatten()
+    columns = [(unit - mean).flatten() for unit in units]
+    matrix = torch.stack(columns, -1) if columns else mean.new_zeros(mean.numel(), 0)
+    torch.testing.assert_close(
+        together, matrix @ noise.to(matrix), rtol=1e-9, atol=1e-9, msg="the draw is not linear"
+    )
+    return UnitDraws(mean, matrix)
+
+
+def draw_with_noise(draw: Callable[[], Tensor], noise: Tensor | None) -> tuple[Tensor, int]:
+    """Make one draw with given noise, zeros if None; return it and the size of its noise.
+
+    Args:
+        draw: Makes one draw.
+        noise: All numbers of the noise, in their order ``(size,)``.
+    """
+    with _replaced_noise() as source:
+        return source.run(draw, noise), source.taken
+
+
+class _Source:
+    """Numbers in place of torch's random numbers."""
+
+    noise: Tensor | None
+    taken: int
+
+    def run(self, draw: Callable[[], Tensor], noise: Tensor | None) -> Tensor:
+        self.noise, self.taken = noise, 0
+        value = draw()
+        if noise is not None and self.taken != len(noise):
+            raise AssertionError(f"the draw took {self.taken} numbers of noise, not {len(noise)}")
+        return value
+
+    def fill(self, tensor: Tensor) -> Tensor:
+        start, self.taken = self.taken, self.taken + tensor.numel()
+        if self.noise is None:
+            return tensor.zero_()
+        if self.taken > len(self.noise):
+            raise AssertionError(f"the draw took more than {len(self.noise)} numbers of noise")
+        return tensor.copy_(self.noise[start : self.taken].reshape(tensor.shape))
+
+    def randn(self, *size: Any, generator: Any = None, **options: Any) -> Tensor:
+        return self.fill(torch.empty(*size, **options))
+
+    def randn_like(self, like: Tensor, **options: Any) -> Tensor:
+        return self.fill(torch.empty_like(like, **options).detach())
+
+    def normal_(
+        self, tensor: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
+    ) -> Tensor:
+        with torch.no_grad():
+            return self.fill(tensor).mul_(std).add_(mean)
+
+
+@contextmanager
+def _replaced_noise() -> Iterator[_Source]:
+    """Replace torch's normal noise, and fail if torch's generator moves all the same."""
+    source = _Source()
+    before = torch.get_rng_state()
+    with (
+        patch("torch.randn", source.randn),
+        patch("torch.randn_like", source.randn_like),
+        patch.object(Tensor, "normal_", lambda tensor, *a, **k: source.normal_(tensor, *a, **k)),
+    ):
+        yield source
+    if not torch.equal(before, torch.get_rng_state()):
+        raise AssertionError("the draw takes noise that is not standard normal")
+
+
+def assert_mean(samples: Tensor, expected: Tensor, false_alarm: float = 1e-6) -> None:
+    """Assert that draws of any distribution with a few moments have the stated mean.
+
+    Student's test for each entry. The bound of a z-test is widened by the first terms of the
+    Cornish-Fisher expansion, for the degrees of freedom and for the skewness of the draws; it is meant
+    for some hundred draws or more.
+
+    Args:
+        samples: Independent draws ``(n, *shape)``.
+        expected: Their mean, ``(*shape)``.
+        false_alarm: Probability of failing although the mean is right, to first order.
+    """
+    samples = samples.detach().double().reshape(len(samples), -1)
+    expected = expected.detach().double().flatten()
+    count = samples.shape[0]
+    assert torch.isfinite(samples).all(), "a draw is not finite"
+    bound = two_sided_bound(false_alarm / expected.numel())
+    centred = samples - samples.mean(0)
+    deviation = samples.std(0)
+    skewness = centred.pow(3).mean(0).abs() / deviation.clamp_min(1e-100).pow(3)
+    assert_below(
+        "mean",
+        samples.mean(0) - expected,
+        deviation / count**0.5,
+        bound
+        + (bound**3 + bound) / (4 * (count - 1))
+        + skewness * (2 * bound**2 + 1) / (6 * count**0.5),
+    )
+
+
+def two_sided_bound(probability: float) -> float:
+    """Return z with ``P(|N(0, 1)| > z) = probability``."""
+    return -float(torch.special.ndtri(torch.tensor(probability / 2, dtype=torch.float64)))
+
+
+def assert_below(name: str, error: Tensor, deviation: Tensor, bound: Tensor) -> None:
+    """Assert ``|error| <= bound * deviation`` everywhere, with room for rounding."""
+    excess = error.abs() - bound * deviation - 1e-6 * deviation.max() - 1e-12
+    worst = int(excess.argmax())
+    assert excess.flatten()[worst] <= 0, (
+        f"the {name} is off: entry {worst} of the flattened {tuple(error.shape)} by "
+        f"{error.flatten()[worst]:.3g}, which is "
+        f"{(error / deviation).flatten()[worst]:.1f} standard deviations where "
+        f"{bound.flatten()[worst]:.1f} are allowed"
+    )

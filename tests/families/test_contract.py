@@ -1,0 +1,141 @@
+"""Every family obeys the contract: the families of the registry's guides, and further options."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi import families
+from pyro_structvi.extend import Family, MatrixFamily
+from pyro_structvi.families import (
+    Dropout,
+    FullCovariance,
+    InducingWeights,
+    KTied,
+    LowRank,
+    MeanField,
+    Members,
+    PrunedMeanField,
+    Rowwise,
+    Subnetwork,
+    TransformedMeanField,
+)
+from pyro_structvi.testing import check_family
+from tests.guide_cases import GUIDES, POINTS
+from tests.unit_noise import assert_close, unit_draws
+
+SHAPE, SCALE = torch.Size([3, 4]), 0.3
+CHOSEN = torch.arange(12).reshape(SHAPE) % 2 == 0
+
+
+def linear_model():
+    net = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+    return ps.Regressor(ps.bayesianize(net, prior=1.0), num_data=20, noise_scale=0.5)
+
+
+def in_registry():
+    model = linear_model()
+    return {name: make(model)["net.weight"].family for name, make in (GUIDES | POINTS).items()}
+
+
+FAMILIES = in_registry() | {
+    "mean field, capped": MeanField(max_scale=2.0),
+    "mean field, pruned": PrunedMeanField(),
+    "mean field, transformed": TransformedMeanField(),
+    "low rank and isotropic diagonal": LowRank(2, "isotropic"),
+    "low rank and constant diagonal": LowRank(2, "constant", 0.01),
+    "low rank, alpha": LowRank(3, "full", alpha=2.0),
+    "inducing weights, a scale of their own": InducingWeights((3, 2), prior_scale=0.7),
+    "inducing weights, capped": InducingWeights((3, 2), max_conditional_scale=2.0),
+    "inducing weights, shared": InducingWeights((3, 2), FullCovariance(), shared=True),
+    "inducing weights, as many": InducingWeights((9, 9)),
+    "inducing weights, low rank": InducingWeights((3, 2), LowRank(2, "full")),
+    "subnetwork": Subnetwork(),
+}
+
+CLASSES = [
+    value
+    for value in vars(families).values()
+    if isinstance(value, type) and issubclass(value, Family) and value.init is not Family.init
+]
+
+
+def test_no_family_is_forgotten():
+    assert {type(family) for family in FAMILIES.values()} == set(CLASSES)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_contract(family):
+    has_members = getattr(family, "posterior", None) == Members(3)  # of which a pass draws one
+    check_family(family, SHAPE, num_particles=20 if has_members else 1)
+
+
+def test_contract_of_a_subnetwork_of_some_elements():
+    family = Subnetwork({"net.weight": CHOSEN}, train_rest=True)
+    check_family(family, SHAPE, points=~CHOSEN, idle={"rest": CHOSEN})
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        MeanField(max_scale=0.4),
+        PrunedMeanField(max_scale=0.4),
+        InducingWeights((3, 2), MeanField(0.4), max_conditional_scale=0.4),
+    ],
+    ids=str,
+)
+def test_it_starts_at_half_of_a_bound_that_is_smaller(family):
+    guide = ps.StructuredGuide(linear_model(), {"*": family}, init_scale=SCALE)
+    covariance = unit_draws(lambda: guide.draw()["net.weight"]).covariance
+    assert_close(covariance, 0.2**2 * torch.eye(SHAPE.numel()))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_no_parameter_is_the_value_that_init_loc_fn_gives(family):
+    weight = torch.randn(SHAPE)
+    before = weight.clone()
+    guide = ps.StructuredGuide(linear_model(), {"*": family}, init_loc_fn=lambda site: weight)
+    with torch.no_grad():
+        for value in (*guide.parameters(), *guide.buffers()):
+            value.zero_()
+    assert torch.equal(weight, before)
+
+
+# ---- refused options -----------------------------------------------------------------------------
+
+REFUSED = [
+    (MeanField, "max_scale", [0, -1.0, "wide"]),
+    (PrunedMeanField, "max_scale", [0]),
+    (KTied, "rank", [0, 1.5, True]),
+    (LowRank, "rank", [0, 1.5]),
+    (LowRank, "diagonal", ["half", None]),
+    (LowRank, "diagonal_variance", [0.0]),
+    (LowRank, "alpha", [0.0, float("nan")]),
+    (FullCovariance, "max_memory", [0, None]),
+    (Rowwise, "max_memory", [-1.0]),
+    (Dropout, "rate", [1.0, -0.1]),
+    (Members, "size", [0, 2.0]),
+    (Members, "vectorize", ["no"]),
+    (InducingWeights, "shape", [64, (3,), (0, 2)]),
+    (InducingWeights, "posterior", ["diagonal"]),
+    (InducingWeights, "shared", [True, 0]),  # True is for correlated inducing weights
+    (InducingWeights, "max_conditional_scale", [0]),
+    (InducingWeights, "prior_scale", [-1.0]),
+    (Subnetwork, "chosen", [{"net.weight": [True]}, {"net.weight": torch.ones(SHAPE)}]),
+    (Subnetwork, "posterior", ["full"]),
+    (Subnetwork, "train_rest", ["no"]),
+]
+
+
+@pytest.mark.parametrize(("family", "option", "values"), REFUSED)
+def test_bad_options_are_refused_by_name(family, option, values):
+    for value in values:
+        with pytest.raises((TypeError, ValueError), match=f"^`{option}"):
+            family(**{option: value})
+
+
+@pytest.mark.parametrize("family", [c for c in CLASSES if issubclass(c, MatrixFamily)])
+def test_joining_a_bias_is_a_yes_or_a_no(family):
+    for value in ("no", 1):
+        with pytest.raises((TypeError, ValueError), match=r"^`join_bias"):
+            family(join_bias=value)
