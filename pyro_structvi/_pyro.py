@@ -174,13 +174,13 @@ def can_sample(module: PyroModule, name: str) -> bool:
     return bool(_PYRO_STACK) or context.cache.get(site_name(module, name)) is not None
 
 
-def one_draw_around() -> Any:
+def fixed_draw_around() -> Any:
     """Return the handler that entered last, if it gives a whole block one draw, or None.
 
     Pyro keeps the stack private. Without it a pass inside of such a block would look like any.
     """
     handler = _PYRO_STACK[-1] if _PYRO_STACK else None
-    return handler if getattr(handler, "is_one_draw", False) else None
+    return handler if getattr(handler, "fixes_draw", False) else None
 
 
 def lists_values(module: PyroModule) -> bool:
@@ -188,7 +188,7 @@ def lists_values(module: PyroModule) -> bool:
 
     Only Pyro's own context knows. Without it ``parameters()`` could not be those of a pass.
     """
-    return module._pyro_context.active > 0 or one_draw_around() is not None
+    return module._pyro_context.active > 0 or fixed_draw_around() is not None
 
 
 def was_called(net: nn.Module) -> bool:

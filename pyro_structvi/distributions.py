@@ -12,11 +12,9 @@ from pyro_structvi.structures.mean_field import LogScaleNormal, MeanFieldNormal
 from pyro_structvi.structures.pruned import PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
 from pyro_structvi.structures.scale_mixture import ScaleMixtureNormal
-from pyro_structvi.weights.auxiliary import Auxiliary
-from pyro_structvi.weights.gaussian import GaussianWeight
 from pyro_structvi.weights.kl import JoinedPrior
-from pyro_structvi.weights.point_mass import PointMass
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.site_distributions import Auxiliary, PointMass
+from pyro_structvi.weights.weight_distribution import GaussianWeight, WeightDistribution
 
 __all__ = [
     "AugmentedMatrixNormal",

@@ -2,11 +2,14 @@
 
 from pyro_structvi._checks import Count, Positive, Share, Whole, checked
 from pyro_structvi.linalg.matrices import solve_lower
-from pyro_structvi.maps.dense import DenseMap
-from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.coupling import Coupling, couple
-from pyro_structvi.sites.family import Family, MatrixFamily, MemoryLimitedFamily
+from pyro_structvi.maps.linear_map import DenseMap, LinearMap
+from pyro_structvi.sites.family import (
+    FactoredFamily,
+    Family,
+    GuideOptions,
+    MatrixFamily,
+    MemoryLimitedFamily,
+)
 from pyro_structvi.sites.latent_site import (
     JoinedBias,
     LatentSite,
@@ -21,17 +24,23 @@ from pyro_structvi.sites.parameterization import (
     initial_factor,
     uncapped,
 )
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
 from pyro_structvi.weights.outputs import GaussianOutputs, NormalOutputs, OutputDistribution
-from pyro_structvi.weights.weight_distribution import Way, WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    FactoredWeight,
+    GaussianWeight,
+    IndependentWeight,
+    Way,
+    WeightDistribution,
+)
 
 __all__ = [
     # distributions
     "Argument",
     "DenseMap",
+    "FactoredWeight",
     "GaussianOutputs",
     "GaussianWeight",
     "IndependentWeight",
@@ -43,6 +52,7 @@ __all__ = [
     "solve_lower",
     # families
     "Count",
+    "FactoredFamily",
     "Family",
     "JoinedBias",
     "LatentSite",

@@ -6,8 +6,7 @@ from pyro_structvi.sites.autoguide import (
     NewParametersWarning,
 )
 from pyro_structvi.sites.finding import OtherRowsWarning, UnusedSiteWarning
-from pyro_structvi.sites.memory_estimate import MemoryEstimate, estimate_memory
-from pyro_structvi.sites.report import GuideReport, ParameterReport
+from pyro_structvi.sites.report import GuideReport, MemoryEstimate, ParameterReport, estimate_memory
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.dropout import MCDropoutGuide
 from pyro_structvi.structures.ensemble import EnsembleGuide

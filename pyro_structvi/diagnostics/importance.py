@@ -21,7 +21,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.dropout import BernoulliDropout
 from pyro_structvi.structures.ensemble import Members, PointMixture
 from pyro_structvi.structures.pruned import PrunedNormal
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteRole
 
 MIN_SAMPLES = 100  # a fifth is the tail that a Pareto distribution is fitted to
@@ -120,7 +120,9 @@ def pareto_k(
             return _log_weight(model, guide.in_pass(joint, None), args, kwargs)
 
         joint.factorize()
-        log_weights = _of_draws(log_weight, num_samples)
+        weights = guide.median().values()
+        size = sum(value.numel() * value.element_size() for value in weights)
+        log_weights = _of_draws(log_weight, num_samples, size)
     return _diagnosis(log_weights)
 
 
@@ -176,14 +178,14 @@ def _check_sites(of_model: Any, of_guide: Any) -> None:
         )
 
 
-def _of_draws(log_weight: Callable[[Any], Tensor], count: int) -> Tensor:
+def _of_draws(log_weight: Callable[[Any], Tensor], count: int, size: int) -> Tensor:
     """Return the log weights of several draws, vectorized unless torch cannot vectorize the model.
 
     vmap disables validation, so the first draw runs alone to raise errors.
     """
-    with counted_bytes() as outputs:  # of layers, and of the guide: the weights
+    with counted_bytes() as outputs:  # of layers
         first = log_weight(0)
-    at_once = max(1, MAX_BYTES // max(1, sum(outputs)))
+    at_once = max(1, MAX_BYTES // max(1, size + sum(outputs)))
     numbers = torch.arange(1, count, device=first.device)
     others: list[Tensor] = []
     for part in numbers.split(at_once):

@@ -17,6 +17,7 @@ from pyro_structvi._checks import Count, NonNegative, Program, checked, warn_use
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.terms import ELBOTerms, average, expected_terms, terms_of
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.ensemble import ensemble_of
 from pyro_structvi.weights.lazy import DelayDraws
 
 Estimator = Literal["draws", "moments", "bound"]
@@ -138,7 +139,7 @@ class StructuredELBO(ELBO):
                 )
             runs = (run(guide) for _ in range(self.num_particles))
             return self._warned_of(average([*runs]))
-        joint, ensemble = guide.begin_pass(*args, **kwargs), guide.ensemble
+        joint, ensemble = guide.begin_pass(*args, **kwargs), ensemble_of(guide)
 
         def run_number(number: Tensor | int) -> ELBOTerms:
             return run(guide.in_pass(joint, None if ensemble is None else number))

@@ -12,8 +12,10 @@ from torch.optim.adam import adam
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
 from pyro_structvi._torch import is_recording
 from pyro_structvi._torch_steps import norm_of
+from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.structures.low_rank import LowRank
+from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's
 
@@ -37,7 +39,7 @@ class StructuredAdam(torch.optim.Optimizer):
     has curvature 1 in every direction. Where many elements are as wide as a wide
     prior, most of their gradients are noise, and so would their moves be: the root mean square of
     this move over a weight is at most that of Adam's own, the rate in the mean's unit. A low rank with
-    a constant diagonal, which gains little by it, moves once (``Family.moves_in_own_coordinates``).
+    a constant diagonal, which gains little by it, moves once.
 
     A rare example or draw can have a gradient far larger than is usual. Adam would move
     everything in its direction for some ten steps, and hardly anything for hundreds after. So where the
@@ -123,7 +125,7 @@ class StructuredAdam(torch.optim.Optimizer):
         self._correlated = {
             mean: normal
             for each in posteriors
-            if posterior_lr and each.family.moves_in_own_coordinates
+            if posterior_lr and not _has_constant_diagonal(each.family)
             for mean, normal in _normals_of(each)
             if _is_correlated(normal)
         }
@@ -272,6 +274,11 @@ def _excess_on_cpu(square: Tensor, before: Tensor, clip: float) -> tuple[Tensor 
     return excess, square.new_tensor([min(own, limit), 1.0 if own else 0.0])
 
 
+def _has_constant_diagonal(family: Family) -> bool:
+    """Whether a move along the correlations, of ``rank`` directions, gains little."""
+    return isinstance(family, LowRank) and family.diagonal == "constant"
+
+
 def _normals_of(posterior: SitePosterior) -> Iterator[tuple[nn.Parameter, Callable[[], Any]]]:
     """Yield the means among the parameters, with what returns the distribution around each."""
     if isinstance(mean := getattr(posterior, "loc", None), nn.Parameter):
@@ -284,7 +291,7 @@ def _normals_of(posterior: SitePosterior) -> Iterator[tuple[nn.Parameter, Callab
 def _is_correlated(normal: Callable[[], Any]) -> bool:
     """Whether it is a Gaussian whose elements vary together."""
     q = normal()
-    return isinstance(q, GaussianWeight) and not q.has_independent_elements
+    return isinstance(q, GaussianWeight) and not isinstance(q, IndependentWeight)
 
 
 def _at_most(size: float | Tensor, move: Tensor) -> Tensor:

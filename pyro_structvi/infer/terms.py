@@ -29,10 +29,9 @@ from pyro_structvi.moments.net import check_served, output_moments
 from pyro_structvi.moments.random_tensor import Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import read_declared
-from pyro_structvi.weights.auxiliary import Auxiliary
 from pyro_structvi.weights.kl import JoinedPrior
-from pyro_structvi.weights.lazy import LazyWeight, LeaveUndrawn
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
+from pyro_structvi.weights.site_distributions import Auxiliary, PointMass
 from pyro_structvi.weights.site_role import SiteRole
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 from pyro_structvi.weights.weight_distribution import WeightDistribution
@@ -97,13 +96,13 @@ def terms_of(model_trace: Any, guide_trace: Any, max_plate_nesting: float) -> EL
                 "`guide.initialize(...)` with the model's arguments so that it is found, or "
                 "add it to your guide."
             )
-        elif not SiteRole.of(guide[name]).is_part:
+        elif not SiteRole.of(guide[name]).is_slice:
             kl[name] = _latent_term(guide[name], site)
     for name, site in guide.items():
         role = SiteRole.of(site)
         if any(part in model for part in role.joins):
             kl[name] = _joined_term(site, role.joins, model)
-        elif name not in model and not role.is_part:
+        elif name not in model and not role.is_slice:
             if not role.is_auxiliary:
                 raise ValueError(
                     f"The guide's site '{name}' is missing in the model, so nothing would bound its "
@@ -286,7 +285,7 @@ def _kl_terms(
         with site_values(model):
             read_declared(model)
 
-    with LeaveUndrawn():
+    with DelayDraws(always=True):
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     model_trace = poutine.trace(poutine.replay(priors, trace=guide_trace)).get_trace()
     return terms_of(model_trace, guide_trace, 0)

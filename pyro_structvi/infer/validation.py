@@ -28,7 +28,7 @@ from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.posterior.prediction import Prediction, predict
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.finding import separate_randomness
-from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.ensemble import ensemble_of
 
 NUM_DRAWS = 20  # of the guide, with the same noise at each validation
 SEED = 0
@@ -185,7 +185,7 @@ class Measurements:
 
     def _measure(self) -> float:
         model, guide = self._loss.parts
-        members = guide.ensemble if isinstance(guide, StructuredGuide) else None
+        members = ensemble_of(guide)
         draws = NUM_DRAWS if members is None else members.size
         with separate_randomness(), evaluation_mode(guide):
             _seed(self._y.device)

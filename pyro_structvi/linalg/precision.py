@@ -43,7 +43,7 @@ def floored_sqrt(variance: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
-def formed_once(form: Callable[[Any], T]) -> cached_property[T]:
+def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
     """Make a method a property that is computed once, with gradients if the object was made with them.
 
     The object's ``_with_grad`` is the gradient mode of its construction.

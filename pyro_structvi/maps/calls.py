@@ -1,10 +1,11 @@
-"""The functions of torch that are read as linear maps."""
+"""Calls of torch that are read as linear maps, row lookups, or other calls."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,32 +13,184 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from pyro_structvi._torch import GROUPED_PRODUCT
+from pyro_structvi.maps.attention import read_attention
 from pyro_structvi.maps.convolution import ConvolutionMap, TransposedConvolutionMap
-from pyro_structvi.maps.dense import DenseMap
-from pyro_structvi.maps.readings import (
-    Application,
-    Arrangement,
-    FactorApplication,
-    Lookup,
-    Reading,
-    Rewrite,
-    merged,
-)
+from pyro_structvi.maps.linear_map import DenseMap, LinearMap
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A permutation of a weight's dimensions to ``(*stack, out, *rest)``, with a reshape.
+
+    ``F.linear`` and convolutions take a weight ``(out, *rest)``, ``addmm`` takes ``(in, out)``, and a
+    product of stacked matrices takes ``(stack, in, out)``.
+
+    Attributes:
+        dims: The dimensions of the weight in this order; several of them may be outputs.
+        shape: The shape after the permutation, with outputs merged.
+        stack: The number of dimensions of the stack.
+
+    Example:
+        >>> import torch
+        >>> Arrangement.transposed((5, 3))(torch.zeros(5, 3)).shape
+        torch.Size([3, 5])
+    """
+
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    stack: int = 0
+
+    @classmethod
+    def of_dims(cls, dims: tuple[int, ...], shape: tuple[int, ...], stack: int = 0) -> Self:
+        """Return an arrangement of a weight that merges no dimensions."""
+        return cls(dims, tuple(shape[d] for d in dims), stack)
+
+    @classmethod
+    def transposed(cls, shape: tuple[int, ...]) -> Self:
+        """Return the arrangement of a weight ``(in, out, *rest)``."""
+        return cls.of_dims((1, 0, *range(2, len(shape))), shape)
+
+    @property
+    def is_transpose(self) -> bool:
+        """Whether it is the transpose of one matrix."""
+        return self.dims == (1, 0) and len(self.shape) == 2 and self.stack == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the identity for one weight."""
+        return (
+            self.dims == (*range(len(self.dims)),) == (*range(len(self.shape)),) and not self.stack
+        )
+
+    @property
+    def event_dim(self) -> int:
+        """The number of dimensions of one weight."""
+        return len(self.shape) - self.stack
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Return arranged weights ``(*lead, *shape)``."""
+        lead = weight.dim() - len(self.dims)
+        dims = (*range(lead), *(lead + d for d in self.dims))
+        return weight.permute(dims).reshape(*weight.shape[:lead], *self.shape)
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        """Return a weight as ``(*stack, out, in)``."""
+        arranged: Tensor = self(weight).flatten(self.stack + 1)
+        return arranged if self.event_dim > 1 else arranged.unsqueeze(-1)
+
+    def after(self, dims: tuple[int, ...]) -> "Arrangement":
+        """Return the arrangement of a weight whose view with permuted dimensions has this one."""
+        return Arrangement(tuple(dims[d] for d in self.dims), self.shape, self.stack)
+
+
+def merged(
+    shape: tuple[int, ...], stack: tuple[int, ...], out: tuple[int, ...], rest: tuple[int, ...]
+) -> Arrangement:
+    """Return the arrangement that merges a weight's dimensions to ``(*stack, out, in)``."""
+    sizes = [math.prod(shape[d] for d in dims) for dims in (out, rest)]
+    stacked = [shape[d] for d in stack]
+    return Arrangement((*stack, *out, *rest), (*stacked, *sizes), len(stack))
+
+
+class Application(NamedTuple):
+    """A call ``linear_map(x, weight, bias)``, with the arrangement of its weight."""
+
+    linear_map: LinearMap
+    x: Any
+    weight: Any
+    bias: Any
+    arrangement: Arrangement | None = None
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the weight is applied to an example more than once."""
+        return self.linear_map.has_positions(self.x)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples, by the shape of the inputs."""
+        stack = 0 if self.arrangement is None else self.arrangement.stack
+        lead = self.x.dim() - self.linear_map.event_dim(self.x) - stack
+        size: int = self.x.shape[:lead].numel()
+        return size
+
+    def matrix_of(self, weight: Tensor) -> Tensor:
+        """Return a weight as a matrix or a stack of matrices."""
+        if self.arrangement is not None:
+            return self.arrangement.matrices(weight)
+        return weight.flatten(1)
+
+
+class Lookup(NamedTuple):
+    """A call that looks up rows of a matrix, ``weight[x]`` for integers ``x (batch, *positions)``.
+
+    Rows at ``padding_idx`` get no gradient.
+    """
+
+    x: Any
+    weight: Any
+    padding_idx: int | None
+
+    @property
+    def indices(self) -> Tensor:
+        """The integers as ``(batch, positions)``, with sizes of 1 for missing dimensions."""
+        indices: Tensor = self.x.reshape(self.x.shape[:1].numel(), self.x.shape[1:].numel())
+        return indices
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether one example looks up several rows."""
+        return self.indices.shape[1] > 1
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples."""
+        return len(self.indices)
+
+    def share_draws(self, rows: Tensor) -> Tensor:
+        """Replace sampled rows ``(batch, positions, dim)`` by the first with the same index."""
+        indices = self.indices.contiguous()
+        values, order = indices.sort()
+        first = order.gather(1, torch.searchsorted(values, indices))
+        return rows.take_along_dim(first.unsqueeze(-1), 1)
+
+    def shape_outputs(self, rows: Tensor) -> Tensor:
+        """Return rows ``(batch, positions, dim)`` as the outputs of the call."""
+        outputs = rows.reshape(*self.x.shape, rows.shape[-1])
+        if self.padding_idx is None:
+            return outputs
+        is_padding = self.x == self.padding_idx % len(self.weight)
+        return torch.where(is_padding.unsqueeze(-1), outputs.detach(), outputs)
+
+
+class FactorApplication(NamedTuple):
+    """A call ``function(x, weight)``, whose weight may have a dimension of examples in front."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    x: Any
+    weight: Any
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples."""
+        return len(self.x)
+
+
+class Rewrite(NamedTuple):
+    """A call that is replaced by ``compute()``, which makes several calls."""
+
+    compute: Callable[[], Any]
+
+
+Reading = Application | Lookup | FactorApplication | Rewrite
 
 
 def arranged_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, arrangement: Arrangement
 ) -> Tensor:
-    """Apply a dense layer, or a stack of them, whose weight has its dimensions in another order.
+    """Apply a dense layer or a stack of them to ``x (*batch, *stack, in)``.
 
-    Args:
-        x: Inputs ``(*batch, *stack, in)``.
-        weight: The weight.
-        bias: Nothing, or a bias ``(out,)``.
-        arrangement: How the weight is ``(*stack, out, in)``.
-
-    Returns:
-        Outputs ``(*batch, *stack, out)``.
+    The arrangement of the weight is ``(*stack, out, in)``; outputs are ``(*batch, *stack, out)``.
     """
     tensors = (x, weight, bias)
     if has_torch_function(tensors):
@@ -53,7 +206,7 @@ def read_arranged_linear(x: Any, weight: Any, bias: Any, arrangement: Arrangemen
 
 
 def read_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Application:
-    """Read a bilinear layer: its weight ``(out, in1, in2)`` meets the products of both inputs."""
+    """Read a bilinear layer as a weight ``(out, in1, in2)`` of the products of both inputs."""
     x = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
     return Application(DenseMap(), x, weight, bias)
 
@@ -82,7 +235,7 @@ def read_addmm(
 def read_baddbmm(
     input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1
 ) -> Rewrite | None:
-    """Read ``biases + x @ weights`` for stacks of inputs and weights; the biases are drawn."""
+    """Read ``biases + x @ weights`` for stacks of inputs and weights; the biases are sampled."""
     if beta != 1 or alpha != 1 or len(batch1) != len(batch2):
         return None
     return Rewrite(lambda: input + _stacked_product(batch1, batch2))
@@ -91,7 +244,7 @@ def read_baddbmm(
 def read_grouped_product(
     mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Rewrite | None:
-    """Read ``F.grouped_mm`` of rows ``(rows, in)``, of which each weight of a stack has a share."""
+    """Read ``F.grouped_mm``, which applies each weight of a stack to a share of ``(rows, in)``."""
     is_plain = bias is None and out_dtype is None
     if mat_b.dim() != 3 or mat_a.dim() != 2 or offs is None or not is_plain:
         return None
@@ -99,10 +252,10 @@ def read_grouped_product(
 
 
 def read_einsum(equation: Any, *operands: Any) -> Rewrite | None:
-    """Read the product of an input and a weight, in which each index means one thing.
+    """Read the product of an input and a weight whose indices have one role each.
 
-    An index of both and of the result counts a stack of weights, one of both alone is summed, one of
-    weight and result is an output's, and one of input and result counts examples or positions.
+    The roles are a stack of weights (in both and the result), a sum (in both), outputs (in weight and
+    result), and examples or positions (in input and result).
     """
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
@@ -131,7 +284,7 @@ def _stacked_product(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return rows ``x (rows, in)``, up to the end of each share, times ``weights (stack, in, out)``."""
+    """Return shares of ``x (rows, in)`` up to these ends, times ``weights (stack, in, out)``."""
     arrangement = Arrangement.transposed(tuple(weights.shape[1:]))
     bounds = [0, *ends.tolist()]
     parts = [
@@ -167,106 +320,8 @@ def _product_by_index(
     return outputs.permute([found.index(i) for i in result])
 
 
-_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-_NOT_SERVED = ("bias_k", "bias_v", "static_k", "static_v")
-
-Attended = tuple[Tensor, Tensor | None]
-
-
-def read_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
-    """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`.
-
-    Torch applies the weights to queries, keys and values with the positions first. Here the
-    projections are calls of ``F.linear``, and the examples come first, as local reparameterization
-    takes them.
-
-    Args:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        A function that computes what torch's function returns; None for cross-attention with a packed
-        weight, which meets several inputs, and where a position is added to the keys.
-    """
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    is_self = given["query"] is given["key"] is given["value"]
-    is_served = is_self or given["use_separate_proj_weight"]
-    if (
-        not is_served
-        or given["add_zero_attn"]
-        or any(given[name] is not None for name in _NOT_SERVED)
-    ):
-        return None
-    return partial(_attend, given)
-
-
-def _attend(given: Mapping[str, Any]) -> Attended:
-    is_batched = given["query"].dim() == 3
-    heads, dropout = given["num_heads"], given["dropout_p"] if given["training"] else 0.0
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in _project(given))
-    mask = _additive_mask(given["attn_mask"], given["key_padding_mask"], q)
-    weights = None
-    if given["need_weights"]:
-        scores = q @ k.mT / q.shape[-1] ** 0.5
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        if dropout:
-            weights = F.dropout(weights, dropout)
-        mixed = weights @ v
-        weights = weights.mean(1) if given["average_attn_weights"] else weights
-        weights = weights if is_batched else weights.squeeze(0)
-    else:
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-    joined = mixed.transpose(1, 2).flatten(2)
-    outputs = F.linear(joined, given["out_proj_weight"], given["out_proj_bias"])
-    return (outputs.transpose(0, 1) if is_batched else outputs.squeeze(0)), weights
-
-
-def _project(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return queries, keys and values, each ``(batch, length, dim)``."""
-    names = ("query", "key", "value")
-    if not given["use_separate_proj_weight"]:
-        x = _batch_first(given["query"])
-        return F.linear(x, given["in_proj_weight"], given["in_proj_bias"]).chunk(3, dim=-1)
-    packed = given["in_proj_bias"]
-    biases = (None, None, None) if packed is None else packed.chunk(3)
-    weights = (given[f"{name[0]}_proj_weight"] for name in names)
-    return tuple(
-        F.linear(_batch_first(given[name]), weight, bias)
-        for name, weight, bias in zip(names, weights, biases, strict=True)
-    )
-
-
-def _batch_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1) if x.dim() == 3 else x.unsqueeze(0)
-
-
-def _additive_mask(
-    attention_mask: Tensor | None, padding_mask: Tensor | None, query: Tensor
-) -> Tensor | None:
-    """Return the sum of both masks, to be added to scores ``(batch, heads, length, length)``."""
-    total = None
-    if attention_mask is not None:
-        total = _as_numbers(attention_mask, query)
-        if total.dim() == 3:
-            total = total.unflatten(0, query.shape[:2])
-    if padding_mask is not None:
-        padding = _as_numbers(padding_mask, query)
-        padding = padding.reshape(query.shape[0], 1, 1, -1)
-        total = padding if total is None else total + padding
-    return total
-
-
-def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask as numbers to be added; minus infinity where a boolean one is true."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
-
-
 def _linear(input: Any, weight: Any, bias: Any = None) -> Application | None:
-    if weight.dim() != 2:  # a vector, which torch takes as a single output without a dimension
+    if weight.dim() != 2:  # of a vector, torch returns outputs without a dimension
         return None
     return Application(DenseMap(), input, weight, bias)
 
@@ -317,7 +372,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Lookup | None:
-    """Read a look-up, or None where it writes into the weight or changes what its gradient is."""
+    """Read a lookup, or None where it writes into the weight or changes its gradient."""
     if weight.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     return Lookup(input, weight, padding_idx)
@@ -328,7 +383,7 @@ def _attention(*args: Any, **kwargs: Any) -> Rewrite | None:
     return None if compute is None else Rewrite(compute)
 
 
-# From a call to how it is read; a reader takes the arguments of the call, and may return None.
+# A reader takes the arguments of the call, and may return None.
 _READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
     F.linear: _linear,
     F.bilinear: read_bilinear,
@@ -361,11 +416,10 @@ _READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
 
 
 def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a function of inputs and a small factor one for which a lazy factor is drawn anew.
+    """Decorate a function of inputs and a factor, so that a lazy factor is sampled for each example.
 
-    For layers whose weight is a function of a factor: each example then has a separate weight, at
-    the price of the factor's draws, and the joint distribution of its outputs is exact. A decorator, for
-    functions of a module. A factor that the model uses twice, or under another objective, is drawn once,
+    For layers whose weight is a function of a small factor: each example then has a separate weight, and
+    the joint distribution of its outputs is exact. A factor that the model uses twice is sampled once,
     as any :class:`~pyro_structvi.weights.lazy.LazyWeight`.
 
     Args:
@@ -406,15 +460,7 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def parse_application(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Reading | None:
-    """Read a call that applies a weight, with arguments by position or by keyword.
-
-    Args:
-        function: The function called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        What the call does with its weight, or None if that is not known.
+    """Return a call as an application of a weight, or None if there is no rule for the function.
 
     Example:
         >>> import torch

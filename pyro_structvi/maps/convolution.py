@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Size, Tensor
 
 from pyro_structvi.linalg.precision import is_half
-from pyro_structvi.maps.dense import BiasColumnMap
-from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
 
 
 def multiply_each(matrices: Tensor, images: Tensor) -> Tensor:
@@ -25,15 +24,15 @@ def multiply_each(matrices: Tensor, images: Tensor) -> Tensor:
 def add_shifted(
     parts: Sequence[Tensor], kernel: Sequence[int], stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
-    """Add what each place of a kernel contributes to the outputs of a convolution.
+    """Add the contributions of the places of a kernel to the outputs of a convolution.
 
     Args:
-        parts: For each place, in the order of a flat kernel, what it contributes from each pixel,
-            ``(batch, channels, *space)``.
+        parts: The contributions ``(batch, channels, *space)`` of each place, in the order of a flat
+            kernel.
         kernel: The shape of the kernel.
-        stride: As in the convolution.
-        padding: As in the convolution.
-        dilation: As in the convolution.
+        stride: As in the convolution, like ``padding`` and ``dilation``.
+        padding: As above.
+        dilation: As above.
 
     Returns:
         Sums ``(batch, channels, *positions)``.
@@ -45,7 +44,7 @@ def add_shifted(
     shifted = []
     for place, part in zip(product(*map(range, kernel)), parts, strict=True):
         starts = [steps[d] * place[d] for d in dims]
-        # The last dimension comes first; negative numbers cut off what reaches no output.
+        # The last dimension comes first; negative margins crop pixels without an output.
         pairs = [(before[d] - starts[d], after[d] + starts[d] - ends[d]) for d in reversed(dims)]
         margins = [number for pair in pairs for number in pair]
         shifted.append(F.pad(part, margins) if any(margins) else part)
@@ -63,7 +62,7 @@ def _for_each_dim(value: Any, kernel: Sequence[int]) -> tuple[int, ...]:
 def _margins(
     padding: Any, kernel: Sequence[int], ends: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return how many zeros are before and after the pixels in each dimension."""
+    """Return the numbers of zeros before and after the pixels in each dimension."""
     if padding == "same":
         before = [end // 2 for end in ends]
         return before, [end - more for end, more in zip(ends, before, strict=True)]
@@ -83,7 +82,7 @@ class ConvolutionMap(LinearMap):
         stride: As in ``function``.
         padding: As in ``function``.
         dilation: As in ``function``.
-        groups: As in ``function``. Each group sees its own channels with its own rows of the matrix.
+        groups: As in ``function``. Each group has separate channels and rows of the matrix.
 
     Example:
         >>> linear_map = ConvolutionMap(torch.nn.functional.conv1d, (2, 3), padding=1)
@@ -100,7 +99,7 @@ class ConvolutionMap(LinearMap):
 
     @property
     def channel_dim(self) -> int:
-        """The dimension before those of space."""
+        """The dimension before the dimensions of space."""
         return -len(self.kernel_shape)
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -110,8 +109,8 @@ class ConvolutionMap(LinearMap):
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Convolve with the same filters in every group.
 
-        A few filters are applied at all places of the kernel by one product, whose parts are shifted and
-        added: a convolution would take longer to lay out its input than to apply them.
+        A few filters are applied at all places of the kernel by one product whose parts are shifted and
+        added, since a convolution takes longer to lay out its input than to apply them.
         """
         bias = None if bias is None else bias.repeat(self.groups)
         if not self._multiplies_first(x, matrix):
@@ -124,7 +123,7 @@ class ConvolutionMap(LinearMap):
         batch, space = self._split(hidden)
         count, pixels = matrix.shape[1], space.numel()
         if count > pixels or not hidden.is_contiguous():
-            # By the strides of a transposed matrix torch would take all for channels-last, and copy.
+            # The strides of a transposed matrix look like channels-last to torch, which would copy.
             pointwise = matrix.reshape(*matrix.shape, *self._ones).contiguous()
             return self._multiply_pointwise(hidden, pointwise, bias)
         channels = hidden.reshape(batch.numel(), self.groups, count, pixels)
@@ -147,7 +146,7 @@ class ConvolutionMap(LinearMap):
         return repeated
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Convolve once with the filters of all weights, those of a group together."""
+        """Convolve once with the filters of all weights, ordered by group."""
         count, out = matrices.shape[:2]
         flat = self(
             x, self._by_group(matrices, -2), None if biases is None else self._by_group(biases, -1)
@@ -164,7 +163,7 @@ class ConvolutionMap(LinearMap):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Convolve scaled inputs with the filters side by side, unless scaled outputs are smaller."""
+        """Convolve scaled inputs with concatenated filters, unless scaled outputs are smaller."""
         if not self._scales_inputs(x, matrices, onto):
             return super().combine(x, coefficients, matrices, onto, biases)
         batch, channel = coefficients.shape[:-1], x.dim() + self.channel_dim
@@ -227,7 +226,7 @@ class ConvolutionMap(LinearMap):
         return [1 for _ in self.kernel_shape[1:]]
 
     def _by_group(self, stacked: Tensor, channel_dim: int) -> Tensor:
-        """Turn ``(K, out, ...)`` into ``(K * out, ...)`` with the channels of a group together."""
+        """Reshape ``(K, out, ...)`` to ``(K * out, ...)``, ordered by group."""
         grouped: Tensor = stacked.unflatten(channel_dim, (self.groups, -1))
         return grouped.transpose(0, 1).flatten(0, 2)
 
@@ -263,5 +262,5 @@ class TransposedConvolutionMap(ConvolutionMap):
         return self.function(hidden, filters.transpose(0, 1), bias)
 
     def _multiplies_first(self, x: Tensor, matrix: Tensor) -> bool:
-        """Return False: the parts of a transposed convolution are not shifted inputs."""
+        """Return False, since a transposed convolution has no shifted inputs."""
         return False

@@ -1,9 +1,11 @@
-"""The protocol of linear maps: what dense layers and convolutions have in common."""
+"""The protocol of linear maps, dense maps, and maps with a bias column."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -11,27 +13,26 @@ class LinearMap(ABC):
     r"""A layer as a map that is linear in its weight.
 
     A weight ``(out, *rest)`` is seen as the matrix ``(out, in)`` with ``in = prod(rest)``. The map
-    applies it at every *position* p of every example n to one vector, the *patch*:
+    applies it to the *patch* at every *position* p of every example n:
 
     .. math:: y_{np} = W x_{np} + b
 
     A dense layer has one position for each vector of its input; a convolution has one for each place of
-    its filter. Structured posteriors are written against this class and hold for every map. Any map can
-    be put in the place of any other: all members take the same arguments.
+    its filter.
 
     **Required** of a subclass: ``channel_dim``, ``__call__``, ``bank``, ``mix``, ``squared_norm``,
     ``stack``, ``join_bias``, ``event_dim``, ``has_positions``. **Optional**, with its default in
     brackets: ``groups`` (1), ``is_dense`` (False), ``has_bias_column`` (False), ``without_positions``
     (the map itself), ``bank_and_squared_norm`` (one call after the other), ``combine`` (by ``stack``).
 
-    Shapes: an input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with ``out``
-    channels at ``channel_dim``. Maps are immutable, and equal if their settings are equal.
+    An input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with ``out`` channels at
+    ``channel_dim``. Maps are immutable, and equal if their settings are equal.
     """
 
     @property
     @abstractmethod
     def channel_dim(self) -> int:
-        """The dimension of inputs and outputs that holds the channels, counted from the right."""
+        """The dimension of the channels of inputs and outputs, counted from the right."""
 
     @property
     def groups(self) -> int:
@@ -40,7 +41,7 @@ class LinearMap(ABC):
 
     @property
     def is_dense(self) -> bool:
-        """Whether outputs are ``x @ matrix.mT``, so that inputs are the patches as they are."""
+        """Whether outputs are ``x @ matrix.mT``, so that the patches are the inputs."""
         return False
 
     @property
@@ -49,10 +50,7 @@ class LinearMap(ABC):
         return False
 
     def without_positions(self) -> "LinearMap":
-        """Return the map for which dimensions between the first and the last count examples.
-
-        A convolution keeps its positions.
-        """
+        """Return a dense map whose inputs have no positions; a convolution keeps its positions."""
         return self
 
     @abstractmethod
@@ -61,9 +59,9 @@ class LinearMap(ABC):
 
         Args:
             x: Inputs.
-            matrix: The weight as a matrix ``(out, in)``. A dense map also takes ``(*b, out, in)``, whose
-                dimensions ``b`` broadcast against those of the input.
-            bias: Nothing, or a bias ``(out,)``; ``(*b, out)`` with a batch of matrices.
+            matrix: The weight ``(out, in)``. A dense map also takes ``(*b, out, in)``, with dimensions
+                ``b`` that broadcast against the input.
+            bias: None or a bias ``(out,)``; ``(*b, out)`` with a batch of matrices.
 
         Returns:
             Outputs ``(*batch, *event)``.
@@ -71,15 +69,15 @@ class LinearMap(ABC):
 
     @abstractmethod
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply a bank of filters in place of the weight, to every group alike.
+        """Apply a bank of filters to every group in place of the weight.
 
         Args:
             x: Inputs.
             matrix: Filters ``(M, in)``, in any number; batches as in ``__call__``.
-            bias: Nothing, or one number for each filter, ``(M,)``.
+            bias: None or one number for each filter, ``(M,)``.
 
         Returns:
-            ``groups * M`` channels at every position, those of a group together.
+            ``groups * M`` channels at every position, ordered by group.
         """
 
     @abstractmethod
@@ -87,9 +85,9 @@ class LinearMap(ABC):
         """Recombine channels at every position, so that ``mix(bank(x, V), U)`` is the map of ``U V``.
 
         Args:
-            hidden: What :meth:`bank` returns.
-            matrix: Coefficients ``(out, M)``; the rows of a group meet its channels.
-            bias: Nothing, or a bias ``(out,)``.
+            hidden: The result of :meth:`bank`.
+            matrix: Coefficients ``(out, M)``; the rows of a group apply to its channels.
+            bias: None or a bias ``(out,)``.
 
         Returns:
             Outputs ``(*batch, *event)``.
@@ -97,14 +95,14 @@ class LinearMap(ABC):
 
     @abstractmethod
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
-        """Return the squared Euclidean norm of the patch that each output sees.
+        """Return the squared Euclidean norm of the patch of each output.
 
         Args:
             x: Inputs.
             out: The number of outputs.
 
         Returns:
-            Norms that broadcast to the outputs: one channel, or ``out`` where there are several groups.
+            Norms that broadcast to the outputs: one channel, or ``out`` with several groups.
         """
 
     def bank_and_squared_norm(
@@ -120,7 +118,7 @@ class LinearMap(ABC):
         Args:
             x: Inputs.
             matrices: ``K`` weights ``(K, out, in)``; for a dense map also ``(*b, K, out, in)``.
-            biases: Nothing, or their biases ``(K, out)``; ``(*b, K, out)`` with batches.
+            biases: None or biases ``(K, out)``; ``(*b, K, out)`` with batches.
 
         Returns:
             Their outputs, ``(*batch, K, *event)``.
@@ -134,7 +132,7 @@ class LinearMap(ABC):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Add the outputs of several weights, times coefficients of each example, onto outputs.
+        """Add the outputs of several weights times coefficients of each example.
 
         Args:
             x: Inputs.
@@ -144,8 +142,8 @@ class LinearMap(ABC):
             biases: As in :meth:`stack`.
 
         Returns:
-            A new tensor ``(*batch, *event)``. The coefficients multiply inputs or outputs, whichever
-            forms the smaller tensors.
+            A new tensor ``(*batch, *event)``. The coefficients multiply inputs or outputs, depending on
+            their size.
         """
         images = self.stack(x, matrices, biases)
         batch, count = coefficients.shape[:-1].numel(), coefficients.shape[-1]
@@ -159,25 +157,25 @@ class LinearMap(ABC):
 
     @abstractmethod
     def join_bias(self, x: Tensor) -> "tuple[LinearMap, Tensor]":
-        """Return map and input for which a matrix ``(out, in + 1)`` is a weight with its bias."""
+        """Return map and input for matrices ``(out, in + 1)`` whose last column is a bias."""
 
     @abstractmethod
     def event_dim(self, outputs: Tensor) -> int:
-        """Return how many trailing dimensions of outputs, or of inputs, belong to one example."""
+        """Return the number of trailing dimensions of outputs, or of inputs, for one example."""
 
     @abstractmethod
     def has_positions(self, x: Tensor) -> bool:
-        """Return whether an example may meet the weight at more than one position."""
+        """Return whether an example may have more than one position."""
 
     @staticmethod
     def _scales_inputs(x: Tensor, matrices: Tensor, outputs: Tensor) -> bool:
-        """Whether inputs times coefficients, and matrices rearranged for them, are less than outputs."""
+        """Whether scaled inputs and rearranged matrices are smaller than scaled outputs."""
         rearranged = 0 if len(matrices) == 1 else matrices[0].numel()
         return x.numel() + rearranged < outputs.numel()
 
 
 class FactoredDraw(Protocol):
-    """One draw of a weight that can be applied without being formed."""
+    """A sample of a weight that can be applied without being formed."""
 
     def weight(self) -> Tensor:
         """Return the weight."""
@@ -192,3 +190,192 @@ def shape_per_example(linear_map: LinearMap, x: Tensor, size: int) -> list[int]:
     positions = x.dim() + linear_map.channel_dim - len(batch)
     space = -linear_map.channel_dim - 1
     return [*batch, *(1 for _ in range(positions)), size, *(1 for _ in range(space))]
+
+
+@dataclass(frozen=True)
+class DenseMap(LinearMap):
+    """The map of :func:`torch.nn.functional.linear`; the channels are the last dimension.
+
+    Attributes:
+        positions: Whether the inner dimensions of an input are positions of one example, as in a
+            sequence; else they count examples.
+
+    Example:
+        >>> DenseMap()(torch.ones(5, 3), torch.ones(2, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    positions: bool = True
+
+    @property
+    def channel_dim(self) -> int:
+        """The last dimension."""
+        return -1
+
+    @property
+    def is_dense(self) -> bool:
+        """True."""
+        return True
+
+    def without_positions(self) -> "DenseMap":
+        """Return the map with one example for each vector of an input."""
+        return DenseMap(positions=False)
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``matrix (*b, out, in)`` to ``x (*batch, in)``, giving ``(*batch, out)``."""
+        if matrix.dim() == 2:
+            return F.linear(x, matrix, bias)
+        image = _stacked_product(x, matrix)
+        return image if bias is None else image + bias
+
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply filters ``(M, in)`` as a weight with ``M`` outputs."""
+        return self(x, matrix, bias)
+
+    def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``matrix (out, M)`` to the channels."""
+        return self(hidden, matrix, bias)
+
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Return ``|x|^2`` as one channel."""
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return lengths.square()
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Apply ``K`` weights as one with ``K * out`` outputs."""
+        flat = self(x, matrices.flatten(-3, -2), None if biases is None else biases.flatten(-2))
+        images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
+        return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
+
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        onto: Tensor,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Apply all weights to scaled inputs in one product, unless scaled outputs are smaller."""
+        if matrices.dim() > 3 or not self._scales_inputs(x, matrices, onto):
+            return super().combine(x, coefficients, matrices, onto, biases)
+        batch, count = coefficients.shape[:-1], coefficients.shape[-1]
+        positions = [1 for _ in range(x.dim() - coefficients.dim())]
+        if biases is not None:
+            onto = onto + (coefficients @ biases).reshape(*batch, *positions, -1)
+        spread = coefficients.reshape(*batch, *positions, count, 1)
+        rows = (spread * x.unsqueeze(-2)).reshape(-1, count * x.shape[-1])
+        matrix = matrices.transpose(0, 1).flatten(1)
+        total = torch.addmm(onto.reshape(len(rows), -1), rows, matrix.mT)
+        return total.reshape(onto.shape)
+
+    def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
+        """Return the map and the input with a column of ones."""
+        return self, torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """Return 1 plus the number of dimensions of positions."""
+        return max(outputs.dim() - 1, 1) if self.positions else 1
+
+    def has_positions(self, x: Tensor) -> bool:
+        """Return whether an input has dimensions of positions."""
+        return self.positions and x.dim() > 2
+
+
+def _stacked_product(x: Tensor, matrices: Tensor) -> Tensor:
+    """Return ``matrices (*b, out, in)`` times ``x (*batch, *b, in)``, in one product if x has all b."""
+    stack = matrices.dim() - 2
+    if x.dim() <= stack + 1 or x.shape[-1 - stack : -1] != matrices.shape[:-2]:
+        return (matrices @ x.unsqueeze(-1)).squeeze(-1)
+    rows, batch = x.flatten(0, -2 - stack), x.shape[: -1 - stack]
+    outputs = torch.matmul(rows.movedim(0, -2), matrices.mT).movedim(-2, 0)
+    return outputs.reshape(*batch, *outputs.shape[1:])
+
+
+@dataclass(frozen=True)
+class BiasColumnMap(LinearMap):
+    """A map of matrices ``(out, in + 1)`` whose last column is a bias.
+
+    A channel of ones in the input is an alternative for dense maps, :meth:`DenseMap.join_bias`, but not
+    for convolutions, since padding adds zeros to it. Separate biases are added to the column.
+
+    Attributes:
+        linear_map: The map without the column.
+    """
+
+    linear_map: LinearMap
+
+    @property
+    def channel_dim(self) -> int:
+        """The channel dimension of the map without the column."""
+        return self.linear_map.channel_dim
+
+    @property
+    def groups(self) -> int:
+        """The groups of the map without the column."""
+        return self.linear_map.groups
+
+    @property
+    def has_bias_column(self) -> bool:
+        """True."""
+        return True
+
+    def without_positions(self) -> "BiasColumnMap":
+        """Return the map with a column of a map without positions."""
+        return BiasColumnMap(self.linear_map.without_positions())
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``matrix (out, in + 1)``, its last column as the bias."""
+        return self.linear_map(x, *_split(matrix, bias))
+
+    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply filters ``(M, in + 1)``, their last column as biases."""
+        return self.linear_map.bank(x, *_split(matrix, bias))
+
+    def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Recombine the channels by the map without the column."""
+        return self.linear_map.mix(hidden, matrix, bias)
+
+    def squared_norm(self, x: Tensor, out: int) -> Tensor:
+        """Return ``|patch|^2 + 1``."""
+        return self.linear_map.squared_norm(x, out) + 1
+
+    def bank_and_squared_norm(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return both, by the map without the column."""
+        hidden, norms = self.linear_map.bank_and_squared_norm(x, *_split(matrix, bias))
+        return hidden, norms + 1
+
+    def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Apply ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""
+        return self.linear_map.stack(x, *_split(matrices, biases))
+
+    def combine(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        matrices: Tensor,
+        onto: Tensor,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Add the outputs of ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""
+        matrices, biases = _split(matrices, biases)
+        return self.linear_map.combine(x, coefficients, matrices, onto, biases)
+
+    def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
+        """Return the map with one more column, and the input."""
+        return BiasColumnMap(self), x
+
+    def event_dim(self, outputs: Tensor) -> int:
+        """Return the number of the map without the column."""
+        return self.linear_map.event_dim(outputs)
+
+    def has_positions(self, x: Tensor) -> bool:
+        """Return whether the map without the column has positions."""
+        return self.linear_map.has_positions(x)
+
+
+def _split(matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the matrix without its last column, and that column plus the bias."""
+    column = matrix[..., -1]
+    return matrix[..., :-1], column if bias is None else column + bias

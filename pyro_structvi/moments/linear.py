@@ -12,21 +12,25 @@ from pyro_structvi._torch import without_storage
 from pyro_structvi.linalg.factorizations import stable_cholesky
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
-from pyro_structvi.maps.dense import BiasColumnMap
-from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.maps.readings import Application, Lookup
+from pyro_structvi.maps.calls import Application, Lookup
+from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
 from pyro_structvi.moments.nonlinear import NODES, averages
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings, moments, settings_of, total
 from pyro_structvi.sites.joint_posterior import JointPosterior
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.ensemble import ensemble_of
 from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.structures.transformed import TransformedNormal
 from pyro_structvi.weights.outputs import meet_channels
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.torch_distributions import base_of
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    FactoredWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 Part = Literal["whole", "weight", "bias"]
 Sites = Sequence[tuple[LatentSite, Any]]
@@ -83,12 +87,13 @@ class RandomWeight(RandomTensor):
 
 def member_numbers(guide: StructuredGuide) -> list[int | None]:
     """Return the numbers of an ensemble's members, or one None for another guide."""
-    return [None] if guide.ensemble is None else [*range(guide.ensemble.size)]
+    ensemble = ensemble_of(guide)
+    return [None] if ensemble is None else [*range(ensemble.size)]
 
 
 def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
     """Return each global site and its marginal distribution, or a distribution of an ensemble."""
-    return [*joint.given("marginals" if number is None else "draw", number=number)]
+    return [*joint.conditionals("marginals" if number is None else "draw", number=number)]
 
 
 def by_name(sites: Sites) -> dict[str, Any]:
@@ -163,7 +168,7 @@ def linear_moments(application: Application) -> RandomTensor:
         of_input = meet_channels(linear_map, bias_variance)
     if q is not None:
         # Independent elements depend on an input by its second moments alone.
-        at = m if v is None or not q.has_independent_elements else floored_sqrt(m * m + v)
+        at = m if v is None or not isinstance(q, IndependentWeight) else floored_sqrt(m * m + v)
         of_weight = q.image_variance(*_with_column(q, linear_map, at, is_joint), loc)
     variance = total(of_input, of_weight).expand(loc.shape)
     found = RandomTensor(loc, variance, settings)
@@ -171,7 +176,7 @@ def linear_moments(application: Application) -> RandomTensor:
     def form_covariance() -> Tensor:
         """Return the covariance of a weight at the mean input, and of the input."""
         shared: Tensor = torch.zeros_like(variance).diag_embed()
-        if q is not None and not q.has_independent_elements:
+        if q is not None and not isinstance(q, IndependentWeight):
             image = q.image_under(*_with_column(q, linear_map, m, is_joint))
             shared = shared + image.covariance_matrix
         if v is not None:
@@ -212,7 +217,7 @@ def _applied(application: Application, is_joint: bool, has_random_input: bool) -
         q = q if arrangement is None else q.rearranged(arrangement)
     matrix = application.matrix_of(weight) if q is None else q.as_matrix(q.loc)
     factor = matrix.square() if has_random_input else None
-    if q is not None and factor is not None and not q.has_independent_elements:
+    if q is not None and factor is not None and not isinstance(q, IndependentWeight):
         factor = factor + q.as_matrix(q.variance)
     formed[key] = q, matrix, factor
     return q, matrix, factor
@@ -263,7 +268,9 @@ def _with_column(
     """Return map and input for a weight that may have its bias as a column."""
     if not is_joint:
         return linear_map, x
-    return (BiasColumnMap(linear_map), x) if q.takes_bias_column else linear_map.join_bias(x)
+    if isinstance(q, FactoredWeight):
+        return BiasColumnMap(linear_map), x
+    return linear_map.join_bias(x)
 
 
 def _covariance(x: Any, q: WeightDistribution | None, matrix: Tensor, is_joint: bool) -> Tensor:

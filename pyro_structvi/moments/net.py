@@ -14,6 +14,7 @@ from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.ensemble import ensemble_of
 
 
 def output_moments(
@@ -134,7 +135,7 @@ class NetMoments(nn.Module):
     ) -> None:
         super().__init__()
         check_served(model, guide, "guide")
-        if guide.ensemble is not None:
+        if ensemble_of(guide) is not None:
             raise ValueError(
                 "`guide` must be no ensemble, whose members have separate moments, but got "
                 f"{type(guide).__name__}. Call `predict_moments(...)`, which mixes them."

@@ -6,8 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi.maps.calls import parse_application
-from pyro_structvi.maps.readings import Application, FactorApplication, Lookup, Rewrite
+from pyro_structvi.maps.calls import (
+    Application,
+    FactorApplication,
+    Lookup,
+    Rewrite,
+    parse_application,
+)
 from pyro_structvi.moments.layers import LAYER_RULES
 from pyro_structvi.moments.linear import linear_moments, lookup_moments
 from pyro_structvi.moments.nonlinear import NONLINEARITIES, propagate

@@ -12,9 +12,9 @@ from pyro_structvi._pyro import (
     can_sample,
     declared_name,
     declared_samples,
+    fixed_draw_around,
     keep_values_in,
     lists_values,
-    one_draw_around,
     plain_class,
     site_name,
     values_of_pass,
@@ -163,7 +163,7 @@ def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, A
 
 def _taken_out(value: Any) -> Any:
     """Return the tensor of a lazily sampled value."""
-    return getattr(value, "take_out", lambda: value)()
+    return getattr(value, "materialize", lambda: value)()
 
 
 # ---- every site in every pass --------------------------------------------------------------------
@@ -245,7 +245,7 @@ class _PassEffects:
         """Remove the caches of the previous pass, and record the attributes of the modules."""
         if self._root is not None:
             return
-        block = one_draw_around()
+        block = fixed_draw_around()
         if block is None or block is not self._block:
             self.undo()
         self._root, self._block = root, block

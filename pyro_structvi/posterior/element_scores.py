@@ -15,7 +15,7 @@ from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.posterior.passes import as_arguments, as_batches
 from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 
 
 @checked
@@ -39,7 +39,7 @@ def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
     """
     variances: dict[str, Tensor] = {}
     with torch.no_grad():
-        for site, posterior in guide.joint_posterior().given("mean"):
+        for site, posterior in guide.joint_posterior().conditionals("mean"):
             if site.is_real:
                 drawn_together = isinstance(posterior, PointMass) and not posterior.is_known
                 variance = posterior.variance if drawn_together else guide[site.name]().variance

@@ -28,9 +28,9 @@ from pyro_structvi.posterior.runs import (
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.ensemble import SameMember
+from pyro_structvi.structures.ensemble import SameMember, ensemble_of
+from pyro_structvi.weights.lazy import as_drawn
 from pyro_structvi.weights.site_role import SiteRole
-from pyro_structvi.weights.stand_in import as_drawn
 
 Posterior = Program | Mapping[str, Tensor]
 Values = dict[str, Tensor]
@@ -124,7 +124,7 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
         ValueError: If there are fewer draws, or sites have different numbers.
     """
     if not isinstance(posterior, Mapping):
-        ensemble = posterior.ensemble if isinstance(posterior, StructuredGuide) else None
+        ensemble = ensemble_of(posterior)
         return num_samples or (ensemble.size if ensemble else DEFAULT_NUM_SAMPLES)
     sizes = {name: len(draws) for name, draws in posterior.items()}
     if len(set(sizes.values())) != 1:

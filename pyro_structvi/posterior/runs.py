@@ -16,7 +16,7 @@ from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, sh
 from pyro_structvi._torch import inside_transform, own_tensors, take_apart
 from pyro_structvi.linalg.precision import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
-from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 

@@ -14,7 +14,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.full_covariance import FullCovariance
 from pyro_structvi.structures.k_tied import KTied
 from pyro_structvi.structures.mean_field import MeanField
-from pyro_structvi.weights.gaussian import GaussianWeight, noise_columns
+from pyro_structvi.weights.weight_distribution import GaussianWeight, noise_columns
 
 
 @checked

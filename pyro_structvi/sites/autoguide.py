@@ -19,8 +19,7 @@ from pyro_structvi._checks import checked, naming, warn_user
 from pyro_structvi._pyro import forget_parameters, has_parameters, mirror_parameter
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
-from pyro_structvi.sites.choosing import CreatePlates, InitLocFn
-from pyro_structvi.sites.family import KEY, check_options
+from pyro_structvi.sites.family import KEY, CreatePlates, InitLocFn, check_options
 from pyro_structvi.sites.finding import find_sites_by_running, separate_randomness
 from pyro_structvi.sites.latent_site import Plate
 
@@ -28,13 +27,10 @@ _NAMED: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
 
 
 def declare_parameters(guide: nn.Module) -> None:
-    """Show a guide's parameters to Pyro's handlers, and mirror them in the param store if it is used.
+    """Declare the trainable parameters of a guide to Pyro, and mirror them in the param store.
 
-    The parameters stay the guide's own; the store's entries are these very tensors, and leave it with
-    the guide. Their names begin with the guide's class, and a number if another guide has that name.
-
-    Args:
-        guide: The guide. Frozen parameters are left out.
+    The entries of the store are the same tensors, and are removed with the guide. Their names begin with
+    the class of the guide, and a number if another guide has that name.
     """
     if not am_i_wrapped():
         return
@@ -49,7 +45,7 @@ def declare_parameters(guide: nn.Module) -> None:
 
 
 def _name_of(guide: nn.Module) -> str:
-    """Return the guide's name in the param store, which no other guide has that is alive and in it."""
+    """Return the name of a guide in the param store, unique among the guides in it."""
     kind = type(guide).__name__
     for name in itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2))):
         owner = _NAMED.get(name)
@@ -74,22 +70,16 @@ def _identity(parameter: Tensor) -> Tensor:
 _declare = effectful(_identity, type="param")
 
 
-def module_key(name: str) -> str:
-    """Return a site's name as a key of a module dictionary: no dots, and none of its attributes."""
-    key = name.replace("/", "//").replace(".", "/")
-    return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key
-
-
 class LocalLatentWarning(UserWarning):
-    """Latents of single examples take the posterior's values, or are drawn from the model."""
+    """Latents of single examples are sampled from the posterior or from the model."""
 
 
 def warn_of_local_latents(kept: Sequence[str], new: Sequence[str]) -> None:
-    """Say where the latents of single examples come from, if there are some.
+    """Warn of latents of single examples.
 
     Args:
-        kept: The sites that take the values of the posterior.
-        new: The sites that are drawn from the model.
+        kept: The sites sampled from the posterior.
+        new: The sites sampled from the model.
     """
     if kept:
         warn_user(
@@ -112,14 +102,7 @@ def of_other_examples(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[str]:
-    """Return the local sites that a model has for other examples than those fitted to, and say so.
-
-    Args:
-        model: The model.
-        shapes: The shapes of the sites' posteriors.
-        args: The model's arguments.
-        kwargs: Its keyword arguments.
-    """
+    """Return the local sites whose shapes in a run of the model differ from these, and warn of them."""
     with separate_randomness():
         found = find_sites_by_running(model, args, kwargs)
     new = [name for name in shapes if name not in found or found[name].site.shape != shapes[name]]
@@ -132,26 +115,23 @@ NOT_PICKLED = ("_model", "master", "init_loc_fn", "create_plates")
 
 
 class NewParametersWarning(UserWarning):
-    """A guide makes parameters after others were handed out, as to an optimizer."""
+    """A guide makes parameters after others were passed to an optimizer."""
 
 
 class ModelStateWarning(UserWarning):
-    """A guide was loaded, and not what its model has beside its sites."""
+    """A guide was loaded without the other parameters and buffers of its model."""
 
 
 class OwningAutoGuide(AutoGuide):
-    """An ``AutoGuide`` whose attributes are those of a torch module.
+    """An ``AutoGuide`` that owns its parameters, with the attribute access of a torch module.
 
-    Pyro's module reads its parameters from the param store at every access, and hands its submodules to
-    ``pyro.module``, by which two guides of one class would train the same parameters.
-
-    A copy is a guide of the same model; a pickled guide has none.
+    A ``PyroModule`` reads its parameters from the param store, so that two guides of one class would
+    train the same parameters. A copy is a guide of the same model; a pickled guide has no model.
 
     Args:
         model: The model.
         init_loc_fn: As for :class:`~pyro_structvi.guides.StructuredGuide`.
-        create_plates: A function of the model's arguments that returns a plate or several, for data
-            that are subsampled; other plates are made as the model has them.
+        create_plates: Likewise.
 
     Attributes:
         handed_out: The names of the parameters that :meth:`parameters` has returned.
@@ -182,14 +162,14 @@ class OwningAutoGuide(AutoGuide):
         return model
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters that exist, and remember that an optimizer may have them."""
+        """Return the existing parameters, and record that an optimizer may have them."""
         self.handed_out.update(name for name, _ in self.named_parameters(recurse=recurse))
         existing: Iterator[nn.Parameter] = super().parameters(recurse)
         return existing
 
     @contextmanager
     def warning_of_new_parameters(self) -> Iterator[None]:
-        """Name the parameters that a block makes, where others were handed out before."""
+        """Warn of parameters that a block makes after others were returned."""
         yield
         new = [name for name, _ in self.named_parameters() if name not in self.handed_out]
         if self.handed_out and new:
@@ -202,7 +182,7 @@ class OwningAutoGuide(AutoGuide):
             self.handed_out.update(new)
 
     def warn_of_other_model(self) -> None:
-        """Warn if the guide was loaded, and the rest of its model neither loaded nor trained."""
+        """Warn if the guide was loaded, but its model was neither loaded nor trained."""
         own = _model_sum(self)
         if self._model_sums is None or own is None or own != self._model_sums[1]:
             return
@@ -217,20 +197,20 @@ class OwningAutoGuide(AutoGuide):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what :meth:`state_dict` of a guide with the same families and options returned.
+        """Load the state dict of a guide with the same families and options.
 
-        Where it does not fit, nothing changes.
+        On an error nothing changes.
 
         Args:
-            state_dict: Parameters, buffers and the families' options, by name.
-            strict: Whether the names must be exactly the guide's.
-            assign: Whether the guide takes the tensors themselves, not their values.
+            state_dict: Parameters, buffers and options of families, by name.
+            strict: Whether missing and unexpected names are errors.
+            assign: Whether to use the tensors themselves instead of copying their values.
 
         Returns:
-            The names that are missing, and those that are not known, as from torch's.
+            The missing and the unexpected names, as in torch.
 
         Raises:
-            RuntimeError: If families or options differ, whether strict or not; if names or shapes do.
+            RuntimeError: If families, options or shapes differ, or names with ``strict``.
         """
         check_options(self, state_dict, "")
         own = self.state_dict()
@@ -238,7 +218,7 @@ class OwningAutoGuide(AutoGuide):
         wrong_names = strict and (own.keys() != fits.keys())
         with naming("state_dict", state_dict):
             if wrong_names or not all(fit for name, fit in fits.items() if name in own):
-                # Torch says what is wrong, and has only what is there already to load.
+                # Torch raises the error, and can load current values only.
                 kept = {name: own[name] if fit else state_dict[name] for name, fit in fits.items()}
                 super().load_state_dict(kept, strict)
             return super().load_state_dict(state_dict, strict, assign)
@@ -246,18 +226,18 @@ class OwningAutoGuide(AutoGuide):
     def make_plates(
         self, plates: Iterable[Plate], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return Pyro's plates for one pass, by name: those of ``create_plates`` and those asked for.
+        """Return Pyro's plates for one pass, by name: from ``create_plates``, and for the sampled sites.
 
-        As a part of an ``AutoGuideList`` a guide has the plates of the list.
+        A guide in an ``AutoGuideList`` has the plates of the list.
 
         Args:
-            plates: The plates of the sites that are sampled.
+            plates: The plates of the sampled sites.
             args: The model's arguments.
             kwargs: Its keyword arguments.
 
         Raises:
-            TypeError: If ``create_plates`` returns what is not a plate.
-            ValueError: If a part of an ``AutoGuideList`` has ``create_plates``.
+            TypeError: If ``create_plates`` does not return plates.
+            ValueError: If a guide in an ``AutoGuideList`` has ``create_plates``.
         """
         if self.master is not None:
             if self.create_plates is not None:
@@ -283,7 +263,7 @@ class OwningAutoGuide(AutoGuide):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the model, and without what may not pickle."""
+        """Return the state without the model and other attributes that may not pickle."""
         for _, parameter in self.named_parameters():
             parameter.__dict__.pop("unconstrained", None)
         none = {"_model": (None,), "handed_out": set()}
@@ -300,7 +280,7 @@ class OwningAutoGuide(AutoGuide):
 
 
 def _model_sum(guide: Any) -> Tensor | None:
-    """Return the sum of what a model has beside its sites, trained or counted; None if nothing."""
+    """Return the sum of a model's parameters and changing buffers without its sites, or None."""
     module = poutine.unwrap(guide.model) if guide.model is not None else None
     if not isinstance(module, nn.Module):
         return None
@@ -308,7 +288,7 @@ def _model_sum(guide: Any) -> Tensor | None:
     buffers = [pair for part in nets for pair in buffers_that_change(part)]
     kept = {id(value) for name, value in buffers if "_prior_" not in name}
     kept |= {id(value) for value in module.parameters() if type(value) is nn.Parameter}
-    state = module.state_dict(keep_vars=True).values()  # without what is not persistent
+    state = module.state_dict(keep_vars=True).values()  # persistent buffers only
     whole = [value.detach() for value in state if id(value) in kept and not value.is_meta]
     sums = [value.to(torch.complex64).abs().sum().cpu() for value in whole]
     return torch.stack(sums).sum() if sums else None
@@ -326,6 +306,6 @@ def _take_model_sum(guide: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
 
 
 def _fits(name: str, value: Any, own: Mapping[str, Any]) -> bool:
-    """Whether torch would load an entry of a state dict; options may be texts of any length."""
+    """Whether the shape of an entry fits; options may have any length."""
     shape = getattr(value, "shape", None)
     return name in own and (name.endswith(KEY) or shape == own[name].shape)

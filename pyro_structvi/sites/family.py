@@ -1,52 +1,46 @@
-"""The contract of a family, its memory limit, and its options in state dicts."""
+"""The contract of families, their options in state dicts, and the choice of families for sites."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypedDict
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
-from pyro_structvi._checks import Positive, check_fields
-from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi._checks import NO_CLASS, Positive, check_fields, shape_text
+from pyro_structvi.nn.priors import matches
+from pyro_structvi.sites.latent_site import LatentSite, bijection_at
 from pyro_structvi.sites.parameterization import unit_of_lower
+from pyro_structvi.weights.site_role import LocalReparam
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of posterior for one site, with its options; the parameters live in a SitePosterior.
+    """A kind of posterior for one site, with its options; a SitePosterior holds the parameters.
 
-    A family defines ``init`` and ``distribution``, in this order, and narrows ``fits`` where it
-    cannot serve every site. See "Write your own family" in the documentation.
+    A family defines ``fits``, ``init`` and ``distribution``. See "Write your own family" in the
+    documentation.
 
     Attributes:
-        needs: In words, what sites it serves.
-        constants: The names among those of ``init`` that are not trained.
-        keeps_factors: Whether its distributions factor matrices, which are then kept between calls
-            without gradients for as long as the parameters stay equal.
-        delayed: The names of parameters that an optimizer had better move slowly at first, since they
-            fit the others as these are: ``warm_up`` of :class:`~pyro_structvi.infer.StructuredAdam`.
-        moves_in_own_coordinates: Whether means gain by a move along the correlations, where there are
-            any: ``posterior_lr`` of :class:`~pyro_structvi.infer.StructuredAdam`.
-        is_ensemble: Whether it has ``size`` points, all of which a step of such a guide runs.
+        needs: A description of the supported sites, for errors.
+        constants: The names of tensors of ``init`` that are not trained.
+        delayed: The names of parameters with a slow start, ``warm_up`` of
+            :class:`~pyro_structvi.infer.StructuredAdam`.
     """
 
     needs: ClassVar[str]
     constants: ClassVar[tuple[str, ...]] = ()
-    keeps_factors: ClassVar[bool] = False
     delayed: ClassVar[tuple[str, ...]] = ()
-    moves_in_own_coordinates: ClassVar[bool] = True
-    is_ensemble: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the options against their annotations."""
         check_fields(self)
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether this family can serve the site; ``needs`` says in words what it takes."""
+        """Whether this family supports the site."""
         raise NotImplementedError
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -54,25 +48,24 @@ class Family:
 
         Args:
             site: The site.
-            loc: Where the posterior shall be centred, a value of the site.
-            scale: Its standard deviation per (unconstrained) element.
+            loc: The initial center of the posterior, a value of the site.
+            scale: The initial standard deviation of each (unconstrained) element.
 
         Returns:
-            Tensors that nobody else holds. Of a site in plates each ends with the dimensions of the
-            plates and of an unconstrained event, so that a subsample can take its rows.
+            New tensors. For a site in plates each ends with the dimensions of the plates and of an
+            unconstrained event, so that subsamples can be indexed.
         """
         raise NotImplementedError
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> TorchDistribution:
-        """Return the posterior that the unconstrained parameters stand for."""
+        """Return the distribution for unconstrained parameters."""
         raise NotImplementedError
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the size of a change of a parameter that matters, in which an optimizer steps.
+        """Return the typical scale of a parameter, which is the unit of steps of an optimizer.
 
-        Unless a family says otherwise: 1 for a logarithm, ``log_...``; by the length of their rows for
-        entries of a Cholesky factor, ``...lower``; and for others, which are then values of the site,
-        the site's own.
+        By default it is 1 for a logarithm, ``log_...``; it decreases with the size of a Cholesky factor,
+        ``...lower``; any other parameter has the unit of the site.
 
         Args:
             site: The site.
@@ -86,53 +79,58 @@ class Family:
 
 @dataclass(frozen=True)
 class MatrixFamily(Family):
-    """A family for weights seen as matrices ``(out, in)``, which can take their biases along.
+    """A family for weights seen as matrices ``(out, in)``, optionally with their biases.
 
     Args:
-        join_bias: Whether the bias of a layer becomes a further column of its weight, so that the
-            posterior is one over both. The bias of ``<name>weight<suffix>`` is the site
-            ``<name>bias<suffix>`` of shape ``(out,)``; a weight without one stays by itself.
+        join_bias: Whether the bias of a layer becomes a further column of its weight, with one
+            posterior for both. The bias of ``<name>weight<suffix>`` is the site ``<name>bias<suffix>``
+            of shape ``(out,)``, if there is one.
     """
 
     join_bias: bool = field(default=False, kw_only=True, repr=False)
     needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is a weight matrix, or can be seen as one."""
+        """Whether the site is a real event with at least two dimensions."""
         return site.is_real and not site.is_batch and len(site.shape) >= 2
 
 
 @dataclass(frozen=True)
+class FactoredFamily(MatrixFamily):
+    """A family whose distributions factor matrices, which are reused without gradients."""
+
+
+@dataclass(frozen=True)
 class MemoryLimitedFamily(MatrixFamily):
-    """A family with dense covariances, which refuses a site where they would take too much.
+    """A family with dense covariances and a limit of memory.
 
     Args:
-        max_memory: The most that a site may take by the formula of :meth:`check_memory`, in GiB.
+        max_memory: The limit for one site by the formula of :meth:`check_memory`, in GiB.
         join_bias: As for :class:`MatrixFamily`.
 
     Raises:
         ValueError: If ``max_memory`` is not a positive number.
     """
 
-    max_memory: Positive = field(default=8.0, compare=False)  # no part of what a posterior is
+    max_memory: Positive = field(default=8.0, compare=False)  # does not define the posterior
 
     def check_memory(
         self, site: LatentSite, elements: str, factors: int, size: int, bytes_each: int
     ) -> None:
-        """Raise a ``MemoryError`` if training the site would take more than ``max_memory``.
+        """Check the memory of training a site.
 
-        With P parameters, counted are 4 P numbers for these, their gradients and Adam's two moments,
-        and twice the dense factors, for their gradients too.
+        It is 4 P numbers for P parameters, their gradients and Adam's two moments, and twice the dense
+        factors, for their gradients too.
 
         Args:
             site: The site.
-            elements: What has one covariance, in words that go before the site's names.
-            factors: How many covariances there are.
-            size: The elements of each.
+            elements: A description of the elements with one covariance, for the error.
+            factors: The number of covariances.
+            size: The number of elements of each.
             bytes_each: The bytes of a number.
 
         Raises:
-            MemoryError: If it would.
+            MemoryError: If it exceeds ``max_memory``.
         """
         parameters = size + size * (size + 1) // 2
         gibibytes = factors * (4 * parameters + 2 * size**2) * bytes_each / 2**30
@@ -152,41 +150,40 @@ def _memory_text(gibibytes: float) -> str:
     return f"{gibibytes:.3g} GiB"
 
 
-KEY = "_extra_state"  # torch's own, for what `get_extra_state` returns
+KEY = "_extra_state"  # torch's key for the result of `get_extra_state`
 MOST_NAMED = 5
 
 
 def as_tensor(family: Family) -> Tensor:
-    """Return a family's class and options as the bytes of a JSON text, uint8.
+    """Return the class and the options of a family as the bytes of a JSON text, uint8.
 
-    A state dict then holds tensors only: ``torch.load(..., weights_only=True)`` reads it, and so do
-    formats that know nothing else, such as safetensors.
+    A state dict then holds tensors only, as ``torch.load(..., weights_only=True)`` and safetensors
+    require.
     """
     text = json.dumps(_options_of(family), default=_plain)
     return torch.tensor([*text.encode()], dtype=torch.uint8, device="cpu")
 
 
 def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Raise unless the families of a module, and their options, are those of a state dict.
+    """Check the families and options of a module against a state dict, before it is loaded.
 
-    What the state does not have is not compared: whether it may be missing is torch's question. As a
-    hook before loading it runs before anything of the module has changed.
+    Missing entries are left to torch.
 
     Args:
-        module: What the state is to be loaded into.
-        state: The state.
-        prefix: What the module's names begin with there.
+        module: The module to load into.
+        state: The state dict.
+        prefix: The prefix of the module's names in the state dict.
 
     Raises:
-        RuntimeError: If they differ, or cannot be read.
+        RuntimeError: If they differ or cannot be read.
     """
     found = []
     for name, part in module.named_modules():
         family, site = getattr(part, "family", None), getattr(part, "site", None)
         key = f"{prefix}{name}.{KEY}" if name else f"{prefix}{KEY}"
         if isinstance(family, Family) and site is not None and key in state:
-            own, given = _read(key, as_tensor(family)), _read(key, state[key])
-            found += [f"{each} at the site '{site.name}'" for each in _differences(given, own)]
+            own, loaded = _read(key, as_tensor(family)), _read(key, state[key])
+            found += [f"{each} at the site '{site.name}'" for each in _differences(loaded, own)]
     if found:
         more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
         raise RuntimeError(
@@ -197,24 +194,24 @@ def check_options(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
 
 
 def _options_of(family: Family) -> dict[str, Any]:
-    """Return the class and the options that decide what the parameters mean."""
+    """Return the class and the options that define the posterior."""
     options = {field.name: getattr(family, field.name) for field in fields(family) if field.compare}
     return {"family": type(family).__name__, **options}
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has in the place of a value that it does not know."""
+    """Return a value that JSON supports."""
     if isinstance(value, Family):
         return _options_of(value)
     if isinstance(value, (Integral, Real)):  # of NumPy
         return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, Tensor):
         return value.tolist()
-    return type(value).__name__  # a function has no value that a file could hold
+    return type(value).__name__  # such as a function
 
 
 def _read(key: str, value: Any) -> dict[str, Any]:
-    """Read what ``as_tensor`` wrote, also where arithmetic on a whole state dict went over it."""
+    """Read the result of :func:`as_tensor`, also as floats after arithmetic on a state dict."""
     try:
         codes = value.double().round().to(torch.uint8).tolist()
         options: dict[str, Any] = dict(json.loads(bytes(codes)))
@@ -226,24 +223,112 @@ def _read(key: str, value: Any) -> dict[str, Any]:
     return options
 
 
-def _differences(given: Any, own: Any, name: str = "") -> Iterator[str]:
-    """Say where the options of a state and of a family differ, with both values."""
-    if isinstance(given, dict) and isinstance(own, dict):
-        families = given.get("family"), own.get("family")
+def _differences(loaded: Any, own: Any, name: str = "") -> Iterator[str]:
+    """Describe the differences between loaded options and the options of a family."""
+    if isinstance(loaded, dict) and isinstance(own, dict):
+        families = loaded.get("family"), own.get("family")
         if families[0] != families[1]:
             yield f"{name or 'family'} = {families[0]} instead of {families[1]}"
             return
-        for each in dict.fromkeys([*given, *own]):
-            if given.get(each) != own.get(each) or (each in given) != (each in own):
+        for each in dict.fromkeys([*loaded, *own]):
+            if loaded.get(each) != own.get(each) or (each in loaded) != (each in own):
                 yield from _differences(
-                    given.get(each, "nothing"),
+                    loaded.get(each, "nothing"),
                     own.get(each, "nothing"),
                     f"{name}.{each}".lstrip("."),
                 )
-    elif given != own:
-        yield f"{name} = {_text(given)} instead of {_text(own)}"
+    elif loaded != own:
+        yield f"{name} = {_text(loaded)} instead of {_text(own)}"
 
 
 def _text(value: Any) -> str:
     text = str(value["family"]) if isinstance(value, dict) and "family" in value else str(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+InitLocFn = Annotated[Callable[[dict[str, Any]], Tensor | None], NO_CLASS]
+CreatePlates = Annotated[Callable[..., Any], NO_CLASS]  # to plates
+
+
+class GuideOptions(TypedDict, total=False):
+    """Options that every guide takes; see :class:`StructuredGuide`."""
+
+    init_scale: float
+    init_loc_fn: InitLocFn | None
+    local_reparam: LocalReparam
+    create_plates: CreatePlates | None
+
+
+# Families of sites without a pattern, in order of preference; structures append to it.
+DEFAULTS: list[Family] = []
+
+
+def choose_families(
+    sites: Mapping[str, LatentSite], families: Mapping[str, Family]
+) -> dict[str, Family]:
+    """Return the family of each site: of the first pattern with a family that fits, or a default.
+
+    Args:
+        sites: The sites by name.
+        families: The family for each pattern.
+
+    Raises:
+        ValueError: If a weight has no family, if the family of an exact site name does not fit, if a
+            site is discrete or has a support without a bijection from the real numbers, or if it lacks
+            the ``to_event`` that its family needs.
+    """
+    chosen = {name: _choose_family(site, families) for name, site in sites.items()}
+    unserved = [name for name, family in chosen.items() if family is None]
+    if unserved:
+        raise ValueError(
+            f"No family was given for the weights {unserved}. The patterns of "
+            f"`families` are {list(families)}, the model's sites {list(sites)}. Add a pattern, for "
+            f"instance {{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
+        )
+    return {name: family for name, family in chosen.items() if family is not None}
+
+
+def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family | None:
+    if site.support.is_discrete:
+        raise ValueError(
+            f"The latent site '{site.name}' is discrete. If it is an observation, pass its "
+            "value to the model; otherwise enumerate it and hide it from the guide with "
+            f"`poutine.block(model, hide=['{site.name}'])`, as "
+            "https://pyro.ai/examples/enumeration.html shows."
+        )
+    whole = replace(site, event_dim=len(site.shape))
+    for pattern, family in families.items():
+        if not matches(site.name, pattern):
+            continue
+        if family.fits(site):
+            return family
+        if not site.plates and site.shape.numel() > 1 and family.fits(whole):
+            raise ValueError(
+                f"{family} needs one event, but the site '{site.name}' is a batch of shape "
+                f"{shape_text(site.shape[: len(site.shape) - site.event_dim])} in no plate. Write "
+                f"`.to_event({len(site.shape) - site.event_dim})` at its distribution in the model."
+            )
+        if pattern == site.name:
+            raise ValueError(
+                f"{family} needs {family.needs}, but the site '{site.name}' has shape "
+                f"{tuple(site.shape)} and support {site.support}. Give it another family, such "
+                "as `MeanField()`, or leave it out to get the default."
+            )
+    if site.is_real and not site.is_batch and len(site.shape) >= 2:
+        return None
+    bijection_at(site.name, site.support)
+    return next(family for family in DEFAULTS if family.fits(site))
+
+
+def check_patterns(sites: Collection[str], families: Mapping[str, Family]) -> None:
+    """Raise a ``ValueError`` if there are no sites, or a pattern matches none of them."""
+    if not sites:
+        raise ValueError(
+            "The model has no latent site for a guide to serve. Make the net Bayesian first, "
+            "with `bayesianize(net, prior=1.0)`."
+        )
+    for pattern in families:
+        if not any(matches(name, pattern) for name in sites):
+            raise ValueError(
+                f"The pattern '{pattern}' of `families` matches none of the model's sites {list(sites)}."
+            )

@@ -1,4 +1,4 @@
-"""Which latent sites a model has, and how often it uses each: by looking, or by one run."""
+"""The latent sites of a model and their uses, from its declarations and from a run."""
 
 import math
 import random
@@ -26,30 +26,30 @@ from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.nn.random_module import buffers_that_change
-from pyro_structvi.sites.choosing import InitLocFn
+from pyro_structvi.sites.family import InitLocFn
 from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_at
-from pyro_structvi.weights.counting import CountedWeight
+from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import CHECKPOINT, SiteRole, SiteUse
-from pyro_structvi.weights.torch_distributions import example_of, feasible_point, median, unwrapped
+from pyro_structvi.weights.torch_distributions import base_of, example_of, feasible_point, median
 
 
 class UnusedSiteWarning(UserWarning):
-    """The pass that counts uses does not use some of the sites."""
+    """Some sites are unused in the run that counts uses."""
 
 
 class OtherRowsWarning(UserWarning):
-    """Outputs are drawn independently for rows that are not examples."""
+    """Outputs are sampled independently for rows that are not examples."""
 
 
 @dataclass
 class FoundSite:
-    """A latent site as it was found.
+    """A latent site of a model.
 
     Attributes:
-        site: What a family may know of it.
+        site: Its description for families.
         prior: Its distribution in the model.
-        initial: The value it had before the net was made Bayesian, if it had one.
-        use: How often one pass used it, with ``count`` None where no pass was run.
+        initial: Its value before the net was made Bayesian, if it had one.
+        use: Its uses in one pass, with ``count`` None without a run.
         is_declared: Whether a module declares it.
     """
 
@@ -106,7 +106,7 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
 
 
 def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a ``TypeError`` unless a model takes these arguments; a net is told to become a model."""
+    """Raise a ``TypeError`` unless a model accepts these arguments."""
     program = poutine.unwrap(model)
     try:
         signature(getattr(program, "forward", program)).bind(*args, **kwargs)
@@ -123,9 +123,9 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 def find_sites_by_running(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, FoundSite]:
-    """Run the model once on draws from its prior, and record its latent sites and their uses.
+    """Run the model once on samples of its prior, and record its latent sites and their uses.
 
-    Buffers of the model, such as running statistics, are put back afterwards.
+    Buffers of the model, such as running statistics, are restored.
 
     Args:
         model: The model.
@@ -136,24 +136,24 @@ def find_sites_by_running(
         The sites by name, in the order of execution.
 
     Raises:
-        TypeError: If the model does not take these arguments, as a net in its place.
-        ValueError: If a site has no draws, and no bijection onto its support to find a value by.
+        TypeError: If the model does not accept these arguments.
+        ValueError: If a site can neither be sampled nor has a bijection onto its support.
     """
     check_call(model, args, kwargs)
     recorder = _SiteRecorder()
     with trial_run(model), recorder:
         model(*args, **kwargs)
     declared = find_declared_sites(poutine.unwrap(model))
-    takes_checkpoints = any(found.use.drawn_first for found in recorder.found.values())
+    takes_checkpoints = any(found.use.eager_reason for found in recorder.found.values())
     for name, found in recorder.found.items():
         counted = recorder.counted[name]
         found.use.has_unknown_rows = bool(
-            recorder.num_examples and counted.rows - recorder.num_examples
+            recorder.num_examples and counted.num_examples - recorder.num_examples
         )
-        found.use.has_other_rows = found.use.has_unknown_rows or counted.has_members
-        # What this pass has not used, another may use in a checkpoint as well.
+        found.use.has_other_rows = found.use.has_unknown_rows or counted.is_indexed
+        # Another pass may use unused sites in a checkpoint as well.
         if takes_checkpoints and found.use.count == 0:
-            found.use.drawn_first = CHECKPOINT
+            found.use.eager_reason = CHECKPOINT
         found.is_declared = name in declared
         is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
         found.site = replace(found.site, is_local=is_local)
@@ -166,11 +166,11 @@ def find_sites_by_running(
 
 
 def warn_of_unused(found: Mapping[str, FoundSite], uses: Mapping[str, SiteUse]) -> None:
-    """Name the sites that no pass has used so far, unless a function uses none at all.
+    """Warn of unused sites, unless a function uses none at all.
 
     Args:
-        found: The sites that were found in the last pass.
-        uses: How passes have used the sites.
+        found: The sites of the last run.
+        uses: The uses in all runs.
     """
     own = [name for name in found if not found[name].site.plates]
     unused = [name for name in own if uses[name].count == 0]
@@ -184,15 +184,11 @@ def warn_of_unused(found: Mapping[str, FoundSite], uses: Mapping[str, SiteUse]) 
 
 
 def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
-    """Name the weights whose outputs would be drawn row by row where rows are not examples.
-
-    Args:
-        uses: How passes have used the sites.
-    """
-    named = [name for name, use in uses.items() if use.has_unknown_rows and use.gives_outputs]
+    """Warn of weights whose outputs would be sampled for rows that are not examples."""
+    named = [name for name, use in uses.items() if use.has_unknown_rows and use.allows_outputs]
     if named:
         warn_user(
-            f"The rows that meet the weights at {named} are not the examples that the model observes, "
+            f"The input rows of the weights at {named} are not the examples that the model observes, "
             "but, for instance, nodes of graphs or time steps. Their outputs are drawn independently, "
             'which drops the correlation between rows of one example. Pass `local_reparam="exact"` to '
             "draw these weights instead.",
@@ -201,7 +197,7 @@ def warn_of_other_rows(uses: Mapping[str, SiteUse]) -> None:
 
 
 class ValuesWithoutDraws(Messenger):
-    """Gives a value to what has no draws, such as a site with an improper prior."""
+    """Gives values to sites that cannot be sampled, such as sites with an improper prior."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["value"] is None and not site_is_subsample(msg):
@@ -213,7 +209,7 @@ class ValuesWithoutDraws(Messenger):
 
 
 class _SiteRecorder(ValuesWithoutDraws):
-    """Records each latent site, and hands the model a value that counts its uses."""
+    """Records each latent site, with a value that counts its uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +232,7 @@ class _SiteRecorder(ValuesWithoutDraws):
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
         value: Tensor = msg["value"]
         if value.is_leaf and value.is_floating_point():
-            value.requires_grad_()  # as a parameter does, of which a model may take derivatives
+            value.requires_grad_()  # a model may differentiate by its parameters
         event_dim, shape = msg["fn"].event_dim, list(value.shape)
         plates = tuple(_plate_of(frame) for frame in frames)
         for plate in plates:
@@ -255,16 +251,16 @@ class _SiteRecorder(ValuesWithoutDraws):
 
 
 def _plate_of(frame: Any) -> Plate:
-    """Return what Pyro's handlers say of a plate; its size is that of all examples."""
+    """Return a plate from a frame of Pyro's stack; its size is the number of all examples."""
     if frame.full_size in (None, frame.size):
         return Plate(frame.name, frame.size, frame.dim)
     return Plate(frame.name, frame.full_size, frame.dim, frame.size)
 
 
 def _scale_of(prior: Any) -> float | None:
-    """Return the standard deviation of a prior, root mean square over its elements."""
+    """Return the standard deviation of a prior, the root mean square over elements."""
     try:
-        deviation = unwrapped(prior).stddev
+        deviation = base_of(prior).stddev
         scales = shrink(deviation, deviation.dim())
     except (NotImplementedError, AttributeError):
         return None
@@ -276,7 +272,7 @@ def _scale_of(prior: Any) -> float | None:
 
 @contextmanager
 def trial_run(model: Callable[..., Any]) -> Iterator[None]:
-    """Run a model in this block unseen by Pyro's handlers, and without a trace in its buffers."""
+    """Hide runs of a model from Pyro's handlers, and restore its buffers."""
     contexts = (
         ONE_THREAD,
         torch.no_grad(),
@@ -285,9 +281,9 @@ def trial_run(model: Callable[..., Any]) -> Iterator[None]:
         poutine.block(),
     )
     with warnings.catch_warnings(), ExitStack() as stack:
-        # Torch says so of activation checkpoints, which need no gradients here.
+        # A warning of activation checkpoints, which need no gradients here.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-        stack.enter_context(pyro.validation_enabled(False))  # of values, which do not matter here
+        stack.enter_context(pyro.validation_enabled(False))  # values do not matter here
         for context in contexts:
             stack.enter_context(context)
         yield
@@ -295,7 +291,7 @@ def trial_run(model: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: Any) -> Iterator[None]:
-    """Let a block have copies of a model's buffers that change, such as running statistics."""
+    """Restore the changing buffers of a model, such as running statistics, after a block."""
     module = poutine.unwrap(model)
     parts = module.modules() if isinstance(module, nn.Module) else ()
     buffers = [(part, name, buffer) for part in parts for name, buffer in buffers_that_change(part)]
@@ -313,7 +309,7 @@ _SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Let guides that are made in this block have parameters without values, on torch's meta device."""
+    """Make guides in this block with parameters on torch's meta device."""
     token = _SHAPES_ONLY.set(True)
     try:
         yield
@@ -323,10 +319,10 @@ def shapes_only() -> Iterator[None]:
 
 @contextmanager
 def separate_randomness() -> Iterator[None]:
-    """Draw from random numbers that the global seed determines, and put the global state back after.
+    """Use a separate random stream, derived from the global state, which is restored after the block.
 
-    They differ from those that are drawn without this block next, so that a start has nothing in common
-    with data that is made after it. Python's and NumPy's generators go on in it, and are put back.
+    Numbers in the block are independent of the next numbers outside, such as simulated data. The states
+    of Python's and NumPy's generators are restored too.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices), ExitStack() as stack:
@@ -340,7 +336,7 @@ def separate_randomness() -> Iterator[None]:
 
 
 def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
-    """Return where the posterior of a site of the model is centred at first.
+    """Return the initial center of the posterior of a site.
 
     Args:
         found: The site.
@@ -355,9 +351,7 @@ def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
         return torch.empty(site.shape, dtype=dtype, device="meta")
     loc = None
     if init_loc_fn is not None:
-        with suppress(
-            NotImplementedError
-        ):  # of what has no draws, which Pyro's functions begin with
+        with suppress(NotImplementedError):  # Pyro's functions begin with a sample
             loc = init_loc_fn({"name": site.name, "fn": found.prior})
     if loc is None:
         loc = _default_start(found)
@@ -374,7 +368,7 @@ def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
 
 
 def _default_start(found: FoundSite) -> Tensor:
-    """Return the value in the original net, or else a He draw for a weight, the prior's median."""
+    """Return the value in the original net, or a He sample for a weight, or the prior's median."""
     site, like = found.site, example_of(found.prior)
     if found.initial is not None and site.is_real:
         return found.initial.to(like)

@@ -1,4 +1,4 @@
-"""What reaches the observations of a model: gradients of its weights, and examples of each other."""
+"""Dependence of observations on weights and on other examples, traced through a model."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,35 +11,35 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_structvi._torch import BatchOrInstanceNorm
-from pyro_structvi.maps.readings import Application, FactorApplication, Lookup
+from pyro_structvi.maps.calls import Application, FactorApplication, Lookup
 from pyro_structvi.sites.finding import ValuesWithoutDraws, separate_randomness, trial_run
+from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
-from pyro_structvi.weights.stand_in import WeightStandIn, as_drawn
 
-Value = Callable[[str, Tensor], Tensor]  # what a run has at a site, given a leaf of its graph
+Value = Callable[[str, Tensor], Tensor]  # from a site and a leaf of the graph to its value
 
 
-def note_what_reaches(
+def trace_gradient_paths(
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     uses: Mapping[str, SiteUse],
 ) -> None:
-    """Note which weights must be drawn for their gradients, and whether the examples meet.
+    """Record which weights must be sampled for their gradients, and whether examples interact.
 
-    A run with stand-ins for weights shows which of them get gradients of the observations; if some get
-    none, one with ordinary weights shows which lose them by the stand-in. A run on the same draws with
-    another first row of each layer's outputs shows whether that reaches other examples. Normalizations
-    over a batch do not count: they take their running statistics here.
+    A run with placeholders shows which weights receive gradients of the observations; if some receive
+    none, a run with ordinary weights shows whether the placeholder is the reason. A run on the same
+    samples with another first row of each layer's outputs shows whether other examples depend on it.
+    Batch normalizations use their running statistics here.
 
     Args:
         model: The model.
         args: Its arguments, observations included.
         kwargs: Its keyword arguments.
-        uses: How the model uses its sites, as counted; changed here.
+        uses: The counted uses of sites, changed in place.
 
     Raises:
-        RuntimeError: If observations depend on a site that no gradient leads back to.
+        RuntimeError: If observations depend on a site without a gradient.
     """
     values: dict[str, Tensor] = {}
 
@@ -54,25 +54,25 @@ def note_what_reaches(
     if torch.is_inference_mode_enabled() or not uses:
         return
     plain = run(partial(_ProbedWeight, changed=()))
-    used = {name for name, use in uses.items() if use.count and not use.drawn_first}
+    used = {name for name, use in uses.items() if use.count and not use.eager_reason}
     if used - plain.reached:
         drawn = run(_ordinary)
         _refuse(used - drawn.reached, drawn, run)
         for name in (used & drawn.reached) - plain.reached:
-            uses[name].drawn_first = "an operation below autograd"
+            uses[name].eager_reason = "an operation below autograd"
     changed = [
         name
         for name, use in uses.items()
         if use.local_reparam is not True or not use.has_unknown_rows  # which a warning names
     ]
-    if any(uses[name].gives_outputs for name in changed):
+    if any(uses[name].allows_outputs for name in changed):
         meet = plain.differs(run(partial(_ProbedWeight, changed=changed)), 1)
         for use in uses.values():
-            use.examples_meet |= meet
+            use.examples_interact |= meet
 
 
 def _refuse(names: set[str], drawn: "_Probe", run: Callable[[Value], "_Probe"]) -> None:
-    """Raise where values of sites decide the observations, and gradients do not reach the sites."""
+    """Raise if observations depend on sites that receive no gradient."""
 
     def with_another(other: str) -> _Probe:
         return run(lambda name, leaf: 1.5 * leaf if name == other else leaf.clone())
@@ -92,11 +92,11 @@ def _ordinary(name: str, leaf: Tensor) -> Tensor:
 
 
 class _Probe(ValuesWithoutDraws):
-    """Records the log densities of observations; from the same seed each time, the draws are the same.
+    """Records the log densities of observations.
 
     Args:
-        values: The values at the sites, such as observations; those that are missing are added.
-        value_of: Returns what the model gets at a latent site.
+        values: Values by site, such as observations; missing values are added.
+        value_of: Returns the value of a latent site for the model.
     """
 
     def __init__(self, values: dict[str, Tensor], value_of: Value) -> None:
@@ -118,7 +118,7 @@ class _Probe(ValuesWithoutDraws):
             msg["value"] = self._value_of(name, leaf)
 
     def find_reached(self) -> None:
-        """Find the sites that gradients of the log densities lead to, and let go of the graph."""
+        """Find the sites that receive gradients of the log densities, and free the graph."""
         waiting: list[Any] = [value.grad_fn for value in self.log_probs.values()]
         nodes = set[Any]()
         while waiting:
@@ -131,13 +131,13 @@ class _Probe(ValuesWithoutDraws):
         self.log_probs = {name: value.detach() for name, value in self.log_probs.items()}
 
     def differs(self, other: Self, first: int) -> bool:
-        """Whether log densities of another run differ, from the first example that counts on."""
+        """Whether log densities of another run differ, from example ``first`` on."""
         pairs = ((value, other.log_probs[name]) for name, value in self.log_probs.items())
         return any(bool((own != others)[first:].any()) for own, others in pairs)
 
 
 def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
-    """Return log densities; a value that is none of the likelihood's is refused by the first step."""
+    """Return log densities; invalid values are replaced, since the first step refuses them."""
     try:
         is_possible = bool(likelihood.support.check(value).all())
     except NotImplementedError:
@@ -146,20 +146,20 @@ def _log_prob(likelihood: Any, value: Tensor) -> Tensor:
     return log_prob
 
 
-class _ProbedWeight(WeightStandIn):
-    """A weight in the place of a lazy one, whose outputs may be changed in the first row.
+class _ProbedWeight(WeightPlaceholder):
+    """A placeholder with a known weight, whose outputs may be changed in the first row.
 
     Args:
         name: Its site.
         value: The weight.
-        changed: The sites where they are.
+        changed: The sites with changed outputs.
     """
 
     _value: Tensor
     _changes: bool
 
     def __new__(cls, name: str, value: Tensor, changed: Collection[str]) -> Self:
-        """Make the tensor that stands for the weight."""
+        """Make the placeholder."""
         weight = cls._make(value, value.shape, SiteUse(name))
         weight._value, weight._changes = value.clone(), name in changed  # a model may write into it
         return weight
@@ -168,17 +168,16 @@ class _ProbedWeight(WeightStandIn):
         """Return the weight."""
         return self._value
 
-    def _draw_outputs(self, application: Application) -> Tensor:
-        linear_map, x, _, bias, arrangement = application
-        matrix = application.matrix_of(self._value)
+    def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor:
+        """Evaluate the call, and change the first row of its result."""
+        if isinstance(call, Lookup):
+            return self._changed(call.shape_outputs(self._value[call.indices]))
+        if isinstance(call, FactorApplication):
+            return self._changed(call.function(call.x, self._value))
+        linear_map, x, _, bias, arrangement = call
         stack = 0 if arrangement is None else arrangement.stack
+        matrix = call.matrix_of(self._value)
         return self._changed(linear_map(as_drawn(x), matrix, as_drawn(bias)), stack)
-
-    def _draw_rows(self, lookup: Lookup) -> Tensor:
-        return self._changed(lookup.shape_outputs(self._value[lookup.indices]))
-
-    def _draw_per_example(self, application: FactorApplication) -> Tensor:
-        return self._changed(application.function(application.x, self._value))
 
     def _changed(self, outputs: Tensor, stack: int = 0) -> Tensor:
         if not self._changes:

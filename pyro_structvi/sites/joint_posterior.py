@@ -1,7 +1,7 @@
-"""All sites of a guide together, at one state of its parameters: their distributions and joint draws."""
+"""The distributions of all sites, their joint samples, and biases joined to weights."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -11,27 +11,28 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyro_structvi.sites.coupling import Coupling, How, SharedPosterior
-from pyro_structvi.sites.joined_bias import sample_joined
+from pyro_structvi.sites.family import Family, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.weights.quantiles import quantiles
+from pyro_structvi.sites.site_posterior import Coupling, How, SharedPosterior, SitePosterior
+from pyro_structvi.weights.lazy import LazyWeight
+from pyro_structvi.weights.placeholders import LazySlice
+from pyro_structvi.weights.site_distributions import PointMass, quantiles
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import in_single
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import FactoredWeight, WeightDistribution
 
 T = TypeVar("T")
 
 
 class JointPosterior:
-    """The distributions of a guide's sites at its parameters as they stand, and what is drawn from them.
+    """The distributions of all sites of a guide at its current parameters.
 
-    Each distribution is made once, so that whatever it factors is shared by all draws. An objective
-    takes one for a step, and a new one after the parameters have changed.
+    Each distribution is made once, so that all samples share its factors. An objective makes a new
+    object after the parameters have changed.
 
     Args:
-        posteriors: The posteriors of the sites, in the order in which they are sampled.
-        couplings: What sites draw together.
+        posteriors: The posteriors of the sites, in the order of sampling.
+        couplings: The couplings of sites.
         uses: How the model uses each of its sites.
     """
 
@@ -48,9 +49,9 @@ class JointPosterior:
         self._draws_in_turn = False
 
     def factorize(self) -> None:
-        """Factor what draws need, before an objective maps over draws."""
+        """Compute the factors that samples share, before an objective maps over samples."""
         for distribution in self._at.values():
-            if isinstance(distribution, WeightDistribution):
+            if isinstance(distribution, FactoredWeight):
                 distribution.factorize()
 
     def sample(
@@ -59,12 +60,12 @@ class JointPosterior:
         number: Tensor | int | None = None,
         left_out: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Sample every site but those left out, as a guide does.
+        """Sample the sites of a guide by ``pyro.sample``.
 
         Args:
-            plates: Pyro's plates by name; of one that is subsampled its examples are sampled.
-            number: As for :meth:`given`.
-            left_out: The sites that are left to the model.
+            plates: Pyro's plates by name; a subsampled plate selects its examples.
+            number: As for :meth:`conditionals`.
+            left_out: Sites that the model samples.
         """
         values: dict[str, Tensor] = {}
         drawn = {name for name, plate in plates.items() if plate.subsample_size != plate.size}
@@ -74,7 +75,7 @@ class JointPosterior:
             if posterior.site.name not in left_out
             and drawn.intersection(plate.name for plate in posterior.site.plates)
         }
-        for site, distribution in self.given("sample", True, number, at):
+        for site, distribution in self.conditionals("sample", True, number, at):
             if site.name in left_out:
                 continue
             if site.bias is not None:
@@ -90,12 +91,12 @@ class JointPosterior:
     def draw(self, local: bool = False, number: Tensor | int | None = None) -> dict[str, Tensor]:
         """Draw all sites once, as ordinary tensors; see :meth:`StructuredGuide.draw`."""
         values: dict[str, Tensor] = {}
-        for site, distribution in self.given("draw", local, number):
+        for site, distribution in self.conditionals("draw", local, number):
             values |= site.split(distribution.rsample())
         return values
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
-        """Draw all sites once for each number, stacked; together, where torch can vectorize that."""
+        """Draw all sites once for each number, stacked; vectorized if torch supports that."""
         state = [value for own in self._every for value in (*own.parameters(), *own.buffers())]
         if len(numbers) > 1 and not self._draws_in_turn and are_plain(state):
             self.factorize()
@@ -109,7 +110,7 @@ class JointPosterior:
     def median(self) -> dict[str, Tensor]:
         """Return the median of each site; see :meth:`StructuredGuide.median`."""
         medians: dict[str, Tensor] = {}
-        for site, distribution in self.given("mean", True):
+        for site, distribution in self.conditionals("mean", True):
             medians |= site.split(median_of(distribution).clone())
         return medians
 
@@ -119,7 +120,7 @@ class JointPosterior:
         if not bool(((asked >= 0) & (asked <= 1)).all()):
             raise ValueError(f"`quantiles` must be numbers from 0 to 1, but got {probs}.")
         found: dict[str, Tensor] = {}
-        for site, own in self.given("marginals", True):
+        for site, own in self.conditionals("marginals", True):
             distribution = in_single(own)
             mean = getattr(distribution, "base_dist", distribution).mean
             try:
@@ -132,33 +133,32 @@ class JointPosterior:
             found |= site.split(values)
         return found
 
-    def given(
+    def conditionals(
         self,
         how: How,
         local: bool = False,
         number: Tensor | int | None = None,
         at: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[LatentSite, Any]]:
-        """Yield each site and its distribution given what sites draw together.
+        """Yield each site and its distribution conditioned on the values that couplings share.
 
         Args:
-            how: Whether that is sampled as a part of a guide, drawn, or averaged; or whether each site's
-                distribution is by itself.
-            local: Whether to yield the sites that belong to single examples too.
-            number: Which of several passes it is: members of an ensemble take turns. None for any.
-            at: The distributions, where they are not those of all examples.
+            how: The method of :class:`Coupling` that returns these values.
+            local: Whether to yield the sites of single examples too.
+            number: The number of the pass, which selects a member of an ensemble; None for any.
+            at: The distributions, if they are not the distributions of all examples.
         """
         at = self._at if at is None else at
-        given: dict[str, Any] = {}
+        conditioned: dict[str, Any] = {}
         for coupling in self._couplings:
-            given |= coupling.given(how, at, number)
+            conditioned |= coupling.condition(how, at, number)
         for site in (posterior.site for posterior in self._posteriors):
             if local or not site.is_local:
-                yield site, given.get(site.name, at[site.name])
+                yield site, conditioned.get(site.name, at[site.name])
 
 
 def median_of(distribution: Any) -> Tensor:
-    """Return the median of a posterior of this library; of a mixture its mean."""
+    """Return the median of a posterior of this library, or the mean of a mixture."""
     value: Tensor = getattr(distribution, "base_dist", distribution).mean
     for transform in getattr(distribution, "transforms", ()):
         value = transform(value)
@@ -166,20 +166,18 @@ def median_of(distribution: Any) -> Tensor:
 
 
 def are_plain(values: Iterable[Any]) -> bool:
-    """Whether no value is a tensor of a subclass, such as a sharded one, of which vmap may not know."""
+    """Whether no value is a tensor subclass, such as a sharded tensor, which vmap may not support."""
     tensors = (value for value in values if isinstance(value, Tensor))
     return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
 def in_one_pass(run: Callable[[Any], T], values: Any) -> T | None:
-    """Run a function of a draw at several that are stacked, each with random numbers of its own.
+    """Map a function over stacked samples by vmap, each with separate random numbers.
 
-    Operations that torch runs one after another do not warn: what it cannot map at all would not either.
-    Nothing is validated, since nothing can look at values.
+    Validation is off, since values are not accessible under vmap.
 
     Returns:
-        What the function returns, stacked; None if it raises anything. What torch cannot map may raise
-        any error, a user's own too, and what is wrong in any case a single draw says itself.
+        The stacked results, or None after any error; a run with one sample shows errors of the user.
     """
     with warnings.catch_warnings(), pyro.validation_enabled(False):
         warnings.filterwarnings("ignore", "There is a performance drop")
@@ -195,3 +193,98 @@ def stack_draws(draws: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     if len(draws) == 1:
         return {name: value.unsqueeze(0) for name, value in draws[0].items()}
     return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+
+def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, LatentSite]) -> str:
+    """Return the name of the bias to join with a weight, or "" for none.
+
+    The bias of ``<name>weight<suffix>`` is ``<name>bias<suffix>``, real, of shape ``(out,)``.
+
+    Args:
+        site: The site of the weight.
+        family: The family chosen for it.
+        sites: All latent sites of the model.
+    """
+    if not (isinstance(family, MatrixFamily) and family.join_bias and len(site.shape) >= 2):
+        return ""
+    module, _, attribute = site.name.rpartition(".")
+    name = f"{module}.".lstrip(".") + attribute.replace("weight", "bias")
+    bias = sites.get(name)
+    fits = bias is not None and bias.is_real and not bias.is_batch and bias.shape == site.shape[:1]
+    return name if fits else ""
+
+
+def sample_joined(
+    site: LatentSite, distribution: WeightDistribution, uses: Mapping[str, SiteUse]
+) -> dict[str, Tensor]:
+    """Sample a weight and its bias in a guide, at an auxiliary site of their joint distribution.
+
+    The two sites of the model are point masses at slices of the joint sample.
+
+    Args:
+        site: The joint site.
+        distribution: The distribution of ``(out, in + 1)``.
+        uses: How the model uses its sites.
+
+    Returns:
+        The two values, by site.
+    """
+    assert site.bias is not None
+    counts = {uses[name].count for name in site.names}
+    once = all(uses[name].allows_outputs for name in site.names)
+    count = 1 if once else 0 if counts == {0} else None
+    eager_reason = uses[site.names[0]].eager_reason or uses[site.names[1]].eager_reason
+    use = SiteUse(site.name, uses[site.name].local_reparam, count, eager_reason)
+    role = SiteRole(use, joins=site.names, is_auxiliary=True)
+    joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
+    is_lazy = isinstance(joint, LazyWeight)
+    parts: Mapping[str, Tensor] = _lazy_parts(site, joint, uses) if is_lazy else site.split(joint)
+    event_dims = (len(site.bias.weight_shape), 1)
+    return {
+        name: pyro.sample(
+            name,
+            PointMass(part, dim, validate_args=False),
+            infer=SiteRole(is_slice=True).as_infer(),
+        )
+        for (name, part), dim in zip(parts.items(), event_dims, strict=True)
+    }
+
+
+def _lazy_parts(
+    site: LatentSite, joint: LazyWeight, uses: Mapping[str, SiteUse]
+) -> dict[str, LazySlice]:
+    assert site.bias is not None
+    shapes = zip(site.names, (site.bias.weight_shape, joint.shape[:1]), strict=True)
+
+    def take(name: str, value: Tensor) -> Tensor:
+        return site.split(value)[name]
+
+    return {
+        name: LazySlice(joint, shape, partial(take, name), uses[name]) for name, shape in shapes
+    }
+
+
+def joint_name(site: LatentSite) -> str:
+    """Return the name ``<weight>+<bias>`` of a joint site in the trace of the guide."""
+    weight, bias = site.names
+    return f"{weight}+{bias.rpartition('.')[-1]}"
+
+
+def join_values(weight: Tensor, bias: Tensor) -> Tensor:
+    """Return ``(out, in + 1)``, the weight as a matrix with the bias as its last column."""
+    return torch.cat([weight.flatten(1), bias.unsqueeze(-1)], -1)
+
+
+def check_joined(found: Container[str], weight_of: Mapping[str, str]) -> None:
+    """Raise a ``ValueError`` if a model samples only one of a weight and its joined bias.
+
+    Args:
+        found: The names of the sites that the model samples.
+        weight_of: The weight of each joined bias, by name.
+    """
+    for bias, weight in weight_of.items():
+        if (bias in found) != (weight in found):
+            raise ValueError(
+                f"The weight '{weight}' is joined with its bias '{bias}', but the model samples "
+                f"only one of them. Give it a family with `join_bias=False`."
+            )

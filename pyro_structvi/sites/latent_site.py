@@ -1,4 +1,4 @@
-"""What a family may know of a latent site."""
+"""Descriptions of latent sites for families."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ class Plate:
 
     Attributes:
         name: Its name.
-        size: Its size, all examples of a plate that is subsampled.
-        dim: The batch dimension that it takes, counted from the right.
-        subsample_size: How many examples one pass has of a plate that is subsampled.
+        size: Its size, without subsampling.
+        dim: Its batch dimension, counted from the right.
+        subsample_size: The number of examples in one pass of a subsampled plate.
     """
 
     name: str
@@ -29,11 +29,11 @@ class Plate:
 
 @dataclass(frozen=True)
 class JoinedBias:
-    """The bias that is a weight's last column.
+    """The bias that is the last column of a weight.
 
     Attributes:
-        name: The bias's site in the model.
-        weight_shape: The weight's own shape there, ``(out, *rest)``.
+        name: The site of the bias in the model.
+        weight_shape: The shape of the weight without it, ``(out, *rest)``.
         prior_scale: As for :class:`LatentSite`.
     """
 
@@ -44,26 +44,26 @@ class JoinedBias:
 
 @dataclass(frozen=True)
 class LatentSite:
-    """What a family may know of a latent site. It holds no data and no distribution.
+    """The description of a latent site, without data and distribution.
 
-    A weight that is joined with its bias is one site here, ``(out, in + 1)``, and two in the model.
+    A weight joined with its bias is one site here, ``(out, in + 1)``, and two in the model.
 
     Attributes:
-        name: The site's name in the model.
-        shape: Shape of a value, batch dimensions in front; of all examples where plates are subsampled.
-        event_dim: How many trailing dimensions are one event, as the model has it.
-        support: Where values lie.
-        plates: The vectorized plates around it; none for a single value.
-        is_local: Whether one of the plates holds observations too: the site then belongs to the
-            examples it was trained on, and is left to the model when predicting others.
-        bias: The bias joined to this weight, if one is.
-        prior_scale: The standard deviation of the prior, root mean square over elements; None where
-            there is none or it is infinite.
-        fan_in: Over how many terms the outputs of its module sum, 0 for what multiplies no input, such
-            as a bias; None where it is not known.
-        input_dim: Which dimension of a weight counts the input channels of its module; None where there
-            is none, or none is known. Of a weight in no module it is the second.
-        groups: In how many groups the input channels come, as those of a grouped convolution.
+        name: The name in the model.
+        shape: The shape of a value, with batch dimensions in front and without subsampling.
+        event_dim: The number of trailing dimensions of one event in the model.
+        support: The support.
+        plates: The vectorized plates around the site.
+        is_local: Whether a plate also holds observations: the site then belongs to the examples of
+            training, and the model samples it for other examples.
+        bias: The bias joined to this weight, or None.
+        prior_scale: The standard deviation of the prior, the root mean square over elements; None if it
+            is unknown or infinite.
+        fan_in: The number of terms in each output of the module, 0 without inputs, as for a bias; None
+            if unknown.
+        input_dim: The dimension of the input channels in a weight; None if there is none or it is
+            unknown. The default for a weight outside of modules is 1.
+        groups: The number of groups of input channels, as in a grouped convolution.
     """
 
     name: str
@@ -80,7 +80,7 @@ class LatentSite:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sites of the model that a value of this one is for."""
+        """The names of the model's sites, weight and bias for a joined site."""
         return (self.name,) if self.bias is None else (self.name, self.bias.name)
 
     def join_bias(self, bias: "LatentSite") -> "LatentSite":
@@ -94,16 +94,16 @@ class LatentSite:
         if self.bias is None:
             return {self.name: value}
         weight, bias = value.split([value.shape[-1] - 1, 1], -1)
-        # Torch would return the gradient of rows that lie apart transposed, and turn it, slowly.
+        # The gradient of strided rows would be transposed by torch, and copied slowly.
         weight = weight.contiguous().view(*value.shape[:-2], *self.bias.weight_shape)
         return {self.name: weight, self.bias.name: bias.squeeze(-1)}
 
     @property
     def unit(self) -> float:
-        """The typical size of an unconstrained value, which training takes as a unit of length.
+        """The typical scale of an unconstrained value, which is the unit of steps in training.
 
-        It is the prior's standard deviation, of a weight at most ``2 / sqrt(fan_in)``, so that outputs
-        move by as much as their inputs; 1 where the prior says nothing.
+        It is the standard deviation of the prior, for a weight at most ``2 / sqrt(fan_in)``, so that
+        outputs change as much as their inputs; 1 if it is unknown.
         """
         if not self.is_real or self.prior_scale is None:
             return 1.0
@@ -118,7 +118,7 @@ class LatentSite:
 
     @property
     def is_subsampled(self) -> bool:
-        """Whether a pass has a part of it, whose numbers its plates know."""
+        """Whether a plate around the site is subsampled."""
         return any(plate.subsample_size is not None for plate in self.plates)
 
     @property
@@ -131,7 +131,7 @@ class LatentSite:
 
 
 def bijection_onto(support: Any) -> Any:
-    """Return the map onto the support: exp alone for positive numbers, as in a log-normal."""
+    """Return the bijection onto a support; ``exp`` for positive numbers, as in a log-normal."""
     positive = isinstance(support, type(constraints.positive)) and support.lower_bound == 0
     return ExpTransform() if positive else biject_to(support)
 
@@ -148,7 +148,7 @@ def has_bijection(support: Any) -> bool:
 
 
 def bijection_at(name: str, support: Any) -> Any:
-    """Return the map onto the support of a site of a model.
+    """Return the bijection onto the support of a site.
 
     Args:
         name: The site's name, for the error.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def capped(log_value: Tensor, most: float | None) -> Tensor:
-    """Return ``exp(log_value)``, bent smoothly to stay below a bound.
+    """Return ``exp(log_value)`` with a smooth upper bound.
 
     Args:
-        log_value: Unconstrained; well below the bound, the logarithm of the value.
+        log_value: Unconstrained; the logarithm of the value far below the bound.
         most: The bound, or None.
 
     Returns:
@@ -38,7 +38,7 @@ def capped_log(log_value: Tensor, most: float | None) -> Tensor:
 
 
 def uncapped(value: float, most: float | None) -> float:
-    """Return what :func:`capped` turns into a value, or into half the bound if that is less.
+    """Return the inverse of :func:`capped` at a value, or at half the bound if that is less.
 
     Args:
         value: The value to start at, positive.
@@ -59,7 +59,7 @@ def initial_factor(
 
 
 def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parameters of which :func:`cholesky_factor` makes these matrices.
+    """Return the parameters of matrices, the inverse of :func:`cholesky_factor`.
 
     Args:
         scale_tril: Lower triangular matrices ``(*batch, n, n)`` with positive diagonals.
@@ -80,20 +80,19 @@ def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_of_lower(lower: Tensor) -> float:
-    """Return the size of a change of each entry below a diagonal of n entries.
+    """Return the unit of steps of the entries below a diagonal of n entries.
 
-    An optimizer such as Adam moves each entry by about as much, so that a row of n entries moves by the
-    root of n times that: ``1 / sqrt(n)``. In a large factor the entries are many and their gradients
-    mostly noise, whose sum over rows grows besides: at most ``3 / n``.
+    It is ``1 / sqrt(n)``, since Adam moves all entries equally and a row of n entries by the root of n
+    times as much. For large n it is at most ``3 / n``, since the gradients are mostly noise.
     """
     size = (1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2
     return min(1 / math.sqrt(size), 3 / size)
 
 
 def unit_of_across(across: Tensor) -> float:
-    """Return the size of a change of each entry between rows ``(rows (rows - 1) / 2, n, n)``.
+    """Return the unit of steps of entries between rows ``(rows (rows - 1) / 2, n, n)``.
 
-    They are many, and mostly noise: one over the number of all elements.
+    It is one over the number of elements, since the gradients are mostly noise.
     """
     pairs, size = across.shape[:2]
     rows = (1 + math.isqrt(1 + 8 * pairs)) // 2
@@ -101,16 +100,16 @@ def unit_of_across(across: Tensor) -> float:
 
 
 def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where entries below the diagonal are, in the flattened factor of rows of n elements.
+    """Return the indices of entries below the diagonal in a flat factor of rows of n elements.
 
     Args:
-        rows: How many rows of elements there are, one after another.
-        size: How many elements each has, n.
-        device: That of the result.
+        rows: The number of rows of elements.
+        size: The number n of elements in a row.
+        device: The device of the result.
 
     Returns:
-        Places of the entries within rows ``(rows, n (n - 1) / 2)``, row by row of the factor, and of
-        those between two rows ``(rows (rows - 1) / 2, n, n)``.
+        Indices of entries within rows, ``(rows, n (n - 1) / 2)``, and between two rows,
+        ``(rows (rows - 1) / 2, n, n)``.
     """
     total = rows * size
     row, column = torch.tril_indices(size, size, offset=-1, device=device)
@@ -122,13 +121,13 @@ def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tensor:
-    """Return the factor of a matrix of elements, row after row, by entries within and between rows.
+    """Return a Cholesky factor over the rows of a matrix, from entries within and between rows.
 
     Args:
         log_diagonal: Logarithms of the diagonal, ``(rows n,)``.
-        lower: The entries below it within each row, ``(rows, n (n - 1) / 2)``, as multiples of the
-            diagonal entry in their row of the factor.
-        across: Those between a row and an earlier one, ``(rows (rows - 1) / 2, n, n)``, likewise.
+        lower: The entries within each row, ``(rows, n (n - 1) / 2)``, as multiples of the diagonal entry
+            in their row of the factor.
+        across: The entries between a row and an earlier row, ``(rows (rows - 1) / 2, n, n)``, likewise.
 
     Returns:
         A matrix ``(rows n, rows n)`` with a positive diagonal.
@@ -148,11 +147,11 @@ def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tenso
 
 
 def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
-    """Return the parameters of which :func:`factor_of_rows` makes a factor; for one row those of any.
+    """Return the parameters of a factor, the inverse of :func:`factor_of_rows`.
 
     Args:
         scale_tril: A lower triangular matrix ``(D, D)`` with a positive diagonal.
-        like: A tensor of the D elements; one of one dimension is one row.
+        like: A tensor of the D elements; a vector is one row.
     """
     rows = len(like) if like.dim() > 1 else 1
     if rows == 1:
@@ -166,12 +165,12 @@ def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
 
 
 def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
-    """Return the lower triangular matrices that the parameters hold.
+    """Return lower triangular matrices.
 
     Args:
         log_diagonal: Logarithms of the diagonal, ``(*batch, n)``.
-        lower: The entries below it, row by row and as multiples of the row's diagonal entry,
-            ``(*batch, n (n - 1) / 2)``. As multiples, one learning rate serves rows of any size.
+        lower: The entries below it, row by row, ``(*batch, n (n - 1) / 2)``, as multiples of the
+            diagonal entry of the row, so that one learning rate fits rows of any size.
 
     Returns:
         Matrices ``(*batch, n, n)`` with positive diagonals.
@@ -187,7 +186,7 @@ def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
 
 
 def _filled(log_diagonal: Tensor, places: Tensor, entries: Tensor) -> Tensor:
-    """Return matrices with these diagonals and, at places when flattened, multiples of their entries."""
+    """Return matrices with these diagonals, and multiples of their entries at flat indices."""
     size, device = log_diagonal.shape[-1], log_diagonal.device
     identity = torch.eye(size, dtype=entries.dtype, device=device).flatten()
     multiples = identity.expand(*entries.shape[:-1], -1).index_copy(-1, places, entries)

@@ -1,6 +1,6 @@
-"""What a guide does with each parameter of its model, as a table."""
+"""Reports of the posterior and the sampling of each parameter, and estimates of memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -8,14 +8,15 @@ import pyro.poutine as poutine
 import torch
 from torch import nn
 
-from pyro_structvi._checks import shape_text
+from pyro_structvi._checks import Program, checked, shape_text
 from pyro_structvi._pyro import declared_name
 from pyro_structvi.nn.random_module import frozen_names
-from pyro_structvi.sites.finding import check_call, separate_randomness, trial_run
-from pyro_structvi.sites.joined_bias import joint_name
+from pyro_structvi.sites.finding import check_call, separate_randomness, shapes_only, trial_run
+from pyro_structvi.sites.joint_posterior import joint_name
 from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.weights.lazy import DelayDraws, LazyPart, LazyWeight
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
+from pyro_structvi.weights.placeholders import LazySlice
+from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteUse
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
@@ -24,21 +25,20 @@ _HEAD = ("name", "shape", "state", "posterior", "drawn", "why", "prior", "scale"
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """What a guide does with one parameter of a model.
+    """The posterior and the sampling of one parameter of a model.
 
     Attributes:
-        name: The site's name, or the parameter's.
+        name: The name of the site or parameter.
         shape: Its shape.
-        state: "random", "point" for a site whose posterior is a point, "trained" for a parameter
-            without a prior, "frozen".
-        posterior: The family of its posterior; "with ..." for a bias that is drawn with its weight.
-        drawn: What an ELBO draws of it: "outputs" of its layer, "rows" that are looked up, "factors" of
-            a weight that is not formed, the "weight", or "nothing" where the pass does not use it.
-        why: Why the weight is drawn, if it is.
-        prior: The prior's standard deviation, None where it has none.
-        scale: The root of the posterior's mean variance; None where no variance is known, as of inducing
+        state: "random", "point" for a point mass, "trained" for a parameter without a prior, "frozen".
+        posterior: The family of its posterior; "with ..." for a bias that is joined to its weight.
+        drawn: The values that an ELBO samples: "outputs" of its layer, "rows" of a lookup, "factors" of
+            the weight, the "weight", or "nothing" for an unused site.
+        why: The reason for sampling the weight.
+        prior: The standard deviation of the prior, None if it has none.
+        scale: The root of the mean variance of the posterior; None if it is unknown, as for inducing
             weights that layers share.
-        parameters: How many numbers are trained for it.
+        parameters: The number of trained parameters.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class GuideReport:
-    """What a guide does with each parameter of its model; printed as a table.
+    """The posterior and the sampling of each parameter of a model, printed as a table.
 
     Attributes:
         parameters: One record for each parameter, sites first.
@@ -64,7 +64,7 @@ class GuideReport:
 
     @property
     def local_share(self) -> float:
-        """Of the random elements that the pass uses, the share whose outputs or rows are drawn."""
+        """The share of sampled outputs or rows among the used random elements."""
         sizes = {True: 0, False: 0}
         for each in self.parameters:
             if each.state == "random" and each.drawn != "nothing":
@@ -83,10 +83,9 @@ class GuideReport:
 
 
 def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
-    """Say of each parameter whether it is random, what an ELBO draws of it, and why.
+    """Report for each parameter whether it is random, what an ELBO samples, and why.
 
-    One pass is run, as ``StructuredELBO`` does it, without a trace in the model or in the global
-    random state.
+    One pass is run as by ``StructuredELBO``; the model and the global random state are restored.
 
     Args:
         self: The guide.
@@ -146,27 +145,28 @@ def _report_site(
 
 
 def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
-    """Return what was drawn in a pass, and why that is the weight."""
-    if isinstance(value, LazyPart):
+    """Return the kind of values sampled in a pass, and the reason if it is the weight."""
+    if isinstance(value, LazySlice):
         value = value.whole
     if isinstance(value, LazyWeight):
-        return value.way
+        value = next(iter(value.used_items), value)
+        return value.sampled or "nothing", value.reason if value.sampled == "weight" else ""
     if use.local_reparam is False:
         return "weight", "local_reparam=False"
-    if use.drawn_first:
-        return "weight", use.drawn_first
+    if use.eager_reason:
+        return "weight", use.eager_reason
     if use.count is not None and use.count > 1:
         return "weight", f"{use.count} uses"
     if not isinstance(q, WeightDistribution):
         return "weight", "a site that is not a weight"
-    if use.examples_meet:
-        return "weight", "examples that meet"
+    if use.examples_interact:
+        return "weight", "examples that interact"
     return "weight", "rows that are not examples" if use.has_other_rows else "a site in a plate"
 
 
 @torch.no_grad()
 def _scale_of(posterior: SitePosterior) -> float | None:
-    """Return the root of the mean variance; None where it is not known, or sites are drawn together."""
+    """Return the root of the mean variance, or None if it is unknown or sites are coupled."""
     try:
         variance = posterior().variance
     except (NotImplementedError, RuntimeError):
@@ -192,3 +192,72 @@ def _cell(value: Any) -> str:
     if isinstance(value, tuple):
         return shape_text(value)
     return f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The parameters of a guide, and the memory of training them.
+
+    Attributes:
+        parameters: The number of trained parameters of each site, by name; a joined bias counts with its
+            weight, and a shared posterior of several sites has a separate name.
+        parameter_bytes: The bytes of all parameters and constants.
+        training_bytes: The bytes of parameters and constants, gradients and Adam's two moments, without
+            intermediate results of a step such as activations, and without two further moments of
+            ``StructuredAdam`` for each number of the noise of a correlated posterior.
+    """
+
+    parameters: dict[str, int]
+    parameter_bytes: int
+    training_bytes: int
+
+    @property
+    def total(self) -> int:
+        """The number of all trained parameters."""
+        return sum(self.parameters.values())
+
+
+@checked
+def estimate_memory(
+    make_guide: Callable[..., Any],
+    model: Program,
+    *args: Any,
+    **options: Any,
+) -> MemoryEstimate:
+    """Count the parameters of a guide without allocating them.
+
+    Args:
+        make_guide: The class of a guide, or a function that returns a guide.
+        model: A model that declares its sites, as by ``bayesianize``.
+        *args: Further arguments of ``make_guide``, such as the families of a ``StructuredGuide``.
+        **options: Its keyword arguments.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        ValueError: If the model declares no sites.
+        MemoryError: If a site exceeds ``max_memory`` of its family.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, KTiedGuide, bayesianize
+        >>> net = bayesianize(torch.nn.Linear(4096, 4096), prior=0.02)
+        >>> estimate = estimate_memory(KTiedGuide, Classifier(net, num_data=100), rank=2)
+        >>> estimate.total, estimate.training_bytes
+        (16801792, 268828672)
+    """
+    with shapes_only():
+        guide = make_guide(model, *args, **options)
+    if not guide.site_names:
+        raise ValueError(
+            "`model` must declare its sample sites, as `bayesianize` does, but none is known before it "
+            "runs. Make the guide, call `guide.initialize(...)`, and count its parameters."
+        )
+    parameters = {
+        posterior.site.name: sum(value.numel() for value in posterior.parameters())
+        for posterior in guide.all_posteriors()
+    }
+    trained = sum(value.numel() * value.element_size() for value in guide.parameters())
+    constant = sum(value.numel() * value.element_size() for value in guide.buffers())
+    return MemoryEstimate(parameters, trained + constant, 4 * trained + constant)

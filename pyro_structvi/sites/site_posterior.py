@@ -1,23 +1,27 @@
-"""The variational parameters of one site."""
+"""The variational parameters of a site, and couplings of sites."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from functools import singledispatch
+from typing import Any, Literal
 
 import pyro
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
+from pyro_structvi._pyro import inside_plate
 from pyro_structvi._torch import is_recording
-from pyro_structvi.sites.family import Family, as_tensor, check_options
+from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
+from pyro_structvi.weights.site_distributions import Auxiliary
+from pyro_structvi.weights.site_role import SiteRole
 
 
 class SitePosterior(nn.Module):
-    """The variational parameters of one site; calling it gives the posterior as it stands now.
+    """The variational parameters of one site; a call returns its distribution.
 
-    Its state holds the family's options beside the parameters, since these mean nothing without.
+    The state dict also holds the options of the family, which define the meaning of the parameters.
 
     Args:
         family: The kind of posterior.
@@ -54,27 +58,27 @@ class SitePosterior(nn.Module):
         return as_tensor(self.family)
 
     def set_extra_state(self, state: Any) -> None:
-        """Leave the family as it is: a state with another one was refused before anything changed."""
+        """Do nothing; a state with another family is refused before it is loaded."""
 
     def value(self, name: str) -> Tensor:
-        """Return a parameter or constant as it stands, masks and parametrizations applied."""
+        """Return a parameter or constant, with masks and parametrizations applied."""
         value: Tensor = getattr(self, name)
         return value
 
     def release(self, name: str) -> Tensor:
-        """Give up a parameter and return its value."""
+        """Remove a parameter and return its value."""
         self._names = tuple(own for own in self._names if own != name)
         value = self.value(name).detach()
         delattr(self, name)
         return value
 
     def put(self, name: str, value: Tensor) -> None:
-        """Take a parameter more, at this value."""
+        """Add a parameter with this value."""
         self._names = (*self._names, name)
         self.register_parameter(name, nn.Parameter(value.detach()))
 
     def replace_family(self, family: Family, **constants: Tensor) -> None:
-        """Go over to a family with the same parameters, and some constants beside them."""
+        """Change to a family with the same parameters and further constants."""
         self.family = family
         self._names = tuple(dict.fromkeys([*self._names, *constants]))
         for name, value in constants.items():
@@ -83,11 +87,12 @@ class SitePosterior(nn.Module):
     def forward(self) -> TorchDistribution:
         """Return the posterior at the current parameters.
 
-        It is made anew at every call, unless gradients are off, the family ``keeps_factors`` and no
-        parameter differs from the copies that the last one was made of.
+        Without gradients the distribution of a :class:`FactoredFamily` is reused as long as the
+        parameters stay equal.
         """
         values = {name: self.value(name) for name in self._names}
-        if torch.is_grad_enabled() or is_recording() or not self.family.keeps_factors:
+        is_kept = isinstance(self.family, FactoredFamily)
+        if not is_kept or torch.is_grad_enabled() or is_recording():
             self._kept = None
             return self.family.distribution(self.site, **values)
         if self._kept is None or not _are_equal(self._kept[0], values):
@@ -96,11 +101,7 @@ class SitePosterior(nn.Module):
         return self._kept[1]
 
     def of_examples(self, plates: Mapping[str, Any]) -> TorchDistribution:
-        """Return the posterior of the examples that plates have drawn, of their rows of parameters.
-
-        Args:
-            plates: Pyro's plates by name, those around the site among them.
-        """
+        """Return the distribution of the examples that plates select, by name."""
         site = self.site
         unconstrained = bijection_onto(site.support).inverse_shape(site.shape)
         event_dim = len(unconstrained) - (len(site.shape) - site.event_dim)
@@ -113,13 +114,13 @@ class SitePosterior(nn.Module):
         return self.family.distribution(site, **values)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what can be computed again, and without gradients of masks."""
+        """Return the state without the reusable distribution and gradients of masks."""
         state = {**super().__getstate__(), "_kept": None}
         masked = {name: state[name].detach() for name in self._names if name in state}
         return state | masked
 
     def extra_repr(self) -> str:
-        """Say which sites have a posterior of which family."""
+        """Show the sites and the family."""
         return f"{' and '.join(self.site.names)}: {self.family}"
 
 
@@ -130,3 +131,170 @@ def _are_equal(kept: dict[str, Tensor], values: dict[str, Tensor]) -> bool:
         and torch.equal(kept[name], value)
         for name, value in values.items()
     )
+
+
+def module_key(name: str) -> str:
+    """Return the name of a site as a key of ``nn.ModuleDict``, without dots or names of attributes."""
+    key = name.replace("/", "//").replace(".", "/")
+    return f"{key}/" if hasattr(nn.ModuleDict, key) or key == "training" else key
+
+
+How = Literal["sample", "draw", "mean", "marginals"]
+
+
+class Coupling(nn.Module):
+    """A value that several sites of a guide share, sampled once for each pass of the model.
+
+    ``sample``, ``draw``, ``mean`` and ``marginals`` return, by site, the value that its distribution is
+    conditioned on, such as inducing weights ``(M_out, M_in)`` or a member of an ensemble. Their
+    arguments are the distributions at the current parameters, by site, and the number of the pass,
+    which selects a member of an ensemble; None for any.
+
+    Args:
+        sites: The names of the sites.
+    """
+
+    def __init__(self, sites: Iterable[str]) -> None:
+        super().__init__()
+        self.sites = tuple(sites)
+
+    def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
+        """Whether sites that are found later may be added."""
+        return False
+
+    def condition(
+        self, how: How, at: Mapping[str, Any], number: Tensor | int | None
+    ) -> dict[str, Any]:
+        """Return the conditional distributions of the sites.
+
+        Args:
+            how: The method that returns the shared values.
+            at: The distributions at the current parameters, by site.
+            number: The number of the pass.
+        """
+        values = getattr(self, how)(at, number)
+        return {name: at[name].condition(value) for name, value in values.items() if name in at}
+
+    def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Sample in a guide, with a sample site if the value contributes to the KL."""
+        return self.draw(at, number)
+
+    def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Draw as ordinary tensors."""
+        raise NotImplementedError
+
+    def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return the means."""
+        raise NotImplementedError
+
+    def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return the values for marginal distributions; none for sites that have them already."""
+        return {}
+
+
+class SharedPosterior(Coupling):
+    """One posterior for several sites, at an auxiliary sample site.
+
+    Args:
+        sites: The names of the sites.
+        posterior: The shared posterior.
+    """
+
+    def __init__(self, sites: Iterable[str], posterior: SitePosterior) -> None:
+        super().__init__(sites)
+        self.posterior = posterior
+
+    @property
+    def coupled(self) -> tuple[str, ...]:
+        """The sites whose scale and mask in the model the shared KL takes."""
+        return self.sites
+
+    def auxiliary(self, q: Any) -> Auxiliary:
+        """Return the auxiliary distribution of the guide, with its prior."""
+        return Auxiliary(q)
+
+    def split(self, value: Tensor, q: Any) -> dict[str, Any]:
+        """Return the part of each site."""
+        raise NotImplementedError
+
+    def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Draw at an auxiliary sample site."""
+        name, infer = self.posterior.site.name, SiteRole(coupled=self.coupled, is_auxiliary=True)
+        return self.split(
+            pyro.sample(name, self.auxiliary(at[name]), infer=infer.as_infer()), at[name]
+        )
+
+    def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Draw, and return the parts."""
+        q = at[self.posterior.site.name]
+        return self.split(q.rsample(), q)
+
+    def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return the parts of the mean."""
+        q = at[self.posterior.site.name]
+        return self.split(q.mean, q)
+
+    def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+        """Return the parts of the mean, which include variances."""
+        return self.mean(at, number)
+
+
+@singledispatch
+def couple(
+    family: Family, posteriors: Mapping[str, SitePosterior], scale: float
+) -> Coupling | None:
+    """Return the coupling of the sites of a family, or None for independent sites.
+
+    Families with a coupling register a function by ``couple.register``.
+
+    Args:
+        family: The family.
+        posteriors: The posteriors of its sites, by name.
+        scale: The initial standard deviation of each element.
+    """
+    return None
+
+
+def couple_families(
+    posteriors: Iterable[SitePosterior], known: nn.ModuleDict, scale: float
+) -> None:
+    """Add missing couplings, with the key of their first site.
+
+    Args:
+        posteriors: The posteriors of all sites.
+        known: The existing couplings, changed in place.
+        scale: The initial standard deviation of each element.
+
+    Raises:
+        ValueError: If a coupled site was found too late.
+    """
+    groups: dict[Family, dict[str, SitePosterior]] = {}
+    for posterior in posteriors:
+        groups.setdefault(posterior.family, {})[posterior.site.name] = posterior
+    for family, own in groups.items():
+        couplings = (each for each in known.values() if isinstance(each, Coupling))
+        coupling = next((each for each in couplings if own.keys() & set(each.sites)), None)
+        if coupling is None:
+            made = couple(family, own, scale)
+            if made is not None:
+                known[module_key(next(iter(own)))] = made
+            continue
+        late = {name: own[name] for name in own if name not in coupling.sites}
+        if late and not coupling.takes(late):
+            raise ValueError(
+                f"The sites {[*coupling.sites]} are drawn together, and {[*late]} were found only now. "
+                "Make the guide from a function, so that it finds all sites in one run, or give these a "
+                "separate family."
+            )
+        coupling.sites += tuple(late)
+
+
+def check_no_plates_around(couplings: Iterable[Coupling]) -> None:
+    """Raise a ``NotImplementedError`` if coupled sites are inside plates of particles."""
+    sites = [list(each.sites) for each in couplings]
+    if sites and inside_plate():
+        raise NotImplementedError(
+            f"The sites {sites} are drawn together, once for all particles, and so not inside the "
+            "plates of `vectorize_particles=True` or `parallel=True`. Leave these out, or take "
+            "`StructuredELBO(vectorize_particles=True)` and `pyro_structvi.predict`."
+        )

@@ -1,6 +1,6 @@
-"""A guide that puts a family on each latent site of a model."""
+"""A guide with a family for each latent site of a model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyro.poutine as poutine
@@ -9,15 +9,14 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import Positive, Program, checked
 from pyro_structvi.nn.random_module import sample_every_site
-from pyro_structvi.sites.autoguide import (
-    OwningAutoGuide,
-    declare_parameters,
-    module_key,
-    of_other_examples,
+from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters, of_other_examples
+from pyro_structvi.sites.family import (
+    CreatePlates,
+    Family,
+    InitLocFn,
+    check_patterns,
+    choose_families,
 )
-from pyro_structvi.sites.choosing import CreatePlates, InitLocFn, check_patterns, choose_families
-from pyro_structvi.sites.coupling import Coupling, check_no_plates_around, couple_families
-from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.finding import (
     FoundSite,
     find_declared_sites,
@@ -27,50 +26,57 @@ from pyro_structvi.sites.finding import (
     warn_of_other_rows,
     warn_of_unused,
 )
-from pyro_structvi.sites.gradient_paths import note_what_reaches
-from pyro_structvi.sites.joined_bias import check_joined, join_values, joins_with
-from pyro_structvi.sites.joint_posterior import JointPosterior
+from pyro_structvi.sites.gradient_paths import trace_gradient_paths
+from pyro_structvi.sites.joint_posterior import (
+    JointPosterior,
+    check_joined,
+    join_values,
+    joins_with,
+)
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.one_draw import sampled, to_net
 from pyro_structvi.sites.report import report
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.sampled_net import sampled, to_net
+from pyro_structvi.sites.site_posterior import (
+    Coupling,
+    SitePosterior,
+    check_no_plates_around,
+    couple_families,
+    module_key,
+)
 from pyro_structvi.weights.site_role import LocalReparam, SiteUse
 
 
 class StructuredGuide(OwningAutoGuide):
-    r"""A guide made of one posterior for each latent site, each of the family chosen for it.
+    r"""A guide with one posterior for each latent site, of the family chosen for it.
 
-    Sites that a module tree declares (``PyroSample``) have their parameters from the start, so a
-    state dict can be loaded before any data was seen. Sites drawn inside a function are found by
-    running the model once, at the first call or by :meth:`initialize`; that run also counts how
-    often each weight is used.
+    Sites that a module tree declares (``PyroSample``) have parameters from the start, so that a state
+    dict can be loaded before any data was seen. Sites sampled in a function are found by a run of the
+    model, at the first call or by :meth:`initialize`; this run also counts the uses of each weight.
 
-    The guide owns its parameters. Pyro's param store mirrors them under the guide's class name for as
-    long as the guide lives, and is never read: save and restore a guide by ``state_dict``.
+    The guide owns its parameters. Pyro's param store mirrors them under the name of the guide's class,
+    and is never read: save and restore a guide by ``state_dict``.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         families: A family for each pattern of site names, such as ``{"net.0.*": KTied(2), "*":
-            MeanField()}``; wildcards as in a shell. The first pattern wins whose family can serve
-            the site. Vectors, scalars and constrained sites that no pattern serves get mean field;
-            an unserved weight is an error.
-        init_scale: Standard deviation of each element at the start, in the unconstrained space.
-        init_loc_fn: Where a posterior is centred at the start, a function of a site as in
-            :mod:`pyro.infer.autoguide.initialization`. Where it returns None, and by default, a weight
-            starts at the value it had in the net given to ``bayesianize``, any other weight at a He
-            draw, N(0, 2 / in), a vector or scalar at the prior's median.
-        local_reparam: True to draw, under ``StructuredELBO``, the outputs of linear layers and
-            convolutions wherever there is a rule for it; "exact" to do so only where that leaves the
-            joint distribution of an example exact (one position for each example, and as many rows as
-            the model observes examples); "flipout" for the
-            same, and flipout for independent elements elsewhere; False to draw weights always, as every
-            other objective of Pyro gets them.
+            MeanField()}``, with wildcards as in a shell. A site has the first matching family that
+            fits it. Other vectors, scalars and constrained sites have mean field; a weight without a
+            family is an error.
+        init_scale: The initial standard deviation of each element, in the unconstrained space.
+        init_loc_fn: The initial center of a posterior, a function of a site as in
+            :mod:`pyro.infer.autoguide.initialization`. By default, and if it returns None, a weight
+            starts at its value in the net given to ``bayesianize``, any other weight at a sample of
+            N(0, 2 / in), a vector or scalar at the median of the prior.
+        local_reparam: True to sample, under ``StructuredELBO``, the outputs of linear layers and
+            convolutions; "exact" to do so only if the joint distribution of an example stays exact
+            (one position for each example, and as many rows as observed examples); "flipout" for
+            "exact" with flipout for independent elements elsewhere; False to always sample weights.
         create_plates: As for Pyro's guides, a function of the model's arguments that returns a
-            ``pyro.plate`` or several, for data that are subsampled from outside.
+            ``pyro.plate`` or several, for data that are subsampled outside of the model.
 
     Raises:
-        ValueError: If a weight has no family, if a family cannot serve a site that is named
-            outright, or if a site is discrete.
+        ValueError: If a weight has no family, if the family of an exact site name does not fit, or if
+            a site is discrete.
 
     Example:
         >>> import pyro
@@ -104,37 +110,36 @@ class StructuredGuide(OwningAutoGuide):
         self._uses: dict[str, SiteUse] = {}
         self._weight_of: dict[str, str] = {}  # of each joined bias
         self._initialized = False
-        self._pass: tuple[JointPosterior, Tensor | int | None] | None = None
         with separate_randomness():
             self._adopt(find_declared_sites(model))
         sample_every_site(poutine.unwrap(model))
 
     @property
     def site_names(self) -> list[str]:
-        """The latent sites, in the order in which they are sampled."""
+        """The latent sites, in the order of sampling."""
         return list(self._uses)
 
     @property
     def uses(self) -> Mapping[str, SiteUse]:
-        """How the model uses each site, as far as passes have shown; after each pass another object."""
+        """The uses of each site in the runs of the model by :meth:`initialize`."""
         return self._uses
 
     @property
     def local_site_names(self) -> list[str]:
-        """The sites that belong to single examples: those in a plate with observations."""
+        """The sites of single examples, in a plate with observations."""
         return [name for name in self._uses if self[name].site.is_local]
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the model was run, so that all its sites and their uses are known."""
+        """Whether the model was run, so that all sites and their uses are known."""
         return self._initialized
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Run the model once to find the sites it draws itself, and to count the uses of each.
+        """Run the model once to find its sites, and to count the uses of each.
 
-        The first call of the guide does this. Call it beforehand to load a state dict into the
-        guide of a function, or again with arguments that take another path through the model: a weight
-        has the most uses of all. Parameters that exist are kept.
+        The first call of the guide does this. Call it before to load a state dict into the guide of a
+        function, or again with arguments that take another path through the model: the number of uses is
+        the maximum over all runs. Existing parameters are kept.
 
         Args:
             *args: The model's arguments, observations included; their values do not matter.
@@ -157,52 +162,53 @@ class StructuredGuide(OwningAutoGuide):
         # In the order of execution, as Pyro's mean-field ELBO expects.
         self._uses = {name: self._uses[name] for name in [*found, *self._uses]}
         with separate_randomness():
-            note_what_reaches(self.model, args, kwargs, self._uses)
+            trace_gradient_paths(self.model, args, kwargs, self._uses)
         self._initialized = True
         warn_of_unused(found, self._uses)
         warn_of_other_rows(self._uses)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Sample every site, as a guide does, and return the values by site.
+        """Sample every site, and return the values by name.
 
-        Under ``Predictive`` local sites, which belong to the examples they were trained on, are left
-        to the model if their plates have other sizes there; a :class:`LocalLatentWarning` says so.
+        Under ``Predictive`` the model samples local sites of other examples than in training, with a
+        :class:`LocalLatentWarning`.
 
         Raises:
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
-        joint, number = self._pass or (self.begin_pass(*args, **kwargs), None)
+        joint = self.begin_pass(*args, **kwargs)
         left_out: list[str] = []
         local = [name for name in self.local_site_names if not self[name].site.is_subsampled]
-        if self._pass is None and local and self.model is not None and poutine.get_mask() is False:
+        if local and self.model is not None and poutine.get_mask() is False:
             shapes = {name: self[name].site.shape for name in local}
             left_out = of_other_examples(self.model, shapes, args, kwargs)
-        sites = (self[name].site for name in self._uses if name not in left_out)
-        plates = self.make_plates((plate for site in sites for plate in site.plates), args, kwargs)
-        return joint.sample(plates, number, left_out)
+        return self._sample_sites(joint, None, left_out, args, kwargs)
 
     def in_pass(
         self, joint: JointPosterior, number: Tensor | int | None
     ) -> Callable[..., dict[str, Tensor]]:
-        """Return this guide, to be called with the distributions from :meth:`begin_pass`.
+        """Return a function that samples every site from the distributions of :meth:`begin_pass`.
 
-        The ``number`` of the pass says which member of an ensemble is taken; None for any.
+        The ``number`` of the pass selects a member of an ensemble; None for any.
         """
+        return lambda *args, **kwargs: self._sample_sites(joint, number, (), args, kwargs)
 
-        def guide(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            self._pass = joint, number
-            try:
-                values: dict[str, Tensor] = self(*args, **kwargs)
-            finally:
-                self._pass = None
-            return values
-
-        return guide
+    def _sample_sites(
+        self,
+        joint: JointPosterior,
+        number: Tensor | int | None,
+        left_out: Collection[str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        sites = (self[name].site for name in self._uses if name not in left_out)
+        plates = self.make_plates((plate for site in sites for plate in site.plates), args, kwargs)
+        return joint.sample(plates, number, left_out)
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
-        """Show the parameters to Pyro, and return the distributions of the sites at them.
+        """Declare the parameters to Pyro, and return the distributions of the sites.
 
-        An objective does so once for all passes of a step. The arguments are the model's.
+        An objective calls it once for all passes of a step, with the arguments of the model.
         """
         if not self._initialized and poutine.get_mask() is not False:
             self.initialize(*args, **kwargs)
@@ -213,7 +219,7 @@ class StructuredGuide(OwningAutoGuide):
     def joint_posterior(self, *args: Any, **kwargs: Any) -> JointPosterior:
         """Return the distributions of the sites at the current parameters.
 
-        With the model's arguments a guide that does not know its sites yet finds them.
+        The arguments of the model initialize the guide if needed.
         """
         if not self._initialized and (args or kwargs):
             self.initialize(*args, **kwargs)
@@ -224,15 +230,8 @@ class StructuredGuide(OwningAutoGuide):
             )
         return JointPosterior([*self._own_posteriors()], [*self._couplings()], self._uses)
 
-    @property
-    def ensemble(self) -> Any | None:
-        """The family of an ensemble of points, where all sites are of one; it has ``size``."""
-        families = {posterior.family for posterior in self._own_posteriors()}
-        family = families.pop() if len(families) == 1 else None
-        return family if family is not None and family.is_ensemble else None
-
     def all_posteriors(self) -> Iterator[SitePosterior]:
-        """Return what holds the parameters: one for each site, and for what sites draw together."""
+        """Return the posteriors of sites and of couplings, which hold the parameters."""
         return (module for module in self.modules() if isinstance(module, SitePosterior))
 
     @checked
@@ -240,22 +239,20 @@ class StructuredGuide(OwningAutoGuide):
         """Draw all sites once, as ordinary tensors; needs no data.
 
         Args:
-            local: Whether to draw local sites too, which belong to the examples of the training.
-            number: Which of a sequence of draws this is: the members of an ensemble then take turns.
+            local: Whether to draw the sites of single examples too.
+            number: The number of the draw, which selects a member of an ensemble.
 
         Returns:
-            One joint draw of the posterior: with it the model is one consistent function.
+            A joint sample, by site.
         """
         return self.joint_posterior().draw(local, number)
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the posterior median of each site; for normals, the mean.
-
-        Of an ensemble and of dropout it is the mean, too: a net without noise.
+        """Return the posterior median of each site; the mean for an ensemble or dropout.
 
         Args:
-            *args: The model's arguments, which a guide takes that does not know its sites yet.
+            *args: The model's arguments, if the guide is not initialized.
             **kwargs: Its keyword arguments.
         """
         return self.joint_posterior(*args, **kwargs).median()
@@ -274,7 +271,7 @@ class StructuredGuide(OwningAutoGuide):
 
         Raises:
             ValueError: If a number is not from 0 to 1.
-            NotImplementedError: If they are not known, as for inducing weights that layers share.
+            NotImplementedError: If there is no closed form, as for inducing weights that layers share.
 
         Example:
             >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize
@@ -287,7 +284,7 @@ class StructuredGuide(OwningAutoGuide):
     report, to_net, sampled = report, to_net, sampled
 
     def __getitem__(self, name: str) -> SitePosterior:
-        """Return the posterior of a site, which holds its parameters; a joined bias has its weight's."""
+        """Return the posterior of a site; of a joined bias, the posterior of its weight."""
         name = self._weight_of.get(name, name)
         if name not in self:
             raise KeyError(f"'{name}' is none of the sites {list(self._uses)}.")
@@ -301,11 +298,9 @@ class StructuredGuide(OwningAutoGuide):
     def _couplings(self) -> Iterator[Coupling]:
         return (each for each in self.couplings.values() if isinstance(each, Coupling))
 
-    # ---- setting up ------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _adopt(self, found: dict[str, FoundSite]) -> None:
-        """Make posteriors for the sites that have none, all of them or none on an error."""
+        """Make posteriors for new sites; nothing changes on an error."""
         check_joined(found, self._weight_of)
         sites = {name: item.site for name, item in found.items()}
         new = {name: site for name, site in sites.items() if name not in self}
@@ -314,7 +309,7 @@ class StructuredGuide(OwningAutoGuide):
             bias: name
             for name, family in chosen.items()
             if (bias := joins_with(sites[name], family, sites)) in chosen
-            and bias not in self.families  # named outright, it has a separate family
+            and bias not in self.families  # an exact name gives it a separate family
         }
         for bias, weight in weight_of.items():
             if weight in sites:
@@ -328,7 +323,7 @@ class StructuredGuide(OwningAutoGuide):
             self.posteriors[module_key(name)] = posterior
         self._weight_of = weight_of
         for name, site in sites.items():
-            self[name].site = site  # a run knows more of it than the declaration
+            self[name].site = site  # a run adds information to the declaration
         for name, item in found.items():
             item.use.local_reparam = self.local_reparam
             self._uses[name] = item.use.after(self._uses.get(name))

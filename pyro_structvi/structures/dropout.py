@@ -12,21 +12,14 @@ from torch.distributions import Laplace, Normal, constraints, register_kl
 
 from pyro_structvi._checks import Count, Share, Whole, checked
 from pyro_structvi.maps.linear_map import LinearMap, shape_per_example
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size
 from pyro_structvi.weights.kl import JoinedPrior, normal_cross_entropy
-from pyro_structvi.weights.outputs import (
-    OutputDistribution,
-    bias_columns,
-    bias_moments,
-    draw_shared_bias,
-)
-from pyro_structvi.weights.point_mass import PointMass
-from pyro_structvi.weights.quantiles import in_front, quantiles
-from pyro_structvi.weights.weight_distribution import Way, WeightDistribution
+from pyro_structvi.weights.outputs import OutputDistribution, bias_columns, draw_shared_bias
+from pyro_structvi.weights.site_distributions import PointMass, in_front, quantiles
+from pyro_structvi.weights.weight_distribution import Way, WeightDistribution, bias_moments
 
 
 class BernoulliDropout(WeightDistribution):

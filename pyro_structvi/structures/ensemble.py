@@ -10,23 +10,19 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, checked, shape_text, validates
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.coupling import Coupling, couple
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size, check_parameters
 from pyro_structvi.weights.outputs import (
     OutputDistribution,
     bias_columns,
-    bias_moments,
     draw_shared_bias,
     meet_channels,
 )
-from pyro_structvi.weights.point_mass import PointMass
-from pyro_structvi.weights.quantiles import quantiles
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.site_distributions import PointMass, quantiles
+from pyro_structvi.weights.weight_distribution import WeightDistribution, bias_moments
 
 
 class PointMixture(WeightDistribution):
@@ -189,7 +185,6 @@ class Members(Family):
     size: Count = 5
     vectorize: bool = field(default=True, repr=False, compare=False)
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
-    is_ensemble: ClassVar[bool] = True
 
     def fits(self, site: LatentSite) -> bool:
         """Whether the site is continuous, with a bijection onto its support."""
@@ -211,6 +206,15 @@ class Members(Family):
         return _MembersOf(site, bijection_onto(site.support)(parameters["members"]))
 
 
+def ensemble_of(guide: Any) -> Members | None:
+    """Return the family of an ensemble of points if all sites of a guide have it."""
+    if not isinstance(guide, StructuredGuide):
+        return None
+    families = {guide[name].family for name in guide.site_names}
+    family = families.pop() if len(families) == 1 else None
+    return family if isinstance(family, Members) else None
+
+
 class _MembersOf(PointMixture):
     """The members of a site with its plates."""
 
@@ -218,7 +222,7 @@ class _MembersOf(PointMixture):
         super().__init__(members, members.dim() - 1, validate_args=False)
         self._event_dim = site.event_dim
 
-    def given(self, value: Tensor) -> PointMass:
+    def condition(self, value: Tensor) -> PointMass:
         """Return the distribution given the member."""
         return PointMass(value, self._event_dim, validate_args=False)
 

@@ -11,8 +11,7 @@ from torch.distributions import constraints
 from pyro_structvi.linalg.matrices import solve_lower, standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import MemoryLimitedFamily
+from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import (
     cholesky_factor,
@@ -22,8 +21,8 @@ from pyro_structvi.sites.parameterization import (
 )
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.gaussian import GaussianWeight
 from pyro_structvi.weights.outputs import GaussianOutputs
+from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
 class FullNormal(GaussianWeight):
@@ -59,7 +58,6 @@ class FullNormal(GaussianWeight):
     """
 
     scale_tril: Annotated[Tensor, Argument("D, D", constraints.lower_cholesky)]
-    has_convolution_image = False  # a bank of filters for each example would cost more
     has_exact_positions = True
 
     def __init__(self, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
@@ -80,20 +78,24 @@ class FullNormal(GaussianWeight):
         """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
+    @property
+    def noise_shape(self) -> torch.Size:
+        """The shape ``(D,)`` of the noise of one weight."""
+        return self.scale_tril.shape[-1:]
+
     def scale_noise(self, noise: Tensor) -> Tensor:
         """Return ``L e``."""
-        flat = noise.flatten(noise.dim() - len(self.event_shape))
-        return self._scale_flat(flat).reshape(noise.shape)
+        scaled = torch.einsum("...d,...ed->...e", noise, self.scale_tril.tril())
+        return scaled.reshape(*noise.shape[:-1], *self.event_shape)
 
     def whiten(self, difference: Tensor) -> Tensor:
         """Return ``L^-1 d``."""
         flat = difference.flatten(difference.dim() - len(self.event_shape))
-        return solve_lower(self.scale_tril, flat).reshape(difference.shape)
+        return solve_lower(self.scale_tril, flat)
 
-    def _scale_flat(self, noise: Tensor) -> Tensor:
-        """Return ``L e`` for ``e (*sample_shape, *batch_shape, D)``."""
-        scaled: Tensor = torch.einsum("...d,...ed->...e", noise, self.scale_tril.tril())
-        return scaled
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Sample the weight of a convolution, cheaper than a bank of filters for each example."""
+        return ("outputs", "weight") if linear_map.is_dense else ("weight",)
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
@@ -154,11 +156,10 @@ class _FullOutputs(GaussianOutputs):
         lead = torch.Size(sample_shape) + self.batch_shape
         noise = standard_normal((*lead, self._weight.scale_tril.shape[-1]), self.loc)
         if torch.is_grad_enabled() and self.event_shape.numel() < noise.shape[-1]:
-            drawn = draw_by_seen_noise(self._columns.flatten(-2), noise)
+            drawn = rao_blackwell_sample(self._columns.flatten(-2), noise)
             outputs = drawn.unflatten(-1, (-1, self.event_shape[-1]))
         else:  # without a gradient, or if the outputs determine the noise
-            weights = self._weight._scale_flat(noise).unflatten(-1, (self.event_shape[-1], -1))
-            outputs = self._x @ weights.mT
+            outputs = self._x @ self._weight.as_matrix(self._weight.scale_noise(noise)).mT
         if self._bias_variance is not None:
             noise = torch.randn_like(outputs[..., :1, :])
             outputs = outputs + noise * floored_sqrt(self._bias_variance).unsqueeze(-2)
@@ -166,7 +167,7 @@ class _FullOutputs(GaussianOutputs):
         return draws
 
 
-def draw_by_seen_noise(columns: Tensor, noise: Tensor) -> Tensor:
+def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
     r"""Return :math:`f = K^\top e` with a gradient of smaller variance.
 
     The gradient of a function of f with respect to K is :math:`e\,g^\top`. If K has more rows than

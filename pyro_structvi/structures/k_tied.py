@@ -12,16 +12,15 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, checked
 from pyro_structvi.linalg.reductions import sum_of_logs
+from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.maps.readings import Arrangement
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import MatrixFamily
+from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import Argument, check_index
-from pyro_structvi.weights.gaussian import IndependentWeight
 from pyro_structvi.weights.outputs import NormalOutputs
+from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
 class KTiedNormal(IndependentWeight):

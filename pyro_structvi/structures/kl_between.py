@@ -20,8 +20,12 @@ from pyro_structvi.structures.low_rank import LowRankNormal
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.pruned import PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight, noise_columns
 from pyro_structvi.weights.kl import kl_weight_independent
+from pyro_structvi.weights.weight_distribution import (
+    GaussianWeight,
+    IndependentWeight,
+    noise_columns,
+)
 
 W = TypeVar("W", bound=GaussianWeight)
 

@@ -20,19 +20,16 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.factorizations import log_det, tril_or_nan
 from pyro_structvi.linalg.matrices import identity_like, shrink, standard_normal
-from pyro_structvi.linalg.precision import floored_sqrt, formed_once
+from pyro_structvi.linalg.precision import floored_sqrt, grad_cached_property
 from pyro_structvi.linalg.reductions import row_gram
+from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.maps.readings import Arrangement
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import MatrixFamily
+from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import check_index
-from pyro_structvi.weights.gaussian import GaussianWeight
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 class LowRankNormal(GaussianWeight):
@@ -140,7 +137,7 @@ class LowRankNormal(GaussianWeight):
         total = diagonal.flatten(len(self.batch_shape)).sum(-1)
         return self.event_shape.numel() * total if self.is_isotropic else total
 
-    @formed_once
+    @grad_cached_property
     def _gram(self) -> Tensor:
         r""":math:`V^\top V`, double, ``(*batch_shape, K, K)``."""
         return row_gram(self.factors, len(self.batch_shape))
@@ -189,28 +186,14 @@ class LowRankNormal(GaussianWeight):
         """Return the directions times the first K numbers, plus the diagonal part."""
         of_factors, of_diagonal = noise.split([self.rank, self.event_shape.numel()], -1)
         shape = noise.shape[:-1] + self.event_shape
-        low_rank = self._combine(of_factors).reshape(shape)
-        return torch.addcmul(low_rank, of_diagonal.reshape(shape), self.scale)
-
-    def _combine(self, noise: Tensor) -> Tensor:
-        """Return ``sqrt(alpha) V e`` for ``e (*sample_shape, *batch_shape, K)``, flat."""
-        combined: Tensor = self.alpha**0.5 * (noise.unsqueeze(-2) @ self._flat_factors).squeeze(-2)
-        return combined
+        low_rank = self.alpha**0.5 * (of_factors.unsqueeze(-2) @ self._flat_factors)
+        return torch.addcmul(low_rank.reshape(shape), of_diagonal.reshape(shape), self.scale)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
         new = super().expand(batch_shape, _instance)
         new.alpha = self.alpha
         return new
-
-    def split_noise(self, sample_shape: torch.Size) -> tuple[WeightDistribution, Tensor]:
-        """Return the diagonal part with the mean, and draws of the low-rank part."""
-        scale = self.scale.expand(self.loc.shape)
-        diagonal = MeanFieldNormal(self.loc, scale, len(self.event_shape), validate_args=False)
-        shape = self._extended_shape(sample_shape)
-        lead = shape[: len(shape) - len(self.event_shape)]
-        noise = standard_normal((*lead, self.rank), self.loc)
-        return diagonal, self._combine(noise).reshape(shape)
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
@@ -371,11 +354,6 @@ class LowRank(MatrixFamily):
     alpha: Positive | None = None
     delayed: ClassVar[tuple[str, ...]] = ("factors",)
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
-
-    @property
-    def moves_in_own_coordinates(self) -> bool:  # type: ignore[override]
-        """Whether means move in the posterior's coordinates; not with a constant diagonal."""
-        return self.diagonal != "constant"
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]

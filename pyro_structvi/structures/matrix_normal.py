@@ -12,18 +12,15 @@ from torch.distributions import constraints
 from pyro_structvi._checks import checked
 from pyro_structvi.linalg.matrices import standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.maps.dense import DenseMap
-from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.maps.readings import Arrangement
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import MatrixFamily
+from pyro_structvi.maps.calls import Arrangement
+from pyro_structvi.maps.linear_map import DenseMap, LinearMap
+from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import cholesky_factor, initial_factor
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.gaussian import GaussianWeight
 from pyro_structvi.weights.outputs import GaussianOutputs
-from pyro_structvi.weights.weight_distribution import Way
+from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
 class MatrixNormal(GaussianWeight):

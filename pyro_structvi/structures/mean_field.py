@@ -17,17 +17,16 @@ from pyro_structvi._checks import (
     checked,
 )
 from pyro_structvi.linalg.matrices import shrink
-from pyro_structvi.linalg.precision import formed_once
+from pyro_structvi.linalg.precision import grad_cached_property
+from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.maps.readings import Arrangement
-from pyro_structvi.sites.choosing import DEFAULTS, GuideOptions
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import DEFAULTS, Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import capped_log, uncapped
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import check_index
-from pyro_structvi.weights.gaussian import IndependentWeight
 from pyro_structvi.weights.outputs import NormalOutputs
+from pyro_structvi.weights.weight_distribution import IndependentWeight
 
 
 class MeanFieldNormal(IndependentWeight):
@@ -150,7 +149,7 @@ class LogScaleNormal(MeanFieldNormal):
         """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return self.log_scale.exp()
 
-    @formed_once
+    @grad_cached_property
     def variance(self) -> Tensor:
         """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return (2 * self.log_scale).exp()

@@ -6,11 +6,10 @@ from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from torch.distributions import constraints
 
 from pyro_structvi.linalg.matrices import solve_lower
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.family import MemoryLimitedFamily
+from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import cholesky_factor, initial_factor
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument, check_index
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 class RowwiseNormal(GaussianWeight):

@@ -9,15 +9,13 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check_mask, check_shape, checked
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.coupling import Coupling, SharedPosterior, couple
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, SharedPosterior, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.full_covariance import FullCovariance
-from pyro_structvi.weights.point_mass import PointMass
+from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 
@@ -99,7 +97,7 @@ class PartlyChosen(PointMass):
         super().__init__(rest, event_dim, validate_args=False)
         self._index = index
 
-    def given(self, part: ChosenPart) -> PointMass:
+    def condition(self, part: ChosenPart) -> PointMass:
         """Return the distribution of the site given its chosen elements."""
         value, mean = (self._put(self.v, chosen) for chosen in (part.value, part.mean))
         variance = self._put(torch.zeros_like(self.v), part.variance)

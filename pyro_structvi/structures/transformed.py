@@ -12,8 +12,7 @@ from torch.distributions import Distribution, Independent, kl_divergence, regist
 
 from pyro_structvi.linalg.matrices import event_sum
 from pyro_structvi.linalg.quadrature import gauss_hermite
-from pyro_structvi.sites.choosing import DEFAULTS
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import DEFAULTS, Family
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 

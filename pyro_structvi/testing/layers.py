@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap
 from pyro_structvi.structures.mean_field import MeanFieldNormal
+from pyro_structvi.weights.weight_distribution import FactoredWeight
 
 CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -34,7 +35,7 @@ class Layer:
         """Return map and input for a distribution of weights."""
         if self.bias != "joined":
             return self.linear_map, x
-        if q.takes_bias_column:
+        if isinstance(q, FactoredWeight):
             return BiasColumnMap(self.linear_map), x
         return self.linear_map.join_bias(x)
 

@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_structvi.testing.contracts import Contract
 from pyro_structvi.testing.noise import UnitDraws, assert_mean, unit_draws
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 SAMPLES = 400  # of draws without exact moments
 Moment = Callable[[Any], Tensor]

@@ -15,7 +15,7 @@ from torch.distributions import (
 
 from pyro_structvi.testing.noise import draw_with_noise
 from pyro_structvi.testing.subject import Subject, scales_noise
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 
 def check_moments(s: Subject) -> None:
@@ -30,14 +30,12 @@ def check_moments(s: Subject) -> None:
     close("`variance_sum` is the trace of the covariance", q.variance_sum, trace)
     off = s.covariance - torch.diag_embed(s.covariance.diagonal(dim1=-2, dim2=-1))
     is_diagonal = bool(off.abs().max() <= 1e-12 * s.covariance.abs().max())
-    if q.has_independent_elements:
-        s.contract.equal(
-            "`has_independent_elements` needs a diagonal covariance", is_diagonal, True
-        )
+    if isinstance(q, IndependentWeight):
+        s.contract.equal("an `IndependentWeight` needs a diagonal covariance", is_diagonal, True)
 
 
 def check_draws(s: Subject) -> None:
-    """Check draws, also in the parts of ``split_noise``."""
+    """Check draws and their gradients."""
     q = s.q
     s.contract.equal("`rsample` has gradients", q.rsample().requires_grad, True)
     s.contract.equal("`sample` has no gradients", q.sample().requires_grad, False)
@@ -47,22 +45,6 @@ def check_draws(s: Subject) -> None:
         s.check_draws(
             "several draws", lambda: torch.cat([q.rsample((2,)), q.rsample((1,))]), s.mean, several
         )
-    independent, remainder = q.split_noise(torch.Size())
-    if independent is None:
-        s.contract.equal(
-            "`split_noise` without a first part draws a weight", remainder.shape, s.mean.shape
-        )
-        return
-    part = independent.covariance_matrix
-    diagonal = torch.diag_embed(part.diagonal(dim1=-2, dim2=-1))
-    s.contract.close("the first part of `split_noise` has independent elements", part, diagonal)
-
-    def add_up() -> Tensor:
-        first, rest = q.split_noise(torch.Size())
-        drawn: Tensor = first.rsample()
-        return drawn if rest is None else drawn + rest
-
-    s.check_draws("the parts of `split_noise` together", add_up, s.mean, s.covariance)
 
 
 def check_gaussian(s: Subject) -> None:
@@ -72,9 +54,6 @@ def check_gaussian(s: Subject) -> None:
         return
     log_det = torch.linalg.slogdet(s.covariance).logabsdet
     close("`log_det_covariance` is the log determinant", q.log_det_covariance, log_det)
-    trace = s.covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-    for value, expected in zip(q.trace_and_log_det(), (trace, log_det), strict=True):
-        close("`trace_and_log_det` are trace and log determinant", value, expected)
     for sample_shape in ((), (5,), (5, 2)):
         away = torch.randn(*sample_shape, *s.mean.shape)
         flat = away.flatten(-s.event_dim)

@@ -1,4 +1,4 @@
-"""Tensor arguments of distributions, and the members that a structure must define."""
+"""Checks of the tensor arguments and the required members of distributions."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ from pyro_structvi._torch import inside_jit_trace
 
 @dataclass(frozen=True)
 class Argument:
-    """What the annotation of a tensor argument says of it, beside its type.
+    """The shape and the constraint of a tensor argument, for its annotation.
 
     Args:
-        shape: Its dimensions behind those of the batch, such as ``"out, in, in"``. ``out`` and ``in``
-            are those of the weight as a matrix, and ``D`` is their product; ``in / g`` is a quotient;
-            any other letter is a size of its own, the same in all arguments.
-        constraint: Where its values lie.
+        shape: The dimensions behind the batch, such as ``"out, in, in"``. ``out`` and ``in`` are the
+            sizes of the weight as a matrix, ``D`` is their product, and ``in / g`` a quotient; any other
+            letter is a free size, the same in all arguments.
+        constraint: The constraint of its values.
     """
 
     shape: str
@@ -47,11 +47,11 @@ class Argument:
 
 
 def declared(cls: type) -> dict[str, Argument]:
-    """Return what the annotations of a class itself say of its arguments, by name.
+    """Return the annotated arguments of a class, without inherited ones, by name.
 
     Raises:
-        NameError: If annotations are strings, by ``from __future__ import annotations``, and one that
-            has an :class:`Argument` names what the class's file does not know.
+        NameError: If an annotation is a string, by ``from __future__ import annotations``, and has an
+            undefined name.
     """
     annotations = inspect.get_annotations(cls)
     if any(
@@ -66,13 +66,8 @@ def declared(cls: type) -> dict[str, Argument]:
     }
 
 
-def event_dim_of(parameters: Mapping[str, Tensor], arguments: Mapping[str, Argument]) -> int:
-    """Return how many dimensions of the mean are the weight, by the first of the other arguments.
-
-    Raises:
-        ValueError: If there are too few.
-    """
-    name, argument = next(iter(arguments.items()))
+def check_event_dim(parameters: Mapping[str, Tensor], name: str, argument: Argument) -> None:
+    """Raise unless ``loc`` and an argument have dimensions enough."""
     for each in ("loc", name):
         check(each, parameters[each], Tensor)
     loc, other = parameters["loc"], parameters[name]
@@ -82,11 +77,10 @@ def event_dim_of(parameters: Mapping[str, Tensor], arguments: Mapping[str, Argum
             f"`loc` must have shape (*batch, out, *rest) and `{name}` (*batch, {argument.shape}), "
             f"but got {shape_text(loc.shape)} and {shape_text(other.shape)}."
         )
-    return loc.dim() - batch_dim
 
 
 def check_declared(q: Any, arguments: Mapping[str, Argument]) -> None:
-    """Raise unless the arguments of a distribution over weights are what its annotations say."""
+    """Raise unless the arguments of a distribution over weights fit its annotations."""
     out, size = q.as_matrix(q.loc).shape[-2:]
     sizes = {"out": out, "in": size, "D": out * size}
     owners = dict.fromkeys(sizes, "loc")
@@ -113,7 +107,7 @@ def check_declared(q: Any, arguments: Mapping[str, Argument]) -> None:
 
 
 def check_parameters(q: Any, parameters: Mapping[str, Tensor], event_dim: int) -> None:
-    """Raise unless all tensors are of the first one's real dtype and device, and finite numbers."""
+    """Raise unless all tensors have one real dtype and device, and real arguments are finite."""
     reference_name, reference = next(iter(parameters.items()))
     if not reference.numel():
         raise ValueError(f"`{reference_name}` must have elements, but got {brief(reference)}.")
@@ -130,7 +124,7 @@ def check_parameters(q: Any, parameters: Mapping[str, Tensor], event_dim: int) -
 
 
 def check_input(q: Any, x: Tensor) -> None:
-    """Raise unless ``x (*batch, in)`` is an input of a weight."""
+    """Raise unless ``x`` is an input ``(*batch, in)`` of a weight."""
     check("x", x, Tensor)
     size = q.event_shape[1:].numel()
     if x.dim() < 1 or x.shape[-1] != size:
@@ -141,7 +135,7 @@ def check_input(q: Any, x: Tensor) -> None:
 
 
 def check_index(q: Any, index: Tensor) -> None:
-    """Raise, where a distribution validates, unless ``index`` is a tensor on its device."""
+    """Raise unless ``index`` is a tensor on the device of a distribution that validates arguments."""
     if q._validate_args:
         check("index", index, Tensor)
         if index.device != q._first_parameter.device:
@@ -153,7 +147,7 @@ def check_index(q: Any, index: Tensor) -> None:
 def check_value(
     value: Tensor, name: str, parameter: Tensor, batch_shape: torch.Size, event_shape: torch.Size
 ) -> None:
-    """Check the ``value`` of a density against a parameter, and against the shapes."""
+    """Raise unless ``value`` has the dtype and device of a parameter, and fits the shapes."""
     check("value", value, Tensor)
     check_same_kind("value", value, name, parameter)
     check_no_nan("value", value)
@@ -168,14 +162,14 @@ def check_value(
 
 
 def as_size(name: str, shape: Any) -> torch.Size:
-    """Return a shape, or raise unless it is a sequence of sizes or, in a tracer, of tensors for them."""
+    """Return a shape, or raise unless it is a sequence of sizes, or of tensors in a tracer."""
     if not inside_jit_trace() and (not isinstance(shape, tuple) or shape):
         check(name, shape, Sequence[Whole])
     return torch.Size(shape)
 
 
 def as_expanded(shape: Any, own: torch.Size) -> torch.Size:
-    """Return a ``batch_shape`` to which one's own can be expanded, or raise."""
+    """Return a ``batch_shape``, or raise unless the shape ``own`` expands to it."""
     size = as_size("batch_shape", shape)
     pairs = zip(reversed(own), reversed(size), strict=False)
     if len(size) < len(own) or not all(mine in (1, new) for mine, new in pairs):
@@ -186,19 +180,16 @@ def as_expanded(shape: Any, own: torch.Size) -> torch.Size:
     return size
 
 
-def check_required_members(
+def check_overrides(
     cls: type, contract: tuple[type, ...], required: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Raise a ``TypeError`` that names the members which a class must define and does not.
+    """Raise a ``TypeError`` that names the required members missing in a class.
 
     Args:
         cls: The class.
-        contract: The bases that state it, the most specific one first.
-        required: Each required member, with what may be overridden in its place: a member of the
-            contract, or several of them with spaces between.
-
-    Raises:
-        TypeError: If a member is missing.
+        contract: The bases that define the contract, the most specific first.
+        required: The required members, each with its alternatives: a member, or several with spaces
+            between.
     """
     order = cls.__mro__
     own = order[: order.index(contract[0])]

@@ -1,4 +1,4 @@
-"""KL divergences from distributions over weights to independent priors."""
+"""KL divergences of distributions over weights from independent priors."""
 
 import math
 from typing import Any
@@ -12,9 +12,12 @@ from pyro_structvi._checks import check_shape, checked
 from pyro_structvi.linalg.matrices import event_sum, shrink
 from pyro_structvi.linalg.reductions import squared_distance
 from pyro_structvi.weights.arguments import check_value
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
 from pyro_structvi.weights.torch_distributions import base_of
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    GaussianWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 _FAR = 40.0  # standard deviations, at which a normal's density is zero in double precision
 
@@ -22,22 +25,22 @@ _FAR = 40.0  # standard deviations, at which a normal's density is zero in doubl
 def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
     r"""Return :math:`E[-\log p(w)]` of each element of a normal, for normal and Laplace priors.
 
-    For a normal prior that holds for any distribution with these moments. For a Laplace prior it uses
-    the mean distance from its center m, with :math:`d = \mu - m`,
+    For a normal prior it depends on the moments only. For a Laplace prior with location m it uses, with
+    :math:`d = \mu - m`,
 
     .. math:: E|w - m| = \sigma \sqrt{2 / \pi}\, e^{-d^2 / 2 \sigma^2}
         + d\, \mathrm{erf}\left( \frac{d}{\sigma \sqrt 2} \right)
 
     Args:
-        mean: Of each element, ``(*batch, *event)``.
-        variance: Likewise; zero for an element that is known.
-        prior: The prior, of the same shape, or one that defines ``expected_neg_log_prob``.
+        mean: Means of the elements, ``(*batch, *event)``.
+        variance: Variances, at least zero.
+        prior: Normal, Laplace, or a class with the method ``expected_neg_log_prob``.
 
     Returns:
-        Nats, of the shape of the mean, with finite gradients where the variance is zero too.
+        Nats, of the shape of the mean, with finite gradients also at zero variance.
 
     Raises:
-        NotImplementedError: If the prior is another one.
+        NotImplementedError: If the prior is of another class.
 
     Example:
         >>> zero, one = torch.zeros(()), torch.ones(())
@@ -60,7 +63,7 @@ def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
 def _mean_distance(difference: Tensor, variance: Tensor) -> Tensor:
     """Return ``E|x|`` for a normal x with this mean and variance."""
     scale = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
-    # Nothing is lost by a wider normal where its mean is far out, and quotients stay small.
+    # A wider normal is as accurate where the mean is far out, and keeps quotients small.
     scale = torch.maximum(scale, difference.detach().abs() / _FAR)
     ratio = difference / scale
     spread = math.sqrt(2 / math.pi) * scale * torch.exp(-0.5 * ratio.square())
@@ -71,12 +74,11 @@ def _mean_distance(difference: Tensor, variance: Tensor) -> Tensor:
 class JoinedPrior(Distribution):
     """Independent priors of a weight ``(out, *rest)`` and a bias, over ``(out, in + 1)``.
 
-    The KL from a :class:`WeightDistribution` is in closed form where each of them is independent
-    normals or independent Laplace distributions.
+    The KL has a closed form if both are independent normals or independent Laplace distributions.
 
     Args:
-        weight: The weight's prior.
-        bias: The bias's prior, over ``(out,)``.
+        weight: The prior of the weight.
+        bias: The prior of the bias, over ``(out,)``.
 
     Example:
         >>> from pyro.distributions import Normal
@@ -109,10 +111,9 @@ class JoinedPrior(Distribution):
         """Return :func:`expected_neg_log_prob` of weight and bias, ``(*batch, out, in + 1)``."""
         shape = (*mean.shape[:-2], *self.weight_shape)
         first, second = (moment[..., :-1].reshape(shape) for moment in (mean, variance))
-        of_weight = expected_neg_log_prob(first, second, self.weight)
-        of_bias = expected_neg_log_prob(mean[..., -1], variance[..., -1], self.bias)
-        flat = of_weight.reshape(mean[..., :-1].shape)
-        return torch.cat([flat, of_bias.unsqueeze(-1)], -1)
+        weight = expected_neg_log_prob(first, second, self.weight).reshape(mean[..., :-1].shape)
+        bias = expected_neg_log_prob(mean[..., -1], variance[..., -1], self.bias)
+        return torch.cat([weight, bias.unsqueeze(-1)], -1)
 
     def normals(self) -> tuple[Any, Any] | None:
         """Return both priors as plain normals, or None if one of them is not normal."""
@@ -122,7 +123,7 @@ class JoinedPrior(Distribution):
         return weight, bias
 
     def scalars(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Return mean and scale of two normals as one number each, or None if they are more."""
+        """Return mean and scale of both normals as scalars, or None if they have several values."""
         normals, pairs = self.normals(), []
         if normals is None:
             return None
@@ -140,86 +141,63 @@ def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
 
     .. math:: \tfrac12 \sum_i \left[ \frac{\Sigma_{ii} + (\mu_i - m_i)^2}{s_i^2} - 1
         + \log s_i^2 \right] - \tfrac12 \log\det\Sigma
-
-    so that a structure supplies ``mean``, ``variance`` and ``log_det_covariance`` only.
     """
-    scale = _one_number(p.scale, q)
-    spread, log_det = (None, q.log_det_covariance) if scale is None else q.trace_and_log_det()
-    moment, log_det_of_prior = _squares_and_logs(q, p, scale, spread)
-    divergence: Tensor = 0.5 * (moment + log_det_of_prior - log_det - q.event_shape.numel())
+    moment, log_det = _squares_and_logs(q, p)
+    size = q.event_shape.numel()
+    divergence: Tensor = 0.5 * (moment + log_det - q.log_det_covariance - size)
     return divergence
 
 
 def normal_cross_entropy(q: Any, p: Any) -> Tensor:
-    """Return ``E[-log p(w)]`` of any distribution with moments, for independent normals p.
+    """Return ``E[-log p(w)]`` for independent normals p, in nats, ``(*batch_shape,)``.
 
     Args:
-        q: The distribution, with ``mean``, ``variance`` and ``variance_sum``.
+        q: A distribution with ``mean``, ``variance`` and ``variance_sum``.
         p: Independent normals.
-
-    Returns:
-        Nats, ``(*batch_shape,)``.
     """
-    moment, log_det = _squares_and_logs(q, p, _one_number(p.scale, q))
+    moment, log_det = _squares_and_logs(q, p)
     nats: Tensor = 0.5 * (moment + log_det + q.event_shape.numel() * math.log(2 * math.pi))
     return nats
 
 
-def _squares_and_logs(
-    q: Any, p: Any, one_scale: Tensor | None, variance_sum: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\sum_i (\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2` and :math:`\sum_i \log s_i^2`.
 
-    Where the prior has one scale in memory, nothing of the weight's size is kept for the gradient but
-    the mean.
+    For a prior with one scale the mean is the only tensor of the weight's size in the graph.
     """
     event_dim, size = len(q.event_shape), q.event_shape.numel()
     loc = shrink(p.loc.expand(q.mean.shape), event_dim)
-    if one_scale is not None:
-        spread = q.variance_sum if variance_sum is None else variance_sum
-        distance = squared_distance(q.mean, loc, event_dim)
-        return (spread + distance) / one_scale.square(), 2 * size * one_scale.log()
     scale = shrink(p.scale.expand(q.mean.shape), event_dim)
     count = scale.shape[scale.dim() - event_dim :].numel()
+    if count == 1:
+        scale = scale.reshape(q.batch_shape)
+        distance = squared_distance(q.mean, loc, event_dim)
+        return (q.variance_sum + distance) / scale.square(), 2 * size * scale.log()
     moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
     return moment, 2 * size / count * event_sum(scale.log(), event_dim)
 
 
-def _one_number(scale: Tensor, q: Any) -> Tensor | None:
-    """Return a prior's scale, ``(*batch_shape,)``, if it is one number in memory for each weight."""
-    event_dim = len(q.event_shape)
-    small = shrink(scale.expand(q.mean.shape), event_dim)
-    if small.shape[small.dim() - event_dim :].numel() > 1:
-        return None
-    number: Tensor = small.reshape(q.batch_shape)
-    return number
-
-
 @register_kl(GaussianWeight, Laplace)
 def kl_from_moments(q: GaussianWeight, p: Any) -> Tensor:
-    """KL to independent priors of which the mean log density is known, in nats, ``(*batch_shape,)``.
-
-    Raises:
-        NotImplementedError: If it is not known.
-    """
+    """KL to priors of :func:`expected_neg_log_prob`, in nats, ``(*batch_shape,)``."""
     return q._event_sum(expected_neg_log_prob(q.mean, q.variance, p)) - q.entropy()
 
 
 @register_kl(WeightDistribution, Independent)
 def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
-    """Unwrap ``Independent``, whose base distribution then finds its own rule or none."""
+    """Apply the rule of the base distribution."""
     return kl_divergence(q, p.base_dist)
 
 
 @register_kl(WeightDistribution, IndependentWeight)
 def kl_weight_independent(q: WeightDistribution, p: IndependentWeight) -> Tensor:
-    """A posterior with independent elements in the place of the prior is a set of normals."""
+    """KL to a prior that is a weight distribution with independent elements."""
     return kl_divergence(q, _plain(p))
 
 
 @register_kl(GaussianWeight, JoinedPrior)
 def kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
-    """KL to independent priors, of which the last column has its own."""
+    """KL to separate priors of a weight and its bias."""
     normals = p.normals()
     if normals is None:
         divergence: Tensor = kl_from_moments(q, p)
@@ -242,7 +220,7 @@ def _plain(p: IndependentWeight) -> Normal:
 
 
 def _join(weight: Tensor, bias: Tensor, weight_shape: torch.Size) -> Tensor:
-    """Return ``(out, in + 1)``, or ``(1, in + 1)`` where both repeat one number."""
+    """Return ``(out, in + 1)``, or ``(1, in + 1)`` if both are constant."""
     weight = shrink(weight.expand(weight_shape), len(weight_shape))
     bias = shrink(bias.expand(weight_shape[:1]), 1)
     rows = 1 if weight.numel() == bias.numel() == 1 else weight_shape[0]

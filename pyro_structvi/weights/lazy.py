@@ -1,80 +1,199 @@
-"""Lazily sampled weights, and the handler that delays their sampling."""
+"""Lazily sampled weights: placeholders that ``__torch_function__`` replaces when they are used."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_structvi._torch import inside_backward
-from pyro_structvi.linalg.matrices import standard_normal
-from pyro_structvi.maps.dense import BiasColumnMap
+from pyro_structvi._torch import METADATA, inside_backward, tree_map, without_storage
+from pyro_structvi.maps.calls import (
+    Application,
+    Arrangement,
+    FactorApplication,
+    Lookup,
+    Rewrite,
+    parse_application,
+)
 from pyro_structvi.maps.linear_map import FactoredDraw, LinearMap, shape_per_example
-from pyro_structvi.maps.readings import Application, Arrangement, FactorApplication, Lookup
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
-from pyro_structvi.weights.outputs import autocasts
+from pyro_structvi.weights.outputs import autocasts, flipout
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
-from pyro_structvi.weights.stand_in import WeightStandIn, as_drawn
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    FactoredWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 
-def flipout(
-    q: GaussianWeight, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    r"""Draw the outputs of a map whose weight has independent elements, symmetric about their means.
+class WeightPlaceholder(Tensor):
+    """A tensor without storage that has shape, dtype and device, and is replaced when it is used.
 
-    .. math:: y_n = M x_n + r_n \circ \Delta (s_n \circ x_n), \qquad \Delta = W - M
+    Linear maps and row lookups may be evaluated without the weight, by ``sample_outputs``; any other
+    function receives the tensor from ``draw``.
+    """
 
-    with one draw of :math:`\Delta` and, for each example, signs r of the output channels and s of the
-    input channels. The outputs of an example, at all positions, have the distribution that a drawn
-    weight gives; those of different examples are uncorrelated given their inputs.
+    use: SiteUse
+
+    @classmethod
+    def _make(cls, like: Tensor, shape: torch.Size, use: SiteUse) -> Self:
+        placeholder = without_storage(cls, shape, like)
+        placeholder.use = use
+        return placeholder
+
+    def draw(self) -> Tensor:
+        """Return the ordinary tensor."""
+        raise NotImplementedError
+
+    def materialize(self) -> Tensor:
+        """Return the ordinary tensor for a use that torch does not show, as by ``parameters()``."""
+        return self.draw()
+
+    def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor | None:
+        """Evaluate a call without the weight, or return None where it needs the weight."""
+        return None
+
+    def item_of_stack(self, index: int) -> "WeightPlaceholder | None":
+        """Return the placeholder of one weight of a stack, or None where the stack is sampled."""
+        return None
+
+    def _check_input(self, call: Application | Lookup | FactorApplication) -> None:
+        """Raise a ``ValueError`` for an input of another dtype or device, before the kernel does."""
+        x = call.x
+        attributes = ("device",) if isinstance(call, Lookup) else ("device", "dtype")
+        for attribute in attributes:
+            expected, got = getattr(self, attribute), getattr(x, attribute)
+            if expected != got and not (attribute == "dtype" and autocasts(x)):
+                target = repr(expected) if attribute == "dtype" else repr(str(expected))
+                raise ValueError(
+                    f"The input of the weight at site '{self.use.name}' must have "
+                    f"{attribute} {expected}, but got {got}. Convert the data with "
+                    f"`x.to({target})`, or move model and guide with `.to(...)` alike."
+                )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func`` with ordinary tensors, unless its result is available without them."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        view = _read_view(func, args, kwargs)
+        if view is not None:
+            return view
+        call = parse_application(func, args, kwargs)
+        if isinstance(call, Rewrite):
+            return call.compute()
+        if call is not None and isinstance(call.weight, WeightPlaceholder):
+            call.weight._check_input(call)
+            outputs = call.weight.sample_outputs(call)
+            if outputs is not None:
+                return outputs
+        return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func`` with ordinary tensors where ``__torch_function__`` is disabled."""
+        return func(*tree_map(as_drawn, args), **tree_map(as_drawn, kwargs or {}))
+
+
+class ArrangedView(WeightPlaceholder):
+    """A placeholder with permuted dimensions, such as a transpose.
 
     Args:
-        q: A distribution with ``has_independent_elements``.
-        linear_map: A dense map or a convolution.
-        x: Its input, the first dimension of which is the batch.
-        bias: Nothing, or a tensor ``(out,)``.
-
-    Returns:
-        The outputs.
-
-    Example:
-        >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.maps import DenseMap
-        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
-        >>> y = flipout(q, DenseMap(), torch.ones(4, 1, 3).expand(4, 2, 3))
-        >>> bool((y[:, 0] == y[:, 1]).all()), bool((y[0] == y[1]).all())
-        (True, False)
-
-    References:
-        Wen, Vicol, Ba, Tran and Grosse (2018), "Flipout: efficient pseudo-independent weight
-        perturbations on mini-batches", Eq. 3.
+        base: The weight.
+        dims: Its dimensions in the order of the view.
     """
-    channels = x.shape[linear_map.channel_dim]
-    inputs = x * _signs(shape_per_example(linear_map, x, channels), x)
-    perturbation = q.as_matrix(q.scale_noise(standard_normal(q.noise_shape, q.loc)))
-    outputs = linear_map(inputs, perturbation)
-    signs = _signs(shape_per_example(linear_map, x, q.event_shape[0]), outputs)
-    return linear_map(x, q.as_matrix(q.loc), bias) + signs * outputs
+
+    base: WeightPlaceholder
+    _dims: tuple[int, ...]
+
+    def __new__(cls, base: WeightPlaceholder, dims: tuple[int, ...]) -> Self:
+        """Make the placeholder."""
+        view = cls._make(base, torch.Size(base.shape[d] for d in dims), base.use)
+        view.base, view._dims = base, dims
+        return view
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Show the weight and the order of its dimensions, without sampling."""
+        return f"ArrangedView({self.base!r}, dims={self._dims})"
+
+    def draw(self) -> Tensor:
+        """Return the permuted weight."""
+        return self.base.draw().permute(self._dims)
+
+    def item_of_stack(self, index: int) -> WeightPlaceholder | None:
+        """Return a view of one weight of a stack."""
+        item = self.base.item_of_stack(index) if self._dims[0] == 0 else None
+        return None if item is None else ArrangedView(item, tuple(d - 1 for d in self._dims[1:]))
+
+    def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor | None:
+        """Apply the weight in the order of this view."""
+        if not isinstance(call, Application):
+            return None
+        plain = Arrangement.of_dims(tuple(range(self.dim())), tuple(self.shape))
+        arrangement = (call.arrangement or plain).after(self._dims)
+        return self.base.sample_outputs(call._replace(weight=self.base, arrangement=arrangement))
 
 
-def _signs(shape: list[int], like: Tensor) -> Tensor:
-    return 2 * torch.randint(2, shape, dtype=like.dtype, device=like.device) - 1
+def as_drawn(value: Any) -> Any:
+    """Return the ordinary tensor of a placeholder; any other value unchanged."""
+    return value.draw() if isinstance(value, WeightPlaceholder) else value
 
 
-class LazyWeight(WeightStandIn):
-    """A weight at a guide's sample site that is drawn when, and as what, it is needed.
+_PERMUTATIONS = {
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
+    *(Tensor.t, torch.t, Tensor.permute, torch.permute),
+    *(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes),
+}
 
-    ``F.linear``, the convolutions and ``F.embedding`` hand themselves to it by torch's
-    ``__torch_function__`` protocol; it answers with a draw of the *outputs*, independent for each
-    example (local reparameterization). Anything else that touches it gets one ordinary draw of the
-    weight, made once and kept. Its shape, dtype and device are known without a draw. After its outputs
-    were drawn, any further use raises an error: it would be a second, independent weight.
+
+def _read_view(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> WeightPlaceholder | None:
+    """Return the placeholder of a view of a placeholder, or None for any other call."""
+    base = args[0] if args else None
+    if not isinstance(base, WeightPlaceholder):
+        return None
+    if func in _PERMUTATIONS and base.dim() > 1:
+        # The sizes of this tensor differ, so that they show the order.
+        permuted = func(torch.empty(*range(base.dim()), device="meta"), *args[1:], **kwargs)
+        return ArrangedView(base, tuple(permuted.shape))
+    if func is Tensor.__getitem__ and base.dim() > 2:
+        index = args[1]
+        is_scalar = isinstance(index, Tensor) and not index.dim() and not index.is_floating_point()
+        if type(index) is int or (is_scalar and index.dtype != torch.bool):
+            return base.item_of_stack(range(len(base))[int(index)])
+    return None
+
+
+class LazyWeight(WeightPlaceholder):
+    """A weight at a sample site of a guide, sampled when it is used.
+
+    ``F.linear``, convolutions and ``F.embedding`` receive samples of their *outputs*, independent for
+    each example (local reparameterization). Any other function receives a sample of the weight, which
+    is kept. After outputs were sampled, a further use raises an error, since it would see an independent
+    weight.
 
     Args:
         distribution: The distribution of the weight.
-        use: The record of the site it is at.
+        use: How the model uses the site.
+
+    Attributes:
+        sampled: What was sampled: "outputs", "rows", "factors", "weight", or "" for nothing.
+        reason: Why the weight was sampled, if it was.
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal
@@ -90,196 +209,170 @@ class LazyWeight(WeightStandIn):
     """
 
     distribution: WeightDistribution
-    _drawn: Tensor | None
-    _factored: FactoredDraw | None
-    _given: Literal["outputs", "rows"] | None
-    _why_drawn: str
+    sampled: Literal["", "outputs", "rows", "factors", "weight"]
+    reason: str
+    _value: Tensor | None
+    _factors: FactoredDraw | None
     _with_grad: bool
-    _members: dict[int, "LazyWeight"]
+    _items: dict[int, "LazyWeight"]
 
     def __new__(cls, distribution: WeightDistribution, use: SiteUse) -> Self:
-        """Make the tensor that stands for a draw."""
+        """Make the placeholder."""
         weight = cls._make(distribution._first_parameter, distribution.event_shape, use)
         weight.distribution = distribution
-        weight._drawn = None
-        weight._factored = None
-        weight._given = None
-        weight._why_drawn = "a call that is not read as a linear map"
-        weight._with_grad = torch.is_grad_enabled()
-        weight._members = {}
+        weight.sampled, weight.reason = "", "a call that is not read as a linear map"
+        weight._value = weight._factors = None
+        weight._with_grad = torch.is_grad_enabled()  # the first use may be under `no_grad`
+        weight._items = {}
         return weight
 
     @property
     def is_drawn(self) -> bool:
-        """Whether a weight has been drawn, as a tensor or in factors."""
-        return self._drawn is not None or self._factored is not None
+        """Whether a weight was sampled, as a tensor or in factors."""
+        return self._value is not None or self._factors is not None
 
     @property
-    def way(self) -> tuple[str, str]:
-        """How it was used, as "outputs", "rows", "factors", "weight" or "nothing"; and why, if drawn."""
-        if self._members_in_use:
-            return self._members_in_use[0].way
-        if self._given:
-            return self._given, ""
-        if self._was_formed:
-            return "weight", self._why_drawn
-        return ("factors" if self._factored is not None else "nothing"), ""
+    def used_items(self) -> list["LazyWeight"]:
+        """The used weights of a stack."""
+        return [item for item in self._items.values() if item.sampled]
 
-    @property
-    def _members_in_use(self) -> list["LazyWeight"]:
-        """The weights of a stack that have been used, and not only looked at."""
-        return [each for each in self._members.values() if each._given or each.is_drawn]
-
-    @property
-    def _was_formed(self) -> bool:
-        """Whether a weight has been drawn as a tensor from the start."""
-        return self._drawn is not None and self._factored is None
-
-    def member(self, index: int) -> WeightStandIn | None:
-        """Return the weight at an index of the first dimension, undrawn, of a stack of matrices.
-
-        Each has its own draw: they are used apart, so the distribution must let them be independent.
-        """
-        if self._given:
+    def item_of_stack(self, index: int) -> WeightPlaceholder | None:
+        """Return one weight of a stack of matrices that are independent, else None."""
+        if self._gave_outputs:
             self._refuse_second_use()
-        if not self._may_give_outputs(None):
+        if not self._may_sample_outputs(None):
             return None
-        if index not in self._members:
-            dims = tuple(range(self.dim()))
-            stack = Arrangement.of_dims(dims, tuple(self.shape), stack=1)
+        if index not in self._items:
+            stack = Arrangement.of_dims(tuple(range(self.dim())), tuple(self.shape), stack=1)
             stacked = self.distribution.rearranged(stack)
             if not isinstance(stacked, IndependentWeight):
                 return None
-            self._members[index] = LazyWeight(stacked._member(index), self.use)
-        return self._members[index]
+            self._items[index] = LazyWeight(stacked._item(index), self.use)
+        return self._items[index]
 
     def draw(self) -> Tensor:
-        """Return the ordinary weight, drawn at the first call and kept.
+        """Return the weight, sampled at the first call and kept.
 
         Raises:
-            RuntimeError: If outputs were drawn in the weight's place before.
+            RuntimeError: If outputs were sampled in place of the weight.
         """
         self._refuse_second_use()
         return self.draw_for_density()
 
     def draw_for_density(self) -> Tensor:
-        """Return the ordinary weight, independent of outputs that were drawn in its place before.
+        """Return the weight, independent of outputs that were sampled in its place.
 
-        For an objective that is linear in each log density, and so needs no joint draw of the two.
+        For an objective that is linear in each log density, which needs no joint sample of both.
         """
-        if self._drawn is None:
-            with torch.set_grad_enabled(self._with_grad):  # wherever it is first looked at
-                factored = self._factored
-                self._drawn = factored.weight() if factored else self.distribution.rsample()
-        return self._drawn
+        if self._value is None:
+            with torch.set_grad_enabled(self._with_grad):
+                factors = self._factors
+                self._value = factors.weight() if factors else self.distribution.rsample()
+            self.sampled = self.sampled or "weight"
+        return self._value
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Show the weight if it has been drawn, without drawing it."""
-        if self._drawn is not None:
-            return repr(self._drawn)
-        state = f"its {self._given} were drawn" if self._given else "not drawn yet"
+        """Show the weight if it has been sampled, without sampling it."""
+        if self._value is not None:
+            return repr(self._value)
+        state = f"its {self.sampled} were drawn" if self._gave_outputs else "not drawn yet"
         return f"LazyWeight(site='{self.use.name}', shape={tuple(self.shape)}, {state})"
 
     def __format__(self, format_spec: str) -> str:
         """Show what ``repr`` does, unless a format asks for the number of a single element."""
         return format(self.draw(), format_spec) if format_spec else repr(self)
 
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        """Apply the weight in the first way of its distribution that is allowed here.
+    def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor | None:
+        """Evaluate a call without the weight, or return None where it needs the weight."""
+        if isinstance(call, Application):
+            return self._apply(call)
+        if not self._may_sample_outputs(call.x):
+            return None
+        if isinstance(call, FactorApplication):
+            self._refuse_second_use()
+            self.sampled = "outputs"
+            return call.function(call.x, self.distribution.rsample(call.x.shape[:1]))
+        rows = self.distribution.rows(call.indices)
+        if rows is None:
+            return None
+        self._refuse_second_use()
+        self.sampled = "rows"
+        draws: Tensor = rows.rsample()
+        return call.shape_outputs(
+            call.share_draws(draws) if self.use.requires_exact(call) else draws
+        )
 
-        Returns None where only an ordinary weight will do.
-        """
+    def _apply(self, application: Application) -> Tensor | None:
+        """Apply the weight in the cheapest supported way, or return None if that needs the weight."""
         distribution, arrangement = self.distribution, application.arrangement
         if arrangement is not None:
             rearranged = distribution.rearranged(arrangement)
             if rearranged is None:
-                self._why_drawn = (
-                    "another order of dimensions, which its structure does not survive"
-                )
+                self.reason = "another order of dimensions, which its structure does not survive"
                 return None
             distribution = rearranged
+        is_exact = self.use.requires_exact(application)
         for way in distribution.ways_to_apply(application.linear_map, application.x):
-            if way == "outputs" and self._may_give_outputs(application.x):
-                exact = distribution.has_exact_positions
-                if exact or not self.use.asks_for_exact(application):
-                    return self._draw_image(application, distribution, distribution.image_under)
-                if self.use.local_reparam == "flipout" and distribution.has_independent_elements:
-                    return self._draw_image(application, distribution, None)
-            if way == "factors" and arrangement is None and not self._was_formed:
-                return self._apply_factored(application)
-        is_exact = self.use.asks_for_exact(application)
-        self._why_drawn = (
+            if way == "outputs" and self._may_sample_outputs(application.x):
+                if distribution.has_exact_positions or not is_exact:
+                    return self._sample_image(
+                        application, lambda *args: distribution.image_under(*args).rsample()
+                    )
+                is_independent = isinstance(distribution, IndependentWeight)
+                if self.use.local_reparam == "flipout" and is_independent:
+                    return self._sample_image(application, partial(flipout, distribution))
+            if way == "factors" and arrangement is None and self.sampled in ("", "factors"):
+                return self._apply_factors(application)
+            if way == "weight":
+                break
+        self.reason = (
             "several positions of an example"
             if is_exact
             else "cheaper for its structure in this layer"
         )
         return None
 
-    def _draw_image(
-        self,
-        application: Application,
-        distribution: WeightDistribution,
-        image_under: Callable[..., Any] | None,
+    def _sample_image(
+        self, application: Application, sample: Callable[[LinearMap, Tensor, Any], Tensor]
     ) -> Tensor:
-        """Draw outputs from the image of a distribution, or by flipout if that is None.
+        """Sample outputs of a linear map with a bias.
 
-        The independent noise of a lazy bias adds its variance to that of the outputs. The rest of it,
-        or all of it where an example has several positions, is drawn once for each example.
+        A lazy bias with independent elements adds its variance to that of the outputs. A correlated one,
+        and any where an example has several positions, is sampled once for each example.
         """
         linear_map, x, _, bias, _ = application
         self._refuse_second_use()
-        lazy_bias, shift = None, None
-        if isinstance(bias, LazyWeight) and bias._may_give_outputs(x):
+        shift = None
+        if isinstance(bias, LazyWeight) and bias._may_sample_outputs(x):
             bias._refuse_second_use()
-            lazy_bias = bias
-            if linear_map.has_positions(x):
-                bias, shift = None, _draw_bias_per_example(lazy_bias, linear_map, x)
+            bias.sampled, q = "outputs", bias.distribution
+            if linear_map.has_positions(x) or not isinstance(q, IndependentWeight):
+                bias, shift = None, _sample_bias(q, linear_map, x)
             else:
-                bias, shift = lazy_bias.distribution.split_noise(x.shape[:-1])
-        if image_under is None:
-            assert isinstance(distribution, GaussianWeight)
-            outputs = flipout(distribution, linear_map, x, as_drawn(bias))
-        else:
-            outputs = image_under(linear_map, x, as_drawn(bias)).rsample()
-        self._given = "outputs"
-        if lazy_bias is not None:
-            lazy_bias._given = "outputs"
-        outputs = outputs if shift is None else outputs + shift
-        return _in_layer_dtype(outputs, x, self.dtype)
+                bias = q
+        outputs = sample(linear_map, x, as_drawn(bias))
+        self.sampled = "outputs"
+        return _in_layer_dtype(outputs if shift is None else outputs + shift, x, self.dtype)
 
-    def _draw_rows(self, lookup: Lookup) -> Tensor | None:
-        """Draw the rows that are looked up, or return None where only an ordinary weight will do."""
-        image = self.distribution.rows(lookup.indices) if self._may_give_outputs(lookup.x) else None
-        if image is None:
-            return None
+    def _apply_factors(self, application: Application) -> Tensor:
+        """Apply a sample of the weight in factors, the same in each use."""
         self._refuse_second_use()
-        rows: Tensor = image.rsample()
-        if self.use.asks_for_exact(lookup):
-            rows = lookup.share_draws(rows)
-        self._given = "rows"
-        return lookup.shape_outputs(rows)
-
-    def _draw_per_example(self, application: FactorApplication) -> Tensor | None:
-        """Apply a factor that is drawn for each example, or return None to apply one to all."""
-        x = application.x
-        if not self._may_give_outputs(x):
-            return None
-        self._refuse_second_use()
-        self._given = "outputs"
-        return application.function(x, self.distribution.rsample(x.shape[:1]))
-
-    def _apply_factored(self, application: Application) -> Tensor:
-        """Apply one draw of the weight in factors, the same at each use."""
-        self._refuse_second_use()
-        if self._factored is None:
+        if self._factors is None:
+            assert isinstance(self.distribution, FactoredWeight)
             with torch.set_grad_enabled(self._with_grad):
-                self._factored = self.distribution.draw_factored()
+                self._factors = self.distribution.draw_factored()
+            self.sampled = "factors"
         linear_map, x, _, bias, _ = application
-        return self._factored.apply(linear_map, as_drawn(x), as_drawn(bias))
+        return self._factors.apply(linear_map, as_drawn(x), as_drawn(bias))
 
-    def _may_give_outputs(self, x: Any) -> bool:
-        """Whether this weight's part in the outputs for ``x`` may be drawn in its place."""
-        return self.use.gives_outputs and not self.is_drawn and not isinstance(x, WeightStandIn)
+    def _may_sample_outputs(self, x: Any) -> bool:
+        return (
+            self.use.allows_outputs and not self.is_drawn and not isinstance(x, WeightPlaceholder)
+        )
+
+    @property
+    def _gave_outputs(self) -> bool:
+        return self.sampled in ("outputs", "rows")
 
     def _refuse_second_use(self) -> None:
         if inside_backward():
@@ -288,7 +381,7 @@ class LazyWeight(WeightStandIn):
                 "the pass that counted its uses did not do, so that it was not drawn beforehand. Call "
                 "`guide.initialize(...)` in the mode in which the net takes activation checkpoints."
             )
-        if self._given or self._members_in_use:
+        if self._gave_outputs or self.used_items:
             raise RuntimeError(
                 f"The model uses the weight at site '{self.use.name}' more often in this pass than "
                 "in the pass in which its uses were counted, after its outputs were drawn. A "
@@ -299,7 +392,7 @@ class LazyWeight(WeightStandIn):
 
 
 def _in_layer_dtype(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return outputs in the dtype that a layer's have; noise and biases may be in a wider one."""
+    """Return outputs in the dtype of the layer; noise and biases may have a wider one."""
     if not autocasts(x):
         return outputs.to(dtype)
     if outputs.dtype == torch.float32:
@@ -307,133 +400,25 @@ def _in_layer_dtype(outputs: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return outputs
 
 
-def _draw_bias_per_example(bias: LazyWeight, linear_map: LinearMap, x: Tensor) -> Tensor:
-    """Draw one bias for each example, shaped to meet the outputs at every position."""
-    draw = bias.distribution.rsample(x.shape[: x.dim() - linear_map.event_dim(x)])
+def _sample_bias(q: WeightDistribution, linear_map: LinearMap, x: Tensor) -> Tensor:
+    """Sample one bias for each example, in a shape that broadcasts over positions."""
+    draw = q.rsample(x.shape[: x.dim() - linear_map.event_dim(x)])
     return draw.reshape(shape_per_example(linear_map, x, draw.shape[-1]))
 
 
-class LazyPart(WeightStandIn):
-    """A weight or its bias, as a part of a joint draw that has not been made yet.
-
-    Where a linear map gets both parts of one draw, its outputs are drawn from the image of the joint
-    distribution. Any other use takes the part out of an ordinary draw.
-
-    Args:
-        whole: The joint draw, ``(out, in + 1)``.
-        shape: The shape of the part.
-        take: Returns the part of a joint draw.
-        use: The record of the part's own site.
-    """
-
-    whole: LazyWeight
-    _take: Callable[[Tensor], Tensor]
-
-    def __new__(
-        cls, whole: LazyWeight, shape: torch.Size, take: Callable[[Tensor], Tensor], use: SiteUse
-    ) -> Self:
-        """Make the tensor that stands for the part."""
-        part = cls._make(whole, shape, use)
-        part.whole = whole
-        part._take = take
-        return part
-
-    def draw(self) -> Tensor:
-        """Return the part of the joint draw, which is made at the first call and kept."""
-        return self._take(self.whole.draw())
-
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        bias, together = application.bias, application._replace(weight=self.whole, bias=None)
-        linear_map, x = application.linear_map, application.x
-        whole = bias.whole if isinstance(bias, LazyPart) else None
-        is_other = whole is not self.whole or application.arrangement is not None
-        if is_other or isinstance(x, WeightStandIn):
-            return None
-        if self.whole.distribution.takes_bias_column:
-            linear_map = BiasColumnMap(linear_map)
-        else:
-            linear_map, x = linear_map.join_bias(x)
-        return self.whole._draw_outputs(together._replace(linear_map=linear_map, x=x))
-
-
-class Meeting:
-    """What becomes of a weight, and of the bias that is drawn with it, at its first linear map.
-
-    Args:
-        name: The weight's site.
-        draw: Returns the values of the sites, by name, for the call that applies the weight.
-    """
-
-    def __init__(self, name: str, draw: Callable[[Application], dict[str, Tensor]]) -> None:
-        self.name, self._draw = name, draw
-        self._values: dict[str, Tensor] | None = None
-        self.has_failed = False
-
-    def happen(self, application: Application) -> None:
-        """Draw the weight, unless it was drawn before."""
-        if self._values is None:
-            self.has_failed = True
-            self._values = self._draw(application)
-            self.has_failed = False
-
-    def value(self, name: str) -> Tensor:
-        """Return the value of a site.
-
-        Raises:
-            RuntimeError: If the weight has met no input so far.
-        """
-        if self._values is None:
-            self.has_failed = True
-            raise RuntimeError(
-                f"The weight at site '{self.name}' is drawn given the inputs of a linear layer or "
-                f"convolution, but the net uses '{name}' in another way first. Give it another family, "
-                f"as by `families={{'{self.name}': MeanField()}}`."
-            )
-        return self._values[name]
-
-
-class MeetingWeight(WeightStandIn):
-    """A weight or a bias that waits for the first input of the weight.
-
-    Args:
-        meeting: What happens then.
-        name: The site that this stands for.
-        value: A tensor of its shape, dtype and device.
-    """
-
-    meeting: Meeting
-    _name: str
-
-    def __new__(cls, meeting: Meeting, name: str, value: Tensor) -> Self:
-        """Make the tensor that stands for a draw."""
-        weight = cls._make(value, value.shape, SiteUse(name))
-        weight.meeting, weight._name = meeting, name
-        return weight
-
-    def __repr__(self, **options: object) -> str:  # type: ignore[override]
-        """Show the site and the shape."""
-        return f"MeetingWeight(site='{self._name}', shape={tuple(self.shape)})"
-
-    def draw(self) -> Tensor:
-        """Return the ordinary tensor."""
-        return self.meeting.value(self._name)
-
-    def _draw_outputs(self, application: Application) -> Tensor | None:
-        """Draw the weight, by which the call is then an ordinary one."""
-        self.meeting.happen(application)
-        return None
-
-
 class DelayDraws(Messenger):
-    """Delays the draws of a guide's weights until the model uses them.
+    """A handler that delays the sampling of a guide's weights until the model uses them.
 
     The value of a sample site becomes a :class:`~pyro_structvi.weights.lazy.LazyWeight` if its
-    distribution is a :class:`~pyro_structvi.distributions.WeightDistribution` and its role says that the
-    model uses it once, or if a draw of it may be applied in factors. Sites in plates are drawn at once.
+    distribution is a :class:`~pyro_structvi.distributions.WeightDistribution` and the model uses it
+    once, or if its samples may be applied in factors. Sites in plates are sampled at once.
 
-    For an objective that is linear in each log density, such as the ELBO: outputs drawn for the
-    likelihood do not belong to a weight that is drawn later for a density. Importance weights combine
-    the two, so they need drawn weights.
+    For an objective that is linear in each log density, such as the ELBO: outputs sampled for the
+    likelihood do not belong to a weight that is sampled later for a density. Importance weights combine
+    the two, so they need sampled weights.
+
+    Args:
+        always: Whether to delay the sampling of all weights, for a pass that uses none of them.
 
     Example:
         >>> import pyro
@@ -449,21 +434,16 @@ class DelayDraws(Messenger):
         'Tensor'
     """
 
+    def __init__(self, always: bool = False) -> None:
+        super().__init__()
+        self._always = always
+
     def _pyro_sample(self, msg: Any) -> None:
-        distribution, use = msg["fn"], SiteRole.of(msg).use
-        if use is None or msg["value"] is not None or not self._waits(distribution, use):
+        q, use = msg["fn"], SiteRole.of(msg).use
+        if use is None or msg["value"] is not None:
             return
-        if isinstance(distribution, WeightDistribution) and not distribution.batch_shape:
-            msg["value"] = LazyWeight(distribution, use)
-
-    def _waits(self, distribution: Any, use: SiteUse) -> bool:
-        """Whether a weight may be drawn when it is used, or not at all."""
-        can_wait = use.may_wait or getattr(distribution, "applies_in_factors", False)
-        return can_wait and not use.drawn_first
-
-
-class LeaveUndrawn(DelayDraws):
-    """Delays all draws of weights, for a pass that reads their posteriors and uses no weight."""
-
-    def _waits(self, distribution: Any, use: SiteUse) -> bool:
-        return True
+        if not isinstance(q, WeightDistribution) or q.batch_shape:
+            return
+        in_factors = isinstance(q, FactoredWeight) and not use.eager_reason
+        if self._always or use.can_be_delayed or in_factors:
+            msg["value"] = LazyWeight(q, use)

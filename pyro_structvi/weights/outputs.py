@@ -22,10 +22,7 @@ class OutputDistribution(TorchDistribution):
 
     Args:
         loc: The mean, ``(*batch_shape, *event_shape)``.
-        event_dim: How many trailing dimensions are the outputs of one example.
-
-    Attributes:
-        loc: The mean.
+        event_dim: The number of trailing dimensions of one example.
     """
 
     has_rsample = True
@@ -61,7 +58,7 @@ class OutputDistribution(TorchDistribution):
 
 
 class GaussianOutputs(OutputDistribution):
-    """Outputs with a normal distribution; the density is NaN where the covariance is singular."""
+    """Normal outputs; the density is NaN if the covariance is singular."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
@@ -87,9 +84,9 @@ class NormalOutputs(GaussianOutputs):
 
     Args:
         linear_map: The map.
-        mean: Means, of the shape of its outputs.
+        mean: Means of its outputs.
         variance: Variances, of the same shape.
-        bias_variance: Variances ``(out,)`` that are still to be added to these, or None.
+        bias_variance: Variances ``(out,)`` to add, or None.
     """
 
     def __init__(
@@ -139,7 +136,7 @@ class NormalOutputs(GaussianOutputs):
 
 
 def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-    """Return ``mean + sqrt(variance) * noise``, the variance with a floor as in ``floored_sqrt``."""
+    """Return ``mean + sqrt(variance) * noise``, with the floor of ``floored_sqrt``."""
     is_narrow = torch.finfo(variance.dtype).bits < 32
     if is_narrow or inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
         return mean + floored_sqrt(variance) * noise
@@ -153,41 +150,16 @@ def autocasts(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def bias_moments(bias: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mean and the variance of a bias.
-
-    Args:
-        bias: None, a tensor, or a distribution over a weight, whose elements must be independent.
-
-    Raises:
-        ValueError: If its elements are correlated.
-    """
-    if bias is None or isinstance(bias, Tensor):
-        return bias, None
-    if not bias.has_independent_elements:
-        raise ValueError(
-            f"`bias` must be a tensor or have independent elements, but got a "
-            f"{type(bias).__name__}. Pass a draw of it for each example."
-        )
-    return bias.mean, bias.variance
-
-
 def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
-    """Shape one number for each channel, ``(*batch, out)``, so that it broadcasts to the outputs."""
+    """Reshape numbers ``(*batch, out)`` to broadcast to the outputs."""
     space = [1 for _ in range(-linear_map.channel_dim - 1)]
     return values.reshape(*values.shape, *space)
 
 
 def bias_columns(linear_map: LinearMap, bias_variance: Tensor, event_shape: torch.Size) -> Tensor:
-    """Return vectors whose outer products add up to the covariance of a bias that positions share.
+    """Return vectors ``(out, *event_shape)`` whose outer products add up to the covariance of a bias.
 
-    Args:
-        linear_map: The map.
-        bias_variance: Variances ``(out,)``.
-        event_shape: The shape of an example's outputs.
-
-    Returns:
-        One vector for each channel, ``(out, *event_shape)``.
+    All positions share the bias, whose variances are ``(out,)``.
     """
     scales = torch.diag(bias_variance.sqrt())
     before = [1 for _ in range(len(event_shape) + linear_map.channel_dim)]
@@ -198,23 +170,21 @@ def bias_columns(linear_map: LinearMap, bias_variance: Tensor, event_shape: torc
 
 
 def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) -> Tensor:
-    """Draw the noise of a bias once for each example, shaped to meet the outputs at all positions."""
+    """Sample the noise of a bias once for each example, in a shape that broadcasts over positions."""
     shape = shape_per_example(linear_map, x, len(bias_variance))
     return meet_channels(linear_map, floored_sqrt(bias_variance)) * standard_normal(shape, x)
 
 
-def grouped_variance(
-    matrix: Tensor, covariance: Tensor, linear_map: LinearMap, x: Tensor
-) -> Tensor:
-    """Return the variances of outputs under a map of several groups, by the covariance of each row.
+def dense_output_variance(out: int, covariance: Tensor, linear_map: LinearMap, x: Tensor) -> Tensor:
+    """Return the variances of outputs by the dense covariance of the weight.
 
     Args:
-        matrix: The weight's mean ``(out, in)``, for its shape.
-        covariance: The weight's dense covariance.
+        out: The number of outputs.
+        covariance: The dense covariance ``(D, D)`` of the weight.
         linear_map: The map.
         x: Its input.
     """
-    channel_dim, (out, size) = linear_map.channel_dim, matrix.shape
+    channel_dim, size = linear_map.channel_dim, covariance.shape[-1] // out
     rows = covariance.reshape(out, size, out, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
     rows = rows.unflatten(0, (linear_map.groups, -1))
     patches = linear_map.bank(x, torch.eye(size, dtype=x.dtype, device=x.device))
@@ -223,12 +193,54 @@ def grouped_variance(
     return variance.flatten(-2).movedim(-1, channel_dim)
 
 
+def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    r"""Sample the outputs of a linear map by flipout.
+
+    .. math:: y_n = M x_n + r_n \circ \Delta (s_n \circ x_n), \qquad \Delta = W - M
+
+    with one sample of :math:`\Delta`, and random signs r of the output channels and s of the input
+    channels for each example. The outputs of one example have their exact distribution over all
+    positions; outputs of different examples are uncorrelated given the inputs.
+
+    Args:
+        q: A Gaussian with independent elements.
+        linear_map: A dense map or a convolution.
+        x: Its input, with the batch as its first dimension.
+        bias: None or a tensor ``(out,)``.
+
+    Returns:
+        The outputs.
+
+    Example:
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> from pyro_structvi.maps import DenseMap
+        >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
+        >>> y = flipout(q, DenseMap(), torch.ones(4, 1, 3).expand(4, 2, 3))
+        >>> bool((y[:, 0] == y[:, 1]).all()), bool((y[0] == y[1]).all())
+        (True, False)
+
+    References:
+        Wen, Vicol, Ba, Tran and Grosse (2018), "Flipout: efficient pseudo-independent weight
+        perturbations on mini-batches", Eq. 3.
+    """
+    channels = x.shape[linear_map.channel_dim]
+    inputs = x * _signs(shape_per_example(linear_map, x, channels), x)
+    perturbation = q.as_matrix(q.scale_noise(standard_normal(q.noise_shape, q.loc)))
+    outputs = linear_map(inputs, perturbation)
+    signs = _signs(shape_per_example(linear_map, x, q.event_shape[0]), outputs)
+    return linear_map(x, q.as_matrix(q.loc), bias) + signs * outputs
+
+
+def _signs(shape: list[int], like: Tensor) -> Tensor:
+    return 2 * torch.randint(2, shape, dtype=like.dtype, device=like.device) - 1
+
+
 class DrawNormal(torch.autograd.Function):
-    """``mean + sqrt(variance) * noise``; noise takes no gradient."""
+    """``mean + sqrt(variance) * noise``, without a gradient of the noise."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-        """Return the draws, and keep noise over deviation, which is zero where the floor is."""
+        """Return the samples, and save noise over deviation, which is zero at the floor."""
         least = torch.finfo(variance.dtype).tiny
         scale = variance.clamp_min(least).sqrt_()
         draws = torch.addcmul(mean, noise, scale)
@@ -239,7 +251,7 @@ class DrawNormal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Hand the gradient on to the mean, and half of it times the ratio to the variance."""
+        """Return the gradient, and half of it times the ratio for the variance."""
         variance, ratio = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return gradient, None, None

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pyro.distributions import Delta
 
-from pyro_structvi.maps.readings import Application, Lookup
+from pyro_structvi.maps.calls import Application, Lookup
 
 CHECKPOINT = "an activation checkpoint"
 LocalReparam = bool | Literal["exact", "flipout"]
@@ -14,62 +14,59 @@ LocalReparam = bool | Literal["exact", "flipout"]
 
 @dataclass
 class SiteUse:
-    """How the model uses a guide's site, and how the draw of its weight may therefore be delayed.
+    """How a model uses a weight, which decides how its sampling may be delayed.
 
     Attributes:
         name: The site.
-        local_reparam: True for local reparameterization wherever there is a rule for it, "exact" for
-            the same only where it gives the exact joint distribution (one position for each example),
-            "flipout" for "exact" with flipout elsewhere, False for weights that are always drawn.
-        count: How often one pass of the model uses the site, or None before that is known. A weight
-            used more than once must be the same weight each time, so it is drawn.
-        drawn_first: Why the weight is drawn before the model runs, if so: since an activation checkpoint
-            or a reader of ``parameters()`` uses it again in the backward pass, or since an operation
-            below autograd, such as a TorchScript function, gives a stand-in no gradient.
-        has_other_rows: Whether the inputs' first dimension is not that of the examples, as for nodes of
-            graphs, time steps in a row, or the share of an expert: outputs drawn row by row are
-            then approximate.
+        local_reparam: As for :class:`~pyro_structvi.guides.StructuredGuide`.
+        count: The number of uses in one pass of the model, None if unknown. A weight that is used more
+            than once is sampled, since all uses must see the same weight.
+        eager_reason: Why the weight is sampled before the model runs, or "": its use is repeated in the
+            backward pass, or is an operation below autograd, which gives a placeholder no gradient.
+        has_other_rows: Whether the first dimension of inputs does not count the examples, as for nodes
+            of graphs or the share of an expert. Outputs sampled row by row are then approximate.
         has_unknown_rows: Whether that is for a reason that the call does not show.
-        examples_meet: Whether what one example makes of weights reaches the observations of others, as
-            in a loss over pairs: all must then have one weight.
+        examples_interact: Whether observations depend on the outputs of other examples, as in a loss
+            over pairs. All examples then need the same weight.
     """
 
     name: str
     local_reparam: LocalReparam = True
     count: int | None = None
-    drawn_first: str = ""
+    eager_reason: str = ""
     has_other_rows: bool = False
     has_unknown_rows: bool = False
-    examples_meet: bool = False
+    examples_interact: bool = False
 
     def after(self, former: "SiteUse | None") -> "SiteUse":
-        """Return what is known from this pass and from former ones together."""
-        passes = [self] if former is None else [self, former]
+        """Return the union of the uses in this pass and in former ones."""
+        if former is None:
+            return self
+        counts = [use.count for use in (self, former) if use.count is not None]
         return replace(
             self,
-            count=max((use.count for use in passes if use.count is not None), default=None),
-            drawn_first=next((use.drawn_first for use in passes if use.drawn_first), ""),
-            has_other_rows=any(use.has_other_rows for use in passes),
-            has_unknown_rows=any(use.has_unknown_rows for use in passes),
-            examples_meet=any(use.examples_meet for use in passes),
+            count=max(counts, default=None),
+            eager_reason=self.eager_reason or former.eager_reason,
+            has_other_rows=self.has_other_rows or former.has_other_rows,
+            has_unknown_rows=self.has_unknown_rows or former.has_unknown_rows,
+            examples_interact=self.examples_interact or former.examples_interact,
         )
 
     @property
-    def gives_outputs(self) -> bool:
-        """Whether the site is used once, so that outputs may be drawn in the weight's place."""
-        is_allowed = self.local_reparam is True or (
-            bool(self.local_reparam) and not self.has_other_rows
+    def allows_outputs(self) -> bool:
+        """Whether outputs may be sampled in place of the weight."""
+        is_local = self.local_reparam is True or (
+            self.local_reparam is not False and not self.has_other_rows
         )
-        is_allowed = is_allowed and not self.examples_meet
-        return is_allowed and self.count == 1 and not self.drawn_first
+        return is_local and not self.examples_interact and self.count == 1 and not self.eager_reason
 
     @property
-    def may_wait(self) -> bool:
-        """Whether a draw may be delayed: a site that is not used need not be drawn at all."""
-        return self.gives_outputs or (self.count == 0 and not self.drawn_first)
+    def can_be_delayed(self) -> bool:
+        """Whether sampling may be delayed; an unused weight need not be sampled at all."""
+        return self.allows_outputs or (self.count == 0 and not self.eager_reason)
 
-    def asks_for_exact(self, application: Application | Lookup) -> bool:
-        """Whether outputs drawn here might have an approximate distribution, and that is not wanted."""
+    def requires_exact(self, application: Application | Lookup) -> bool:
+        """Whether sampled outputs would be approximate here although exact ones are required."""
         return self.local_reparam in {"exact", "flipout"} and application.has_positions
 
 
@@ -78,17 +75,16 @@ _KEY = "structvi_role"
 
 @dataclass(frozen=True)
 class SiteRole:
-    """What a sample site is, beyond its name and its distribution.
+    """The role of a sample site in the objective, stored in its ``infer`` dictionary.
 
-    A guide writes the record with :meth:`as_infer`; :meth:`of` reads it from a trace. Users mark an
-    observation of their own model with ``infer={"is_observation": True}``.
+    Users mark an observation of their own model with ``infer={"is_observation": True}``.
 
     Attributes:
-        use: How the model uses the weight that is sampled here, so that its draw may be delayed.
-        joins: The model's sites whose values are parts of this one: a weight and its bias.
-        is_part: Whether the value is a part of such a joint site's.
-        coupled: The model's sites whose scale and mask this auxiliary site takes.
-        is_auxiliary: Whether the guide has this site and the model does not.
+        use: How the model uses the weight that is sampled here.
+        joins: The sites of the model whose values are slices of this one: a weight and its bias.
+        is_slice: Whether the value is a slice of such a joint site.
+        coupled: The sites of the model whose scale and mask this auxiliary site takes.
+        is_auxiliary: Whether only the guide has this site.
         is_observation: Whether the site is an observation, with or without a value.
 
     Example:
@@ -99,7 +95,7 @@ class SiteRole:
 
     use: SiteUse | None = None
     joins: tuple[str, ...] = ()
-    is_part: bool = False
+    is_slice: bool = False
     coupled: tuple[str, ...] = ()
     is_auxiliary: bool = False
     is_observation: bool = False
@@ -123,10 +119,7 @@ class SiteRole:
 
 
 def _is_data(site: Mapping[str, Any]) -> bool:
-    """Whether a site observes data, and not a value that the model has computed.
-
-    ``pyro.deterministic`` and reparametrizations record such values by an observed Delta.
-    """
+    """Whether a site observes data; ``pyro.deterministic`` and reparametrizations observe a Delta."""
     if not site["is_observed"] or site["infer"].get("_deterministic"):
         return False
     distribution: Any = site.get("fn")

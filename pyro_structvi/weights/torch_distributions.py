@@ -14,53 +14,54 @@ from torch.distributions.transforms import ReshapeTransform
 
 from pyro_structvi.linalg.precision import at_least_single, is_half
 
+DRAWS = 99
+
 
 def base_of(distribution: Any) -> Any:
-    """Return what torch's ``Independent``, which ``to_event`` makes, stands around."""
+    """Return a distribution without its ``Independent`` wrappers."""
     while isinstance(distribution, Independent):
         distribution = distribution.base_dist
     return distribution
 
 
 def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a distribution with other tensors in its own place and in those of its parts.
+    """Replace the tensors of a distribution and of the distributions it contains.
 
     Args:
-        distribution: Any distribution of torch or Pyro, or one of their protocol.
-        change: From a tensor to the one in its place; called in the order in which they were set.
+        distribution: A distribution of torch or Pyro.
+        change: Returns the new tensor for an old one; called in the order of the attributes.
 
     Returns:
-        A copy without what it had formed of its tensors; the distribution itself where all stay.
+        A copy without cached properties, or the distribution itself if no tensor changes.
     """
 
-    def of_member(value: Any) -> Any:
+    def changed(value: Any) -> Any:
         if isinstance(value, Tensor):
             return change(value)
         return map_tensors(value, change) if isinstance(value, Distribution) else value
 
     kind: Any = type(distribution)
-    formed = _formed_once(kind)
-    old = {name: value for name, value in vars(distribution).items() if name not in formed}
-    members = {name: of_member(value) for name, value in old.items()}
-    if all(members[name] is value for name, value in old.items()):
+    cached = _cached_names(kind)
+    old = {name: value for name, value in vars(distribution).items() if name not in cached}
+    attributes = {name: changed(value) for name, value in old.items()}
+    if all(attributes[name] is value for name, value in old.items()):
         return distribution
     new = copy.copy(distribution)
     vars(new).clear()
-    vars(new).update(members)
+    vars(new).update(attributes)
     return new
 
 
 @cache
-def _formed_once(kind: type) -> frozenset[str]:
-    members = (vars(base).items() for base in kind.__mro__)
-    named = (pair for pairs in members for pair in pairs)
-    return frozenset(name for name, member in named if isinstance(member, cached_property))
+def _cached_names(kind: type) -> frozenset[str]:
+    pairs = (pair for base in kind.__mro__ for pair in vars(base).items())
+    return frozenset(name for name, value in pairs if isinstance(value, cached_property))
 
 
 def tensors_of(distribution: Any) -> list[Tensor]:
-    """Return the tensors that define a distribution and its parts, in the order in which they were set.
+    """Return the tensors of a distribution in the order of its attributes.
 
-    None, if it keeps tensors in other objects too, such as the joint prior of inducing weights.
+    The list is empty if the distribution also has objects of other classes, which may hold tensors.
     """
     found: list[Tensor] = []
 
@@ -79,7 +80,7 @@ def tensors_of(distribution: Any) -> list[Tensor]:
 
 
 def in_single(distribution: Any) -> Any:
-    """Return a distribution with its tensors of half precision in single, so that sums are not rounded.
+    """Return a distribution with half-precision tensors in single, so that sums are not rounded.
 
     Example:
         >>> import torch
@@ -99,37 +100,26 @@ def _has_half(distribution: Any) -> bool:
     )
 
 
-DRAWS = 99
-
-
-def unwrapped(prior: Any) -> Any:
-    """Return a distribution without its ``Independent`` wrappers."""
-    while isinstance(prior, Independent):
-        prior = prior.base_dist
-    return prior
-
-
 def example_of(prior: Any) -> Tensor:
-    """Return a tensor of a distribution's dtype and device: one of its arguments, or else a draw."""
-    base = unwrapped(prior)
+    """Return a tensor of a distribution's dtype and device: an argument, or else a sample."""
+    base = prior
     while isinstance(base, (Independent, TransformedDistribution)):
         base = base.base_dist
     arguments = (getattr(base, name, None) for name in base.arg_constraints)
     found = next((value for value in arguments if isinstance(value, Tensor)), None)
-    example: Tensor = _draw(prior) if found is None else found
-    return example
+    return _draw(prior) if found is None else found
 
 
 def median(prior: Distribution) -> Tensor:
-    """Return the median of each element of a distribution, that of 99 draws without a closed form.
+    """Return the median of each element; of 99 samples if there is no closed form.
 
-    What has no draws either, such as an improper prior, gets a value of its support.
+    A distribution without samples, such as an improper prior, gets a value of its support.
 
     Example:
         >>> median(torch.distributions.HalfCauchy(torch.tensor([1.0, 2.0]))).round(decimals=3)
         tensor([1., 2.])
     """
-    base = unwrapped(prior)
+    base = base_of(prior)
     shape = base.batch_shape + base.event_shape
     try:
         value: Tensor = base.icdf(example_of(prior).new_full((), 0.5))
@@ -139,7 +129,7 @@ def median(prior: Distribution) -> Tensor:
 
 
 def feasible_point(prior: Any) -> Tensor:
-    """Return a value of a distribution's shape and support: the image of zero.
+    """Return a value in the support of a distribution: the image of zero under a bijection.
 
     Example:
         >>> from pyro.distributions import ImproperUniform, constraints

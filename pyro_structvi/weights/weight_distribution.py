@@ -1,5 +1,6 @@
-"""The contract: what every distribution over a weight must define, may define, and obeys."""
+"""The contract of distributions over weights, and Gaussian ones."""
 
+import math
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -8,62 +9,45 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check, checked, validates
-from pyro_structvi.linalg.matrices import event_sum
-from pyro_structvi.maps.dense import DenseMap
-from pyro_structvi.maps.linear_map import FactoredDraw, LinearMap
-from pyro_structvi.maps.readings import Arrangement
+from pyro_structvi.linalg.matrices import event_sum, standard_normal
+from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.maps.calls import Arrangement
+from pyro_structvi.maps.linear_map import DenseMap, FactoredDraw, LinearMap
 from pyro_structvi.weights import arguments
-from pyro_structvi.weights.arguments import check_required_members
-from pyro_structvi.weights.outputs import grouped_variance
+from pyro_structvi.weights.arguments import check_overrides
+from pyro_structvi.weights.outputs import NormalOutputs, autocasts, dense_output_variance
 
 Way = Literal["outputs", "factors", "weight"]
 
 
 class WeightDistribution(TorchDistribution):
-    r"""A random weight :math:`W` that knows the distribution of :math:`W x`.
+    r"""The distribution of a weight :math:`W`, with the distribution of :math:`W x`.
 
-    The event shape is the weight's own, ``(out, *rest)``, seen as a matrix ``(out, in)`` with
-    ``in = prod(rest)``; a vector ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in
-    front. All covariances are over the row-major ``vec(W)``, of length ``D = out * in``.
+    The event shape ``(out, *rest)`` is seen as a matrix ``(out, in)`` with ``in = prod(rest)``; a vector
+    ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in front. All covariances are over the
+    row-major ``vec(W)``, of length ``D = out * in``.
 
-    A subclass that is a normal distribution derives from :class:`GaussianWeight`, which asks for less.
+    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` of the
+    tensor arguments, or annotations with an :class:`Argument` for each of them but ``loc``;
+    ``variance``; ``covariance_matrix``; ``rsample``; ``image_under``.
 
-    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints``, by
-    the names of its tensor arguments, each with batch dimensions in front, or annotations that have an
-    :class:`Argument` for each but ``loc``, which are then checked; ``variance``;
-    ``covariance_matrix``; ``rsample``; ``image_under``.
-
-    **Optional**: ``has_independent_elements``, True if the covariance is diagonal;
-    ``has_convolution_image``, False if a convolution is to draw the weight;
-    ``has_exact_positions``, True if images are exact over the positions of an example;
-    ``takes_bias_column``, True if a joined bias is better kept as a column than met by an input of one;
-    ``applies_in_factors``, True if ``ways_to_apply`` may have ``"factors"``;
-    ``loc``, ``variance_sum``, ``ways_to_apply``, ``draw_factored``, ``split_noise``, ``rows``,
-    ``rearranged``, ``image_variance``, ``spread``, ``factorize``, ``expand``, as their docstrings say;
+    **Optional**: ``has_exact_positions``, True if images are exact over the positions of an example;
+    ``loc``, ``variance_sum``, ``ways_to_apply``, ``rows``, ``rearranged``, ``spread``, ``expand``;
     ``log_prob`` and ``entropy``.
 
-    **Provided**: ``argument_names``, ``mean``, ``image``, ``as_matrix``, ``as_weight``,
-    ``map_for_batch``, ``support``.
+    **Provided**: ``argument_names``, ``mean``, ``image``, ``image_variance``, ``as_matrix``,
+    ``as_weight``, ``map_for_batch``, ``support``.
 
-    A subclass obeys these rules, and is tested for each:
-
-    1. ``rsample`` has ``mean`` and ``covariance_matrix``.
-    2. ``log_prob`` and ``entropy`` are those of the dense multivariate normal.
-    3. ``kl_divergence(q, p)`` is the dense one, for every independent normal ``p``.
-    4. ``image(x)`` has the mean and covariance of ``W x``, and ``spread`` is that for a random ``x``.
-    5. Gradients equal those of the dense computation.
-    6. ``expand`` and batches commute with all of these.
+    Values and gradients equal the dense computation: the moments of ``rsample`` and ``image``,
+    ``log_prob``, ``entropy``, ``spread``, and the KL divergence from independent normals. They commute
+    with ``expand`` and batches.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
     """
 
     has_rsample = True
-    has_independent_elements: ClassVar[bool] = False
-    has_convolution_image: ClassVar[bool] = True
     has_exact_positions: ClassVar[bool] = False
-    takes_bias_column: ClassVar[bool] = False
-    applies_in_factors: ClassVar[bool] = False
     _arguments: ClassVar[dict[str, arguments.Argument]] = {}
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("arg_constraints", "variance", "covariance_matrix"), ()),
@@ -72,7 +56,7 @@ class WeightDistribution(TorchDistribution):
     loc: Tensor
 
     def __init_subclass__(cls, abstract: bool = False, **options: Any) -> None:
-        """Read the arguments of a class; check that it defines what it must, unless it is abstract."""
+        """Read the annotated arguments; check the required members unless the class is abstract."""
         super().__init_subclass__(**options)
         if found := arguments.declared(cls):
             cls._arguments = found
@@ -80,7 +64,7 @@ class WeightDistribution(TorchDistribution):
             cls.arg_constraints = {"loc": constraints.real, **named}
         if not abstract:
             contract = tuple(base for base in cls.__mro__ if "_required" in vars(base))
-            check_required_members(cls, contract, cls._required)
+            check_overrides(cls, contract, cls._required)
 
     def __init__(
         self,
@@ -91,7 +75,10 @@ class WeightDistribution(TorchDistribution):
         if validate_args is not False:  # as in a training step
             check("validate_args", validate_args, bool | None)
         if event_dim is None:
-            event_dim = arguments.event_dim_of(parameters, self._arguments)
+            name, argument = next(iter(self._arguments.items()))
+            if validates(validate_args):
+                arguments.check_event_dim(parameters, name, argument)
+            event_dim = parameters["loc"].dim() - parameters[name].dim() + len(argument.letters)
         for name, value in parameters.items():
             setattr(self, name, value)
         if validates(validate_args):
@@ -106,11 +93,11 @@ class WeightDistribution(TorchDistribution):
     ) -> None:
         super().__init__(batch_shape, event_shape, validate_args=False)
         self._validate_args = validates(validate_args)
-        self._with_grad = torch.is_grad_enabled()  # for what is formed once
+        self._with_grad = torch.is_grad_enabled()  # for cached properties
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
-        """Every real tensor of the event shape."""
+        """All real tensors of the event shape."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
     # ---- required --------------------------------------------------------------------------------
@@ -134,12 +121,12 @@ class WeightDistribution(TorchDistribution):
         Args:
             linear_map: A dense map or a convolution.
             x: Its input.
-            bias: None, a tensor ``(out,)``, or the distribution of one with independent elements,
-                independent of ``W`` too.
+            bias: None, a tensor ``(out,)``, or a distribution with independent elements that is
+                independent of ``W``.
 
         Returns:
-            A distribution over all outputs of the map. Each output has its exact distribution; over the
-            positions of one example, correlations from independent elements are dropped.
+            A distribution over the outputs. The marginal of each output is exact; correlations between
+            the positions of an example that stem from independent elements are dropped.
         """
         raise NotImplementedError
 
@@ -151,56 +138,46 @@ class WeightDistribution(TorchDistribution):
         return self._event_sum(self.variance)
 
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
-        """Return how a linear map may get this weight, the cheapest way first.
+        """Return the supported ways of applying the weight, the cheapest first.
 
-        ``"outputs"`` draws the outputs from :meth:`image_under`, ``"factors"`` draws the weight once and
-        applies it in factors, by :meth:`draw_factored`, ``"weight"`` draws it once and forms it. The
-        objective takes the first way that it allows; ``"weight"`` is always allowed.
+        ``"outputs"`` samples the outputs from :meth:`image_under`, ``"weight"`` samples the weight, and
+        ``"factors"``, of a :class:`FactoredWeight`, applies a sample without forming it. The objective
+        takes the first way that it allows; it always allows ``"weight"``.
         """
-        return ("outputs", "weight") if self._has_image(linear_map) else ("weight",)
-
-    def _has_image(self, linear_map: LinearMap) -> bool:
-        return linear_map.is_dense or self.has_convolution_image
-
-    def draw_factored(self) -> FactoredDraw:
-        """Draw a weight that is not formed, where :meth:`ways_to_apply` has ``"factors"``."""
-        raise NotImplementedError
+        return "outputs", "weight"
 
     def rows(self, index: Tensor) -> TorchDistribution | None:
         """Return the distribution of rows of one matrix ``W (num, dim)``, independent over examples.
 
         Args:
-            index: Which rows, integers ``(batch, positions)``.
+            index: Indices of rows, integers ``(batch, positions)``.
 
         Returns:
-            A distribution over ``W[index]`` with the event ``(positions, dim)``, or None, and the weight
-            is then drawn. Over the positions of one example the noise of independent rows is
-            independent, also where an index repeats. Noise that rows share is one draw for an example.
+            A distribution over ``W[index]`` with the event ``(positions, dim)``, or None if the weight
+            must be sampled. The noise of independent rows is independent over positions, also for a
+            repeated index. Noise that rows share has one sample for each example.
         """
         arguments.check_index(self, index)
         return None
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "WeightDistribution | None":
-        """Return the distribution of the weight in another order, or None: the weight is then drawn.
+        """Return the distribution with permuted dimensions, or None if its structure is lost.
 
         A stack of weights becomes batch dimensions.
         """
         return None
 
     def image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        """Return the variance of each output of ``linear_map(x, W)``, also where no outputs are drawn.
+        """Return the variance of each output of ``linear_map(x, W)``, for any supported map.
 
         Args:
             linear_map: A dense map or a convolution.
             x: Its input.
             mean: The mean of the outputs.
         """
-        has_image = self._has_image(linear_map)
-        if linear_map.groups > 1:
-            has_image = "outputs" in self.ways_to_apply(linear_map, x)
-        if not has_image:
-            return grouped_variance(self.as_matrix(self.loc), self.covariance_matrix, linear_map, x)
+        if "outputs" not in self.ways_to_apply(linear_map, x):
+            return dense_output_variance(self.event_shape[0], self.covariance_matrix, linear_map, x)
         return self._image_variance(linear_map, x, mean)
 
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
@@ -208,10 +185,10 @@ class WeightDistribution(TorchDistribution):
         return variance
 
     def spread(self, moment: Tensor) -> Tensor:
-        r"""Return :math:`E[(W - M) S (W - M)^\top]`, the covariance of outputs that the weight makes.
+        r"""Return :math:`E[(W - M) S (W - M)^\top]`.
 
-        For a random input that is independent of the weight, ``S`` is its second moment :math:`E[x
-        x^\top]`. Without a rule of a structure's own the dense covariance is formed.
+        It is the covariance of :math:`(W - M) x` for an independent input with the second moment
+        :math:`S = E[x x^\top]`. By default the dense covariance is formed.
 
         Args:
             moment: Symmetric matrices ``S (*batch, in, in)``.
@@ -224,21 +201,6 @@ class WeightDistribution(TorchDistribution):
         covariance = self.covariance_matrix.reshape(out, size, out, size)
         outputs: Tensor = torch.einsum("iajb,...ab->...ij", covariance, moment)
         return outputs
-
-    def split_noise(
-        self, sample_shape: torch.Size
-    ) -> "tuple[WeightDistribution | None, Tensor | None]":
-        """Split ``W`` into a part with independent elements, and draws of the remainder.
-
-        Returns the distribution of the first part and draws ``(*sample_shape, *batch_shape,
-        *event_shape)`` of the second, None if that part is absent; their sum has this distribution.
-        """
-        if self.has_independent_elements:
-            return self, None
-        return None, self.rsample(sample_shape)
-
-    def factorize(self) -> None:
-        """Compute the factors that draws and densities need ahead of their first use."""
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
@@ -255,7 +217,7 @@ class WeightDistribution(TorchDistribution):
 
     @property
     def argument_names(self) -> tuple[str, ...]:
-        """The names of the tensor arguments, each with batch dimensions in front."""
+        """The names of the tensor arguments."""
         return tuple(self.arg_constraints)
 
     @property
@@ -282,7 +244,7 @@ class WeightDistribution(TorchDistribution):
         return matrix.reshape(*matrix.shape[:-2], *self.event_shape)
 
     def map_for_batch(self, linear_map: LinearMap) -> LinearMap:
-        """Return the map for a batch of weights, for which no input has positions."""
+        """Return the map without positions for a batch of weights, else the map itself."""
         return linear_map.without_positions() if self.batch_shape else linear_map
 
     def _validate_sample(self, value: Tensor) -> None:
@@ -297,3 +259,230 @@ class WeightDistribution(TorchDistribution):
 
     def _event_sum(self, tensor: Tensor) -> Tensor:
         return event_sum(tensor, len(self.event_shape))
+
+
+class FactoredWeight(WeightDistribution, abstract=True):
+    """A weight whose samples can be applied as a product of factors, without forming the weight.
+
+    A joined bias is a further column of its factors.
+    """
+
+    def draw_factored(self) -> FactoredDraw:
+        """Sample a weight in factors."""
+        raise NotImplementedError
+
+    def factorize(self) -> None:
+        """Compute the factors that samples and densities share."""
+        raise NotImplementedError
+
+
+def bias_moments(
+    bias: Tensor | WeightDistribution | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mean and the variance of a bias.
+
+    Args:
+        bias: None, a tensor, or a distribution with independent elements.
+
+    Raises:
+        ValueError: If its elements are correlated.
+    """
+    if bias is None or isinstance(bias, Tensor):
+        return bias, None
+    if not isinstance(bias, IndependentWeight):
+        raise ValueError(
+            f"`bias` must be a tensor or have independent elements, but got a "
+            f"{type(bias).__name__}. Pass a draw of it for each example."
+        )
+    return bias.mean, bias.variance
+
+
+def noise_columns(q: Any) -> Tensor:
+    """Return the columns of ``A``, ``(noise, *batch_shape, *event_shape)``; for small sizes."""
+    size, like = q.noise_shape.numel(), q._first_parameter
+    unit = torch.eye(size, dtype=like.dtype, device=like.device)
+    noise = unit.reshape(size, *(1 for _ in q.batch_shape), *q.noise_shape)
+    columns: Tensor = q.scale_noise(noise.expand(size, *q.batch_shape, *q.noise_shape))
+    return columns
+
+
+class GaussianWeight(WeightDistribution, abstract=True):
+    r"""A weight :math:`W = \mu + A e` with standard normal noise :math:`e`.
+
+    **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` with
+    ``"loc"`` first, or annotations; ``scale_noise``, :math:`A e`; ``whiten``, :math:`A^{-1} d`, or
+    ``mahalanobis`` if A is not square; ``log_det_covariance``; ``output_variance``, the variances of
+    independent outputs of a linear map, or ``image_around``, the distribution of correlated ones.
+
+    **Optional**, in addition to :class:`WeightDistribution`: ``noise_shape``, by default the event
+    shape; ``variance``, by default the diagonal of the dense covariance.
+
+    **Provided**: ``rsample``, ``covariance_matrix``, ``mahalanobis``, ``log_prob``, ``entropy``,
+    ``image_under``, and the members that :class:`WeightDistribution` provides.
+    """
+
+    _required: ClassVar[dict[str, tuple[str, ...]]] = {
+        "arg_constraints": (),
+        "scale_noise": ("rsample covariance_matrix",),
+        "whiten": ("mahalanobis",),
+        "log_det_covariance": (),
+        "output_variance": ("image_around", "image_under"),
+    }
+
+    # ---- required --------------------------------------------------------------------------------
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return ``A e (..., *event_shape)`` for ``e (*sample_shape, *batch_shape, *noise_shape)``."""
+        raise NotImplementedError
+
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return the noise ``A^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
+        raise NotImplementedError
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        raise NotImplementedError
+
+    def output_variance(self, linear_map: LinearMap, x: Tensor) -> Tensor:
+        """Return the variances of ``linear_map(x, W)``, if its outputs are independent."""
+        raise NotImplementedError
+
+    # ---- optional --------------------------------------------------------------------------------
+
+    @property
+    def noise_shape(self) -> torch.Size:
+        """The shape of the noise ``e`` of one weight."""
+        return torch.Size(self.event_shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        diagonal = self.covariance_matrix.diagonal(dim1=-2, dim2=-1)
+        return diagonal.reshape(*self.batch_shape, *self.event_shape)
+
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> TorchDistribution:
+        """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
+
+        The mean includes the mean of the bias; ``bias_variance (out,)`` is None for a fixed bias.
+        """
+        return NormalOutputs(linear_map, mean, self.output_variance(linear_map, x), bias_variance)
+
+    # ---- provided --------------------------------------------------------------------------------
+
+    mode = property(lambda self: self.mean, doc="The mode, which is the mean.")
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
+        matrix = noise_columns(self).flatten(1 + len(self.batch_shape)).movedim(0, -1)
+        return matrix @ matrix.mT
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        shape = (
+            arguments.as_size("sample_shape", sample_shape) + self.batch_shape + self.noise_shape
+        )
+        return self.loc + self.scale_noise(standard_normal(shape, self._first_parameter))
+
+    def mahalanobis(self, difference: Tensor) -> Tensor:
+        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
+        return event_sum(self.whiten(difference).square(), len(self.noise_shape))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``."""
+        if self._validate_args:
+            self._validate_sample(value)
+        size: int = self.event_shape.numel()
+        distance = self.mahalanobis(value - self.loc) + self.log_det_covariance
+        return -0.5 * (distance + size * math.log(2 * math.pi))
+
+    def entropy(self) -> Tensor:
+        """Return the differential entropy ``(*batch_shape,)``, in nats."""
+        size: int = self.event_shape.numel()
+        return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
+
+    def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
+        hooks = ("output_variance", "image_around")
+        if all(getattr(type(self), name) is getattr(GaussianWeight, name) for name in hooks):
+            return super()._image_variance(linear_map, x, mean)
+        linear_map = self.map_for_batch(linear_map)
+        variance: Tensor = self.image_around(mean, linear_map, x, None).variance
+        return variance
+
+    def image_under(
+        self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
+    ) -> TorchDistribution:
+        """Return the distribution of the outputs, with variances in the precision of the parameters."""
+        linear_map = self.map_for_batch(linear_map)
+        bias_loc, bias_variance = bias_moments(bias)
+        mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
+        if not autocasts(x):
+            return self.image_around(mean, linear_map, x, bias_variance)
+        with autocast_off(x):
+            return self.image_around(mean, linear_map, x.to(self.loc.dtype), bias_variance)
+
+
+class IndependentWeight(GaussianWeight, abstract=True):
+    """Independent normals with the standard deviations ``stddev``.
+
+    **Required**: ``arg_constraints``; ``stddev``, of the weight's shape;
+    ``output_variance`` or ``image_around``. **Optional**: any member that is cheaper than by ``stddev``.
+    """
+
+    _required: ClassVar[dict[str, tuple[str, ...]]] = {
+        "arg_constraints": (),
+        "stddev": (),
+        "output_variance": ("image_around", "image_under"),
+    }
+
+    @property
+    def stddev(self) -> Tensor:
+        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
+        raise NotImplementedError
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.stddev.square()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, D, D)``, diagonal."""
+        return torch.diag_embed(self.variance.reshape(*self.batch_shape, -1))
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        return 2 * self._event_sum(self.stddev.log())
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return the noise times the standard deviations."""
+        return noise * self.stddev
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        samples = arguments.as_size("sample_shape", sample_shape)
+        noise = standard_normal(
+            samples + self.batch_shape + self.event_shape, self._first_parameter
+        )
+        return torch.addcmul(self.loc, noise, self.stddev)  # one pass over memory
+
+    def spread(self, moment: Tensor) -> Tensor:
+        """Return the diagonal matrices of ``sum_j Var(W_ij) S_jj``."""
+        diagonal = moment.diagonal(dim1=-2, dim2=-1)
+        return torch.diag_embed(diagonal @ self.as_matrix(self.variance).mT)
+
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return the difference in standard deviations."""
+        return difference / self.stddev
+
+    def _item(self, index: int) -> Self:
+        """Return the distribution at an index of the first batch dimension."""
+        new: Self = self._get_checked_instance(type(self))
+        for name in self.argument_names:
+            setattr(new, name, getattr(self, name)[index])
+        new._set_shapes(self.batch_shape[1:], self.event_shape, self._validate_args)
+        return new

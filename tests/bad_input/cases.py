@@ -16,6 +16,7 @@ from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.maps import Arrangement
 from pyro_structvi.reference import sampling
 from pyro_structvi.testing import STRUCTURES
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 from tests.bad_input import of_distributions, of_figures, of_fits, of_guides, of_models
 from tests.bad_input.public import public_callables
 from tests.bad_input.samples import OPTIONS, SIZE, inputs, passes, positive, regressor, targets
@@ -52,8 +53,11 @@ OF_DISTRIBUTIONS = {
     "rearranged": lambda q: {
         "arrangement": Arrangement.of_dims(tuple(range(len(q.event_shape))), tuple(q.event_shape))
     },
-    "condition": lambda q: {"u": torch.randn(2, 2), "conditional_scale": positive()},
-    "given": lambda q: {"whitened": torch.randn(3, 2)},
+    "condition": lambda q: (
+        {"whitened": torch.randn(3, 2)}
+        if isinstance(q, GaussianWeight)
+        else {"u": torch.randn(2, 2), "conditional_scale": positive()}
+    ),
 }
 
 

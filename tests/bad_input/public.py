@@ -28,7 +28,7 @@ METHODS_BETWEEN_PARTS = {
     # of distributions, for lazy weights and divergences
     *("as_matrix", "as_weight", "draw_standard", "expected_neg_log_prob", "image_around"),
     *("image_under", "image_variance", "mahalanobis", "map_for_batch", "output_variance"),
-    *("scale_noise", "split_noise", "spread", "ways_to_apply", "whiten"),
+    *("scale_noise", "spread", "ways_to_apply", "whiten"),
     # of likelihoods, for predictions and bounds by moments
     *("lower_bound", "observe", "run_net"),
     # of likelihoods, with torch's arguments

@@ -71,7 +71,9 @@ def test_the_average_log_weight_is_the_elbo_of_every_guide(name):
     joint = guide.begin_pass(*data)
     with torch.no_grad():
         weights = importance._of_draws(
-            lambda number: importance._log_weight(model, guide.in_pass(joint, None), data, {}), 150
+            lambda number: importance._log_weight(model, guide.in_pass(joint, None), data, {}),
+            150,
+            size=0,
         )
         elbo = ps.StructuredELBO()
         bounds = torch.stack([elbo.terms(model, guide, *data).elbo for _ in range(40)])

@@ -6,6 +6,7 @@ import torch
 from pyro_structvi.distributions import PointMixture
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.testing import check_distribution
+from pyro_structvi.weights.weight_distribution import IndependentWeight
 from tests.distributions.cases import CASES, MATRIX, VECTOR, make_full
 from tests.distributions.subject import FLOAT64, with_arguments
 
@@ -38,7 +39,7 @@ def test_independence_is_declared(case):
     q = case.make((), MATRIX, FLOAT64)
     covariance = case.covariance(q)
     is_diagonal = torch.equal(covariance, torch.diag_embed(covariance.diagonal()))
-    assert q.has_independent_elements == is_diagonal
+    assert isinstance(q, IndependentWeight) == is_diagonal
 
 
 @pytest.mark.parametrize("batch_shape", [(), (2,)], ids=str)

@@ -7,7 +7,7 @@ import torch
 from torch.distributions import constraints
 
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 class Declared(GaussianWeight, abstract=True):

@@ -7,8 +7,8 @@ from torch.distributions import constraints
 from pyro_structvi.distributions import WeightDistribution
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from pyro_structvi.testing import check_distribution
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
 from pyro_structvi.weights.outputs import NormalOutputs
+from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 from tests.distributions.cases import make_mean_field
 
 ARGUMENTS = {"arg_constraints": {"loc": constraints.real}}
@@ -126,7 +126,6 @@ def shifted_covariance(q):
 def test_the_required_members_are_enough_for_the_contract(batch):
     q = Shifted(torch.randn(*batch, 4, 3), torch.rand(*batch, 1, 1) + 0.5)
     check_distribution(q, covariance=shifted_covariance)
-    assert q.split_noise(torch.Size([5]))[0] is None
     assert q.ways_to_apply(DenseMap(), torch.randn(5, 3)) == ("outputs", "weight")
     assert q.rows(torch.tensor([[0]])) is None
 

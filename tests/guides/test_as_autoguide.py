@@ -97,7 +97,7 @@ def test_quantiles_of_an_ensemble_of_inducing_weights_are_where_its_cdf_says():
     q = guide["net.0.weight"]()
     found = guide.quantiles(PROBS)
     values = torch.cat([found["net.0.weight"], found["net.0.bias"].unsqueeze(-1)], -1)
-    given = [q.given(member) for member in q.inducing.members]
+    given = [q.condition(member) for member in q.inducing.members]
     cdf = sum(Normal(each.mean, each.variance.sqrt()).cdf(values) for each in given) / len(given)
     torch.testing.assert_close(cdf, torch.tensor(PROBS).reshape(-1, 1, 1).expand_as(cdf))
 

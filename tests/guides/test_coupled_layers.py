@@ -75,7 +75,7 @@ def chosen_members(guide, values):
     chosen = []
     for name in ("net.0.weight", "net.2.weight"):
         posterior = guide[name]
-        means = [posterior().given(member).mean for member in posterior.inducing_members]
+        means = [posterior().condition(member).mean for member in posterior.inducing_members]
         value = torch.cat([values[name], values[name.replace("weight", "bias")].unsqueeze(-1)], -1)
         distances = torch.stack([(value - mean).norm() for mean in means])
         assert distances.min() < 0.1 * distances.sort().values[1]
@@ -107,7 +107,9 @@ def test_a_pass_uses_one_member_in_all_layers_and_passes_use_all(draw):
 
 def test_the_median_of_an_ensemble_is_the_mean_of_its_members():
     guide = make_guide(**KINDS["ensemble"])
-    means = [guide["net.2.weight"]().given(m).mean for m in guide["net.2.weight"].inducing_members]
+    means = [
+        guide["net.2.weight"]().condition(m).mean for m in guide["net.2.weight"].inducing_members
+    ]
     close(guide.median()["net.2.weight"], sum(means)[:, :-1].detach() / 3)
 
 

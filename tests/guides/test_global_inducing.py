@@ -32,7 +32,7 @@ def given_rows(count, event_shape=(3, 2, 2)):
     """Return a weight given random rows, and the dense mean ``(out, in)`` and covariance of a row."""
     rows, target = torch.randn(count, 4), torch.randn(count, event_shape[0])
     log_precision, log_scale = torch.randn(count), torch.randn(4)
-    q = NormalGivenInputs(torch.Size(event_shape), target, log_precision, log_scale).given(rows)
+    q = NormalGivenInputs(torch.Size(event_shape), target, log_precision, log_scale).condition(rows)
     mean, covariance = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
     return q, mean.mT, covariance
 
@@ -55,7 +55,7 @@ def test_a_weight_given_its_inputs_is_the_posterior_of_a_regression(count):
 def test_each_output_has_the_regression_of_its_own_precisions(count):
     rows, target = torch.randn(count, 4), torch.randn(count, 2)
     log_precision, log_scale = torch.randn(count, 2), torch.randn(4)
-    q = NormalGivenInputs(torch.Size([2, 2, 2]), target, log_precision, log_scale).given(rows)
+    q = NormalGivenInputs(torch.Size([2, 2, 2]), target, log_precision, log_scale).condition(rows)
     mean, covariances = dense_regression(rows, target, log_precision.exp(), log_scale.exp())
     torch.testing.assert_close(q.mean, mean.mT.reshape(2, 2, 2))
     torch.testing.assert_close(q.covariance_matrix, torch.block_diag(*covariances))
@@ -89,7 +89,7 @@ def test_gradients_of_the_regression_are_exact(count):
     arguments = [torch.randn(*shape, requires_grad=True) for shape in shapes]
 
     def moments(target, log_precision, log_scale, rows):
-        q = NormalGivenInputs(torch.Size([2, 3]), target, log_precision, log_scale).given(rows)
+        q = NormalGivenInputs(torch.Size([2, 3]), target, log_precision, log_scale).condition(rows)
         return q.mean, q.scale_noise(noise), q.variance, q.log_det_covariance
 
     assert torch.autograd.gradcheck(moments, arguments)
@@ -100,9 +100,11 @@ def test_precisions_over_many_orders_keep_single_precision(count):
     """Precisions of 1e9 and 1e-3 leave no correct digit in single precision."""
     rows, target = torch.randn(count, 4), torch.randn(count, 2)
     log_precision, noise = torch.linspace(-7, 21, count), torch.randn(2, 4)
-    exact = NormalGivenInputs(torch.Size([2, 4]), target, log_precision, torch.zeros(4)).given(rows)
+    exact = NormalGivenInputs(torch.Size([2, 4]), target, log_precision, torch.zeros(4)).condition(
+        rows
+    )
     single = [value.float() for value in (target, log_precision, torch.zeros(4))]
-    q = NormalGivenInputs(torch.Size([2, 4]), *single).given(rows.float())
+    q = NormalGivenInputs(torch.Size([2, 4]), *single).condition(rows.float())
     torch.testing.assert_close(q.mean.double(), exact.mean, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(q.variance.double(), exact.variance, rtol=1e-4, atol=1e-9)
     drawn = q.scale_noise(noise.float()).double()

@@ -66,7 +66,7 @@ def test_a_layer_that_is_found_late_takes_the_member_of_the_others():
     guide.initialize(*regression_data())
     names, values = ("layer.weight", "late"), guide.draw(number=1)
     for name in names:
-        expected = guide[name]().given(guide[name].inducing_members[1]).mean
+        expected = guide[name]().condition(guide[name].inducing_members[1]).mean
         drawn = torch.cat(
             [values[part].reshape(len(expected), -1) for part in guide[name].site.names], -1
         )

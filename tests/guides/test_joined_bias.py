@@ -11,7 +11,8 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
-from pyro_structvi.weights.lazy import DelayDraws, LazyPart
+from pyro_structvi.weights.lazy import DelayDraws
+from pyro_structvi.weights.placeholders import LazySlice
 from tests import dense_oracles as dense
 from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
@@ -138,7 +139,7 @@ def test_any_other_use_sees_one_draw_of_both(use):
         return use(x, weight, bias)
 
     outputs = run_layer(guide, args, layer)
-    assert isinstance(parts["weight"], LazyPart)
+    assert isinstance(parts["weight"], LazySlice)
     assert parts["weight"].whole.is_drawn
     torch.testing.assert_close(outputs, F.linear(x, parts["weight"].draw(), parts["bias"].draw()))
 

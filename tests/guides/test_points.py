@@ -10,6 +10,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import Dropout, MeanField, Members, PointEstimate
+from pyro_structvi.structures.ensemble import ensemble_of
 from tests.models import (
     hierarchical_function,
     linear_function,
@@ -190,7 +191,7 @@ def test_sites_in_plates_have_members_too():
     x, y = regression_data()
     guide = ps.EnsembleGuide(model, size=4)
     ps.fit(model, guide, (x, y[:, 0]), num_steps=3, lr=0.05, progress=False)
-    assert guide.ensemble == Members(4)
+    assert ensemble_of(guide) == Members(4)
     assert guide["weight"].members.shape == (4, 3)
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import dense_oracles as dense
-from tests.distributions.cases import CASES, VECTOR
+from tests.distributions.cases import CASES
 from tests.lazy_weights import (
     CONVOLUTIONS,
     IN,
@@ -18,11 +18,11 @@ from tests.lazy_weights import (
 from tests.unit_noise import assert_draws
 
 BY_NAME = {case.name: case for case in CASES}
-VECTOR_CASES = [case for case in CASES if VECTOR in case.event_shapes]
-PAIRS = [
-    *((case, BY_NAME["low rank 2"]) for case in CASES),
-    *((BY_NAME["2-tied"], bias_case) for bias_case in VECTOR_CASES),
+NAMES = [
+    *(("2-tied", bias) for bias in ("mean field", "low rank 2", "full")),
+    *((name, bias) for name in ("full", "inducing weights, full") for bias in ("2-tied", "full")),
 ]
+PAIRS = [(BY_NAME[name], BY_NAME[bias]) for name, bias in NAMES]
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,6 @@ def test_a_lazy_bias_adds_its_distribution_to_the_outputs(case, bias_case):
     )
 
 
-def test_neither_weight_nor_bias_is_drawn():
-    weight, bias = lazy(), lazy(bias_normal(), "bias")
-    F.linear(torch.randn(5, IN), weight, bias)
-    assert not weight.is_drawn
-    assert not bias.is_drawn
-
-
 def layers_with_positions():
     """Return calls that show their bias, with the channels as the second dimension."""
 
@@ -61,11 +54,8 @@ def layers_with_positions():
         return call
 
     return {
-        "linear": (linear, (6,)),
         "linear, two dimensions": (linear, (3, 2)),
-        "conv1d": (convolution(1), (6,)),
         "conv2d": (convolution(2), (3, 2)),
-        "conv3d": (convolution(3), (3, 2, 2)),
     }
 
 
@@ -85,11 +75,10 @@ def test_the_positions_of_an_example_share_the_draw_of_the_bias(layer, space):
     assert not bias.is_drawn
 
 
-@pytest.mark.parametrize("dim", CONVOLUTIONS)
-def test_the_positions_of_an_unbatched_input_share_the_draw_of_the_bias(dim):
-    kernel, bias = lazy(narrow_normal(OUT, 2, *(1,) * dim)), lazy(bias_normal(), "bias")
-    outputs = CONVOLUTIONS[dim](torch.randn(2, *(3,) * dim), kernel, bias)
-    assert outputs.shape == (OUT, *(3,) * dim)
+def test_the_positions_of_an_unbatched_input_share_the_draw_of_the_bias():
+    kernel, bias = lazy(narrow_normal(OUT, 2, 1, 1)), lazy(bias_normal(), "bias")
+    outputs = F.conv2d(torch.randn(2, 3, 3), kernel, bias)
+    assert outputs.shape == (OUT, 3, 3)
     outputs = outputs.flatten(1)
     assert (outputs - outputs[:, :1]).abs().max() < 1e-7
     assert (outputs[:, 0] != bias.distribution.loc).all()

@@ -24,18 +24,6 @@ class Nodes(nn.Module):
         return (self.adjacency @ self.layer(x))[:4]
 
 
-class Views(nn.Module):
-    """Two views of each example in one call."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, x):
-        first, second = self.layer(torch.cat([x, x.flip(-1)])).chunk(2)
-        return first * second
-
-
 class Steps(nn.Module):
     """Time steps in a row, as a text's tokens are sent through a layer."""
 
@@ -76,23 +64,9 @@ class AllNodes(Nodes):
         return self.adjacency @ self.layer(x)
 
 
-class Attention(nn.Module):
-    """Each example looks at all others."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, x):
-        values = self.layer(x)
-        return (values @ values.T).softmax(-1) @ values
-
-
 CASES = {
     "nodes that are all observed": (AllNodes, torch.ones(7, 3), 7),
-    "attention over the batch": (Attention, torch.ones(4, 3), 4),
     "nodes of a graph": (Nodes, torch.ones(7, 3), 4),
-    "views": (Views, torch.ones(4, 3), 4),
     "time steps": (Steps, torch.ones(4, 5, 3), 4),
     "tokens": (Tokens, torch.ones(4, 5, dtype=torch.long), 4),
     "routed": (Routed, torch.ones(4, 3), 4),
@@ -112,14 +86,15 @@ def terms(net, x, size, local_reparam):
 
 
 @EVERY_CASE
-@pytest.mark.parametrize("local_reparam", ["exact", "flipout"])
-def test_the_weight_is_drawn_where_the_joint_distribution_is_promised(net, x, size, local_reparam):
-    assert terms(net, x, size, local_reparam) == terms(net, x, size, False)
+def test_the_weight_is_drawn_where_the_joint_distribution_is_promised(net, x, size):
+    assert terms(net, x, size, "exact") == terms(net, x, size, False)
+    if net is Steps:
+        assert terms(net, x, size, "flipout") == terms(net, x, size, False)
 
 
 @EVERY_CASE
 def test_by_default_it_is_said_once(net, x, size):
-    if net in (AllNodes, Attention):  # as many rows as examples, so the weights are drawn
+    if net is AllNodes:  # as many rows as examples, so the weights are drawn
         assert terms(net, x, size, True) == terms(net, x, size, False)
         return
     layer = "table" if net is Tokens else "expert" if net is Routed else "layer"
@@ -144,12 +119,12 @@ def apart():
 
 
 @pytest.mark.parametrize("make_model", [make_regressor, apart])
-@pytest.mark.parametrize("local_reparam", [True, "exact", "flipout"])
+@pytest.mark.parametrize("local_reparam", [True, "exact"])
 def test_rows_that_are_examples_get_their_outputs_drawn(local_reparam, make_model):
     model = make_model()
     guide = ps.MeanFieldGuide(model, local_reparam=local_reparam)
     guide.initialize(*regression_data())
-    assert all(use.gives_outputs for use in guide._uses.values())
+    assert all(use.allows_outputs for use in guide.uses.values())
 
 
 def test_the_number_of_examples_is_that_of_the_pass():
@@ -161,7 +136,7 @@ def test_the_number_of_examples_is_that_of_the_pass():
 
     guide = ps.MeanFieldGuide(model, local_reparam="exact")
     guide.initialize(torch.zeros(10, 3), torch.zeros(10))
-    assert guide._uses["weight"].gives_outputs
+    assert guide.uses["weight"].allows_outputs
 
 
 def test_a_net_differentiated_forwards_is_used_twice():
@@ -175,4 +150,4 @@ def test_a_net_differentiated_forwards_is_used_twice():
 
     guide = ps.MeanFieldGuide(model)
     guide.initialize(torch.zeros(5, 3), torch.zeros(5, 1))
-    assert guide._uses["weight"].count == 2
+    assert guide.uses["weight"].count == 2

@@ -120,7 +120,7 @@ def test_a_net_that_reads_its_parameters_is_the_net_at_the_draw(make):
 def test_a_net_that_asks_for_a_device_still_draws_outputs():
     _model, guide = model_of(AsksForADevice())
     guide.initialize(*regression_data())
-    assert all(use.gives_outputs for use in guide.uses.values())
+    assert all(use.allows_outputs for use in guide.uses.values())
 
 
 def test_gradients_of_parameters_that_are_handed_on():

@@ -1,6 +1,7 @@
 """Weights given their inputs at inducing points."""
 
 import copy
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from pyro_structvi.linalg.precision import autocast_off
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 class NormalGivenInputs(TorchDistribution):
@@ -56,13 +57,13 @@ class NormalGivenInputs(TorchDistribution):
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
             "A weight that is drawn given its inputs has no marginal distribution. Use `guide.draw()`, "
-            "or `given(rows)` for its distribution given the inputs `rows (rows, in)`."
+            "or `condition(rows)` for its distribution given the inputs `rows (rows, in)`."
         )
 
     mean = variance = property(_refuse)
     rsample = log_prob = _refuse
 
-    def given(self, rows: Tensor) -> GaussianWeight:
+    def condition(self, rows: Tensor) -> GaussianWeight:
         """Return the distribution given inputs ``(rows, in)``.
 
         The factored matrix has the size of the rows or of the inputs, whichever is smaller. It is in
@@ -184,5 +185,18 @@ def already_drawn(distribution: Any, value: Tensor) -> Any:
         return value
 
     # Attributes of the object keep its class, which determines the KL.
-    known.__dict__.update(rsample=drawn, sample=drawn, applies_in_factors=False)
+    known.__dict__.update(rsample=drawn, sample=drawn, draw_factored=lambda: _FormedDraw(value))
     return known
+
+
+@dataclass(frozen=True)
+class _FormedDraw:
+    """A sampled weight, with the methods of samples in factors."""
+
+    value: Tensor
+
+    def weight(self) -> Tensor:
+        return self.value
+
+    def apply(self, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_map(x, self.value.flatten(1), bias)

@@ -14,16 +14,15 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._pyro import outside_plates
-from pyro_structvi.maps.readings import Application
-from pyro_structvi.sites.coupling import Coupling, How
+from pyro_structvi.maps.calls import Application
 from pyro_structvi.sites.family import MatrixFamily
 from pyro_structvi.sites.finding import buffers_kept
 from pyro_structvi.sites.joint_posterior import median_of
 from pyro_structvi.sites.latent_site import LatentSite
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, How, SitePosterior
 from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs, already_drawn
-from pyro_structvi.weights.lazy import Meeting, MeetingWeight
-from pyro_structvi.weights.stand_in import as_drawn
+from pyro_structvi.weights.lazy import as_drawn
+from pyro_structvi.weights.placeholders import DeferredSample, DeferredWeight
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,9 @@ class Propagation(Coupling):
         super().__init__(self._posteriors)
         self._run_on = model, inputs
 
-    def given(self, how: How, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
+    def condition(
+        self, how: How, at: Mapping[str, Any], number: Tensor | int | None
+    ) -> dict[str, Any]:
         """Return each site's distribution given the draws of earlier sites, with its draw."""
         if how == "marginals":
             raise NotImplementedError(
@@ -111,7 +112,7 @@ class Propagation(Coupling):
                 own.append(each)
             else:
                 others |= each.site.split(note(name, at[name]))
-        Run(own, lambda name, rows: note(name, at[name].given(rows)), others).run(model, inputs)
+        Run(own, lambda name, rows: note(name, at[name].condition(rows)), others).run(model, inputs)
         return found
 
 
@@ -126,14 +127,14 @@ class Run(Messenger):
     ) -> None:
         super().__init__()
         self._draw = draw
-        self.meetings: dict[str, Meeting] = {}
+        self.deferred: dict[str, DeferredSample] = {}
         self._values: dict[str, Tensor] = dict(others)
         for posterior in own:
             site = posterior.site
-            meeting = self.meetings[site.name] = Meeting(site.name, partial(self._meet, site))
+            sample = self.deferred[site.name] = DeferredSample(site.name, partial(self._meet, site))
             like = posterior.value("log_scale")
             for name, part in site.split(like.new_empty(site.shape)).items():
-                self._values[name] = MeetingWeight(meeting, name, part)
+                self._values[name] = DeferredWeight(sample, name, part)
 
     def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
         """Run the model outside of Pyro's handlers."""

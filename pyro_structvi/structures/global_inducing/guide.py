@@ -9,13 +9,10 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import Count, brief, checked, naming
 from pyro_structvi.linalg.precision import autocast_off
-from pyro_structvi.sites.autoguide import module_key
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.coupling import Coupling, couple
-from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import median_of
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple, module_key
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.global_inducing.family import GlobalInducing, Propagation, Run
 from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
@@ -208,7 +205,7 @@ class GlobalInducingGuide(StructuredGuide):
                 run.run(self.model, inputs)  # type: ignore[arg-type]
                 break
             except RuntimeError as error:
-                failed = [name for name, each in run.meetings.items() if each.has_failed]
+                failed = [name for name, each in run.deferred.items() if each.has_failed]
                 if not failed:
                     raise
                 wrong |= dict.fromkeys(failed, error)

@@ -24,7 +24,7 @@ from pyro_structvi.linalg.matrices import (
     kronecker,
     standard_normal,
 )
-from pyro_structvi.linalg.precision import autocast_off, formed_once
+from pyro_structvi.linalg.precision import autocast_off, grad_cached_property
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.outputs import (
@@ -36,9 +36,13 @@ from pyro_structvi.structures.inducing.outputs import (
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.weights.arguments import as_expanded, as_size
-from pyro_structvi.weights.gaussian import GaussianWeight
-from pyro_structvi.weights.outputs import bias_moments
-from pyro_structvi.weights.weight_distribution import Way, WeightDistribution
+from pyro_structvi.weights.weight_distribution import (
+    FactoredWeight,
+    GaussianWeight,
+    Way,
+    WeightDistribution,
+    bias_moments,
+)
 
 # The cost of noise for one output, in multiplications. By time alone it is about 700, but drawn
 # outputs have gradients of smaller variance; see docs/scripts/inducing_layers.py.
@@ -168,12 +172,12 @@ class AugmentedMatrixNormal:
 
     # ---- factors ---------------------------------------------------------------------------------
 
-    @formed_once
+    @grad_cached_property
     def rows(self) -> InducingSide:
         """The factored rows."""
         return InducingSide.of(self.row_factor, self.row_diagonal)
 
-    @formed_once
+    @grad_cached_property
     def columns(self) -> InducingSide:
         """The factored columns."""
         return InducingSide.of(self.column_factor, self.column_diagonal)
@@ -277,7 +281,7 @@ def check_inducing(
         check_finite(name, value)
 
 
-class AugmentedNormal(GaussianWeight, abstract=True):
+class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     r"""A weight that is normal given its inducing weights; subclasses define the density.
 
     .. math:: W = \sigma B_r^\top (\tilde U - \lambda \bar U) B_c + \lambda \sigma \bar W
@@ -294,8 +298,6 @@ class AugmentedNormal(GaussianWeight, abstract=True):
     """
 
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
-    takes_bias_column = True
-    applies_in_factors = True
     conditional_scale: Tensor
 
     def __init__(
@@ -338,7 +340,7 @@ class AugmentedNormal(GaussianWeight, abstract=True):
         """Whether this is a mixture of several normals."""
         return getattr(self.inducing, "is_mixture", False)
 
-    @formed_once
+    @grad_cached_property
     def bases(self) -> MatheronBases:
         """The bases of Matheron's rule."""
         rows, columns, scale = self.joint.rows, self.joint.columns, self.joint.column_scale
@@ -349,7 +351,7 @@ class AugmentedNormal(GaussianWeight, abstract=True):
     def factorize(self) -> None:
         """Factor the joint prior, and the joint priors of nested inducing weights."""
         _ = self.bases
-        if self._inducing is not None:
+        if isinstance(self._inducing, FactoredWeight):
             self._inducing.factorize()
 
     @property
@@ -419,7 +421,7 @@ class AugmentedNormal(GaussianWeight, abstract=True):
         drawn: tuple[Way, ...] = ("factors", "weight") if 3 * thin < whole else ("weight",)
         of_outputs = thin + out * (inducing_out + NOISE_COST)
         if linear_map.has_positions(x) and of_outputs > whole:
-            return drawn
+            return (*drawn, "outputs")
         return ("outputs", *drawn)
 
     def image_under(

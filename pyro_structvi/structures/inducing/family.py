@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import torch
 from pyro.distributions import Normal
@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, Positive, Rule, checked
-from pyro_structvi.sites.choosing import GuideOptions
-from pyro_structvi.sites.coupling import Coupling, SharedPosterior, couple
-from pyro_structvi.sites.family import Family, MatrixFamily
+from pyro_structvi.sites.family import FactoredFamily, Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import capped, uncapped
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import Coupling, SharedPosterior, SitePosterior, couple
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import Members, SameMember
 from pyro_structvi.structures.full_covariance import FullCovariance
@@ -25,7 +23,7 @@ from pyro_structvi.structures.inducing.normal import InducingNormal
 from pyro_structvi.structures.inducing.outputs import InducingSide
 from pyro_structvi.structures.matrix_normal import MatrixNormalFamily
 from pyro_structvi.structures.mean_field import MeanField
-from pyro_structvi.weights.auxiliary import Auxiliary
+from pyro_structvi.weights.site_distributions import Auxiliary
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 DIAGONAL = 1e-3
@@ -36,7 +34,7 @@ InducingShape = Annotated[
 
 
 @dataclass(frozen=True)
-class InducingWeights(MatrixFamily):
+class InducingWeights(FactoredFamily):
     r"""A posterior over a small matrix of inducing weights for each weight, with the prior's noise.
 
     For a weight ``(out, in)`` and inducing weights ``(M_out, M_in)``, parameters are ``row_factor
@@ -79,7 +77,6 @@ class InducingWeights(MatrixFamily):
     shared: bool = False
     max_conditional_scale: Positive | None = None
     prior_scale: Positive | None = None
-    keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the options."""

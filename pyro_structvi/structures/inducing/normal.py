@@ -17,7 +17,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi._torch import can_read
 from pyro_structvi.linalg.matrices import event_sum, identity_like, kronecker, shrink
-from pyro_structvi.linalg.precision import formed_once
+from pyro_structvi.linalg.precision import grad_cached_property
 from pyro_structvi.linalg.quadrature import bisect
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.augmented import (
@@ -29,10 +29,13 @@ from pyro_structvi.structures.inducing.augmented import (
 from pyro_structvi.structures.kl_between import kl_to_independent, no_closed_form
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
-from pyro_structvi.weights.gaussian import GaussianWeight, IndependentWeight
 from pyro_structvi.weights.kl import JoinedPrior, expected_neg_log_prob, kl_weight_joined
-from pyro_structvi.weights.quantiles import in_front, normal_quantiles, quantiles
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.site_distributions import in_front, normal_quantiles, quantiles
+from pyro_structvi.weights.weight_distribution import (
+    GaussianWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
 
 
 class InducingNormal(AugmentedNormal):
@@ -114,7 +117,7 @@ class InducingNormal(AugmentedNormal):
             joint: The joint prior of W and U.
             inducing: A distribution over ``(M_out, M_in)``: independent normals, a matrix normal, a
                 full covariance, or a :class:`PointMixture`, whose KL is omitted, as for ensembles. None
-                if a guide draws them separately; see :meth:`given`.
+                if a guide draws them separately; see :meth:`condition`.
             conditional_scale: The scale of the conditional noise.
             validate_args: As for the class.
         """
@@ -124,7 +127,7 @@ class InducingNormal(AugmentedNormal):
         AugmentedNormal.__init__(new, joint, inducing, conditional_scale, validate_args)
         return new
 
-    def given(self, whitened: Tensor) -> "GivenInducing":
+    def condition(self, whitened: Tensor) -> "GivenInducing":
         """Return the distribution of W given whitened inducing weights ``(*batch, M_out, M_in)``.
 
         Its KL and density do not count the inducing weights.
@@ -151,19 +154,19 @@ class InducingNormal(AugmentedNormal):
         distance: Tensor = self._around_zero.mahalanobis(difference) - explained.to(v.dtype)
         return distance
 
-    @formed_once
+    @grad_cached_property
     def _around_zero(self) -> ConditionalNormal:
         """The distribution given inducing weights of zero; its covariance does not depend on them."""
         zeros = torch.zeros_like(self.inducing.mean)
         return ConditionalNormal(self.joint, zeros, self.conditional_scale, validate_args=False)
 
-    @formed_once
+    @grad_cached_property
     def _residual(self) -> Tensor:
         """The matrix ``I - B_r B_r' (x) B_c B_c'`` in double, ``(*batch, M_out M_in, M_out M_in)``."""
         g, f = (side.complement.double() for side in (self.joint.rows, self.joint.columns))
         return kronecker(g, identity_like(f)) + kronecker(identity_like(g) - g, f)
 
-    @formed_once
+    @grad_cached_property
     def _seen_covariance(self) -> Tensor:
         r"""The matrix ``I + C Q``, ``Q = ((I - T)^-1 - I) / lambda^2``, C the inducing covariance."""
         identity = identity_like(self._residual)
@@ -243,7 +246,7 @@ def _(distribution: InducingNormal, probs: Tensor) -> Tensor:
         if distribution.is_mixture:
             raise NotImplementedError("There is no rule for the quantiles of nested ensembles.")
         return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
-    given = [distribution.given(member) for member in inducing.members.movedim(-3, 0)]
+    given = [distribution.condition(member) for member in inducing.members.movedim(-3, 0)]
     means, stddev = torch.stack([each.mean for each in given]), given[0].variance.sqrt()
     ends = normal_quantiles(means, stddev, probs)
     wanted = in_front(probs, stddev)
@@ -406,7 +409,7 @@ def _second_moment(inducing: WeightDistribution, gram: Tensor) -> Tensor:
 
 def _spread(inducing: WeightDistribution, gram: Tensor) -> Tensor:
     """Return ``E[D' G D]`` for the deviation D of the inducing weights from their mean."""
-    if inducing.has_independent_elements:
+    if isinstance(inducing, IndependentWeight):
         diagonal = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
         return torch.diag_embed((diagonal @ inducing.variance).squeeze(-2))
     if isinstance(inducing, MatrixNormal):

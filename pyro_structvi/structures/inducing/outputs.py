@@ -9,11 +9,10 @@ from torch.distributions import MultivariateNormal
 
 from pyro_structvi.linalg.factorizations import OrthonormalRows
 from pyro_structvi.linalg.matrices import identity_like, standard_normal
-from pyro_structvi.linalg.precision import autocast_off, floored_sqrt, formed_once
-from pyro_structvi.maps.dense import DenseMap
-from pyro_structvi.maps.linear_map import LinearMap
+from pyro_structvi.linalg.precision import autocast_off, floored_sqrt, grad_cached_property
+from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
-from pyro_structvi.weights.weight_distribution import WeightDistribution
+from pyro_structvi.weights.weight_distribution import IndependentWeight, WeightDistribution
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class InducingSide:
         with autocast_off(factor):
             return cls(factor, diagonal, *OrthonormalRows.apply(factor, diagonal))
 
-    @formed_once
+    @grad_cached_property
     def scale_tril(self) -> Tensor:
         """The factor :math:`L`, ``(*batch, M, M)``, in double precision."""
         factor, square = self.factor.double(), self.diagonal.double().square()
@@ -41,12 +40,12 @@ class InducingSide:
         tril: Tensor = torch.linalg.cholesky_ex(psi).L
         return tril
 
-    @formed_once
+    @grad_cached_property
     def gram(self) -> Tensor:
         """The matrix ``B B'``, ``(*batch, M, M)``."""
         return identity_like(self.complement) - self.complement
 
-    @formed_once
+    @grad_cached_property
     def complement(self) -> Tensor:
         """The matrix ``I - B B' = H H'``, ``(*batch, M, M)``."""
         with autocast_off(self.remainder):
@@ -85,7 +84,7 @@ class MatheronBases:
         ``hidden (..., positions, M_in)`` is :math:`C x`; ``squared`` is :math:`|\sigma x|^2`.
         """
         squares = self.rows.square()
-        if inducing.has_independent_elements:
+        if isinstance(inducing, IndependentWeight):
             spread = hidden.square() @ inducing.variance.mT @ squares
         else:
             seen = inducing.image_under(DenseMap(False), hidden.movedim(-2, 0)).covariance_matrix

@@ -47,7 +47,7 @@ def standard_normal(*batch_shape):
 def test_its_law_is_the_conditional_one(law, batch_shape):
     q = make(law, batch_shape=batch_shape)
     whitened = torch.randn(*batch_shape, *INDUCING)
-    given = q.given(whitened)
+    given = q.condition(whitened)
     gain, noise = dense.conditional_moments(joint_covariance(q.joint), SIZE)
     close(given.mean.flatten(-2), (gain @ whitened.flatten(-2).unsqueeze(-1)).squeeze(-1))
     close(given.covariance_matrix, q.conditional_scale.square()[..., None, None] * noise)
@@ -69,12 +69,12 @@ def test_its_log_prob_is_the_priors_plus_a_ratio_of_conditionals(sample_shape, b
         mean, noise
     ).log_prob(flat)
     prior = Independent(own_prior(q), 2).log_prob(value)
-    close(q.given(whitened).log_prob(value), prior + ratio)
+    close(q.condition(whitened).log_prob(value), prior + ratio)
 
 
 def test_its_divergence_is_that_of_the_noise_and_of_the_priors():
     q, prior = make(WITH_KL["diagonal"], bias_scale=True), other_prior()
-    given, scale = q.given(torch.randn(INDUCING)), q.conditional_scale
+    given, scale = q.condition(torch.randn(INDUCING)), q.conditional_scale
     noise = SIZE * (scale.square() / 2 - scale.log() - 0.5)
     close(kl_divergence(given, own_prior(q)), noise)
     mean, variance = ORACLE.mean(given), ORACLE.covariance(given).diagonal().reshape(MATRIX)
@@ -95,11 +95,11 @@ def test_the_two_parts_add_up_to_the_divergence_on_average(law):
     expected = kl_divergence(q, prior)
 
     def by_divergences():
-        return kl_divergence(q.given(auxiliary.rsample()), prior) + auxiliary.kl()
+        return kl_divergence(q.condition(auxiliary.rsample()), prior) + auxiliary.kl()
 
     def by_densities():
         whitened = auxiliary.rsample()
-        given = q.given(whitened)
+        given = q.condition(whitened)
         weight = given.rsample()
         log_ratio = given.log_prob(weight) - prior.log_prob(weight).sum()
         return log_ratio + auxiliary.log_prob(whitened)
@@ -115,7 +115,7 @@ def test_at_the_prior_nothing_is_lost_for_any_draw():
     q = q.from_inducing(joint, MeanFieldNormal(torch.zeros(INDUCING), 1.0), 1.0)
     auxiliary = Auxiliary(q.inducing, standard_normal())
     whitened = auxiliary.rsample()
-    given = q.given(whitened)
+    given = q.condition(whitened)
     weight = given.rsample()
     close(auxiliary.log_prob(whitened), torch.tensor(0.0))
     close(given.log_prob(weight), own_prior(q).log_prob(weight).sum())

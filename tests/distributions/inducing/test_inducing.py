@@ -272,5 +272,5 @@ def test_inducing_weights_that_are_drawn_elsewhere_leave_no_law():
             ask()
     whitened = torch.randn(2, *INDUCING)
     expected = ConditionalNormal(q.joint, whitened, 0.5)
-    close(q.given(whitened).covariance_matrix, expected.covariance_matrix)
-    close(q.given(whitened).mean, expected.mean)
+    close(q.condition(whitened).covariance_matrix, expected.covariance_matrix)
+    close(q.condition(whitened).mean, expected.mean)

@@ -55,11 +55,11 @@ def test_a_draw_of_outputs_forms_nothing_of_the_weights_size(join):
 @pytest.mark.parametrize(
     ("shape", "image_size", "ways"),
     [
-        ((8, 4, 3, 3), 6, ("weight",)),
+        ((8, 4, 3, 3), 6, ("weight", "outputs")),
         ((6, 2000), None, ("outputs", "weight")),
         ((80, 2000), None, ("outputs", "factors", "weight")),
         ((500, 300, 3, 3), 3, ("outputs", "factors", "weight")),
-        ((80, 20, 3, 3), 3, ("factors", "weight")),
+        ((80, 20, 3, 3), 3, ("factors", "weight", "outputs")),
     ],
     ids=["few inputs", "thin", "dense", "many inputs", "some inputs"],
 )

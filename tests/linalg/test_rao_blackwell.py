@@ -3,21 +3,23 @@
 import pytest
 import torch
 
-from pyro_structvi.structures.full_covariance import draw_by_seen_noise
+from pyro_structvi.structures.full_covariance import rao_blackwell_sample
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def gradient(columns, noise, function):
     columns = columns.detach().requires_grad_()
-    drawn = draw_by_seen_noise(columns, noise)
+    drawn = rao_blackwell_sample(columns, noise)
     return drawn.detach(), torch.autograd.grad(function(drawn).sum(), columns)[0]
 
 
 def test_values_are_those_of_all_noise():
     columns, noise = torch.randn(2, 7, 3), torch.randn(5, 2, 7)
     expected = torch.einsum("sbd,bde->sbe", noise, columns)
-    torch.testing.assert_close(draw_by_seen_noise(columns, noise), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        rao_blackwell_sample(columns, noise), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_the_gradient_is_the_mean_of_that_of_the_noise_given_the_draws():

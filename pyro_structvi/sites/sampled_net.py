@@ -1,4 +1,4 @@
-"""One set of weights for a net: as a plain net of the user's class, or for a block of code."""
+"""Plain nets with weights of the posterior, and blocks of code with a fixed sample."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +16,14 @@ from pyro_structvi.weights.site_role import SiteRole
 
 @checked
 def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """Return a plain net of the class that was made Bayesian, with weights of the posterior.
+    """Return a copy of the net in its original class, with weights of the posterior.
 
-    It is a copy: it generates, merges adapters, and is trained, saved and exported as any net. A layer
-    that :class:`RankOne` or :class:`WalshHadamard` made stays one, with its factors as parameters.
+    Layers of :class:`RankOne` and :class:`WalshHadamard` keep their class, with their factors as
+    parameters.
 
     Args:
         self: The guide.
-        draw: Values by site, as :meth:`draw` returns them; those of :meth:`median` when None.
+        draw: Values by site, as from :meth:`draw`; the result of :meth:`median` when None.
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.
@@ -47,25 +47,25 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
 
 
 def _outermost(module: Any) -> list[nn.Module]:
-    """Return the nets that were made Bayesian in a module, each as a whole."""
+    """Return the outermost Bayesian nets in a module."""
     if isinstance(module, RandomModule) or not isinstance(module, nn.Module):
         return [module] * isinstance(module, nn.Module)
     return [found for child in module.children() for found in _outermost(child)]
 
 
 @checked
-def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "OneDraw":
-    """Let the model use one draw of the posterior in this block, in all its calls.
+def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
+    """Use one sample of the posterior in all calls of the model in a block.
 
-    The draw is differentiable in the guide's parameters where gradients are on. Guides and
-    :func:`predict` draw inside of the block as they do elsewhere.
+    It is differentiable by the parameters of the guide. Guides and :func:`predict` sample as usual
+    inside of the block.
 
     Args:
         self: The guide.
-        draw: Values by site; drawn by :meth:`draw` when None.
+        draw: Values by site; the result of :meth:`draw` when None.
 
     Returns:
-        The block's context, which gives the draw.
+        A context manager that returns the values.
 
     Raises:
         ValueError: If a site has no value, or one of another shape than the model's.
@@ -86,17 +86,17 @@ def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "OneDraw":
             f"`draw` must have a value for each site, but {sorted(missing)} are missing. Pass one draw, "
             "as `guide.draw()` returns it."
         )
-    return OneDraw(values)
+    return FixedDraw(values)
 
 
-class OneDraw(Messenger):
-    """Gives the sites of a model values, wherever nothing else does; a guide's sites stay its own.
+class FixedDraw(Messenger):
+    """A handler that gives values to the sites of a model, not of a guide, that have none.
 
     Args:
         values: The values, by site.
     """
 
-    is_one_draw = True
+    fixes_draw = True
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class OneDraw(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         value, role = self.values.get(msg["name"]), SiteRole.of(msg)
-        if value is None or msg["value"] is not None or role.use is not None or role.is_part:
+        if value is None or msg["value"] is not None or role.use is not None or role.is_slice:
             return
         expected = msg["fn"].shape()
         if value.shape != expected:

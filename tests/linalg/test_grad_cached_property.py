@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import LogScaleNormal
-from pyro_structvi.linalg.precision import formed_once
+from pyro_structvi.linalg.precision import grad_cached_property
 
 MODES = pytest.mark.parametrize(
     ("made", "read"),
@@ -18,7 +18,7 @@ class Squares:
         self.value, self.count = value, 0
         self._with_grad = torch.is_grad_enabled()
 
-    @formed_once
+    @grad_cached_property
     def squares(self):
         """The squares."""
         self.count += 1

@@ -1,0 +1,102 @@
+"""Multi-head attention with projections by ``F.linear``."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_NOT_SERVED = ("bias_k", "bias_v", "static_k", "static_v")
+
+Attended = tuple[Tensor, Tensor | None]
+
+
+def read_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
+    """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`.
+
+    The projections are calls of ``F.linear`` with the examples first, as required by local
+    reparameterization; torch has the positions first.
+
+    Returns:
+        A function that computes the result; None for cross-attention with a packed weight, which has
+        several inputs, and where a position is added to the keys.
+    """
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    is_self = call["query"] is call["key"] is call["value"]
+    is_served = is_self or call["use_separate_proj_weight"]
+    if (
+        not is_served
+        or call["add_zero_attn"]
+        or any(call[name] is not None for name in _NOT_SERVED)
+    ):
+        return None
+    return partial(_attend, call)
+
+
+def _attend(call: Mapping[str, Any]) -> Attended:
+    is_batched = call["query"].dim() == 3
+    heads, dropout = call["num_heads"], call["dropout_p"] if call["training"] else 0.0
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in _project(call))
+    mask = _additive_mask(call["attn_mask"], call["key_padding_mask"], q)
+    weights = None
+    if call["need_weights"]:
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        if dropout:
+            weights = F.dropout(weights, dropout)
+        mixed = weights @ v
+        weights = weights.mean(1) if call["average_attn_weights"] else weights
+        weights = weights if is_batched else weights.squeeze(0)
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+    joined = mixed.transpose(1, 2).flatten(2)
+    outputs = F.linear(joined, call["out_proj_weight"], call["out_proj_bias"])
+    return (outputs.transpose(0, 1) if is_batched else outputs.squeeze(0)), weights
+
+
+def _project(call: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, each ``(batch, length, dim)``."""
+    names = ("query", "key", "value")
+    if not call["use_separate_proj_weight"]:
+        x = _batch_first(call["query"])
+        return F.linear(x, call["in_proj_weight"], call["in_proj_bias"]).chunk(3, dim=-1)
+    packed = call["in_proj_bias"]
+    biases = (None, None, None) if packed is None else packed.chunk(3)
+    weights = (call[f"{name[0]}_proj_weight"] for name in names)
+    return tuple(
+        F.linear(_batch_first(call[name]), weight, bias)
+        for name, weight, bias in zip(names, weights, biases, strict=True)
+    )
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1) if x.dim() == 3 else x.unsqueeze(0)
+
+
+def _additive_mask(
+    attention_mask: Tensor | None, padding_mask: Tensor | None, query: Tensor
+) -> Tensor | None:
+    """Return the sum of both masks, in the shape of scores ``(batch, heads, length, length)``."""
+    total = None
+    if attention_mask is not None:
+        total = _as_numbers(attention_mask, query)
+        if total.dim() == 3:
+            total = total.unflatten(0, query.shape[:2])
+    if padding_mask is not None:
+        padding = _as_numbers(padding_mask, query)
+        padding = padding.reshape(query.shape[0], 1, 1, -1)
+        total = padding if total is None else total + padding
+    return total
+
+
+def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:
+    """Return an additive mask; minus infinity where a boolean mask is true."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

@@ -1,0 +1,262 @@
+"""Point masses, auxiliary variables, and quantiles of posteriors."""
+
+from functools import singledispatch
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import Delta, TransformedDistribution
+from pyro.distributions import Distribution as PyroDistribution
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor, nn
+from torch.distributions import Distribution, Normal, constraints, kl_divergence, register_kl
+from torch.special import ndtri
+
+from pyro_structvi._checks import check_finite, check_shape, checked, validates
+from pyro_structvi.linalg.matrices import event_sum
+from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.weights.arguments import as_expanded, as_size, check_parameters, check_value
+from pyro_structvi.weights.kl import expected_neg_log_prob, normal_cross_entropy
+from pyro_structvi.weights.torch_distributions import base_of
+from pyro_structvi.weights.weight_distribution import GaussianWeight
+
+
+class PointMass(Delta):
+    r"""A point mass whose divergence from a prior p is :math:`E[-\log p(w)]`, in nats.
+
+    This is the KL without the infinite entropy of a point, so that a guide of points has the loss of a
+    maximum a posteriori estimate. ``log_prob`` is zero at the value.
+
+    Args:
+        value: The value, ``(*batch, *event)``.
+        event_dim: The number of trailing dimensions of the event.
+        mean: The mean of the distribution that the value was sampled from, if it was.
+        variance: Its variance.
+        validate_args: Whether to check arguments; Pyro's setting when None.
+
+    Raises:
+        ValueError: If a tensor is not finite, or of another shape than ``value``, or if ``event_dim`` is
+            negative or larger than the dimensions of the value.
+
+    Example:
+        >>> from pyro.distributions import Normal
+        >>> from torch.distributions import kl_divergence
+        >>> q = PointMass(torch.tensor([1.0, 2.0]), event_dim=1)
+        >>> prior = Normal(torch.zeros(2), 1.0).to_event(1)
+        >>> kl_divergence(q, prior) == -prior.log_prob(q.v)
+        tensor(True)
+    """
+
+    @checked
+    def __init__(
+        self,
+        value: Tensor,
+        event_dim: int,
+        mean: Tensor | None = None,
+        variance: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        if validates(validate_args):
+            given = {"value": value, "mean": mean, "variance": variance}
+            tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+            check_parameters(self, tensors, event_dim)
+            for name, tensor in tensors.items():
+                check_finite(name, tensor)
+                check_shape(name, tensor, value.shape, "that of `value`")
+            if variance is not None and bool((variance < 0).any()):
+                raise ValueError("`variance` must be at least 0 everywhere, but is not.")
+        super().__init__(value, event_dim=event_dim, validate_args=False)
+        self._mean, self._variance = mean, variance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the value; a view of a parameter, which a module would register."""
+        value: Tensor = self.v
+        return value.view_as(value) if isinstance(value, nn.Parameter) else value
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Return a copy of the value."""
+        draw: Tensor = super().rsample(as_size("sample_shape", sample_shape))
+        return draw.clone()
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean, of the value's shape."""
+        return self.v if self._mean is None else self._mean
+
+    @property
+    def mode(self) -> Tensor:
+        """The value itself."""
+        value: Tensor = self.v
+        return value
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each element, of the value's shape."""
+        return torch.zeros_like(self.v) if self._variance is None else self._variance
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The sum of the variances, ``(*batch_shape,)``."""
+        if self._variance is None:
+            known: Tensor = self.v.new_zeros(self.batch_shape)
+            return known
+        return event_sum(self._variance, self.event_dim)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the value is fixed, not sampled."""
+        return self._variance is None
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
+        """Return this point with a larger batch shape, sharing memory."""
+        shape = as_expanded(batch_shape, self.batch_shape) + self.event_shape
+        moments = (None if m is None else m.expand(shape) for m in (self._mean, self._variance))
+        mean, variance = moments
+        return PointMass(self.v.expand(shape), self.event_dim, mean, variance, validate_args=False)
+
+
+@register_kl(PointMass, PyroDistribution)  # Pyro has a rule for Delta and this class
+def _kl_point_mass(q: PointMass, p: Any) -> Tensor:
+    """The expected negative log density, in closed form or at a fixed value."""
+    base = base_of(p)
+    if isinstance(base, Normal):
+        return normal_cross_entropy(q, base)
+    if not q.is_known:
+        return event_sum(expected_neg_log_prob(q.mean, q.variance, p), q.event_dim)
+    nats: Tensor = -p.log_prob(q.v)
+    return event_sum(nats, nats.dim() - len(q.batch_shape))
+
+
+class Auxiliary(TorchDistribution):
+    r"""The posterior of an auxiliary variable of a guide, with ``log_prob`` relative to its prior.
+
+    With an auxiliary variable U and weights W the evidence is bounded by :math:`E[\log p(y, W) +
+    \log r(U \mid W) - \log q(W, U)]`. If r follows from a joint prior p(U) p(W | U) with the marginal
+    p(W), then U contributes ``log q(U) - log p(U)`` to the KL, and W contributes ``log q(W | U) -
+    log p(W | U)``.
+
+    Without a prior the variable is a part of W, and the site of W has all of ``log p(W)``.
+
+    Args:
+        posterior: The distribution of the variable in the guide.
+        prior: Its distribution in the joint prior, or None.
+    """
+
+    has_rsample = True
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    @checked
+    def __init__(self, posterior: Distribution, prior: Distribution | None = None) -> None:
+        self.posterior: Any = posterior
+        self.prior: Any = prior
+        super().__init__(posterior.batch_shape, posterior.event_shape, validate_args=False)
+
+    @constraints.dependent_property(is_discrete=False)
+    def support(self) -> Any:
+        """The support of the posterior."""
+        return self.posterior.support
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the posterior."""
+        mean: Tensor = self.posterior.mean
+        return mean
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each element in the posterior."""
+        variance: Tensor = self.posterior.variance
+        return variance
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Sample the posterior."""
+        draw: Tensor = self.posterior.rsample(as_size("sample_shape", sample_shape))
+        return draw
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return ``log q - log p``, in nats; without a prior ``log q``."""
+        if self.posterior._validate_args:
+            shapes = self.batch_shape, self.event_shape
+            check_value(value, "posterior", self.posterior.mean, *shapes)
+        ratio: Tensor = self.posterior.log_prob(value)
+        return ratio if self.prior is None else ratio - self.prior.log_prob(value)
+
+    def kl(self) -> Tensor:
+        """Return the mean of :meth:`log_prob`: a KL, or minus an entropy without a prior."""
+        with autocast_off(self.posterior.mean):
+            if self.prior is None:
+                nats: Tensor = -self.posterior.entropy()
+                return nats
+            return kl_divergence(self.posterior, self.prior)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "Auxiliary":
+        """Return this with a larger batch shape."""
+        batch_shape = as_expanded(batch_shape, self.batch_shape)
+        prior = None if self.prior is None else self.prior.expand(batch_shape)
+        return Auxiliary(self.posterior.expand(batch_shape), prior)
+
+
+@singledispatch
+def quantiles(distribution: Any, probs: Tensor) -> Tensor:
+    """Return marginal quantiles of each element.
+
+    Quantiles of a transformed distribution are transformed: they are exact for elementwise bijections,
+    and for others, such as a simplex, they are images of unconstrained quantiles. Quantiles of K equally
+    likely points are interpolated, as by :func:`torch.quantile`.
+
+    Args:
+        distribution: A posterior.
+        probs: Numbers from 0 to 1, ``(num,)``.
+
+    Returns:
+        The quantiles, ``(num, *batch_shape, *event_shape)``.
+
+    Raises:
+        NotImplementedError: If there is no rule for this kind of distribution.
+
+    Example:
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> q = MeanFieldNormal(torch.tensor([0.0, 10.0]), torch.tensor([1.0, 2.0]))
+        >>> quantiles(q, torch.tensor([0.5, 0.975])).round(decimals=2)
+        tensor([[ 0.0000, 10.0000],
+                [ 1.9600, 13.9200]])
+    """
+    raise NotImplementedError(f"There is no rule for the quantiles of {type(distribution)}.")
+
+
+@quantiles.register
+def _(distribution: GaussianWeight, probs: Tensor) -> Tensor:
+    return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
+
+
+@quantiles.register
+def _(distribution: PointMass, probs: Tensor) -> Tensor:
+    return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
+
+
+@quantiles.register
+def _(distribution: TransformedDistribution, probs: Tensor) -> Tensor:
+    """Transform quantiles by a bijection, which may be decreasing."""
+
+    def image(probs: Tensor) -> Tensor:
+        values = quantiles(distribution.base_dist, probs)
+        for transform in distribution.transforms:
+            values = transform(values)
+        return values
+
+    try:
+        _ = [transform.sign for transform in distribution.transforms]
+    except NotImplementedError:  # not elementwise
+        return image(probs)
+    ends, wanted = torch.stack([image(probs), image(1 - probs)]), in_front(probs, image(probs)[0])
+    return torch.where(wanted < 0.5, ends.amin(0), ends.amax(0))
+
+
+def normal_quantiles(mean: Tensor, stddev: Tensor, probs: Tensor) -> Tensor:
+    """Return quantiles of normals, ``(num, *shape)``; a scale may be zero."""
+    at = ndtri(in_front(probs, mean))
+    return torch.where(stddev > 0, mean + stddev * at, mean)
+
+
+def in_front(probs: Tensor, like: Tensor) -> Tensor:
+    """Return probabilities ``(num, 1, ...)`` that broadcast to a tensor."""
+    return probs.reshape(-1, *(1 for _ in range(like.dim())))
