@@ -21,7 +21,7 @@ from pyro_structvi.reference.draws import ChainDraws, split_r_hat
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.weights.gaussian import GaussianWeight
+from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 PILOT_DRAWS = 100  # of a guide, for the scales of sites without a Gaussian posterior
 MEMORY = 150  # steps that the adaptation of the step size remembers
@@ -484,7 +484,8 @@ def _gradients(
 
     def replay(positions: Tensor) -> tuple[Tensor, Tensor]:
         value, gradient = record([positions])
-        assert value is not None and gradient is not None
+        assert value is not None
+        assert gradient is not None
         return value, gradient
 
     return replay
