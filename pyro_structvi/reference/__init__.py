@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pyro_structvi.reference.draws import ChainDraws, split_r_hat
+from pyro_structvi.reference.draws import ChainDraws
 from pyro_structvi.reference.mclmc import NotMixedWarning, mclmc
 
 if TYPE_CHECKING or (find_spec("jax") and find_spec("numpyro")):
@@ -17,7 +17,6 @@ __all__ = [
     "NotMixedWarning",
     "mclmc",
     "nuts",
-    "split_r_hat",
     "to_numpyro",
 ]
 

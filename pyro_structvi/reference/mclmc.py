@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 from tqdm.auto import tqdm
 
-from pyro_structvi._checks import Count, Positive, Program, check, checked, warn_user
+from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn_user
+from pyro_structvi.infer.batches import TensorBatches, as_batches
 from pyro_structvi.infer.steps.recording import Record
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.draws import ChainDraws, split_r_hat
@@ -56,10 +57,10 @@ def mclmc(
         + \text{noise},
 
     and its stationary distribution of z is the posterior. The coordinates are the noise of Gaussian
-    posteriors, :math:`W = \mu + A z` with the factor A of their structure, so that the guide's covariance
-    is the preconditioner; unconstrained values in units of the guide's standard deviation for other
-    sites. All chains run in one pass of :func:`torch.func.vmap`, without translation of the model. Chains
-    start at separate draws of the guide, or at the members of an ensemble.
+    posteriors, :math:`W = \mu + A z` with the factor A of their structure, so that the covariance of the
+    guide is the preconditioner; other sites have unconstrained values in units of the guide's standard
+    deviation. All chains run in one pass of :func:`torch.func.vmap`, without translation of the model.
+    They start at separate draws of the guide, or at the members of an ensemble.
 
     The step size is tuned in the warm-up so that the variance of the energy's change per dimension is
     ``energy_variance``, and the decoherence length to the width of the posterior. Without a
@@ -70,12 +71,13 @@ def mclmc(
     Args:
         model: The model, in evaluation mode during sampling. Its point estimates stay fixed.
         guide: A guide that has been initialized and usually fitted.
-        data: All data, a tuple of the model's arguments or a mapping of its keyword arguments.
+        data: All data, a tuple ``(x, y)`` of tensors, the model's arguments.
         num_warmup: Number of tuning steps of each chain.
         num_samples: Number of draws of each chain, at least 4.
         num_chains: Number of chains.
         thinning: Number of steps, or of Metropolis-Hastings transitions, for each draw.
-        energy_variance: Target variance of the energy's change in a step, per dimension, in nats squared.
+        energy_variance: Target variance of the energy's change in a step, per dimension, in squared
+            nats.
         adjusted: Whether each trajectory is accepted or rejected, so that the posterior is exact.
         seed: Seed of the chains.
         progress: Whether to show a progress bar.
@@ -107,7 +109,7 @@ def mclmc(
         torch.Size([800, 1, 1])
 
     References:
-        Robnik, De Luca, Silverstein and Seljak (2023), "Microcanonical Hamiltonian Monte Carlo", JMLR 24;
+        Robnik, De Luca, Silverstein and Seljak (2023), "Microcanonical Hamiltonian Monte Carlo", JMLR;
         Robnik and Seljak (2023), "Fluctuation without dissipation: microcanonical Langevin Monte Carlo";
         Robnik, Cohn-Gordon and Seljak (2025), "Metropolis adjusted microcanonical Hamiltonian Monte
         Carlo"; Sommer, Robnik, Nozadze, Seljak and Ruegamer (2025), "Microcanonical Langevin ensembles:
@@ -117,7 +119,7 @@ def mclmc(
         raise ValueError(
             f"`num_samples` must be at least 4, so that R-hat can be computed, but got {num_samples}."
         )
-    args, kwargs = _arguments(data)
+    args = _arguments(data, guide)
     if not guide.is_initialized:
         raise ValueError(
             "`guide` must be initialized, but it has not found the sites of `model`. Fit it, or call "
@@ -125,7 +127,7 @@ def mclmc(
         )
     with separate_randomness(), evaluation_mode(model), evaluation_mode(guide):
         pyro.set_rng_seed(seed)
-        target = LogJoint(model, guide, args, kwargs)
+        target = LogJoint(model, guide, args)
         starts = [target.start(guide.draw(number=number)) for number in range(num_chains)]
         chains = _Chains(target, torch.stack(starts))
         transition = chains.transition if adjusted else chains.step
@@ -143,11 +145,14 @@ def mclmc(
         return _as_draws(target, chains, states, stats)
 
 
-def _arguments(data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(data, Mapping):
-        return (), dict(data)
-    check("data", data, tuple)
-    return tuple(data), {}
+def _arguments(data: Any, guide: StructuredGuide) -> tuple[Any, ...]:
+    batches = as_batches(data, None, next((p.device for p in guide.parameters()), None))
+    if not isinstance(batches, TensorBatches):
+        raise TypeError(
+            "`data` must be a tuple of tensors with all examples, since each step needs all the data, "
+            f"but got {brief(data)}. Write `mclmc(model, guide, (x, y))`."
+        )
+    return batches.data
 
 
 @contextmanager
@@ -236,7 +241,6 @@ class LogJoint:
         model: The model.
         guide: The guide.
         args: The arguments of the model.
-        kwargs: Its keyword arguments.
 
     Attributes:
         size: The number D of coordinates.
@@ -247,11 +251,10 @@ class LogJoint:
         model: Callable[..., Any],
         guide: StructuredGuide,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
     ) -> None:
-        self._model, self._args, self._kwargs = model, args, kwargs
+        self._model, self._args = model, args
         with poutine.block():
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
+            trace = poutine.trace(model).get_trace(*args)
         latent = {
             name: node
             for name, node in trace.iter_stochastic_nodes()
@@ -300,7 +303,7 @@ class LogJoint:
         values, jacobian = self.values_at(coordinates)
         with poutine.block(), pyro.validation_enabled(False):
             conditioned = poutine.condition(self._model, data=values)
-            trace = poutine.trace(conditioned).get_trace(*self._args, **self._kwargs)
+            trace = poutine.trace(conditioned).get_trace(*self._args)
             log_joint: Tensor = trace.log_prob_sum()
         return log_joint + jacobian
 

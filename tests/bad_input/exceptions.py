@@ -25,6 +25,8 @@ FINE = {
     "*.init_scale": "huge, fraction",
     "*.max_memory": "huge, fraction",
     "nuts.seed": "zero, negative, huge",
+    "mclmc.seed": "zero, negative, huge",
+    "mclmc.energy_variance": "huge",
     "tie_scales.steps": "zero",
     "*.padding": "zero",
     "*.num_data": "huge",
@@ -134,6 +136,8 @@ EXCEPTIONS = {
         "laplace_variances.num_samples": "huge",
         "StructuredELBO.num_particles": "huge",
         "nuts.num_*": "huge",
+        "mclmc.num_*": "huge",
+        "mclmc.thinning": "huge",
         "tie_scales.steps": "huge",
     },
     "values on a device are read only where they are scored, so as not to wait for it": {

@@ -19,6 +19,13 @@ from tests.bad_input.samples import (
     targets,
 )
 
+
+def initialized_parts():
+    parts = model_and_guide()
+    parts["guide"].initialize(inputs(), targets())
+    return parts
+
+
 PERIOD = {"num_steps": 10, "start": 0.0, "end": 0.5}
 
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
@@ -133,6 +140,18 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "full_covariance_from": lambda: {"guide": ps.MeanFieldGuide(regressor()), "max_memory": 1.0},
     "tie_scales": lambda: {"scale": positive(4, 3), "rank": 2, "steps": 5},
     "to_numpyro": lambda: {"model": regressor()},
+    "mclmc": lambda: {
+        **initialized_parts(),
+        "data": (inputs(), targets()),
+        "num_warmup": 2,
+        "num_samples": 4,
+        "num_chains": 2,
+        "thinning": 1,
+        "energy_variance": 1e-3,
+        "adjusted": False,
+        "seed": 0,
+        "progress": False,
+    },
     "nuts": lambda: {
         "model": regressor(),
         "x": inputs(),

@@ -15,7 +15,15 @@ MODULES = [
 
 # Made by the library and handed to users; not called by them.
 RECORDS = {
-    *("ELBOTerms", "History", "MemoryEstimate", "NUTSDraws", "Prediction", "PruningReport"),
+    *(
+        "ELBOTerms",
+        "History",
+        "MemoryEstimate",
+        "ChainDraws",
+        "NUTSDraws",
+        "Prediction",
+        "PruningReport",
+    ),
     *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
     *("DetectionScores", "RegressionScores", "RiskCoverage"),
     *("Coverage", "GradientNoise", "ImportanceDiagnosis"),
@@ -84,7 +92,7 @@ def user_methods(cls):
         name: method
         for name, method in methods.items()
         if inspect.isroutine(method)
-        and getattr(method, "__module__", "").startswith("pyro_structvi")
+        and (getattr(method, "__module__", "") or "").startswith("pyro_structvi")
         and has_arguments(method, skip=not inspect.ismethod(method))
     }
 

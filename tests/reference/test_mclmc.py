@@ -13,7 +13,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.reference import mclmc as sample
-from pyro_structvi.reference import split_r_hat
+from pyro_structvi.reference.draws import split_r_hat
 from pyro_structvi.reference.mclmc import LogJoint, _Chains, _kick
 from tests.models import make_regressor, regression_data
 
@@ -68,7 +68,7 @@ def test_the_density_is_the_log_joint_in_the_coordinates_of_the_guide(make_guide
     data = regression_data()
     guide = make_guide(model)
     guide.initialize(*data)
-    target = LogJoint(model, guide, data, {})
+    target = LogJoint(model, guide, data)
     positions = torch.randn(2, target.size)
     found = [target(position) for position in positions]
     expected = []
@@ -105,7 +105,7 @@ def test_the_change_of_the_energy_falls_with_the_cube_of_the_step():
     model, data, *_ = linear_regression()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    target = LogJoint(model, guide, data, {})
+    target = LogJoint(model, guide, data)
     start = 0.1 * torch.randn(64, target.size)
 
     def error(step_size):
@@ -134,7 +134,7 @@ def test_chains_start_at_the_members_of_an_ensemble():
     model, data = make_regressor(), regression_data()
     guide = ps.EnsembleGuide(model, size=3)
     guide.initialize(*data)
-    target = LogJoint(model, guide, data, {})
+    target = LogJoint(model, guide, data)
     for number in range(3):
         draw = guide.draw(number=number)
         values, _ = target.values_at(target.start(draw))
@@ -192,8 +192,8 @@ def test_what_cannot_be_sampled_is_refused():
     guide.initialize(*data)
     with pytest.raises(ValueError, match="`num_samples` must be at least 4"):
         sample(model, guide, data, num_samples=3)
-    with pytest.raises(TypeError, match="`data` must be a tuple"):
-        sample(model, guide, [*data])
+    with pytest.raises(TypeError, match="`data` must be a tuple of tensors with all examples"):
+        sample(model, guide, [data])
 
     def larger(x, y):
         pyro.sample("extra", dist.Normal(0.0, 1.0))
