@@ -456,7 +456,8 @@ def _kick(velocity: Tensor, gradient: Tensor, time: float) -> tuple[Tensor, Tens
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(dim=-1, keepdim=True)
+    unit: Tensor = vectors / vectors.norm(dim=-1, keepdim=True)
+    return unit
 
 
 def _gradients(
