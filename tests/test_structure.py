@@ -9,6 +9,8 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+from tests.mutation import targets
+
 PACKAGE = Path(__file__).parents[1] / "pyro_structvi"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 520  # lines of a file
@@ -133,3 +135,12 @@ def test_every_folder_is_a_package_and_every_file_is_kept():
     command = ["git", "check-ignore", "--no-index", "--stdin"]
     ignored = subprocess.run(command, input=files, cwd=PACKAGE, capture_output=True, text=True)
     assert (ignored.stdout, ignored.stderr) == ("", "")
+
+
+def test_mutated_modules_exist_and_have_tests():
+    assert all([*targets.ROOT.glob(pattern)] for pattern in targets.MUTATED)
+    modules = targets.modules()
+    assert {*targets.TESTS} <= {Path(m).stem for m in modules} | {
+        str(Path(m).parent).removeprefix("pyro_structvi/") for m in modules
+    }
+    assert all(targets.tests_of(module) for module in modules)

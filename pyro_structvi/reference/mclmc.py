@@ -43,7 +43,7 @@ def mclmc(
     num_warmup: Count = 2000,
     num_samples: Count = 500,
     num_chains: Count = 8,
-    thinning: Count = 10,
+    thinning: Count | None = None,
     energy_variance: Positive = 5e-4,
     adjusted: bool = False,
     seed: int = 0,
@@ -64,9 +64,9 @@ def mclmc(
 
     The step size is tuned in the warm-up so that the variance of the energy's change per dimension is
     ``energy_variance``, and the decoherence length to the width of the posterior. Without a
-    Metropolis-Hastings step draws are biased by the discretization; for a Gaussian target the relative
-    bias of variances is of the order of the square root of ``energy_variance`` (2 % by default).
-    ``adjusted=True`` removes it, at several times the cost.
+    Metropolis-Hastings step draws are biased by the discretization, the less the smaller
+    ``energy_variance`` is. ``adjusted=True`` removes the bias: a transition is a trajectory of about one
+    decoherence length, many steps, and is accepted or rejected as a whole.
 
     Args:
         model: The model, in evaluation mode during sampling. Its point estimates stay fixed.
@@ -75,7 +75,8 @@ def mclmc(
         num_warmup: Number of tuning steps of each chain.
         num_samples: Number of draws of each chain, at least 4.
         num_chains: Number of chains.
-        thinning: Number of steps, or of Metropolis-Hastings transitions, for each draw.
+        thinning: Number of steps for each draw, 10 when None; with ``adjusted`` number of transitions, 1
+            when None.
         energy_variance: Target variance of the energy's change in a step, per dimension, in squared
             nats.
         adjusted: Whether each trajectory is accepted or rejected, so that the posterior is exact.
@@ -84,15 +85,16 @@ def mclmc(
 
     Returns:
         The draws by site, ``(num_chains * num_samples, *shape)``, for :func:`~pyro_structvi.predict` and
-        :func:`~pyro_structvi.to_inference_data`. Their ``sample_stats`` have ``lp``, the log joint in
-        unconstrained coordinates up to a constant, ``energy_change``, ``step_size`` and
-        ``decoherence_length``; for ``adjusted=True`` ``acceptance_rate``, too. After an interrupt from
-        the keyboard they are the draws so far.
+        :func:`~pyro_structvi.to_inference_data`. Their ``r_hat`` is that of the log joint, and their
+        ``sample_stats`` have ``lp``, the log joint in unconstrained coordinates up to a constant,
+        ``energy_change``, ``step_size`` and ``decoherence_length``; for ``adjusted=True``
+        ``acceptance_rate``, too. After an interrupt from the keyboard they are the draws so far, if
+        there are four of each chain.
 
     Raises:
         TypeError: If an argument has another type.
-        ValueError: If an argument is out of range, the guide is not initialized, or sites of the model
-            are missing in it.
+        ValueError: If an argument is out of range, the guide is not initialized, sites of the model are
+            missing in it, or the model has a single latent number.
         RuntimeError: If the model cannot run several draws in one pass, or no chain can move.
 
     Warns:
@@ -131,18 +133,21 @@ def mclmc(
         starts = [target.start(guide.draw(number=number)) for number in range(num_chains)]
         chains = _Chains(target, torch.stack(starts))
         transition = chains.transition if adjusted else chains.step
-        chains.warm_up(num_warmup, energy_variance, adjusted, progress)
-        states: list[Tensor] = []
-        stats: dict[str, list[Tensor]] = {}
-        with _interruptible(), tqdm(total=num_samples, desc="mclmc", disable=not progress) as bar:
+        thinning = thinning or (1 if adjusted else 10)
+        chains.warm_up(num_warmup, energy_variance, progress)
+        stats: dict[str, list[Tensor]] = {"position": [], "lp": []}
+        with (
+            _interruptible(stats),
+            tqdm(total=num_samples, desc="mclmc", disable=not progress) as bar,
+        ):
             for _ in range(num_samples):
                 for _ in range(thinning):
                     found = transition()
-                states.append(chains.position)
-                for name, value in (found | {"lp": chains.log_density}).items():
+                found |= {"position": chains.position, "lp": chains.log_density}
+                for name, value in found.items():
                     stats.setdefault(name, []).append(value)
                 bar.update()
-        return _as_draws(target, chains, states, stats)
+        return _as_draws(target, chains, stats)
 
 
 def _arguments(data: Any, guide: StructuredGuide) -> tuple[Any, ...]:
@@ -156,23 +161,28 @@ def _arguments(data: Any, guide: StructuredGuide) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """End a block at an interrupt from the keyboard."""
+def _interruptible(stats: Mapping[str, list[Tensor]]) -> Iterator[None]:
+    """End a block at an interrupt from the keyboard, if there are enough draws for R-hat."""
     try:
         yield
     except KeyboardInterrupt:
+        if _num_complete(stats) < 4:
+            raise
         warn_user("Interrupted: the draws are those so far.", UserWarning)
 
 
+def _num_complete(stats: Mapping[str, list[Tensor]]) -> int:
+    """Return the number of draws with all statistics, since an interrupt comes between two of them."""
+    return min((len(values) for values in stats.values()), default=0)
+
+
 def _as_draws(
-    target: "LogJoint", chains: "_Chains", states: list[Tensor], stats: dict[str, list[Tensor]]
+    target: "LogJoint", chains: "_Chains", stats: Mapping[str, list[Tensor]]
 ) -> ChainDraws:
-    count = len(states)
-    if count < 4:
-        raise KeyboardInterrupt
-    each = torch.stack(states[:count], 1)  # (chain, draw, D)
-    values = vmap(vmap(lambda state: target.values_at(state)[0]))(each)
-    by_name = {name: torch.stack(list_of[:count], 1) for name, list_of in stats.items()}
+    count = _num_complete(stats)
+    by_name = {name: torch.stack(values[:count], 1) for name, values in stats.items()}
+    each = by_name.pop("position")  # (chain, draw, D)
+    values = vmap(vmap(lambda position: target.values_at(position)[0]))(each)
     size = torch.full(each.shape[:2], chains.step_size)
     length = torch.full(each.shape[:2], chains.length)
     by_name |= {"step_size": size, "decoherence_length": length}
@@ -283,6 +293,11 @@ class LogJoint:
             )
         self._lengths = [each.shape.numel() for each in self._sites]
         self.size = sum(self._lengths)
+        if self.size < 2:
+            raise ValueError(
+                "`model` must have at least two latent numbers, since a velocity of unit length turns, "
+                f"but has {self.size}. Sample it with `pyro.infer.NUTS`."
+            )
 
     def start(self, draw: Mapping[str, Tensor]) -> Tensor:
         """Return the coordinates ``(D,)`` of a draw of the guide."""
@@ -337,7 +352,7 @@ class _Chains:
         self.length = math.sqrt(target.size)
         self.step_size = self.length / 4
 
-    def warm_up(self, count: int, variance: float, adjusted: bool, progress: bool) -> None:
+    def warm_up(self, count: int, variance: float, progress: bool) -> None:
         """Tune the step size by the energy's change, and the length by the width of the posterior."""
         size = self.position.shape[-1]
         moments = _Moments()

@@ -14,7 +14,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.draws import split_r_hat
-from pyro_structvi.reference.mclmc import LogJoint, _Chains, _kick
+from pyro_structvi.reference.mclmc import LogJoint, _Chains, _interruptible, _kick
 from tests.models import make_regressor, regression_data
 
 NOISE, PRIOR = 0.5, 2.0
@@ -37,7 +37,7 @@ def test_draws_of_a_gaussian_posterior_have_its_moments(make_guide):
     model, data, mean, covariance = linear_regression()
     guide = make_guide(model)
     ps.fit(model, guide, data, num_steps=300, progress=False)
-    draws = sample(model, guide, data, progress=False, thinning=5, adjusted=True, num_warmup=500)
+    draws = sample(model, guide, data, progress=False, thinning=2, adjusted=True, num_warmup=500)
     w = draws["net.weight"].squeeze()
     assert w.shape == (4000, 3)
     tril = torch.linalg.cholesky(covariance)
@@ -48,8 +48,8 @@ def test_draws_of_a_gaussian_posterior_have_its_moments(make_guide):
     assert draws.r_hat < 1.02
 
 
-def test_without_acceptance_the_bias_of_variances_is_small():
-    """At a variance of the energy of 1e-6 per dimension the bias is of the order of 1e-3."""
+def test_without_acceptance_small_steps_have_the_exact_moments():
+    """Within 5 standard errors of a quarter as many effective draws."""
     model, data, mean, covariance = linear_regression()
     guide = ps.FullCovarianceGuide(model)
     ps.fit(model, guide, data, num_steps=300, progress=False)
@@ -178,6 +178,31 @@ def test_an_interrupt_keeps_the_draws_so_far(monkeypatch):
     assert draws["net.weight"].shape == (12, 1, 3)
 
 
+@pytest.mark.parametrize("name", ["position", "lp"])
+def test_an_interrupt_before_enough_draws_or_between_two_statistics(name):
+    complete = [torch.zeros(2)] * 4
+    stats = {"position": complete, "lp": complete, name: complete[:3]}
+    with pytest.raises(KeyboardInterrupt), _interruptible(stats):
+        raise KeyboardInterrupt
+    stats[name] = [*complete, complete[0]]
+    with pytest.warns(UserWarning, match="Interrupted"), _interruptible(stats):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
+def test_a_draw_is_one_trajectory_or_ten_steps():
+    model, data, *_ = linear_regression()
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*data)
+    options = {"num_warmup": 20, "num_samples": 4, "num_chains": 2, "progress": False}
+    for adjusted, thinning in ((False, 10), (True, 1)):
+        by_default, chosen = (
+            sample(model, guide, data, adjusted=adjusted, thinning=each, **options)["net.weight"]
+            for each in (None, thinning)
+        )
+        torch.testing.assert_close(by_default, chosen, rtol=0, atol=0)
+
+
 def test_split_r_hat_is_that_of_arviz():
     values = torch.randn(3, 10, 2) + torch.arange(3.0).reshape(3, 1, 1)
     own = [az.rhat(values[..., i].numpy(), method="split") for i in range(2)]
@@ -194,6 +219,12 @@ def test_what_cannot_be_sampled_is_refused():
         sample(model, guide, data, num_samples=3)
     with pytest.raises(TypeError, match="`data` must be a tuple of tensors with all examples"):
         sample(model, guide, [data])
+
+    one = ps.Regressor(ps.bayesianize(nn.Linear(1, 1, bias=False), prior=1.0), 20, noise_scale=1.0)
+    guide_of_one, (x, y) = ps.MeanFieldGuide(one), (data[0][:, :1], data[1])
+    guide_of_one.initialize(x, y)
+    with pytest.raises(ValueError, match=r"at least two latent numbers.*but has 1"):
+        sample(one, guide_of_one, (x, y), progress=False)
 
     def larger(x, y):
         pyro.sample("extra", dist.Normal(0.0, 1.0))

@@ -28,9 +28,7 @@ from pyro_structvi.linalg.precision import autocast_off
 
 CONVOLUTION = torch.ops.aten.convolution.default
 LARGEST = 2**16  # elements of a constant that is kept
-LARGEST_READ = (
-    16  # elements of a constant that Python may read, since it is compared before each replay
-)
+LARGEST_READ = 16  # elements of a constant that Python may read; it is compared before each replay
 
 Outputs = tuple[Tensor | None, ...]
 
@@ -403,6 +401,7 @@ def _python_function(
         return name
 
     last = {value: each for each in operations for value in each.inputs}
+    kept = {*inputs, *returned}
     lines = [f"def run({', '.join(names.values())}):"]
     for each in operations:
         function = text(_torch_steps.fast_call(each.function))
@@ -412,7 +411,6 @@ def _python_function(
         results = ", ".join(names[value] for value in each.results)
         target = f"{results}, = " if each.returns_list else f"{results} = "
         lines.append((target if each.results else "") + f"{function}({', '.join(arguments)})")
-        kept = {*inputs, *returned}
         done = {value for value in (*each.inputs, *each.results) if last.get(value, each) is each}
         if done - kept:
             lines.append(f"del {', '.join(sorted(names[value] for value in done - kept))}")
