@@ -37,8 +37,8 @@ class CompiledSVI:
             optimizer; or a torch optimizer with its parameters.
         loss: A :class:`StructuredELBO`; with ``fallback`` any ELBO of Pyro.
         backend: A backend of ``torch.compile``, or None to run the recorded operations one by one, which
-            needs no compiler. "auto" is "inductor" on the CPU, which needs a C++ compiler, and None on a
-            GPU.
+            needs no compiler. "auto" is "inductor" on the CPU, which needs a C++ compiler; it is None on
+            a GPU and for LSTM layers, which inductor does not take.
         fallback: Whether a step that cannot be compiled runs as in ``SVI``, with a
             :class:`CompileFallbackWarning`, instead of raising.
         check_finite: Whether loss and gradients are checked before each update, as in ``fit``. Without

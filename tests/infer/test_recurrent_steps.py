@@ -42,8 +42,9 @@ def test_steps_are_the_eager_ones(make_net, dtype):
     assert_same(*make_case(make_net, dtype), rtol=rtol, steps=4)
 
 
-def test_a_layer_is_not_compiled():
+def test_a_layer_is_compiled_on_request_only_with_an_error():
     make, data = make_case(NETS["one layer"], torch.float32)
+    assert_same(make, data, rtol=1e-6, steps=5, backend="auto")
     with pytest.raises(RuntimeError, match="torch's LSTM layer on a CPU cannot be compiled"):
         train(make, data, True, 4, backend="inductor")
 

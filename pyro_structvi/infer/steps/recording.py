@@ -285,6 +285,11 @@ class Record:
             return self._run(*inputs, *self._tensors)
 
     @property
+    def can_be_compiled(self) -> bool:
+        """Whether compilers take all operations."""
+        return all(each.function not in _torch_steps.LSTM_LAYERS for each in self._operations)
+
+    @property
     def holds(self) -> bool:
         """Whether the constants that Python read are still the same."""
         return all(torch.equal(now, then) for now, then in self._read)
@@ -299,9 +304,9 @@ class Record:
         Raises:
             RuntimeError: If it does not take an operation.
         """
-        graph = _graph(self._inputs + self._found, self._operations, self._returned)
-        if any(each.function in _torch_steps.LSTM_LAYERS for each in self._operations):
+        if not self.can_be_compiled:
             raise RuntimeError("torch's LSTM layer on a CPU cannot be compiled")
+        graph = _graph(self._inputs + self._found, self._operations, self._returned)
         if backend == "inductor":
             tensors = [*inputs, *self._tensors]
             self._run = _torch_steps.by_inductor(graph, tensors, self.has_channels_last)

@@ -89,7 +89,8 @@ class ReplayedStep:
         self._updates = updates and (self._captures or optimizer.can_skip)
         self._draws = draws if self._captures else []  # a CUDA graph cannot draw on the host
         usual = None if self._captures else "inductor"
-        self._backend = usual if backend == "auto" else backend
+        self._is_auto = backend == "auto"
+        self._backend = usual if self._is_auto else backend
         self._is_compiled = False
         dtype = torch.promote_types(torch.float32, self._parameters[0].dtype)
         self._kl_weight = torch.zeros((), dtype=dtype, device=self._device)
@@ -191,6 +192,8 @@ class ReplayedStep:
         return outputs
 
     def _replay(self, record: Record, inputs: list[Tensor]) -> Outputs:
+        if self._is_auto and not record.can_be_compiled:
+            self._backend = None
         if self._backend is not None and not self._is_compiled:
             record.compile(self._backend, inputs)
             self._is_compiled = True
