@@ -40,8 +40,8 @@ def test_compiled_steps_are_those_of_svi(case, guide_name):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "packed" in case.name], ids=str)
-def test_lengths_that_python_reads_are_named(case):
-    with pytest.raises(RuntimeError, match=r"Python reads a tensor's value, at .*nets\.py:\d+"):
+def test_lengths_that_determine_sizes_are_named(case):
+    with pytest.raises(RuntimeError, match=r"the size of a result depends .*nets\.py:\d+"):
         train(case, "k-tied", ps.CompiledSVI, backend=None)
 
 

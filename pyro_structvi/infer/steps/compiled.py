@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,8 @@ class CompiledStep(Step):
 
     Attributes:
         eager: The engine of eager steps.
-        kinds: The recorded steps, by arguments and by the state of model and guide.
+        kinds: The recorded steps, by arguments, the state of model and guide, and a number for those
+            that differ in the values that Python reads.
     """
 
     def __init__(
@@ -140,8 +142,11 @@ class CompiledStep(Step):
         if self._watches or not self._has_replayed:
             self._last_state = self._state()
         self._has_replayed = False
-        step = self.kinds.get((call.key, self._last_state))
-        return step if step is None or step.holds else None
+        for number in count():
+            step = self.kinds.get((call.key, self._last_state, number))
+            if step is None or step.holds(call):
+                break
+        return step
 
     def take_first(self, call: Call) -> list[float]:
         """Take the first step of a kind eagerly, and find parameters and plates."""
@@ -163,11 +168,14 @@ class CompiledStep(Step):
             self.loss, self.optimizer, recorder.draws, self._backend, updates, checks
         )
         step.keeps = [*self._modules.parts(), *map(stored_parameter, self._stored)]
-        self.kinds[call.key, self._state()] = step  # now that the parameters are known
+        state = self._state()  # now that the parameters are known
+        keys = ((call.key, state, number) for number in count())
+        self.kinds[next(key for key in keys if key not in self.kinds)] = step
         if len(self.kinds) == MANY_KINDS:
             warn_user(
-                f"{MANY_KINDS} kinds of steps have been compiled, by shapes, arguments and modes. Pass "
-                "numbers that change as tensors, and pad what has many sizes.",
+                f"{MANY_KINDS} kinds of steps have been compiled, by shapes, arguments, modes and "
+                "values that Python reads. Pass numbers that change as tensors, and pad what has many "
+                "sizes.",
                 UserWarning,
             )
         return numbers

@@ -126,7 +126,8 @@ class AutoStep(Step):
     def _take_first(self, call: Call) -> list[float]:
         if len(self._engine.kinds) == MOST_KINDS:
             self._turn_off(
-                f"there are more than {MOST_KINDS} kinds of steps, by shapes, arguments and modes"
+                f"there are more than {MOST_KINDS} kinds of steps, by shapes, arguments, modes and "
+                "values that Python reads"
             )
             return self._engine.eager.take(call.args, call.kwargs)
         return self._engine.take_first(call)

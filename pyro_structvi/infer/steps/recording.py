@@ -5,7 +5,7 @@ import operator
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from pyro_structvi._torch_steps import (
 from pyro_structvi.linalg.precision import autocast_off
 
 CONVOLUTION = torch.ops.aten.convolution.default
+PACKING = torch.ops.aten._pack_padded_sequence.default  # lengths are read below the dispatcher
 LARGEST = 2**16  # elements of a constant that is kept
-LARGEST_READ = 16  # elements of a constant that Python may read; it is compared before each replay
 
 Outputs = tuple[Tensor | None, ...]
 
@@ -98,7 +98,8 @@ class _Recorder(DispatchMode):
         self.operations: list[Operation] = []
         self.found: dict[Value, Tensor] = {}
         self._device = device
-        self.read: dict[int, tuple[Tensor, Tensor]] = {}  # constants and their values, by address
+        self.read: list[tuple[Operation, Any]] = []  # operations that tell Python a value, and it
+        self._written: set[int] = set()  # storages
         self._known = TensorKeyDictionary()
         self._made_by: dict[Value, Operation] = {}
         self._numbers = count(1)
@@ -111,14 +112,14 @@ class _Recorder(DispatchMode):
         """Run an operation and record it.
 
         Raises:
-            RuntimeError: If the value of a tensor reaches Python or the size of a result.
+            RuntimeError: If Python reads a value that only the step knows, or if the size of a result
+                depends on values.
         """
         kwargs = kwargs or {}
         if is_profiler_mark(func):
             return func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
-            self._keep_read_constants(args)
-            return func(*args, **kwargs)
+            return self._read(func, args, kwargs)
         _refuse_sizes(func, args)
         if self._is_of_host(func, args, kwargs):
             return func(*args, **kwargs)  # its result is found, as a constant
@@ -135,6 +136,7 @@ class _Recorder(DispatchMode):
             operation.constants = [tensor for tensor in tensors if tensor.numel() <= LARGEST]
         self.operations.append(operation)
         self._made_by |= dict.fromkeys(operation.results, operation)
+        self._written |= {value.storage for value in operation.written}
         return results
 
     def value_of(self, argument: Any) -> Any:
@@ -158,24 +160,27 @@ class _Recorder(DispatchMode):
         self._known[tensor] = value
         return value
 
-    def _keep_read_constants(self, args: Any) -> None:
-        """Note the constants that a value depends on, which is about to be read.
+    def _read(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation that tells Python a value, and record it unless the value is a constant.
 
         Raises:
-            RuntimeError: If it depends on an input, a parameter, a random number or a large tensor.
+            RuntimeError: If the value depends on a parameter, a random number or a change in place.
         """
-        todo = _values(tree_map(self.value_of, args))
+        operation = Operation(function, *tree_map(self.value_of, (args, kwargs)), [Value(0)])
+        todo, is_constant = operation.inputs, True
         while todo:
             value = todo.pop()
-            tensor, operation = self.found.get(value), self._made_by.get(value)
-            if tensor is not None and _is_small_constant(tensor):
-                size = tensor.untyped_storage().nbytes() // tensor.element_size()
-                whole = tensor.detach().as_strided((size,), (1,), 0)
-                self.read.setdefault(_address(tensor), (whole, whole.clone()))
-            elif operation is not None and operation.is_pure:
-                todo += operation.inputs
-            else:
+            tensor, origin = self.found.get(value), self._made_by.get(value)
+            is_known = value in self.inputs or (tensor is not None and not tensor.requires_grad)
+            is_computed = origin is not None and origin.is_pure
+            if value.storage in self._written or not (is_known or is_computed):
                 raise RuntimeError("Python reads a tensor's value")
+            is_constant = is_constant and not is_known
+            todo += [] if origin is None else origin.inputs
+        result = function(*args, **kwargs)
+        if not is_constant:
+            self.read.append((operation, result))
+        return result
 
     def _is_of_host(self, function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether an operation depends on constants of the host only, for parameters on a GPU.
@@ -215,17 +220,13 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
 
 
-def _is_small_constant(tensor: Tensor) -> bool:
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return not tensor.requires_grad and tensor.device.type == "cpu" and size <= LARGEST_READ
-
-
 def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
     """Refuse operations whose result has as many elements as values determine."""
-    indexes = operation is torch.ops.aten.index.Tensor
-    masks = [i for i in args[1] if i is not None] if indexes else []
-    by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in masks)
-    if by_mask or (torch.Tag.dynamic_output_shape in operation.tags and not masks):
+    has_size_of_values = torch.Tag.dynamic_output_shape in operation.tags or operation is PACKING
+    if operation is torch.ops.aten.index.Tensor:
+        indexes = [index for index in args[1] if index is not None]
+        has_size_of_values = any(index.dtype in (torch.bool, torch.uint8) for index in indexes)
+    if has_size_of_values:
         raise RuntimeError(f"the size of a result depends on values in `{operation}`")
 
 
@@ -244,8 +245,8 @@ class Record:
     """The operations of one call of a function of tensors, to be repeated with other tensors.
 
     Tensors that the function finds elsewhere, such as parameters and buffers, are read and written as
-    they are at each call. Random numbers are drawn anew. Python may read small constants; the record
-    holds as long as they stay the same.
+    they are at each call. Random numbers are drawn anew. Python may read values that follow from the
+    inputs and from constants; the record holds for inputs with the same values.
 
     Args:
         function: A function from tensors to a tuple of tensors.
@@ -255,7 +256,8 @@ class Record:
         outputs: The results of that call.
 
     Raises:
-        RuntimeError: If Python reads a tensor's value, or a size that depends on values.
+        RuntimeError: If Python reads a value that depends on a parameter or a random number, or if a
+            size depends on values.
     """
 
     def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
@@ -269,14 +271,16 @@ class Record:
             _RefusesPython(),
         ):
             self.outputs = function(*apart)
-        self._read = [*recorder.read.values()]
         self._inputs = recorder.inputs
+        self._read = tuple(result for _, result in recorder.read)
+        self._reads, self._read_tensors = _reads(recorder)
         self._returned: list[Value | None] = [recorder.value_of(v) for v in self.outputs]
-        self._operations = _simplified(recorder, self._returned)
+        operations, found = recorder.operations, recorder.found
+        self._operations = _simplified(operations, self._inputs, found, self._returned)
         self.has_channels_last = _has_channels_last(self._operations)
         used = {value for each in self._operations for value in each.inputs} | {*self._returned}
-        self._found = [value for value in recorder.found if value in used]
-        self._tensors = [recorder.found[value] for value in self._found]
+        self._found = [value for value in found if value in used]
+        self._tensors = [found[value] for value in self._found]
         self._run = _python_function(self._inputs + self._found, self._operations, self._returned)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
@@ -289,10 +293,12 @@ class Record:
         """Whether compilers take all operations."""
         return all(each.function not in _torch_steps.LSTM_LAYERS for each in self._operations)
 
-    @property
-    def holds(self) -> bool:
-        """Whether the constants that Python read are still the same."""
-        return all(torch.equal(now, then) for now, then in self._read)
+    def holds(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the values that Python read are the same for these inputs."""
+        if not self._read:
+            return True
+        with torch.no_grad(), autocast_off(inputs[0]):
+            return self._reads(*inputs, *self._read_tensors) == self._read
 
     def compile(self, backend: str, inputs: Sequence[Tensor]) -> None:
         """Let a compiler fuse the operations; random numbers stay those of torch's generators.
@@ -322,27 +328,45 @@ class Record:
         return len(self._operations)
 
 
-def _simplified(recorder: _Recorder, returned: list[Value | None]) -> list[Operation]:
-    """Return the operations without repeated and unused ones, and with small constants computed.
+def _reads(recorder: _Recorder) -> tuple[Callable[..., Outputs], list[Tensor]]:
+    """Return the values that Python reads as a function of inputs and of the tensors returned."""
+    operations = [replace(each, results=[*each.results]) for each in recorder.operations]
+    operations = [each for each in operations if each.is_pure]
+    operations += [operation for operation, _ in recorder.read]
+    returned: list[Value | None] = [operation.results[0] for operation, _ in recorder.read]
+    found = dict(recorder.found)
+    kept = _simplified(operations, recorder.inputs, found, returned)
+    used = {value for each in kept for value in each.inputs}
+    found = {value: tensor for value, tensor in found.items() if value in used}
+    return _python_function([*recorder.inputs, *found], kept, returned), [*found.values()]
+
+
+def _simplified(
+    operations: Sequence[Operation],
+    inputs: Sequence[Value],
+    found: dict[Value, Tensor],
+    returned: list[Value | None],
+) -> list[Operation]:
+    """Return the operations without repeated and unused ones, and with small constants in ``found``.
 
     Memory that is written, or returned to a caller who may write it, is left alone.
     """
-    changing = {value.storage for each in recorder.operations for value in each.written}
+    changing = {value.storage for each in operations for value in each.written}
     changing |= {value.storage for value in returned if value is not None}
     same: dict[Value, Value] = {}
-    views = {(v.storage, v.layout): v for v in (*recorder.inputs, *recorder.found)}
+    views = {(v.storage, v.layout): v for v in (*inputs, *found)}
     known: dict[Any, list[Value]] = {}
     kept: list[Operation] = []
 
     def replaced(argument: Any) -> Any:
         return same.get(argument, argument) if isinstance(argument, Value) else argument
 
-    for each in recorder.operations:
+    for each in operations:
         each.args, each.kwargs = tree_map(replaced, (each.args, each.kwargs))
         results = each.results
         if each.is_pure and not {v.storage for v in (*each.inputs, *results)} & changing:
             if each.constants and len(each.constants) == len(results):
-                recorder.found |= dict(zip(results, each.constants, strict=True))
+                found |= dict(zip(results, each.constants, strict=True))
                 continue
             key = each.function, _comparable(each.args), _comparable(each.kwargs)
             if key in known:

@@ -116,10 +116,11 @@ class ReplayedStep:
         if self._updates and self._options != (options := self._optimizer.options):
             self._graph, self._update_record, self._options = None, None, options
 
-    @property
-    def holds(self) -> bool:
-        """Whether the constants that Python read in the record are still the same."""
-        return self._record is None or self._record.holds
+    def holds(self, call: Call) -> bool:
+        """Whether Python would read the same values as in the record."""
+        subsamples = [self._kl_weight] * len(self._draws)  # drawn by each step, so never read
+        given = [self._kl_weight, *subsamples, *call.tensors]
+        return self._record is None or self._record.holds(given)
 
     @property
     def num_operations(self) -> int:
