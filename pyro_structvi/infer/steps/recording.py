@@ -166,7 +166,8 @@ class _Recorder(DispatchMode):
         Raises:
             RuntimeError: If the value depends on a parameter, a random number or a change in place.
         """
-        operation = Operation(function, *tree_map(self.value_of, (args, kwargs)), [Value(0)])
+        operation = Operation(function, *tree_map(self.value_of, (args, kwargs)))
+        operation.results = [Value(0)]
         todo, is_constant = operation.inputs, True
         while todo:
             value = todo.pop()
