@@ -18,6 +18,7 @@ LSTM_LAYERS = {  # on a CPU
     torch.ops.aten.mkldnn_rnn_layer.default,
     torch.ops.aten.mkldnn_rnn_layer_backward.default,
 }
+PACKING = torch.ops.aten._pack_padded_sequence.default  # reads lengths below the dispatcher
 
 
 def fast_call(operation: Any) -> Callable[..., Any]:

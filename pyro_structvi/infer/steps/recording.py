@@ -27,7 +27,6 @@ from pyro_structvi._torch_steps import (
 from pyro_structvi.linalg.precision import autocast_off
 
 CONVOLUTION = torch.ops.aten.convolution.default
-PACKING = torch.ops.aten._pack_padded_sequence.default  # lengths are read below the dispatcher
 LARGEST = 2**16  # elements of a constant that is kept
 
 Outputs = tuple[Tensor | None, ...]
@@ -223,7 +222,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
     """Refuse operations whose result has as many elements as values determine."""
-    has_size_of_values = torch.Tag.dynamic_output_shape in operation.tags or operation is PACKING
+    has_size_of_values = torch.Tag.dynamic_output_shape in operation.tags or operation is _torch_steps.PACKING
     if operation is torch.ops.aten.index.Tensor:
         indexes = [index for index in args[1] if index is not None]
         has_size_of_values = any(index.dtype in (torch.bool, torch.uint8) for index in indexes)
