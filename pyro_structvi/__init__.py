@@ -18,6 +18,7 @@ from pyro_structvi.guides import (
     MatrixNormalGuide,
     MCDropoutGuide,
     MeanFieldGuide,
+    MixtureGuide,
     RowwiseGuide,
     StructuredGuide,
     SubnetworkGuide,
@@ -31,6 +32,8 @@ from pyro_structvi.infer import (
     StructuredELBO,
     Validation,
     fit,
+    weigh_by_bound,
+    weigh_by_stacking,
 )
 from pyro_structvi.nn import (
     BinaryClassifier,
@@ -84,6 +87,7 @@ __all__ = [
     "MCDropoutGuide",
     "MatrixNormalGuide",
     "MeanFieldGuide",
+    "MixtureGuide",
     "RowwiseGuide",
     "StructuredGuide",
     "SubnetworkGuide",
@@ -98,6 +102,8 @@ __all__ = [
     "StructuredELBO",
     "Validation",
     "fit",
+    "weigh_by_bound",
+    "weigh_by_stacking",
     # posteriors
     "element_scores",
     "moments",

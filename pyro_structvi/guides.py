@@ -9,7 +9,6 @@ from pyro_structvi.sites.finding import OtherRowsWarning, UnusedSiteWarning
 from pyro_structvi.sites.report import GuideReport, MemoryEstimate, ParameterReport, estimate_memory
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.dropout import MCDropoutGuide
-from pyro_structvi.structures.ensemble import EnsembleGuide
 from pyro_structvi.structures.full_covariance import FullCovarianceGuide
 from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
 from pyro_structvi.structures.inducing.family import InducingWeightGuide
@@ -17,6 +16,7 @@ from pyro_structvi.structures.k_tied import KTiedGuide
 from pyro_structvi.structures.low_rank import AutoLowRankLRT, LowRankGuide
 from pyro_structvi.structures.matrix_normal import MatrixNormalGuide
 from pyro_structvi.structures.mean_field import MeanFieldGuide
+from pyro_structvi.structures.mixture import EnsembleGuide, MixtureGuide
 from pyro_structvi.structures.point_estimate import MAPGuide
 from pyro_structvi.structures.rowwise import RowwiseGuide
 from pyro_structvi.structures.subnetwork import SubnetworkGuide
@@ -37,6 +37,7 @@ __all__ = [
     "MAPGuide",
     "MCDropoutGuide",
     "MemoryEstimate",
+    "MixtureGuide",
     "NewParametersWarning",
     "ModelStateWarning",
     "OtherRowsWarning",

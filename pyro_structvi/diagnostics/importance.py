@@ -128,6 +128,11 @@ def pareto_k(
 
 def _check_density(guide: StructuredGuide) -> None:
     """Raise a ``ValueError`` if the posterior of some site has no density."""
+    if guide.num_members > 1:
+        raise ValueError(
+            "`guide` must have one posterior for each site, but is a mixture. Diagnose its members, "
+            "`guide.members[0]`."
+        )
     without = (PointMass, PointMixture, BernoulliDropout, PrunedNormal)
     for posterior in guide.all_posteriors():
         of_inducing = getattr(posterior.family, "posterior", None)

@@ -5,6 +5,7 @@ from pyro_structvi.infer.compiled_svi import CompiledSVI
 from pyro_structvi.infer.data_warnings import DataScaleWarning, NumDataWarning, SlowFamilyWarning
 from pyro_structvi.infer.elbo import SampledKLWarning, StructuredELBO
 from pyro_structvi.infer.history import History
+from pyro_structvi.infer.mixture_weights import weigh_by_bound, weigh_by_stacking
 from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing
 from pyro_structvi.infer.steps.compiled import CompileFallbackWarning
 from pyro_structvi.infer.structured_adam import StructuredAdam
@@ -28,4 +29,6 @@ __all__ = [
     "StructuredAdam",
     "Validation",
     "fit",
+    "weigh_by_bound",
+    "weigh_by_stacking",
 ]

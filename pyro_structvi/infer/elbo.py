@@ -17,7 +17,6 @@ from pyro_structvi._checks import Count, NonNegative, Program, checked, warn_use
 from pyro_structvi.infer.schedules import Schedule
 from pyro_structvi.infer.terms import ELBOTerms, average, expected_terms, terms_of
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.ensemble import ensemble_of
 from pyro_structvi.weights.lazy import DelayDraws
 
 Estimator = Literal["draws", "moments", "bound"]
@@ -35,8 +34,8 @@ class StructuredELBO(ELBO):
     Log densities are computed at observed sites only, so a weight that has not been sampled stays
     unsampled. Without a closed form or a registered quadrature the KL is ``log q - log p`` at the draw,
     after one :class:`SampledKLWarning` for each weight. Closed forms need independent posteriors of
-    different sites, or a shared auxiliary site, as in every guide of this package. For an ensemble of
-    points the terms are averages over its members.
+    different sites, or a shared auxiliary site, as in every guide of this package. For a mixture of
+    guides the terms are averages over its members.
 
     The scale and mask of a latent site are those of the *model*: a ``poutine.scale`` around the
     model weighs the KL of the sites inside it.
@@ -139,18 +138,18 @@ class StructuredELBO(ELBO):
                 )
             runs = (run(guide) for _ in range(self.num_particles))
             return self._warned_of(average([*runs]))
-        joint, ensemble = guide.begin_pass(*args, **kwargs), ensemble_of(guide)
+        joint, members = guide.begin_pass(*args, **kwargs), guide.num_members
 
-        def run_number(number: Tensor | int) -> ELBOTerms:
-            return run(guide.in_pass(joint, None if ensemble is None else number))
+        def run_number(number: Any) -> ELBOTerms:
+            return run(guide.in_pass(joint, number if members > 1 else None))
 
-        count = self.num_particles * (1 if ensemble is None else ensemble.size)
-        in_turn = not (self.vectorize_particles or (ensemble is not None and ensemble.vectorize))
+        count = self.num_particles * members
+        in_turn = not (self.vectorize_particles or getattr(guide, "vectorize", False))
         if count == 1 or in_turn:
             return self._warned_of(average([run_number(number) for number in range(count)]))
         joint.factorize()
         try:
-            terms = _run_together(run_number, count, next(guide.parameters()).device)
+            terms = _run_together(run_number, joint.stacked(count))
         except RuntimeError as error:
             run(guide)  # what is wrong in any case, the model says itself
             option = "vectorize_particles" if self.vectorize_particles else "vectorize"
@@ -213,11 +212,11 @@ class StructuredELBO(ELBO):
         return terms
 
 
-def _run_together(run: Callable[[Any], ELBOTerms], count: int, device: torch.device) -> ELBOTerms:
+def _run_together(run: Callable[[Any], ELBOTerms], numbers: Any) -> ELBOTerms:
     """Run several passes as one, by vmap, and average their terms."""
     sampled: tuple[str, ...] = ()
 
-    def terms_at(number: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def terms_at(number: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         nonlocal sampled
         terms = run(number)
         sampled = terms.sampled
@@ -226,8 +225,6 @@ def _run_together(run: Callable[[Any], ELBOTerms], count: int, device: torch.dev
     checks_shapes = is_validation_enabled()
     with pyro.validation_enabled(False):  # of values, which there are none of under vmap
         pyro.infer.enable_validation(checks_shapes)
-        parts = torch.func.vmap(terms_at, randomness="different")(
-            torch.arange(count, device=device)
-        )
+        parts = torch.func.vmap(terms_at, randomness="different")(numbers)
     likelihood, kl = ({name: value.mean(0) for name, value in part.items()} for part in parts)
     return ELBOTerms(likelihood, kl, sampled)

@@ -28,7 +28,6 @@ from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.posterior.prediction import Prediction, predict
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.sites.finding import separate_randomness
-from pyro_structvi.structures.ensemble import ensemble_of
 
 NUM_DRAWS = 20  # of the guide, with the same noise at each validation
 SEED = 0
@@ -185,8 +184,8 @@ class Measurements:
 
     def _measure(self) -> float:
         model, guide = self._loss.parts
-        members = ensemble_of(guide)
-        draws = NUM_DRAWS if members is None else members.size
+        is_of_points = getattr(guide, "is_of_points", False)
+        draws = getattr(guide, "num_members", 1) if is_of_points else NUM_DRAWS
         with separate_randomness(), evaluation_mode(guide):
             _seed(self._y.device)
             with naming("validation", (self._x, self._y)):

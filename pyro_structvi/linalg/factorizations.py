@@ -218,6 +218,18 @@ class OrthonormalRows(torch.autograd.Function):
         of_tril = product.tril() + product.triu(1).mT
         return left - of_tril @ basis, right - of_tril @ remainder, None
 
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, int | None], factor: Tensor, diagonal: Tensor
+    ) -> tuple[Any, tuple[int, int, int]]:
+        """Return the result for a further batch dimension."""
+        values = zip((factor, diagonal), in_dims, strict=True)
+        batches = (
+            value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+            for value, dim in values
+        )
+        return OrthonormalRows.apply(*batches), (0, 0, 0)
+
 
 def _inverse_and_share(
     remainder: Tensor, diagonal: Tensor, jitter: Tensor

@@ -19,7 +19,6 @@ from pyro_structvi.moments.random_tensor import RandomTensor, Settings, moments,
 from pyro_structvi.sites.joint_posterior import JointPosterior
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.ensemble import ensemble_of
 from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
 from pyro_structvi.structures.transformed import TransformedNormal
@@ -86,14 +85,25 @@ class RandomWeight(RandomTensor):
 
 
 def member_numbers(guide: StructuredGuide) -> list[int | None]:
-    """Return the numbers of an ensemble's members, or one None for another guide."""
-    ensemble = ensemble_of(guide)
-    return [None] if ensemble is None else [*range(ensemble.size)]
+    """Return the numbers of a mixture's members, or one None for another guide.
+
+    Raises:
+        NotImplementedError: If the members have different weights.
+    """
+    if guide.num_members == 1:
+        return [None]
+    weights = guide.get_buffer("weights")
+    if not torch.equal(weights, weights[:1].expand_as(weights)):
+        raise NotImplementedError(
+            "Moments are those of a mixture with equal weights, but the members of `guide` have "
+            f"{[round(weight, 4) for weight in weights.tolist()]}. Predict with draws."
+        )
+    return [*range(guide.num_members)]
 
 
 def posteriors_of(joint: JointPosterior, number: int | None = None) -> Sites:
-    """Return each global site and its marginal distribution, or a distribution of an ensemble."""
-    return [*joint.conditionals("marginals" if number is None else "draw", number=number)]
+    """Return each global site and its marginal distribution, of a member of a mixture."""
+    return [*joint.conditionals("marginals", number=number)]
 
 
 def by_name(sites: Sites) -> dict[str, Any]:

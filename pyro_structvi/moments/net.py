@@ -14,7 +14,6 @@ from pyro_structvi.moments.linear import posteriors_of, random_values
 from pyro_structvi.moments.random_tensor import RandomTensor, Settings
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.ensemble import ensemble_of
 
 
 def output_moments(
@@ -102,13 +101,13 @@ class NetMoments(nn.Module):
     Args:
         model: A :class:`~pyro_structvi.Classifier`, :class:`~pyro_structvi.Regressor` or another
             likelihood around a net.
-        guide: A guide of this package that is no ensemble.
+        guide: A guide of this package that is no mixture.
         covariance: "full" to keep the covariance between the units of dense layers, and return it.
         linearize: Whether a function without a rule is replaced by its tangent at the mean.
 
     Raises:
         TypeError: If ``model`` or ``guide`` is of another type.
-        ValueError: If the guide is an ensemble, whose members have separate moments.
+        ValueError: If the guide is a mixture, whose members have separate moments.
         NotImplementedError: In a call, if a function of the net has no rule.
 
     Example:
@@ -135,9 +134,9 @@ class NetMoments(nn.Module):
     ) -> None:
         super().__init__()
         check_served(model, guide, "guide")
-        if ensemble_of(guide) is not None:
+        if guide.num_members > 1:
             raise ValueError(
-                "`guide` must be no ensemble, whose members have separate moments, but got "
+                "`guide` must be no mixture, whose members have separate moments, but got "
                 f"{type(guide).__name__}. Call `predict_moments(...)`, which mixes them."
             )
         self.model: Likelihood = model

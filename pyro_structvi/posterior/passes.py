@@ -28,7 +28,7 @@ from pyro_structvi.posterior.runs import (
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.ensemble import SameMember, ensemble_of
+from pyro_structvi.structures.ensemble import SameMember
 from pyro_structvi.weights.lazy import as_drawn
 from pyro_structvi.weights.site_role import SiteRole
 
@@ -117,15 +117,16 @@ def count_draws(posterior: Posterior, num_samples: int | None) -> int:
 
     Args:
         posterior: A guide, or draws by site with the draw as first dimension.
-        num_samples: The given number. None for all given draws, each member of an ensemble, or 100
-            draws of another guide.
+        num_samples: The given number. None for all given draws, each member of a mixture of points, or
+            100 draws of another guide.
 
     Raises:
         ValueError: If there are fewer draws, or sites have different numbers.
     """
     if not isinstance(posterior, Mapping):
-        ensemble = ensemble_of(posterior)
-        return num_samples or (ensemble.size if ensemble else DEFAULT_NUM_SAMPLES)
+        is_of_points = getattr(posterior, "is_of_points", False)
+        members = getattr(posterior, "num_members", 1)
+        return num_samples or (members if is_of_points else DEFAULT_NUM_SAMPLES)
     sizes = {name: len(draws) for name, draws in posterior.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"All sites must have the same number of draws, but got {sizes}.")
@@ -235,8 +236,9 @@ class Passes:
         if batch_statistics is not None:
             args = as_arguments(batch_statistics, "batch_statistics")
             self._statistics = BatchStatistics(model, args)
-        elif isinstance(posterior, StructuredGuide) and any(
-            isinstance(part, SameMember) for part in posterior.modules()
+        elif isinstance(posterior, StructuredGuide) and (
+            posterior.num_members > 1
+            or any(isinstance(part, SameMember) for part in posterior.modules())
         ):
             warn_of_shared_statistics(model)
         self._new: set[str] = set()

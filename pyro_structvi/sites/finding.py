@@ -335,6 +335,20 @@ def separate_randomness() -> Iterator[None]:
         yield
 
 
+Start = Callable[[LatentSite, Tensor], Tensor]
+_START: ContextVar[Start] = ContextVar("start", default=lambda site, start: start)
+
+
+@contextmanager
+def starting_at(start: Start) -> Iterator[None]:
+    """Replace default starts in a block, by a function of a site and its default start."""
+    token = _START.set(start)
+    try:
+        yield
+    finally:
+        _START.reset(token)
+
+
 def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
     """Return the initial center of the posterior of a site.
 
@@ -354,7 +368,7 @@ def start_of(found: FoundSite, init_loc_fn: InitLocFn | None) -> Tensor:
         with suppress(NotImplementedError):  # Pyro's functions begin with a sample
             loc = init_loc_fn({"name": site.name, "fn": found.prior})
     if loc is None:
-        loc = _default_start(found)
+        loc = _START.get()(site, _default_start(found))
     for plate in site.plates:
         dim = plate.dim - site.event_dim
         if plate.subsample_size is not None and loc.dim() >= -dim and loc.shape[dim] < plate.size:

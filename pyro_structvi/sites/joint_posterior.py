@@ -54,6 +54,10 @@ class JointPosterior:
             if isinstance(distribution, FactoredWeight):
                 distribution.factorize()
 
+    def stacked(self, count: int) -> Tensor:
+        """Return numbers of samples, to map over by vmap."""
+        return torch.arange(count)
+
     def sample(
         self,
         plates: Mapping[str, Any],
@@ -116,9 +120,7 @@ class JointPosterior:
 
     def quantiles(self, probs: Sequence[float] | Tensor) -> dict[str, Tensor]:
         """Return quantiles of each site's elements; see :meth:`StructuredGuide.quantiles`."""
-        asked = torch.as_tensor(probs, dtype=torch.float64).reshape(-1)
-        if not bool(((asked >= 0) & (asked <= 1)).all()):
-            raise ValueError(f"`quantiles` must be numbers from 0 to 1, but got {probs}.")
+        asked = probabilities(probs)
         found: dict[str, Tensor] = {}
         for site, own in self.conditionals("marginals", True):
             distribution = in_single(own)
@@ -155,6 +157,18 @@ class JointPosterior:
         for site in (posterior.site for posterior in self._posteriors):
             if local or not site.is_local:
                 yield site, conditioned.get(site.name, at[site.name])
+
+
+def probabilities(probs: Sequence[float] | Tensor) -> Tensor:
+    """Return the argument ``quantiles`` in double precision, ``(num,)``.
+
+    Raises:
+        ValueError: If a number is not from 0 to 1.
+    """
+    asked = torch.as_tensor(probs, dtype=torch.float64).reshape(-1)
+    if not bool(((asked >= 0) & (asked <= 1)).all()):
+        raise ValueError(f"`quantiles` must be numbers from 0 to 1, but got {probs}.")
+    return asked
 
 
 def median_of(distribution: Any) -> Tensor:

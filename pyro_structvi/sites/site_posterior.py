@@ -11,7 +11,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
 from pyro_structvi._pyro import inside_plate
-from pyro_structvi._torch import is_recording
+from pyro_structvi._torch import inside_transform, is_recording
 from pyro_structvi.sites.family import FactoredFamily, Family, as_tensor, check_options
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
 from pyro_structvi.weights.site_distributions import Auxiliary
@@ -91,8 +91,8 @@ class SitePosterior(nn.Module):
         parameters stay equal.
         """
         values = {name: self.value(name) for name in self._names}
-        is_kept = isinstance(self.family, FactoredFamily)
-        if not is_kept or torch.is_grad_enabled() or is_recording():
+        is_kept = isinstance(self.family, FactoredFamily) and not torch.is_grad_enabled()
+        if not is_kept or is_recording() or inside_transform():
             self._kept = None
             return self.family.distribution(self.site, **values)
         if self._kept is None or not _are_equal(self._kept[0], values):

@@ -115,6 +115,16 @@ class StructuredGuide(OwningAutoGuide):
         sample_every_site(poutine.unwrap(model))
 
     @property
+    def num_members(self) -> int:
+        """The number of members of a mixture; 1 for other guides."""
+        return 1
+
+    @property
+    def is_of_points(self) -> bool:
+        """Whether this is a mixture of points, so that one draw of each member is all of it."""
+        return False
+
+    @property
     def site_names(self) -> list[str]:
         """The latent sites, in the order of sampling."""
         return list(self._uses)
@@ -189,7 +199,7 @@ class StructuredGuide(OwningAutoGuide):
     ) -> Callable[..., dict[str, Tensor]]:
         """Return a function that samples every site from the distributions of :meth:`begin_pass`.
 
-        The ``number`` of the pass selects a member of an ensemble; None for any.
+        The ``number`` of the pass selects a member of a mixture; None for any.
         """
         return lambda *args, **kwargs: self._sample_sites(joint, number, (), args, kwargs)
 

@@ -1,8 +1,8 @@
-"""Mixtures of points: deep ensembles."""
+"""Mixtures of points at single sites, as for inducing weights."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Unpack
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,10 +10,9 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, checked, shape_text, validates
 from pyro_structvi.maps.linear_map import LinearMap
-from pyro_structvi.sites.family import Family, GuideOptions
+from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.site_posterior import Coupling, SitePosterior, couple
-from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size, check_parameters
 from pyro_structvi.weights.outputs import (
     OutputDistribution,
@@ -170,20 +169,18 @@ def _(distribution: PointMixture, probs: Tensor) -> Tensor:
 class Members(Family):
     """A uniform mixture of K points; the parameter is ``members (K, *shape)``, unconstrained.
 
-    All sites of this family have the same member in one pass of the model. For inducing weights it is
-    Ensemble-U; see :class:`InducingWeights`.
+    All sites of this family have the same member in one pass of the model, and a training step trains
+    one random member. For inducing weights it is Ensemble-U; see :class:`InducingWeights`. An ensemble
+    of whole nets is an :class:`~pyro_structvi.EnsembleGuide`, whose steps train all members.
 
     Args:
         size: The number K of members, at least 1.
-        vectorize: Whether a training step runs all members in one pass, by :func:`torch.func.vmap`,
-            or else sequentially. If other sites have other families, a step trains one random member.
 
     Raises:
         ValueError: If the size is not a whole number of at least 1.
     """
 
     size: Count = 5
-    vectorize: bool = field(default=True, repr=False, compare=False)
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
@@ -204,15 +201,6 @@ class Members(Family):
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMixture:
         """Return the mixture."""
         return _MembersOf(site, bijection_onto(site.support)(parameters["members"]))
-
-
-def ensemble_of(guide: Any) -> Members | None:
-    """Return the family of an ensemble of points if all sites of a guide have it."""
-    if not isinstance(guide, StructuredGuide):
-        return None
-    families = {guide[name].family for name in guide.site_names}
-    family = families.pop() if len(families) == 1 else None
-    return family if isinstance(family, Members) else None
 
 
 class _MembersOf(PointMixture):
@@ -261,47 +249,3 @@ class SameMember(Coupling):
 @couple.register
 def _(family: Members, posteriors: Mapping[str, SitePosterior], scale: float) -> Coupling | None:
     return SameMember(posteriors)
-
-
-class EnsembleGuide(StructuredGuide):
-    """A deep ensemble: K point estimates of the whole net with equal probabilities.
-
-    Under :class:`~pyro_structvi.StructuredELBO`, and therefore in :func:`~pyro_structvi.fit`, a step
-    trains all members, and the loss is the mean of their maximum a posteriori losses. Other objectives
-    train one random member in a step. :func:`~pyro_structvi.predict` uses each member once. Members
-    share parameters and buffers that are not sites, such as running statistics.
-
-    Args:
-        model: A ``PyroModule`` or any callable with latent sites.
-        size: The number K of members. One starts at the guide's initial means, and all others at a
-            random permutation of each site's elements plus noise of standard deviation ``init_scale``.
-        vectorize: Whether to run all members in one pass, by :func:`torch.func.vmap`: faster for
-            small nets, with K times the memory. It does not support layers that update running
-            statistics.
-        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
-
-    Raises:
-        RuntimeError: In training, if the net cannot be vectorized.
-
-    Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=100)
-        >>> EnsembleGuide(model, size=5)["net.weight"].members.shape
-        torch.Size([5, 3, 4])
-
-    References:
-        Lakshminarayanan, Pritzel and Blundell (2017), "Simple and scalable predictive uncertainty
-        estimation using deep ensembles"; the Ensemble-W of Ritter, Kukla, Zhang and Li (2021),
-        "Sparse uncertainty representation in deep learning with inducing weights".
-    """
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        size: int = 5,
-        *,
-        vectorize: bool = True,
-        **options: Unpack[GuideOptions],
-    ) -> None:
-        super().__init__(model, {"*": Members(size, vectorize)}, **options)

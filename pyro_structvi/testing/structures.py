@@ -8,13 +8,13 @@ import torch
 
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.dropout import MCDropoutGuide
-from pyro_structvi.structures.ensemble import EnsembleGuide
 from pyro_structvi.structures.full_covariance import FullCovarianceGuide
 from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
 from pyro_structvi.structures.k_tied import KTiedGuide
 from pyro_structvi.structures.low_rank import AutoLowRankLRT
 from pyro_structvi.structures.matrix_normal import MatrixNormalGuide
 from pyro_structvi.structures.mean_field import MeanFieldGuide
+from pyro_structvi.structures.mixture import EnsembleGuide
 from pyro_structvi.structures.point_estimate import MAPGuide
 from pyro_structvi.structures.rowwise import RowwiseGuide
 from pyro_structvi.testing.entry import (
@@ -259,7 +259,6 @@ POINTS: list[GuideVariant] = [
     *variants(
         EnsembleGuide,
         ensemble_parameters,
-        ("ensemble", TESTS, {"size": 3}),
         ("Ensemble-W", DEMO, {"size": 5}),
         ("ensemble of 5", BENCHMARKS, {"size": 5}),
         ("ensemble of 5, in turn", BENCHMARKS, {"size": 5, "vectorize": False}),

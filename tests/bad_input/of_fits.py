@@ -29,6 +29,20 @@ def initialized_parts():
 PERIOD = {"num_steps": 10, "start": 0.0, "end": 0.5}
 
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
+    "weigh_by_bound": lambda: {
+        "model": (model := regressor()),
+        "guide": ps.MixtureGuide(model, ps.MeanFieldGuide, 2),
+        "x": inputs(),
+        "y": targets(),
+        "num_particles": 2,
+    },
+    "weigh_by_stacking": lambda: {
+        "model": (model := regressor()),
+        "guide": ps.MixtureGuide(model, ps.MeanFieldGuide, 2),
+        "x": inputs(),
+        "y": targets(),
+        "num_samples": 2,
+    },
     "StructuredELBO": lambda: {
         "kl_weight": 1.0,
         "num_particles": 1,

@@ -45,6 +45,13 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "join_bias": True,
         **OPTIONS,
     },
+    "MixtureGuide": lambda: {
+        "model": regressor(),
+        "make_guide": ps.MeanFieldGuide,
+        "size": 2,
+        "vectorize": True,
+        "starts": None,
+    },
     "StructuredGuide": lambda: {
         "model": regressor(),
         "families": {"*": f.MeanField()},

@@ -169,7 +169,9 @@ def test_the_weight_of_a_draw_by_densities_written_out(function, density, shape)
 
 def test_guides_without_a_density_are_refused():
     model, data = make_regressor(), regression_data()
-    for make in (ps.MAPGuide, ps.EnsembleGuide, ps.MCDropoutGuide):
+    with pytest.raises(ValueError, match="but is a mixture"):
+        pareto_k(model, ps.EnsembleGuide(model), *data)
+    for make in (ps.MAPGuide, ps.MCDropoutGuide):
         message = r"`guide` must have a density .* 'net.0.weight', \w+\("
         with pytest.raises(ValueError, match=message):
             pareto_k(model, make(model), *data)

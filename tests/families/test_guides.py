@@ -34,6 +34,6 @@ def test_contract(name):
     check(name, linear_function, torch.randn(6, 3), torch.randn(6, 2))
 
 
-@pytest.mark.parametrize("name", ["k-tied, joined", "ensemble"])
+@pytest.mark.parametrize("name", ["k-tied, joined", "dropout"])
 def test_contract_on_a_net(name):
     check(name, make_regressor(6), torch.randn(6, 3), torch.randn(6, 1))

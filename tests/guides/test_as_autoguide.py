@@ -83,7 +83,7 @@ def test_quantiles_of_points_and_their_mixtures():
     for name, values in guide.quantiles(PROBS).items():
         assert torch.equal(values, guide.median()[name].expand_as(values))
     guide = ps.EnsembleGuide(model, 5)
-    members = guide["net.0.weight"].members
+    members = torch.stack([each.median()["net.0.weight"] for each in guide.members])
     expected = members.sort(0).values[[0, 2, 4]]
     assert torch.equal(guide.quantiles([0.0, 0.5, 1.0])["net.0.weight"], expected)
     guide = ps.MCDropoutGuide(model, rate=0.3)
@@ -263,7 +263,13 @@ def test_so_has_the_mean_field_one_the_loss(make):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["inducing weights", "ensemble"])
+def test_an_ensemble_is_not_traced_with_one_member():
+    model = make_model()
+    with pytest.raises(NotImplementedError, match="draws a member in each call"):
+        train(model, GUIDES["ensemble"](model), JitTrace_ELBO(), regression_data())
+
+
+@pytest.mark.parametrize("name", ["inducing weights", "dropout"])
 def test_a_guide_trains_under_pyros_compiled_mean_field_objective(name):
     model, data = make_model(), regression_data()
     losses = train(model, GUIDES[name](model), JitTraceMeanField_ELBO(), data)

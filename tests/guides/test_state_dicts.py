@@ -86,7 +86,6 @@ def test_other_options_are_named_and_nothing_changes(saved, own, message):
 SAME_OPTIONS = {
     "whole numbers and others": (LowRank(2, alpha=2), LowRank(2, alpha=2.0)),
     "memory": (FullCovariance(max_memory=1.0), FullCovariance()),
-    "how members are run": (Members(2, vectorize=False), Members(2)),
     "subnetwork": (Subnetwork(), Subnetwork()),
 }
 

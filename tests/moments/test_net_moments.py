@@ -38,7 +38,7 @@ def test_the_exported_module_takes_batches_of_any_size(name):
 
 def test_ensembles_and_plain_nets_are_refused():
     model, _ = make(ps.MeanFieldGuide)
-    with pytest.raises(ValueError, match="must be no ensemble"):
+    with pytest.raises(ValueError, match="must be no mixture"):
         ps.moments.NetMoments(model, ps.EnsembleGuide(model, 3))
     with pytest.raises(TypeError, match="another likelihood around a net"):
         ps.moments.NetMoments(model.net, ps.MeanFieldGuide(model))

@@ -222,7 +222,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
     """Refuse operations whose result has as many elements as values determine."""
-    has_size_of_values = torch.Tag.dynamic_output_shape in operation.tags or operation is _torch_steps.PACKING
+    has_size_of_values = torch.Tag.dynamic_output_shape in operation.tags
+    has_size_of_values |= operation is _torch_steps.PACKING
     if operation is torch.ops.aten.index.Tensor:
         indexes = [index for index in args[1] if index is not None]
         has_size_of_values = any(index.dtype in (torch.bool, torch.uint8) for index in indexes)

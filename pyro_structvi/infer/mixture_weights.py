@@ -1,0 +1,92 @@
+"""Weights of the members of a mixture of guides."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_structvi._checks import Count, Program, checked
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.posterior.prediction import predict
+from pyro_structvi.structures.mixture import MixtureGuide
+
+NUM_STEPS = 500  # of expectation maximization, which converges in tens of them
+
+
+@checked
+def weigh_by_bound(
+    model: Program, guide: MixtureGuide, *args: Any, num_particles: Count = 32, **kwargs: Any
+) -> None:
+    r"""Weigh the members of a mixture by their bounds, :math:`w_k \propto \exp(\mathrm{ELBO}(q_k))`.
+
+    These weights maximize the bound of the mixture if members do not overlap. A member whose bound is
+    several nats higher than all others has nearly all the weight, so that the mixture is the best of
+    several starts; it is :attr:`MixtureGuide.best`.
+
+    Args:
+        model: The model.
+        guide: The mixture, changed in place.
+        *args: The model's arguments, with all the data.
+        num_particles: The number of draws for the estimate of each bound.
+        **kwargs: The model's keyword arguments.
+
+    Raises:
+        ValueError: If members are points, which have no bound.
+
+    Example:
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
+        >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
+        >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 32, noise_scale=0.1)
+        >>> guide = MixtureGuide(model, MeanFieldGuide, size=3)
+        >>> weigh_by_bound(model, guide, x, 2 * x)
+        >>> round(float(guide.weights.sum()), 4)
+        1.0
+    """
+    if guide.is_of_points:
+        raise ValueError(
+            "`guide` must have members with densities, but they are points, which have no bound. Call "
+            "`weigh_by_stacking(model, guide, x, y)` with data that were held out."
+        )
+    elbo = StructuredELBO(num_particles=num_particles)
+    with torch.no_grad():
+        bounds = [elbo.terms(model, each, *args, **kwargs).elbo for each in guide.members]
+    guide.weights.copy_(torch.stack(bounds).softmax(0))
+
+
+@checked
+def weigh_by_stacking(
+    model: Program, guide: MixtureGuide, x: Any, y: Tensor, *, num_samples: Count = 100
+) -> None:
+    r"""Weigh the members of a mixture by the predictive density of held-out data.
+
+    The weights maximize :math:`\sum_n \log \sum_k w_k p_k(y_n \mid x_n)`, by expectation maximization.
+
+    Args:
+        model: The model.
+        guide: The mixture, changed in place.
+        x: Inputs that were not trained on, as for :func:`~pyro_structvi.predict`.
+        y: Their observations.
+        num_samples: The number of draws of each member; points have one.
+
+    Example:
+        >>> from pyro_structvi import EnsembleGuide, Regressor, bayesianize
+        >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
+        >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 32, noise_scale=0.1)
+        >>> guide = EnsembleGuide(model, size=3)
+        >>> weigh_by_stacking(model, guide, x, 2 * x)
+        >>> round(float(guide.weights.sum()), 4)
+        1.0
+
+    References:
+        Yao, Vehtari, Simpson and Gelman (2018), "Using stacking to average Bayesian predictive
+        distributions", Bayesian Analysis.
+    """
+    count = 1 if guide.is_of_points else num_samples
+    densities = [
+        predict(model, each, x, y=y, num_samples=count).log_density for each in guide.members
+    ]
+    each = torch.stack([value.double().flatten() for value in densities if value is not None], -1)
+    weights = each.new_full((guide.num_members,), 1 / guide.num_members)
+    for _ in range(NUM_STEPS):
+        weights = (each + weights.log()).softmax(-1).mean(0)
+    guide.weights.copy_(weights)

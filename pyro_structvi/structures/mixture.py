@@ -1,0 +1,421 @@
+"""Mixtures of posteriors in several basins, and of points: deep ensembles."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pyro_structvi._checks import Count, Program, brief, checked
+from pyro_structvi._torch import inside_jit_trace
+from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
+from pyro_structvi.sites.family import GuideOptions
+from pyro_structvi.sites.finding import Start, separate_randomness, starting_at
+from pyro_structvi.sites.joint_posterior import (
+    JointPosterior,
+    are_plain,
+    in_one_pass,
+    probabilities,
+    stack_draws,
+)
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
+from pyro_structvi.sites.site_posterior import How, SitePosterior
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.structures.point_estimate import MAPGuide, PointEstimate
+from pyro_structvi.weights.site_role import SiteUse
+
+
+class MixtureGuide(StructuredGuide):
+    r"""A mixture of K guides of the same model, each in a basin of its own.
+
+    .. math:: q(W) = \sum_k w_k q_k(W), \qquad
+        \mathrm{ELBO}(q) \le \sum_k w_k \mathrm{ELBO}(q_k) - \sum_k w_k \log w_k
+
+    The two sides are equal if the members do not overlap, as in separate basins of a net. Members are
+    trained independently, at once: under :class:`~pyro_structvi.StructuredELBO`, and therefore in
+    :func:`~pyro_structvi.fit`, a step trains all of them, and the loss is the mean of their losses.
+    Other objectives train one random member in a step. The weights stay equal until
+    :func:`~pyro_structvi.weigh_by_bound` or :func:`~pyro_structvi.weigh_by_stacking` sets them.
+
+    Members start in different places: at the medians of ``starts`` if there are any; otherwise the
+    initial means of the model are those of member 0, and every other member has them in random order
+    within each site, plus 1 % of noise. Members share parameters and buffers of the model that are not
+    sites.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        make_guide: A function from the model to a :class:`~pyro_structvi.guides.StructuredGuide`, such
+            as ``KTiedGuide`` or ``lambda model: KTiedGuide(model, rank=3)``.
+        size: The number K of members.
+        vectorize: Whether a step runs all members in one pass, by :func:`torch.func.vmap`: faster for
+            small nets, with K times the memory. It does not support layers that update running
+            statistics.
+        starts: A mixture of K guides whose medians the members start at, such as a fitted
+            :class:`EnsembleGuide`.
+
+    Attributes:
+        members: The guides.
+        weights: Their weights ``(K,)``, which sum to 1.
+
+    Raises:
+        TypeError: If ``make_guide`` does not return a guide of this package.
+        ValueError: If ``starts`` has another number of members.
+        RuntimeError: In training, if the net cannot be vectorized.
+
+    Example:
+        >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize, fit, predict, weigh_by_bound
+        >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
+        >>> model = Regressor(bayesianize(nn.Linear(1, 1), prior=1.0), num_data=32, noise_scale=0.1)
+        >>> guide = MixtureGuide(model, KTiedGuide, size=3)
+        >>> history = fit(model, guide, (x, 2 * x), num_steps=50, progress=False)
+        >>> weigh_by_bound(model, guide, x, 2 * x)
+        >>> predict(model, guide, x).functions.shape
+        torch.Size([100, 32, 1])
+
+    References:
+        Wilson and Izmailov (2020), "Bayesian deep learning and a probabilistic perspective of
+        generalization", section 3.
+    """
+
+    members: Any  # an ``nn.ModuleList``
+    weights: Tensor
+
+    @checked
+    def __init__(
+        self,
+        model: Program,
+        make_guide: Callable[..., Any],
+        size: Count = 5,
+        *,
+        vectorize: bool = True,
+        starts: Any = None,
+    ) -> None:
+        OwningAutoGuide.__init__(self, model, None, None)
+        if starts is not None and getattr(starts, "num_members", None) != size:
+            raise ValueError(
+                f"`starts` must be a mixture of {size} guides, one for each member, but got "
+                f"{brief(starts)}. Pass `size={getattr(starts, 'num_members', 1)}`."
+            )
+        self.vectorize = vectorize
+        self._starts = None if starts is None else [each.median() for each in starts.members]
+        self.members = nn.ModuleList()
+        for _ in self._in_separate_starts(range(size)):
+            member = make_guide(model)
+            if not isinstance(member, StructuredGuide) or isinstance(member, MixtureGuide):
+                raise TypeError(
+                    "`make_guide` must be a function from the model to a guide of this package with one "
+                    f"posterior, such as `KTiedGuide`, but it returned {brief(member)}."
+                )
+            self.members.append(member)
+        like = next((value for _, value in self.named_parameters()), torch.empty(0))
+        self.register_buffer("weights", like.new_full((size,), 1 / size).detach())
+
+    @property
+    def num_members(self) -> int:
+        """The number K of members."""
+        return len(self.members)
+
+    @property
+    def is_of_points(self) -> bool:
+        """Whether all members are points, so that one draw of each is the whole mixture."""
+        return all(isinstance(each.family, PointEstimate) for each in self.all_posteriors())
+
+    @property
+    def site_names(self) -> list[str]:
+        """The latent sites, in the order of sampling."""
+        return self._first.site_names
+
+    @property
+    def uses(self) -> Mapping[str, SiteUse]:
+        """The uses of each site, equal for all members."""
+        return self._first.uses
+
+    @property
+    def local_site_names(self) -> list[str]:
+        """The sites of single examples."""
+        return self._first.local_site_names
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether all members have found all sites."""
+        return all(member.is_initialized for member in self.members)
+
+    @property
+    def best(self) -> StructuredGuide:
+        """The member with the largest weight."""
+        best: StructuredGuide = self.members[int(self.weights.argmax())]
+        return best
+
+    @property
+    def _first(self) -> StructuredGuide:
+        first: StructuredGuide = self.members[0]
+        return first
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Let all members find the sites of the model; see :meth:`StructuredGuide.initialize`."""
+        with self.warning_of_new_parameters():
+            for number in self._in_separate_starts(range(self.num_members)):
+                self.members[number].initialize(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample every site from a random member, and return the values by name.
+
+        Raises:
+            NotImplementedError: Inside ``torch.jit.trace``, which would keep one member.
+        """
+        if inside_jit_trace():
+            raise NotImplementedError(
+                "A mixture draws a member in each call, which `torch.jit.trace` would do once. Take "
+                "`StructuredELBO()`, whose steps train all members, or `Trace_ELBO()`."
+            )
+        self._initialize_if_needed(args, kwargs)
+        values: dict[str, Tensor] = self.members[int(self.weights.multinomial(1))](*args, **kwargs)
+        return values
+
+    def begin_pass(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
+        """Declare the parameters to Pyro, and return the distributions of the members."""
+        self._initialize_if_needed(args, kwargs)
+        declare_parameters(self)
+        return JointMixture(self)
+
+    def joint_posterior(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
+        """Return the distributions of the members at the current parameters."""
+        if args or kwargs:
+            self._initialize_if_needed(args, kwargs)
+        return JointMixture(self)
+
+    def in_pass(
+        self,
+        joint: "JointMixture",  # type: ignore[override]
+        number: Any,
+    ) -> Callable[..., dict[str, Tensor]]:
+        """Return a function that samples every site; see :meth:`JointMixture.at_member`."""
+        return lambda *args, **kwargs: joint.at_member(
+            number, lambda member, own: member.in_pass(own, None)(*args, **kwargs)
+        )
+
+    @checked
+    def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
+        """Draw all sites once, from one member, as ordinary tensors.
+
+        Args:
+            local: Whether to draw the sites of single examples too.
+            number: The number of the draw; successive draws are spread over members by their weights.
+        """
+        member = None if number is None else self._member_of(number)
+        return self.joint_posterior().draw(local, member)
+
+    def _member_of(self, number: int) -> int:
+        """Return the member of a draw, so that any number of successive draws follows the weights."""
+        weights = self.weights.tolist()
+        counts = [0] * len(weights)
+        chosen = 0
+        for taken in range(1, number + 2):
+            chosen = max(range(len(counts)), key=lambda k: weights[k] * taken - counts[k])
+            counts[chosen] += 1
+        return chosen
+
+    def __getitem__(self, name: str) -> SitePosterior:
+        """Refuse, since a site has several posteriors.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"A mixture has a posterior of '{name}' for each member. Write "
+            f"`guide.members[0]['{name}']`."
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._first
+
+    def _initialize_if_needed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.is_initialized:
+            self.initialize(*args, **kwargs)
+
+    def _in_separate_starts(self, numbers: Iterable[int]) -> Iterator[int]:
+        """Yield the numbers of members, each with its initial means and random stream."""
+        with separate_randomness():
+            for number in numbers:
+                torch.randint(2**62, ())  # guides restore the random state, so it moves on here
+                values = {} if self._starts is None else self._starts[number]
+                rest = _in_random_order if number else _as_it_is
+                with starting_at(partial(_one_of, values, rest)):
+                    yield number
+
+
+def _one_of(
+    values: Mapping[str, Tensor], otherwise: Start, site: LatentSite, start: Tensor
+) -> Tensor:
+    """Return the value of a site if there is one."""
+    return values[site.name] if site.name in values else otherwise(site, start)
+
+
+def _as_it_is(site: LatentSite, start: Tensor) -> Tensor:
+    return start
+
+
+def _in_random_order(site: LatentSite, start: Tensor) -> Tensor:
+    """Return the unconstrained elements of a start in random order, plus a little noise."""
+    bijection = bijection_onto(site.support)
+    values = bijection.inv(start)
+    order = torch.randperm(values.numel(), device=values.device)
+    permuted = values.flatten()[order].reshape(values.shape)
+    size = permuted.square().mean().sqrt()
+    noise = NOISE * torch.where(size > 0, size, 1.0) * torch.randn_like(permuted)
+    moved: Tensor = bijection(permuted + noise)
+    return moved
+
+
+NOISE = 0.01  # of the root mean square of a start, so that scalars differ, too
+
+
+T = TypeVar("T")
+Reader = Callable[[StructuredGuide, JointPosterior], T]
+
+
+class JointMixture:
+    """The distributions of the members of a mixture at their current parameters.
+
+    Args:
+        guide: The mixture.
+    """
+
+    def __init__(self, guide: MixtureGuide) -> None:
+        self._guide = guide
+        self._joints: dict[int, JointPosterior] = {}
+        self._stacked: dict[str, Tensor] = {}
+        self._draws_in_turn = False
+
+    def factorize(self) -> None:
+        """Do nothing: no factors are shared between members."""
+
+    def stacked(self, count: int) -> dict[str, Tensor]:
+        """Return the parameters and buffers of members, ``(count, *shape)``, to map over by vmap."""
+        return self._states([number % self._guide.num_members for number in range(count)])
+
+    def at_member(self, number: int | Mapping[str, Tensor] | None, read: Reader[T]) -> T:
+        """Return a function of a member and its distributions.
+
+        Args:
+            number: The member modulo K, a random one when None; or the parameters and buffers of a
+                member.
+            read: The function.
+        """
+        guide = self._guide
+        if number is None:
+            number = int(guide.weights.multinomial(1))
+        if isinstance(number, int):
+            number %= guide.num_members
+            if number not in self._joints:
+                self._joints[number] = guide.members[number].joint_posterior()
+            return read(guide.members[number], self._joints[number])
+        state = {f"guide.{name}": value for name, value in number.items()}
+        found: T = functional_call(_With(guide.members[0]), state, (read,))
+        return found
+
+    def conditionals(
+        self, how: How, local: bool = False, number: int | None = None
+    ) -> Iterator[tuple[Any, Any]]:
+        """Return each site and its distribution under a member; see :class:`JointPosterior`."""
+        return self.at_member(number, lambda _, joint: joint.conditionals(how, local))
+
+    def draw(self, local: bool = False, number: Any = None) -> dict[str, Tensor]:
+        """Draw all sites once, from a member; see :meth:`at_member`."""
+        return self.at_member(number, lambda _, joint: joint.draw(local))
+
+    def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
+        """Draw all sites once for each number of a draw, stacked; vectorized if torch supports it."""
+        members = [self._guide._member_of(number) for number in numbers]
+        states = self._states(members)
+        if len(members) > 1 and not self._draws_in_turn and are_plain(states.values()):
+            draws = in_one_pass(partial(self.draw, local), states)
+            if draws is not None:
+                return draws
+            self._draws_in_turn = True
+        return stack_draws([self.draw(local, number) for number in members])
+
+    def median(self) -> dict[str, Tensor]:
+        """Return the weighted mean of the members' medians."""
+        medians = stack_draws([each.median() for each in self._guide.members])
+        weights = self._guide.weights
+        return {
+            name: torch.tensordot(weights.to(value), value, 1) for name, value in medians.items()
+        }
+
+    def quantiles(self, probs: Sequence[float] | Tensor) -> dict[str, Tensor]:
+        """Return quantiles of each site's elements for points with equal weights."""
+        weights = self._guide.weights
+        asked = probabilities(probs)
+        if self._guide.is_of_points and bool((weights == weights[0]).all()):
+            medians = stack_draws([each.median() for each in self._guide.members])
+            values = {name: at_least_single(value) for name, value in medians.items()}
+            return {name: value.quantile(asked.to(value), 0) for name, value in values.items()}
+        raise NotImplementedError(
+            "A mixture has no quantiles in closed form. Take those of draws, `guide.draw()`, or of one "
+            "member, `guide.members[0].quantiles(...)`."
+        )
+
+    def _states(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """Return the parameters and buffers of these members, stacked, by name."""
+        if not self._stacked:
+            states = (
+                [*each.named_parameters(), *each.named_buffers()] for each in self._guide.members
+            )
+            self._stacked = stack_draws([*map(dict, states)])
+        if numbers == [*range(self._guide.num_members)]:
+            return self._stacked
+        rows = torch.tensor(numbers, device=self._guide.weights.device)
+        return {name: value[rows] for name, value in self._stacked.items()}
+
+
+class _With(nn.Module):
+    """A call of a function with a guide, whose parameters ``functional_call`` can replace."""
+
+    def __init__(self, guide: StructuredGuide) -> None:
+        super().__init__()
+        self.guide = guide
+
+    def forward(self, read: Reader[T]) -> T:
+        return read(self.guide, self.guide.joint_posterior())
+
+
+class EnsembleGuide(MixtureGuide):
+    """A deep ensemble: K point estimates of the whole net, a mixture of :class:`MAPGuide`.
+
+    :func:`~pyro_structvi.predict` uses each member once.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        size: The number K of members.
+        vectorize: See :class:`MixtureGuide`.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see
+            :class:`~pyro_structvi.guides.StructuredGuide`.
+
+    Raises:
+        RuntimeError: In training, if the net cannot be vectorized.
+
+    Example:
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> model = Classifier(bayesianize(nn.Linear(4, 3), prior=1.0), num_data=100)
+        >>> EnsembleGuide(model, size=5).members[4].median()["net.weight"].shape
+        torch.Size([3, 4])
+
+    References:
+        Lakshminarayanan, Pritzel and Blundell (2017), "Simple and scalable predictive uncertainty
+        estimation using deep ensembles"; the Ensemble-W of Ritter, Kukla, Zhang and Li (2021),
+        "Sparse uncertainty representation in deep learning with inducing weights".
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        size: int = 5,
+        *,
+        vectorize: bool = True,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        super().__init__(model, partial(MAPGuide, **options), size, vectorize=vectorize)
