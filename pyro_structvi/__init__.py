@@ -58,7 +58,7 @@ from pyro_structvi.posterior import (
 )
 
 if TYPE_CHECKING:
-    from pyro_structvi import diagnostics, lightning, metrics, plots, reference, testing
+    from pyro_structvi import diagnostics, lightning, metrics, plots, reference, sklearn, testing
 
 __version__ = "0.1.0"
 
@@ -123,11 +123,12 @@ __all__ = [
     "metrics",
     "plots",
     "reference",
+    "sklearn",
     "testing",
 ]
 
 # These need optional packages, so they are imported when they are first asked for.
-_OPTIONAL = ("diagnostics", "lightning", "metrics", "plots", "reference", "testing")
+_OPTIONAL = ("diagnostics", "lightning", "metrics", "plots", "reference", "sklearn", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

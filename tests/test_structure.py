@@ -14,14 +14,14 @@ from tests.mutation import targets
 PACKAGE = Path(__file__).parents[1] / "pyro_structvi"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 520  # lines of a file
-OPTIONAL = {"lightning", "reference", "metrics", "plots", "diagnostics"}
+OPTIONAL = {"lightning", "reference", "sklearn", "metrics", "plots", "diagnostics"}
 
 # Each part may import those before it.
 ORDER = [
     *("_checks", "_nested", "_torch", "_torch_steps", "_pyro"),
     *("linalg", "maps", "weights", "nn", "sites", "structures", "moments"),
     *("posterior", "infer", "distributions", "families", "guides", "extend"),
-    *("lightning", "reference", "metrics", "plots", "diagnostics", "testing"),
+    *("lightning", "reference", "sklearn", "metrics", "plots", "diagnostics", "testing"),
 ]
 
 PRIVATE_FILES = {"_pyro.py", "_torch.py", "_torch_steps.py"}

@@ -244,6 +244,11 @@ def expected_terms(
     x, y = bound.arguments["x"], bound.arguments.get("y")
     if y is None:
         raise ValueError("`y` must be given, the observations, but got None.")
+    if bound.arguments.get("weights") is not None:
+        raise NotImplementedError(
+            "Weights of examples have no expectation by moments. Leave `estimator` out, so that the "
+            "bound is estimated by draws."
+        )
     joint = guide.begin_pass(*args, **kwargs)
     settings = Settings()
 

@@ -2,12 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Annotated, Any, Literal
 
 import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.nn import PyroModule
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 from pyro_structvi._checks import (
@@ -33,6 +35,7 @@ from pyro_structvi._pyro import (
 from pyro_structvi._torch import inside_transform, is_recording
 from pyro_structvi.linalg.precision import at_least_single
 from pyro_structvi.nn.random_module import RandomModule
+from pyro_structvi.weights.site_role import SiteRole
 
 Output = Annotated[Callable[[Any], Tensor], NO_CLASS]
 Terms = Literal["elements", "pairs", "last dimension"]
@@ -71,13 +74,15 @@ class Likelihood(RandomModule):
         self.is_num_data_given = num_data is not None
         self.num_data = num_data
 
-    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, y: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """Run the net, and sample or observe the site ``obs``.
 
         Args:
             x: The net's input, first dimension the batch; a mapping, such as a ``BatchEncoding``, gives
                 keyword arguments if the net's ``forward`` has their names.
             y: Observations, or None.
+            weights: Weights of the examples' log likelihoods ``(batch,)``, not negative; 1 when None. An
+                example of weight 2 counts twice.
 
         Returns:
             The result of :meth:`observe` on the net's output.
@@ -86,7 +91,9 @@ class Likelihood(RandomModule):
             ValueError: If the net's output or ``y`` has a wrong shape or dtype.
         """
         with naming("x", x):
-            return self.observe(*self.run_net(x), y)
+            output, plates = self.run_net(x)
+        with nullcontext() if weights is None else _Weighed(weights, output.shape[plates]):
+            return self.observe(output, plates, y)
 
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         """Return a lower bound of each example's expected log likelihood, in closed form.
@@ -180,6 +187,21 @@ class Likelihood(RandomModule):
         scale = (self.num_data or size) / size * (1.0 if weights is None else weights)
         with poutine.scale(scale=scale), pyro.plate("data", size, dim=-1):
             pyro.sample("obs", likelihood, obs=y, infer={"is_observation": True})
+
+
+class _Weighed(Messenger):
+    """Multiplies the log likelihoods of the examples in a batch by weights."""
+
+    def __init__(self, weights: Tensor, size: int) -> None:
+        super().__init__()
+        check_shape("weights", weights, [size], "(batch,)")
+        if not (inside_transform() or is_recording() or bool((weights >= 0).all())):
+            raise ValueError("`weights` must not be negative. Leave these examples out.")
+        self._weights = weights
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if SiteRole.of(msg).is_observation:
+            msg["scale"] = msg["scale"] * self._weights
 
 
 def _check_net(net: nn.Module) -> nn.Module:

@@ -235,3 +235,23 @@ def test_heteroscedastic_nets_have_two_outputs_for_a_target():
     model = ps.Regressor(nn.Linear(3, 3), 6, noise="heteroscedastic")
     with pytest.raises(ValueError, match=r"2 \* size\), under heteroscedastic.*got \(6, 3\)"):
         model(torch.zeros(6, 3))
+
+
+@pytest.mark.parametrize("name", ["regression", "classes"])
+def test_an_example_of_weight_two_counts_twice(name):
+    """And one of weight zero not at all."""
+    net = nn.Linear(3, 2)
+    model = ps.Regressor(net, 5, 0.3) if name == "regression" else ps.Classifier(net, 5)
+    x = torch.randn(5, 3)
+    y = torch.randn(5, 2) if name == "regression" else torch.randint(2, (5,))
+    weights = torch.tensor([2.0, 1.0, 0.0, 1.0, 0.5])
+
+    def log_likelihood(*data):
+        return poutine.trace(model).get_trace(*data).log_prob_sum()
+
+    each = torch.stack([log_likelihood(x[i : i + 1], y[i : i + 1]) / 5 for i in range(5)])
+    torch.testing.assert_close(log_likelihood(x, y, weights), (weights * each).sum())
+    with pytest.raises(ValueError, match="`weights` must not be negative"):
+        model(x, y, -weights)
+    with pytest.raises(ValueError, match="`weights` must have shape"):
+        model(x, y, weights[:4])

@@ -1,0 +1,460 @@
+"""Estimators of scikit-learn for tables: Bayesian multi-layer perceptrons."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.preprocessing import LabelEncoder, StandardScaler
+from sklearn.utils import check_array, check_consistent_length, check_random_state
+from sklearn.utils.class_weight import compute_sample_weight
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from pyro_structvi import guides
+from pyro_structvi.infer import fit
+from pyro_structvi.nn import Classifier, Regressor, bayesianize
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.posterior import Prediction, predict
+from pyro_structvi.reference.mclmc import mclmc
+from pyro_structvi.sites.finding import separate_randomness
+from pyro_structvi.sites.structured import StructuredGuide
+
+Array = NDArray[Any]
+Refine = bool | Literal["auto"]
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
+POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
+    "map": guides.MAPGuide,
+    "dropout": guides.MCDropoutGuide,
+    "mean_field": guides.MeanFieldGuide,
+    "k_tied": guides.KTiedGuide,
+    "low_rank": partial(guides.LowRankGuide, rank=5, join_bias=True),
+    "matrix_normal": partial(guides.MatrixNormalGuide, join_bias=True),
+    "rowwise": guides.RowwiseGuide,
+    "full_covariance": partial(guides.FullCovarianceGuide, join_bias=True),
+    "inducing": guides.InducingWeightGuide,
+    "global_inducing": guides.GlobalInducingGuide,
+}
+OF_MEMBERS = "matrix_normal"  # of a mixture that is not refined
+REFINED = 10_000  # examples at most that "auto" refines, since each step takes all of them
+NUM_DRAWS = 200  # of a guide
+DRAWS_OF_CHAIN = 100
+
+
+class _BayesianMLP(BaseEstimator):
+    """The common part of the regressor and the classifier."""
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Sequence[int] = (16, 16, 16, 16),
+        *,
+        activation: str = "silu",
+        prior_scale: float = 1.0,
+        posterior: str | Callable[..., StructuredGuide] = "mixture",
+        num_members: int = 10,
+        num_steps: int = 1500,
+        batch_size: int = 2000,
+        refine: Refine = "auto",
+        num_sampling_steps: int = 20_000,
+        dtype: str = "float32",
+        device: str = "cpu",
+        random_state: Any = None,
+        progress: bool = False,
+    ) -> None:
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.prior_scale = prior_scale
+        self.posterior = posterior
+        self.num_members = num_members
+        self.num_steps = num_steps
+        self.batch_size = batch_size
+        self.refine = refine
+        self.num_sampling_steps = num_sampling_steps
+        self.dtype = dtype
+        self.device = device
+        self.random_state = random_state
+        self.progress = progress
+
+    @property
+    def partial_fit(self) -> Any:
+        """Not defined, since the posterior depends on all the data.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            f"`partial_fit` is not defined for {type(self).__name__}, whose posterior depends on all "
+            "the data. Call `fit` with all of them."
+        )
+
+    def _fit(self, inputs: Array, targets: Array, weights: Array | None, num_outputs: int) -> Self:
+        """Fit the posterior, and keep draws of it."""
+        self.x_scaler_ = StandardScaler().fit(inputs, sample_weight=weights)
+        data = [self._as_inputs(inputs), torch.as_tensor(targets, device=self.device)]
+        if data[1].is_floating_point():
+            data[1] = data[1].to(data[0].dtype).unsqueeze(-1)
+        if weights is not None:
+            data.append(torch.as_tensor(weights).to(data[0]))
+        with separate_randomness():
+            torch.manual_seed(check_random_state(self.random_state).randint(2**31 - 1))
+            net = self._net(inputs.shape[1], num_outputs).to(data[0])
+            self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale), len(inputs))
+            self.guide_ = self._guide(tuple(data))
+            self.draws_ = self._draws(tuple(data))
+        return self
+
+    def _net(self, num_inputs: int, num_outputs: int) -> nn.Module:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"`activation` must be one of {[*ACTIVATIONS]}, but got {self.activation!r}."
+            )
+        sizes = [num_inputs, *self.hidden_layer_sizes]
+        layers: list[nn.Module] = []
+        for size, next_size in pairwise(sizes):
+            layers += [nn.Linear(size, next_size), ACTIVATIONS[self.activation]()]
+        return nn.Sequential(*layers, nn.Linear(sizes[-1], num_outputs))
+
+    def _likelihood(self, net: nn.Module, num_data: int) -> Likelihood:
+        raise NotImplementedError
+
+    def _is_refined(self, num_data: int) -> bool:
+        if self.refine not in (True, False, "auto"):
+            raise ValueError(f'`refine` must be True, False or "auto", but got {self.refine!r}.')
+        return num_data <= REFINED if self.refine == "auto" else bool(self.refine)
+
+    def _guide(self, data: tuple[Tensor, ...]) -> StructuredGuide:
+        """Return a guide that is fitted to the data."""
+        if self.posterior == "mixture":
+            ensemble = guides.EnsembleGuide(self.model_, self.num_members)
+            self._train(ensemble, data)
+            if self._is_refined(len(data[0])):
+                return ensemble  # the sampler needs starts in several basins, not their widths
+            guide: StructuredGuide = guides.MixtureGuide(
+                self.model_, POSTERIORS[OF_MEMBERS], self.num_members, starts=ensemble
+            )
+        elif self.posterior == "ensemble":
+            guide = guides.EnsembleGuide(self.model_, self.num_members)
+        elif callable(self.posterior):
+            guide = self.posterior(self.model_)
+        elif self.posterior in POSTERIORS:
+            guide = POSTERIORS[self.posterior](self.model_)
+        else:
+            names = ["mixture", "ensemble", *POSTERIORS]
+            raise ValueError(
+                f"`posterior` must be one of {names} or a function from a model to a guide, but got "
+                f"{self.posterior!r}."
+            )
+        self._train(guide, data)
+        return guide
+
+    def _train(self, guide: StructuredGuide, data: tuple[Tensor, ...]) -> None:
+        size = self.batch_size if self.batch_size < len(data[0]) else None
+        fit(
+            *(self.model_, guide, data),
+            num_steps=self.num_steps,
+            batch_size=size,
+            compiled="traced",  # its numbers do not depend on measured times
+            progress=self.progress,
+        )
+
+    @torch.no_grad()
+    def _draws(self, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Return draws of the posterior by site, from chains or from the guide."""
+        guide = self.guide_
+        if self._is_refined(len(data[0])):
+            warmup = self.num_sampling_steps // 5
+            thinning = max(1, (self.num_sampling_steps - warmup) // DRAWS_OF_CHAIN)
+            return mclmc(
+                *(self.model_, guide, data),
+                num_warmup=warmup,
+                num_samples=max(4, (self.num_sampling_steps - warmup) // thinning),
+                num_chains=self.num_members,
+                thinning=thinning,
+                seed=int(torch.randint(2**31, ())),
+                progress=self.progress,
+            )
+        size = guide.num_members if guide.is_of_points else NUM_DRAWS
+        if isinstance(guide, guides.MAPGuide):
+            size = 1
+        draws = [guide.draw(number=number) for number in range(size)]
+        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+    def _as_inputs(self, inputs: Array) -> Tensor:
+        scaled = self.x_scaler_.transform(inputs)
+        return torch.as_tensor(scaled, dtype=getattr(torch, self.dtype), device=self.device)
+
+    def _predict(self, X: ArrayLike, y: Tensor | None = None) -> Prediction:
+        check_is_fitted(self)
+        inputs = validate_data(self, X, dtype=np.float64, reset=False)
+        return predict(self.model_, self.draws_, self._as_inputs(inputs), y=y)
+
+
+def _as_weights(sample_weight: ArrayLike | None, inputs: Array) -> Array | None:
+    """Return the weights of examples, positive for one at least."""
+    if sample_weight is None:
+        return None
+    weights: Array = check_array(
+        sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight"
+    )
+    if weights.ndim != 1:
+        raise ValueError(f"`sample_weight` must be one-dimensional, but got shape {weights.shape}.")
+    check_consistent_length(weights, inputs)
+    if (weights < 0).any() or not weights.any():
+        raise ValueError("`sample_weight` must not be negative, and not zero for all examples.")
+    return weights
+
+
+class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
+    r"""Bayesian regression by a multi-layer perceptron with heteroscedastic normal noise.
+
+    Inputs and targets are standardized inside. The prior of each weight and bias is
+    :math:`N(0, \texttt{prior\_scale}^2)`. With ``posterior="mixture"`` the posterior is sampled by
+    microcanonical Langevin chains that start at ``num_members`` points of maximum posterior density, or,
+    with ``refine=False``, approximated by a mixture of matrix normals around them.
+
+    Args:
+        hidden_layer_sizes: The numbers of units of the hidden layers.
+        activation: "silu", "tanh" or "relu".
+        prior_scale: The standard deviation of the prior of weights.
+        posterior: "mixture"; "ensemble" for points; "map", "dropout", "mean_field", "k_tied",
+            "low_rank", "matrix_normal", "rowwise", "full_covariance", "inducing" or "global_inducing"
+            for one guide; or a function from a model to a guide.
+        num_members: The number of members of a mixture or ensemble, and of chains.
+        num_steps: The number of training steps of a guide.
+        batch_size: The number of examples in a training step; all if there are fewer.
+        refine: Whether to sample by :func:`~pyro_structvi.reference.mclmc` from the guide; "auto" for at
+            most 10,000 examples, since each step takes all of them.
+        num_sampling_steps: The number of steps of each chain, a fifth for warm-up.
+        dtype: "float32" or "float64".
+        device: The device, as torch names it.
+        random_state: A seed or a ``RandomState``.
+        progress: Whether to show progress bars.
+
+    Attributes:
+        model_: The model, of standardized targets.
+        guide_: The fitted guide.
+        draws_: Draws of the posterior by site.
+        x_scaler_: The scaling of inputs.
+        y_scaler_: The scaling of targets.
+        n_features_in_: The number of inputs.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.linspace(-1, 1, 40).reshape(-1, 1)
+        >>> estimator = BayesianMLPRegressor(num_members=3, num_steps=200, refine=False)
+        >>> mean, std = estimator.fit(X, X[:, 0] ** 2).predict(X, return_std=True)
+        >>> mean.shape, estimator.predict_interval(X, level=0.9).shape
+        ((40,), (40, 2))
+
+    References:
+        Sommer, Robnik, Nozadze, Seljak and Ruegamer (2025), "Microcanonical Langevin ensembles:
+        advancing the sampling of Bayesian neural networks".
+    """
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
+        """Fit the posterior.
+
+        Args:
+            X: Inputs ``(N, features)``.
+            y: Targets ``(N,)``.
+            sample_weight: Weights of the examples' log likelihoods ``(N,)``; an example of weight 2
+                counts twice.
+
+        Raises:
+            ValueError: If an argument is out of range, or holds NaN.
+        """
+        inputs, targets = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        weights = _as_weights(sample_weight, inputs)
+        if weights is not None:
+            inputs, targets, weights = (v[weights > 0] for v in (inputs, targets, weights))
+        column = np.asarray(targets, dtype=np.float64).reshape(-1, 1)
+        self.y_scaler_ = StandardScaler().fit(column, sample_weight=weights)
+        return self._fit(inputs, self.y_scaler_.transform(column)[:, 0], weights, 2)
+
+    def predict(
+        self,
+        X: ArrayLike,
+        return_std: bool = False,
+    ) -> Any:
+        """Return predictive means ``(N,)``, and with ``return_std`` standard deviations with noise."""
+        prediction = self._predict(X)
+        mean = self._in_units(prediction.mean)
+        if not return_std:
+            return mean
+        std = self._to_numpy(prediction.variance.sqrt())[:, 0]
+        return mean, std * self.y_scaler_.scale_[0]
+
+    def predict_interval(self, X: ArrayLike, level: float = 0.95) -> Array:
+        """Return lower and upper bounds ``(N, 2)`` of the central predictive interval."""
+        bounds = self._predict(X).interval(level)
+        return np.stack([self._in_units(bound) for bound in bounds], -1)
+
+    def sample_y(
+        self,
+        X: ArrayLike,
+        n_samples: int = 1,
+        random_state: Any = 0,
+    ) -> Array:
+        """Return draws of the predictive distribution ``(N, n_samples)``."""
+        prediction = self._predict(X)
+        with separate_randomness():
+            torch.manual_seed(check_random_state(random_state).randint(2**31 - 1))
+            repeats = math.ceil(n_samples / prediction.num_samples)
+            draws = prediction.sample_observations(repeats)
+            chosen = draws[torch.randperm(len(draws))[:n_samples]]
+        return self._in_units(chosen).T
+
+    def log_density(self, X: ArrayLike, y: ArrayLike) -> Array:
+        """Return the log predictive density of targets ``(N,)``, in nats, in their own units."""
+        check_is_fitted(self)
+        column = np.asarray(y, dtype=np.float64).reshape(-1, 1)
+        scaled = torch.as_tensor(self.y_scaler_.transform(column), device=self.device)
+        found = self._predict(X, scaled.to(getattr(torch, self.dtype))).log_density
+        assert found is not None
+        densities: Array = self._to_numpy(found) - np.log(self.y_scaler_.scale_[0])
+        return densities
+
+    def _likelihood(self, net: nn.Module, num_data: int) -> Likelihood:
+        return Regressor(net, num_data, noise="heteroscedastic")
+
+    def _in_units(self, values: Tensor) -> Array:
+        scaled = self._to_numpy(values)[..., 0]
+        array: Array = scaled * self.y_scaler_.scale_[0] + self.y_scaler_.mean_[0]
+        return array
+
+    @staticmethod
+    def _to_numpy(values: Tensor) -> Array:
+        array: Array = values.detach().double().cpu().numpy()
+        return array
+
+
+class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
+    """Bayesian classification by a multi-layer perceptron.
+
+    Arguments are those of :class:`BayesianMLPRegressor`, and ``class_weight``.
+
+    Args:
+        hidden_layer_sizes: See :class:`BayesianMLPRegressor`.
+        activation: Likewise.
+        prior_scale: Likewise.
+        posterior: Likewise.
+        num_members: Likewise.
+        num_steps: Likewise.
+        batch_size: Likewise.
+        refine: Likewise.
+        num_sampling_steps: Likewise.
+        class_weight: Weights of the classes' log likelihoods, a dictionary, or "balanced" for weights
+            inversely proportional to their frequencies.
+        dtype: See :class:`BayesianMLPRegressor`.
+        device: Likewise.
+        random_state: Likewise.
+        progress: Likewise.
+
+    Attributes:
+        model_: The model, of the numbers of classes.
+        guide_: The fitted guide.
+        draws_: Draws of the posterior by site.
+        x_scaler_: The scaling of inputs.
+        classes_: The classes.
+        n_features_in_: The number of inputs.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.linspace(-1, 1, 40).reshape(-1, 1)
+        >>> estimator = BayesianMLPClassifier(num_members=3, num_steps=200, refine=False)
+        >>> estimator.fit(X, np.where(X[:, 0] > 0, "right", "left")).predict([[-0.9], [0.9]]).tolist()
+        ['left', 'right']
+    """
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Sequence[int] = (16, 16, 16, 16),
+        *,
+        activation: str = "silu",
+        prior_scale: float = 1.0,
+        posterior: str | Callable[..., StructuredGuide] = "mixture",
+        num_members: int = 10,
+        num_steps: int = 1500,
+        batch_size: int = 2000,
+        refine: Refine = "auto",
+        num_sampling_steps: int = 20_000,
+        class_weight: Any = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        random_state: Any = None,
+        progress: bool = False,
+    ) -> None:
+        super().__init__(
+            hidden_layer_sizes,
+            activation=activation,
+            prior_scale=prior_scale,
+            posterior=posterior,
+            num_members=num_members,
+            num_steps=num_steps,
+            batch_size=batch_size,
+            refine=refine,
+            num_sampling_steps=num_sampling_steps,
+            dtype=dtype,
+            device=device,
+            random_state=random_state,
+            progress=progress,
+        )
+        self.class_weight = class_weight
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
+        """Fit the posterior.
+
+        Args:
+            X: Inputs ``(N, features)``.
+            y: Classes ``(N,)``.
+            sample_weight: Weights of the examples' log likelihoods ``(N,)``; an example of weight 2
+                counts twice.
+
+        Raises:
+            ValueError: If an argument is out of range, ``X`` holds NaN, or there is a single class.
+        """
+        inputs, labels = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(labels)
+        weights = _as_weights(sample_weight, inputs)
+        if self.class_weight is not None:
+            of_classes = compute_sample_weight(self.class_weight, labels)
+            weights = of_classes if weights is None else weights * of_classes
+        if weights is not None:
+            inputs, labels, weights = (v[weights > 0] for v in (inputs, labels, weights))
+        encoder = LabelEncoder().fit(labels)
+        self.classes_ = encoder.classes_
+        if len(self.classes_) < 2:
+            raise ValueError("`y` must have at least two classes, but got 1 class.")
+        return self._fit(inputs, encoder.transform(labels), weights, len(self.classes_))
+
+    def predict_proba(self, X: ArrayLike) -> Array:
+        """Return predictive probabilities of the classes ``(N, classes)``."""
+        probabilities: Array = self._predict(X).mean.detach().double().cpu().numpy()
+        probabilities /= probabilities.sum(-1, keepdims=True)
+        return probabilities
+
+    def predict(self, X: ArrayLike) -> Array:
+        """Return the most probable classes ``(N,)``."""
+        probabilities = self.predict_proba(X)
+        found: Array = self.classes_[probabilities.argmax(-1)]
+        return found
+
+    def _likelihood(self, net: nn.Module, num_data: int) -> Likelihood:
+        return Classifier(net, num_data)

@@ -1,0 +1,146 @@
+"""Estimators of scikit-learn."""
+
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.stats import norm
+from sklearn.base import clone
+from sklearn.datasets import load_iris
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+import pyro_structvi as ps
+from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
+
+SMALL = {"num_members": 2, "num_steps": 60, "random_state": 0, "dtype": "float64"}
+POINT = {**SMALL, "posterior": "map", "refine": False}
+CHAINS = {**SMALL, "refine": True, "num_sampling_steps": 200}
+
+
+@pytest.fixture
+def table():
+    generator = np.random.default_rng(0)
+    inputs = generator.normal(size=(60, 3)) * [1.0, 100.0, 0.01] + [0.0, 5000.0, 0.0]
+    targets = 2000 + 300 * inputs[:, 0] + 30 * generator.normal(size=60)
+    return inputs, targets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [BayesianMLPRegressor, BayesianMLPClassifier])
+def test_checks_of_scikit_learn(make):
+    estimator = make((8,), **POINT)
+    results = check_estimator(estimator, on_fail=None, on_skip=None)
+    wrong = {each["check_name"]: each["exception"] for each in results if each["exception"]}
+    assert set(wrong) <= {"check_array_api_input"}  # skipped without SCIPY_ARRAY_API
+
+
+@pytest.mark.parametrize(
+    "options", [POINT, CHAINS, {**SMALL, "refine": False}], ids=["map", "chains", "mixture"]
+)
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
+def test_predictions_are_equivariant_to_units(table, options):
+    """Of inputs and of targets, to rounding: training sees standardized data."""
+    inputs, targets = table
+    found = []
+    for scale, shift in ((1.0, 0.0), (-4.0, 70.0)):
+        estimator = BayesianMLPRegressor((6,), **options).fit(
+            np.abs(scale) * inputs + shift, np.abs(scale) * targets + shift
+        )
+        mean, std = estimator.predict(np.abs(scale) * inputs[:5] + shift, return_std=True)
+        interval = estimator.predict_interval(np.abs(scale) * inputs[:5] + shift, 0.8)
+        values = np.column_stack([mean - shift, interval - shift, std])
+        found.append(values / np.abs(scale))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+    mean, lower, upper, std = found[0].T
+    assert ((lower < mean) & (mean < upper) & (std > 0)).all()
+
+
+def test_a_points_predictive_distribution_is_normal(table):
+    inputs, targets = table
+    estimator = BayesianMLPRegressor((6,), **POINT).fit(inputs, targets)
+    mean, std = estimator.predict(inputs, return_std=True)
+    interval = estimator.predict_interval(inputs, 0.9)
+    np.testing.assert_allclose(interval[:, 1], norm(mean, std).ppf(0.95), rtol=1e-6)
+    expected = norm(mean, std).logpdf(targets)
+    np.testing.assert_allclose(estimator.log_density(inputs, targets), expected, rtol=1e-8)
+    draws = estimator.sample_y(inputs[:3], n_samples=4000, random_state=1)
+    assert draws.shape == (3, 4000)
+    z = (draws - mean[:3, None]) / std[:3, None]
+    assert np.abs(z.mean(1)).max() < 5 / np.sqrt(4000)
+    assert np.abs(z.var(1) - 1).max() < 5 * np.sqrt(2 / 4000)
+
+
+def test_it_is_an_estimator_as_others(table):
+    inputs, targets = table
+    estimator = BayesianMLPRegressor((4,), **POINT)
+    search = GridSearchCV(
+        make_pipeline(MinMaxScaler(), estimator),
+        {"bayesianmlpregressor__prior_scale": [0.5, 1.0]},
+        cv=2,
+    ).fit(inputs, targets)
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+    assert np.isfinite(cross_val_score(clone(estimator), inputs, targets, cv=2)).all()
+    frame = pd.DataFrame(inputs, columns=["a", "b", "c"])
+    fitted = estimator.fit(frame, targets)
+    assert [*fitted.feature_names_in_] == ["a", "b", "c"]
+    again = pickle.loads(pickle.dumps(fitted))
+    np.testing.assert_array_equal(again.predict(frame), fitted.predict(frame))
+    random_state = torch.get_rng_state()
+    clone(estimator).fit(inputs, targets)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_class_weights_are_weights_of_examples():
+    inputs, labels = load_iris(return_X_y=True)
+    names = np.array(["a", "b", "c"])[labels]
+    keep = np.r_[0:50, 50:70, 100:110]
+    inputs, names = inputs[keep], names[keep]
+    weights = np.array([80 / (3 * np.sum(names == name)) for name in names])
+    balanced = BayesianMLPClassifier((4,), class_weight="balanced", **POINT).fit(inputs, names)
+    weighed = BayesianMLPClassifier((4,), **POINT).fit(inputs, names, sample_weight=weights)
+    plain = BayesianMLPClassifier((4,), **POINT).fit(inputs, names)
+    found = [each.predict_proba(inputs) for each in (balanced, weighed, plain)]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
+    assert found[0][-10:, 2].mean() > found[2][-10:, 2].mean()  # of the rare class
+    assert [*balanced.classes_] == ["a", "b", "c"]
+    np.testing.assert_allclose(found[0].sum(-1), 1.0)
+
+
+def test_any_guide_is_a_posterior(table):
+    inputs, targets = table
+    made = []
+
+    def make_guide(model):
+        made.append(ps.KTiedGuide(model, rank=1))
+        return made[-1]
+
+    estimator = BayesianMLPRegressor((4,), **POINT | {"posterior": make_guide}).fit(inputs, targets)
+    assert estimator.guide_ is made[0]
+    for name in ("ensemble", "mean_field"):
+        estimator = BayesianMLPRegressor((4,), **POINT | {"posterior": name}).fit(inputs, targets)
+        draws = estimator.draws_["net.0.weight"]
+        assert len(draws) == (2 if name == "ensemble" else 200)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"posterior": "exact"}, "`posterior` must be one of"),
+        ({"activation": "sin"}, "`activation` must be one of"),
+        ({"refine": "no"}, "`refine` must be True, False or"),
+    ],
+)
+def test_wrong_options_are_named(table, option, message):
+    with pytest.raises(ValueError, match=message):
+        BayesianMLPRegressor((4,), **POINT | option).fit(*table)
+
+
+def test_parts_of_the_data_are_refused():
+    assert not hasattr(BayesianMLPRegressor(), "partial_fit")
+    with pytest.raises(AttributeError, match="Call `fit` with all of them"):
+        BayesianMLPClassifier().partial_fit([[0.0]], [0])
