@@ -26,8 +26,8 @@ def terms_in_a_loop(elbo, model, guide, *args):
     """Return the terms of the particles one after another, each with the noise of its number."""
     with _noise_of_particles() as noise:
 
-        def loop(run, count, *_):
-            return average([noise.run(run, number) for number in range(count)])
+        def loop(run, numbers):
+            return average([noise.run(run, int(number)) for number in numbers])
 
         with patch.object(elbo_module, "_run_together", loop):
             return elbo.terms(model, guide, *args)

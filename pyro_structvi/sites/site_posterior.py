@@ -1,6 +1,6 @@
 """The variational parameters of a site, and couplings of sites."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import singledispatch
 from typing import Any, Literal
@@ -289,9 +289,9 @@ def couple_families(
         coupling.sites += tuple(late)
 
 
-def check_no_plates_around(couplings: Iterable[Coupling]) -> None:
-    """Raise a ``NotImplementedError`` if coupled sites are inside plates of particles."""
-    sites = [list(each.sites) for each in couplings]
+def check_no_plates_around(names: Iterable[Sequence[str]]) -> None:
+    """Raise a ``NotImplementedError`` if sites that share draws are inside plates of particles."""
+    sites = [list(each) for each in names]
     if sites and inside_plate():
         raise NotImplementedError(
             f"The sites {sites} are drawn together, once for all particles, and so not inside the "

@@ -222,7 +222,7 @@ class StructuredGuide(OwningAutoGuide):
         """
         if not self._initialized and poutine.get_mask() is not False:
             self.initialize(*args, **kwargs)
-        check_no_plates_around(self._couplings())
+        check_no_plates_around(each.sites for each in self._couplings())
         declare_parameters(self)
         return self.joint_posterior()
 

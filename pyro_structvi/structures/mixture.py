@@ -22,7 +22,11 @@ from pyro_structvi.sites.joint_posterior import (
     stack_draws,
 )
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
-from pyro_structvi.sites.site_posterior import How, SitePosterior
+from pyro_structvi.sites.site_posterior import (
+    How,
+    SitePosterior,
+    check_no_plates_around,
+)
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.point_estimate import MAPGuide, PointEstimate
 from pyro_structvi.weights.site_role import SiteUse
@@ -172,6 +176,7 @@ class MixtureGuide(StructuredGuide):
                 "`StructuredELBO()`, whose steps train all members, or `Trace_ELBO()`."
             )
         self._initialize_if_needed(args, kwargs)
+        check_no_plates_around([self.site_names])
         values: dict[str, Tensor] = self.members[int(self.weights.multinomial(1))](*args, **kwargs)
         return values
 
