@@ -1,6 +1,7 @@
 """Estimators of scikit-learn for tables: Bayesian multi-layer perceptrons."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -22,7 +23,7 @@ from pyro_structvi.infer import fit
 from pyro_structvi.nn import Classifier, Regressor, bayesianize
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior import Prediction, predict
-from pyro_structvi.reference.mclmc import mclmc
+from pyro_structvi.reference.mclmc import NotMixedWarning, mclmc
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
 
@@ -171,15 +172,18 @@ class _BayesianMLP(BaseEstimator):
         if self._is_refined(len(data[0])):
             warmup = self.num_sampling_steps // 5
             thinning = max(1, (self.num_sampling_steps - warmup) // DRAWS_OF_CHAIN)
-            return mclmc(
-                *(self.model_, guide, data),
-                num_warmup=warmup,
-                num_samples=max(4, (self.num_sampling_steps - warmup) // thinning),
-                num_chains=self.num_members,
-                thinning=thinning,
-                seed=int(torch.randint(2**31, ())),
-                progress=self.progress,
-            )
+            with warnings.catch_warnings():
+                # Chains stay in their basins; `draws_.r_hat` is the measure of their disagreement.
+                warnings.simplefilter("ignore", NotMixedWarning)
+                return mclmc(
+                    *(self.model_, guide, data),
+                    num_warmup=warmup,
+                    num_samples=max(4, (self.num_sampling_steps - warmup) // thinning),
+                    num_chains=self.num_members,
+                    thinning=thinning,
+                    seed=int(torch.randint(2**31, ())),
+                    progress=self.progress,
+                )
         size = guide.num_members if guide.is_of_points else NUM_DRAWS
         if isinstance(guide, guides.MAPGuide):
             size = 1
@@ -240,7 +244,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     Attributes:
         model_: The model, of standardized targets.
         guide_: The fitted guide.
-        draws_: Draws of the posterior by site.
+        draws_: Draws of the posterior by site; those of chains have ``r_hat``.
         x_scaler_: The scaling of inputs.
         y_scaler_: The scaling of targets.
         n_features_in_: The number of inputs.

@@ -42,7 +42,6 @@ def test_checks_of_scikit_learn(make):
 @pytest.mark.parametrize(
     "options", [POINT, CHAINS, {**SMALL, "refine": False}], ids=["map", "chains", "mixture"]
 )
-@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_predictions_are_equivariant_to_units(table, options):
     """Of inputs and of targets, to rounding: training sees standardized data."""
     inputs, targets = table
