@@ -97,14 +97,21 @@ def train(
 def fitted(problem: Problem, guide_name: str, recipe: Recipe, steps: int) -> tuple[Any, float]:
     """Return a guide after so many steps, and the seconds that they took."""
     model, data = problem.model, (problem.x, problem.y)
-    guide = GUIDES[recipe.widens or guide_name](model)
-    recipe.prepare(guide)
+    make_guide = GUIDES[recipe.widens or guide_name]
+    if recipe.starts > 1:
+        guide = ps.MixtureGuide(model, make_guide, recipe.starts)
+    else:
+        guide = make_guide(model)
+        recipe.prepare(guide)
     own = {"batch_size": problem.batch_size, "progress": False}
     begin = time.perf_counter()
     if recipe.widens is not None:
         ps.fit(model, guide, data, num_steps=steps // 2, **own)
         guide, steps = ps.warm_start.full_covariance_from(guide), steps - steps // 2
     ps.fit(model, guide, data, num_steps=steps, **own, **recipe.options(guide, steps))
+    if recipe.starts > 1:
+        ps.weigh_by_bound(model, guide, *data)
+        guide = guide.best
     return guide, time.perf_counter() - begin
 
 

@@ -41,6 +41,7 @@ class Recipe(NamedTuple):
             that begins as its distribution in the second.
         anneals: Whether the weight of the KL rises as in ``fit``; it is 1 in every step otherwise.
         particles: Draws averaged in a step.
+        starts: Trained at once, the best bound of which is kept.
         only: The one guide that it is for.
     """
 
@@ -54,6 +55,7 @@ class Recipe(NamedTuple):
     widens: str | None = None
     anneals: bool = False
     particles: int = 1
+    starts: int = 1
     only: str | None = None
 
     def prepare(self, guide: StructuredGuide) -> None:
@@ -134,6 +136,7 @@ def adam_by_kind(
 
 RECIPES: dict[str, Recipe] = {
     "default": Recipe(structured={}, anneals=True),
+    "best of 5 starts": Recipe(structured={}, anneals=True, starts=5),
     "whole KL": Recipe(structured={}),
     "widened from rowwise": Recipe(lr=0.01, structured={}, widens="rowwise", only="full"),
     "widened from rowwise, lr 0.1": Recipe(structured={}, widens="rowwise", only="full"),

@@ -226,6 +226,9 @@ def exact_covariance() -> Tensor:
 def covariance_of(model: Any, guide: Any) -> Tensor:
     """Return the covariance of the linear layer's weight, of draws where its elements are no site."""
     name = "net.0.weight"
+    if isinstance(guide, ps.EnsembleGuide):
+        members = torch.stack([member.median()[name].flatten() for member in guide.members])
+        return members.T.cov(correction=0)
     if name in guide.site_names and not isinstance(guide, ps.SubnetworkGuide):
         return guide[name]().covariance_matrix
     draws = torch.stack([weight_of(model.net[0], guide.draw()).flatten() for _ in range(4000)])
