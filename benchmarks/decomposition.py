@@ -1,7 +1,7 @@
 """What separates guides from the best predictions on a table: modes, widths, shapes, recipe, prior.
 
     python -m benchmarks.decomposition --data airfoil.npz --output benchmarks/results/decomposition.csv
-    python -m benchmarks.decomposition --data energy.npz --steps 20 --chain-steps 40  # to see that it runs
+    python -m benchmarks.decomposition --data energy.npz --steps 20 --chain-steps 40  # a trial
 
 The net, the likelihood and the prior are those of ``benchmarks.sampling``. Each row changes one thing:
 "one point" and "ten points" have no width; guides have one Gaussian mode, or ten around the points;
