@@ -15,21 +15,18 @@ from pyro_structvi import reference
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.maps import Arrangement
 from pyro_structvi.reference import sampling
-from pyro_structvi.testing import STRUCTURES
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 from tests.bad_input import of_distributions, of_figures, of_fits, of_guides, of_models
 from tests.bad_input.public import public_callables
 from tests.bad_input.samples import OPTIONS, SIZE, inputs, passes, positive, regressor, targets
+from tests.distributions.cases import CASES
 
 TABLES = (of_models, of_guides, of_fits, of_figures, of_distributions)
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
     name: arguments for table in TABLES for name, arguments in table.VALID.items()
 }
 
-OF_STRUCTURES = {
-    type(structure.make((), structure.event_shapes[-1], torch.float64)): structure.make
-    for structure in STRUCTURES
-}
+OF_STRUCTURES = {type(case.make((), (4, 3), torch.float64)): case.make for case in CASES}
 
 # ---- methods -------------------------------------------------------------------------------------
 

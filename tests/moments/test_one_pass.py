@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.testing.structures import guides_for, points_for
+from pyro_structvi.testing import guides_for, points_for
 from tests.moments.one_layer import (
     SIZE,
     expected_log_likelihood,

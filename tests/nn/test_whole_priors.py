@@ -12,13 +12,13 @@ from torch.distributions import kl_divergence
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.testing.entry import (
+from tests.distributions.cases import (
+    CASES,
     make_full,
     make_k_tied,
     make_log_scale,
     make_matrix_normal,
 )
-from tests.distributions.cases import CASES
 from tests.guide_cases import GUIDES
 from tests.models import regression_data
 
