@@ -92,7 +92,8 @@ def positive(*shape: int, dtype: torch.dtype) -> Tensor:
 def cholesky_factor(batch_shape: Shape, size: int, dtype: torch.dtype) -> Tensor:
     """Return lower triangular matrices ``(*batch_shape, size, size)`` with positive diagonals."""
     below = torch.randn(*batch_shape, size, size, dtype=dtype).tril(-1) / size**0.5
-    return below + torch.diag_embed(positive(*batch_shape, size, dtype=dtype))
+    factor: Tensor = below + torch.diag_embed(positive(*batch_shape, size, dtype=dtype))
+    return factor
 
 
 def random_weight(
