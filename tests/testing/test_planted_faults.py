@@ -352,7 +352,7 @@ def overconfident(model, **options):
 
 
 GUIDES = {
-    overconfident: "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`, by drawn weights",
+    overconfident: "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`",
     Missing: "a state dict restores the guide: draws that differ",
     MovesTheSeed: "making a guide leaves the random state as it is",
 }
