@@ -64,16 +64,6 @@ def test_the_larger_of_two_known_numbers_is_known(dtype):
         assert torch.isfinite(gradient).all()
 
 
-def test_gradients_of_the_larger_of_two():
-    ma, mb, va, vb = (torch.rand(4) + 0.1 for _ in range(4))
-    values = [value.requires_grad_() for value in (ma, mb, va, vb)]
-
-    def run(ma, mb, va, vb):
-        return maximum_of_two((ma, va), (mb, vb))
-
-    assert torch.autograd.gradcheck(run, values)
-
-
 @pytest.mark.parametrize(("size", "bound"), [(2, 1e-7), (3, 0.02), (9, 0.1)])
 def test_larger_windows_have_an_error_of_a_few_percent(size, bound):
     """Relative to the standard deviation: equal means and variances, the hardest case; two are exact."""
