@@ -11,7 +11,6 @@ from tests.lazy_weights import (
     IN,
     OUT,
     bias_normal,
-    k_tied_normal,
     lazy,
     narrow_normal,
 )
@@ -83,9 +82,3 @@ def test_the_positions_of_an_unbatched_input_share_the_draw_of_the_bias():
     assert (outputs - outputs[:, :1]).abs().max() < 1e-7
     assert (outputs[:, 0] != bias.distribution.loc).all()
     assert not bias.is_drawn
-
-
-def test_positions_get_weight_noise_of_their_own():
-    q, x = k_tied_normal(), torch.randn(IN).expand(5, 2, IN)
-    outputs = F.linear(x, lazy(q))
-    assert (outputs[:, 0] != outputs[:, 1]).all()

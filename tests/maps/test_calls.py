@@ -51,7 +51,7 @@ def test_a_convolution_call_is_read_whatever_way_it_is_written(dim, positional):
 
 @pytest.mark.parametrize(
     "function",
-    [F.embedding_bag, torch.matmul, torch.Tensor.add, len],
+    [F.embedding, F.embedding_bag, torch.matmul, torch.Tensor.add, len],
 )
 def test_other_functions_are_no_linear_maps_of_their_weight(function):
     assert parse_application(function, (torch.ones(2), torch.ones(2)), {}) is None
