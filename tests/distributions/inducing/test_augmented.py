@@ -40,14 +40,6 @@ def test_it_is_a_part_of_a_matrix_normal(batch_shape, event_shape, bias_scale):
     close(joint.covariance_matrix, joint_covariance(joint))
 
 
-def test_the_covariance_by_hand():
-    """With one row and one column each way: Var W = s^2, Cov(W, U) = s z w, Var U = psi_r psi_c."""
-    factors, diagonals = torch.tensor([[2.0]]), torch.tensor([1.0])
-    joint = AugmentedMatrixNormal(factors, 3 * factors, diagonals, 2 * diagonals, 0.5)
-    expected = [[0.25, 0.5 * 2 * 6], [0.5 * 2 * 6, (4.0 + 1) * (36 + 4)]]
-    close(joint.covariance_matrix, torch.tensor(expected))
-
-
 @BATCHES
 @BIASES
 @SHAPES
@@ -119,12 +111,6 @@ def test_standard_draws_belong_together():
     assert_draws(draw, torch.zeros(()), covariance)
 
 
-def test_draws_without_a_shape():
-    weight, inducing = make_joint((2,), CONVOLUTION, FLOAT32).rsample()
-    assert (weight.shape, inducing.shape) == ((2, *CONVOLUTION), (2, *INDUCING))
-    assert weight.dtype == inducing.dtype == FLOAT32
-
-
 # ---- densities -----------------------------------------------------------------------------------
 
 
@@ -192,13 +178,6 @@ def test_factors_have_gradients_wherever_they_are_first_looked_at(first_look):
     with torch.no_grad():
         joint = AugmentedMatrixNormal(**joint.arguments)
     assert not joint.rows.basis.requires_grad
-
-
-def test_the_parts_of_a_side_are_orthonormal_together():
-    for side in (make_joint((2,), MATRIX, FLOAT64).rows, equal_eigenvalues().columns):
-        identity = torch.eye(side.basis.shape[-2]).expand_as(side.remainder)
-        close(side.gram, side.basis @ side.basis.mT)
-        close(side.gram + side.complement, identity)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64])
