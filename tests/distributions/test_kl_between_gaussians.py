@@ -24,7 +24,7 @@ GAUSSIAN = {
     case.name: case for kind, case in OF_CLASS.items() if not issubclass(kind, AugmentedNormal)
 }
 NAMES = list(GAUSSIAN)
-TIED, LOW_RANK = (next(n for n in NAMES if part in n) for part in ("tied", "low rank"))
+TIED = next(name for name in NAMES if "tied" in name)
 BATCHES = [((), ()), ((2,), ()), ((), (2,)), ((2, 1), (3,))]
 
 

@@ -261,10 +261,3 @@ def test_so_has_the_mean_field_one_the_loss(make):
     both = [each(**EXPANDING) for each in (JitTraceMeanField_ELBO, TraceMeanField_ELBO)]
     losses = [objective.loss_and_grads(model, guide, *data) for objective in both]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["inducing weights", "ensemble"])
-def test_a_guide_trains_under_pyros_compiled_mean_field_objective(name):
-    model, data = make_model(), regression_data()
-    losses = train(model, GUIDES[name](model), JitTraceMeanField_ELBO(), data)
-    assert all(torch.isfinite(torch.tensor(losses)))
