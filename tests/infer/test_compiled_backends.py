@@ -61,13 +61,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "low rank",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("inducing weights", "ensemble")),
-    ],
-)
+@pytest.mark.parametrize("name", ["low rank", "inducing weights", "ensemble"])
 def test_a_captured_step_is_that_of_svi(name, as_on_a_gpu):
     def make():
         model = make_regressor()
