@@ -192,23 +192,6 @@ def patches(x, kernel, stride=1, padding=0, dilation=1, groups=1):
     return torch.stack(cut, 2).unflatten(2, counts)
 
 
-def convolution_moments(x, loc, covariance, groups=1, **geometry):
-    """Return mean and variance of a convolution's outputs ``(batch, out, *positions)``.
-
-    Output channel ``o`` at a position with patch ``p`` is ``w_o . p``: its mean is ``m_o . p`` and its
-    variance ``p' Sigma_oo p``, where ``Sigma_oo`` is the block of the filter ``w_o``.
-    """
-    out, size = loc.shape[0], loc[0].numel()
-    cut = patches(x, loc.shape[2:], groups=groups, **geometry)
-    blocks = covariance.reshape(out, size, out, size)
-    means, variances = [], []
-    for channel in range(out):
-        patch = cut[:, channel // (out // groups)]
-        means.append(patch @ loc[channel].flatten())
-        variances.append(((patch @ blocks[channel, :, channel, :]) * patch).sum(-1))
-    return torch.stack(means, 1), torch.stack(variances, 1)
-
-
 def feature_map_covariance(x, covariance, out, kernel, groups=1, **geometry):
     """Return the covariance ``(batch, O, O)`` of whole feature maps, ``O`` = out times positions.
 
@@ -224,20 +207,6 @@ def feature_map_covariance(x, covariance, out, kernel, groups=1, **geometry):
         1,
     )
     return operator @ covariance @ operator.mT
-
-
-def drawn_feature_map_covariance(x, covariance, shared, out, kernel, groups=1, **geometry):
-    """Return the covariance of feature maps of which only a part is one draw for all positions.
-
-    The noise with the covariance ``shared`` is drawn once for an example. All the rest is drawn anew
-    at each position: the channels at one position keep their covariance, positions have none.
-    """
-    whole, joint = (
-        feature_map_covariance(x, part, out, kernel, groups, **geometry)
-        for part in (covariance, shared)
-    )
-    same_position = torch.eye(whole.shape[-1] // out).repeat(out, out)
-    return joint + same_position * (whole - joint)
 
 
 def _per_dimension(value, kernel):

@@ -136,21 +136,6 @@ def test_the_variance_of_a_learned_diagonal_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "count"),
-    [
-        ({"rank": 2, "diagonal": "constant"}, 3 * 15),
-        ({"rank": 2, "diagonal": "isotropic"}, 3 * 15 + 2),
-        ({"rank": 2, "diagonal": "isotropic", "join_bias": True}, 3 * 15 + 1),
-        ({"rank": 2}, 4 * 15),
-    ],
-)
-def test_parameters_are_loc_factors_and_a_learned_diagonal(options, count):
-    """A layer of 4 x 3 weights and 3 biases: 15 numbers of each kind."""
-    guide = ps.AutoLowRankLRT(make_classifier(make_net(4, 3)), **options)
-    assert sum(parameter.numel() for parameter in guide.parameters()) == count
-
-
-@pytest.mark.parametrize(
     ("options", "variance"), [({"diagonal_variance": math.exp(-10)}, math.exp(-10)), ({}, DEFAULT)]
 )
 def test_a_constant_diagonal_has_no_parameter_and_stays(options, variance, regression):

@@ -12,7 +12,6 @@ from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from pyro_structvi.weights.outputs import flipout
 from tests import dense_oracles as dense
 from tests.distributions.cases import make_k_tied, make_mean_field
-from tests.exact_means import exact_mean
 from tests.lazy_weights import lazy
 from tests.unit_noise import assert_close, assert_draws, unit_draws
 
@@ -91,28 +90,6 @@ def test_the_signs_of_either_side_leave_examples_uncorrelated(make, part):
         total, largest = total + between, max(largest, between.abs().max().item())
     assert largest > 0.05
     assert_close(total, torch.zeros(2, 2))
-
-
-def test_gradients_have_the_mean_of_the_expected_loss(make):
-    """For a loss that is quadratic in each example's outputs, whose expectation is known."""
-    q, x = make(OUT, CHANNELS, *KERNEL), torch.randn(2, CHANNELS, 3, 2)
-    leaves = [getattr(q, name).requires_grad_() for name in q.argument_names]
-    linear_map = ConvolutionMap(F.conv2d, (CHANNELS, *KERNEL))
-    mean = F.conv2d(x, q.loc).flatten(1)
-    linear, root = torch.randn(mean.shape[-1]), torch.randn(2 * mean.shape[-1:])
-    quadratic = root @ root.mT / len(root)
-    spread = dense.feature_map_covariance(x, covariance(q), OUT, KERNEL)
-    oracle = dense.expected_quadratic(mean, spread, linear, quadratic).sum()
-    expected = torch.autograd.grad(oracle, leaves)
-
-    def gradients():
-        y = flipout(q, linear_map, x).flatten(1)
-        loss = (y @ linear + ((y @ quadratic) * y).sum(-1) / 2).sum()
-        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, leaves)])
-
-    assert_close(
-        exact_mean(with_signs(gradients)), torch.cat([part.flatten() for part in expected])
-    )
 
 
 # ---- where it is used ----------------------------------------------------------------------------

@@ -97,20 +97,6 @@ def test_draws_of_both_have_the_joint_covariance(bias_scale, sample_shape):
     assert_draws(draw, torch.zeros(()), covariance)
 
 
-def test_standard_draws_belong_together():
-    """For a prior scale of one, whitened inducing weights have the covariance G with the weight."""
-    joint = make_joint((), MATRIX, FLOAT64, bias_scale=True)
-    unscaled = AugmentedMatrixNormal(**joint.arguments | {"scale": 1.0, "bias_scale": None})
-    gain, _ = dense.conditional_moments(joint_covariance(unscaled), 12)
-    covariance = torch.eye(18)
-    covariance[:12, 12:], covariance[12:, :12] = gain, gain.mT
-
-    def draw():
-        return torch.cat([part.flatten() for part in joint.draw_standard(torch.Size())])
-
-    assert_draws(draw, torch.zeros(()), covariance)
-
-
 # ---- densities -----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from tests.distributions.cases import (
     joint_covariance,
     prior_scale,
 )
-from tests.distributions.inducing.inducing_laws import ORACLE, WITH_KL, make
+from tests.distributions.inducing.inducing_laws import WITH_KL, make
 from tests.exact_means import exact_mean
 
 SIZE = 12  # of a matrix
@@ -67,18 +67,6 @@ def test_its_log_prob_is_the_priors_plus_a_ratio_of_conditionals(sample_shape, b
     ).log_prob(flat)
     prior = Independent(own_prior(q), 2).log_prob(value)
     close(q.condition(whitened).log_prob(value), prior + ratio)
-
-
-def test_its_divergence_is_that_of_the_noise_and_of_the_priors():
-    q, prior = make(WITH_KL["diagonal"], bias_scale=True), other_prior()
-    given, scale = q.condition(torch.randn(INDUCING)), q.conditional_scale
-    noise = SIZE * (scale.square() / 2 - scale.log() - 0.5)
-    close(kl_divergence(given, own_prior(q)), noise)
-    mean, variance = ORACLE.mean(given), ORACLE.covariance(given).diagonal().reshape(MATRIX)
-    own, other = (
-        (p.log_prob(mean) - variance / p.variance / 2).sum() for p in (own_prior(q), prior)
-    )
-    close(kl_divergence(given, prior), noise + own - other)
 
 
 # ---- both parts ----------------------------------------------------------------------------------
