@@ -29,6 +29,10 @@ def covariance(q):
     return torch.diag(q.variance.flatten())
 
 
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 def with_signs(draw, *patterns):
     """Return a function that makes a draw with given signs of the inputs and of the outputs, 0 or 1.
 
@@ -66,16 +70,24 @@ def test_the_outputs_of_an_example_have_the_distribution_of_a_drawn_weight(make,
 
 
 @pytest.mark.parametrize("join", [False, True], ids=["plain", "joined bias"])
-def test_so_have_those_of_a_sequence(make, join):
+def test_so_have_those_of_a_sequence_and_gradients_of_draws_are_its_own(make, join):
     q, x = make(OUT, 3 + join), torch.randn(1, 2, 3)
+    leaves = [getattr(q, name).requires_grad_() for name in q.argument_names]
     linear_map = BiasColumnMap(DenseMap()) if join else DenseMap()
     rows = F.pad(x[0], (0, int(join)), value=1.0)
     operator = torch.cat([torch.kron(torch.eye(OUT), row.unsqueeze(0)) for row in rows])
-    assert_draws(
-        with_signs(lambda: flipout(q, linear_map, x).flatten(1)),
-        operator @ q.loc.flatten(),
-        operator @ covariance(q) @ operator.mT,
-    )
+    found = unit_draws(with_signs(lambda: flipout(q, linear_map, x).flatten(1)))
+    expected = operator @ q.loc.flatten(), operator @ covariance(q) @ operator.mT
+    for own, dense_one in zip((found.mean[0], found.covariance), expected, strict=True):
+        assert_close(own, dense_one)
+        probe = torch.randn_like(own)
+        of_own, of_dense = (
+            torch.autograd.grad(
+                (probe * each).sum(), leaves, retain_graph=True, materialize_grads=True
+            )
+            for each in (own, dense_one)
+        )
+        assert_close(flat(of_own), flat(of_dense))
 
 
 @pytest.mark.parametrize("part", ["inputs", "outputs"])
