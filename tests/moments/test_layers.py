@@ -31,9 +31,11 @@ def test_the_larger_of_two_is_clarks(scales):
     scales = torch.tensor(scales)
     for distance in (0.0, 0.1, -1.0, 3.0, -8.0):
         means = torch.tensor([distance + 0.3, 0.3])
-        found = maximum_of_two(*zip(means, scales.square(), strict=True))
+        values = means.requires_grad_(), scales.square().requires_grad_()
+        found = maximum_of_two(*zip(*values, strict=True))
         expected = integrated_maximum(means, scales)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+        assert torch.autograd.gradcheck(lambda *v: maximum_of_two(*zip(*v, strict=True)), values)
 
 
 def test_the_larger_of_two_keeps_small_variances():
