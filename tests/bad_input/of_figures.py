@@ -16,10 +16,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         name: lambda: {"probabilities": probabilities(), "y": torch.arange(SIZE) % 3}
         for name in ("classification_scores", "plot_reliability")
     },
-    "predictive_distance": lambda: {
-        "functions": torch.randn(5, 4),
-        "reference": torch.randn(6, 4),
-    },
+    "predictive_distance": lambda: {"functions": torch.randn(5, 4), "reference": torch.randn(6, 4)},
     "wasserstein": lambda: {"draws": torch.randn(5, 4), "reference": torch.randn(6, 4)},
     **{
         name: lambda: {"probabilities": probabilities(), "reference": probabilities()}
@@ -62,8 +59,5 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "smooth": 2,
     },
     "plot_importance": lambda: {"log_weights": torch.randn(SIZE)},
-    "plot_scale_matrix": lambda: {
-        "scale": positive(4, 3),
-        "axes": [*Figure().subplots(1, 3)],
-    },
+    "plot_scale_matrix": lambda: {"scale": positive(4, 3), "axes": [*Figure().subplots(1, 3)]},
 }

@@ -17,11 +17,7 @@ from pyro.infer import (
     Trace_ELBO,
     TraceMeanField_ELBO,
 )
-from pyro.infer.autoguide import (
-    AutoGuide,
-    AutoGuideList,
-    AutoNormal,
-)
+from pyro.infer.autoguide import AutoGuide, AutoGuideList, AutoNormal
 from torch import nn
 from torch.distributions import Normal
 

@@ -21,9 +21,7 @@ from pyro_structvi.families import FullCovariance, MeanField
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.sites.parameterization import parameters_of_rows
 from tests.guides.matrix_guides import minimize
-from tests.models import (
-    local_latent_function,
-)
+from tests.models import local_latent_function
 
 SIZE, NUM_DATA, NOISE = 4, 30, 0.3
 PRIOR = {"weight": 0.7, "bias": 1.5}

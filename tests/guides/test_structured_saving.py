@@ -16,12 +16,7 @@ import pyro_structvi as ps
 from pyro_structvi.sites.autoguide import LocalLatentWarning
 from pyro_structvi.weights.lazy import DelayDraws
 from tests.guides.test_structured import make_svi
-from tests.models import (
-    linear_function,
-    local_latent_function,
-    make_regressor,
-    regression_data,
-)
+from tests.models import linear_function, local_latent_function, make_regressor, regression_data
 
 
 def test_predictive_draws_consistent_functions():

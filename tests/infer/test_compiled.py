@@ -18,12 +18,7 @@ from tests.infer.compiled_steps import (
     subsampled,
     train,
 )
-from tests.models import (
-    HandWritten,
-    make_classifier,
-    make_regressor,
-    regression_data,
-)
+from tests.models import HandWritten, make_classifier, make_regressor, regression_data
 
 # Those whose steps differ most: joined biases, factors, masks.
 FAST = {"k-tied, joined", "dropout"}

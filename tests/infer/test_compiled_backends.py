@@ -24,11 +24,7 @@ from tests.infer.compiled_steps import (
     subsampled,
     train,
 )
-from tests.models import (
-    make_linear_regressor,
-    make_regressor,
-    regression_data,
-)
+from tests.models import make_linear_regressor, make_regressor, regression_data
 
 RATE_RTOL = 1e-6  # a graph has learning rates in single precision
 

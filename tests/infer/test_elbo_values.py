@@ -13,11 +13,7 @@ from pyro_structvi.distributions import InducingNormal, PointMixture
 from tests import dense_oracles as dense
 from tests.exact_means import exact_mean
 from tests.guide_cases import GUIDES
-from tests.models import (
-    hierarchical_function,
-    linear_function,
-    prior_only,
-)
+from tests.models import hierarchical_function, linear_function, prior_only
 from tests.unit_noise import assert_close
 
 ELBOS = [ps.StructuredELBO, TraceMeanField_ELBO, Trace_ELBO]

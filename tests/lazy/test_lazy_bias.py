@@ -6,14 +6,7 @@ import torch.nn.functional as F
 
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES
-from tests.lazy_weights import (
-    CONVOLUTIONS,
-    IN,
-    OUT,
-    bias_normal,
-    lazy,
-    narrow_normal,
-)
+from tests.lazy_weights import CONVOLUTIONS, IN, OUT, bias_normal, lazy, narrow_normal
 from tests.unit_noise import assert_draws
 
 BY_NAME = {case.name: case for case in CASES}
@@ -52,10 +45,7 @@ def layers_with_positions():
 
         return call
 
-    return {
-        "linear, two dimensions": (linear, (3, 2)),
-        "conv2d": (convolution(2), (3, 2)),
-    }
+    return {"linear, two dimensions": (linear, (3, 2)), "conv2d": (convolution(2), (3, 2))}
 
 
 LAYERS = layers_with_positions()

@@ -7,13 +7,7 @@ import torch.nn.functional as F
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteUse
-from tests.lazy_weights import (
-    IN,
-    OUT,
-    is_ordinary,
-    k_tied_normal,
-    lazy,
-)
+from tests.lazy_weights import IN, OUT, is_ordinary, k_tied_normal, lazy
 
 # ---- inputs that do not fit ----------------------------------------------------------------------
 

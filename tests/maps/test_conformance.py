@@ -6,13 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_structvi.maps import (
-    BiasColumnMap,
-    ConvolutionMap,
-    DenseMap,
-    LinearMap,
-    shape_per_example,
-)
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap, shape_per_example
 from tests import dense_oracles as dense
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

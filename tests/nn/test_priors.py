@@ -131,11 +131,7 @@ def test_a_name_that_is_taken_is_an_error():
 
 @pytest.mark.parametrize(
     ("prior", "error"),
-    [
-        (1.0, TypeError),
-        (dist.Uniform(-1.0, 1.0), ValueError),
-        (dist.Poisson(1.0), ValueError),
-    ],
+    [(1.0, TypeError), (dist.Uniform(-1.0, 1.0), ValueError), (dist.Poisson(1.0), ValueError)],
 )
 def test_a_prior_that_is_not_over_positive_numbers(prior, error):
     with pytest.raises(error, match="`prior` must be a distribution over positive numbers"):

@@ -5,13 +5,7 @@ import torch
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
 from tests import dense_oracles as dense
-from tests.distributions.cases import (
-    CONVOLUTION,
-    INDUCING,
-    MATRIX,
-    joint_covariance,
-    make_joint,
-)
+from tests.distributions.cases import CONVOLUTION, INDUCING, MATRIX, joint_covariance, make_joint
 from tests.distributions.subject import FLOAT32, FLOAT64
 from tests.statistics import assert_mean
 from tests.unit_noise import assert_draws

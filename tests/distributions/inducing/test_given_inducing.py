@@ -6,12 +6,7 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 
 from pyro_structvi.distributions import Auxiliary
 from tests import dense_oracles as dense
-from tests.distributions.cases import (
-    INDUCING,
-    MATRIX,
-    joint_covariance,
-    prior_scale,
-)
+from tests.distributions.cases import INDUCING, MATRIX, joint_covariance, prior_scale
 from tests.distributions.inducing.inducing_laws import WITH_KL, make
 from tests.exact_means import exact_mean
 
