@@ -29,11 +29,11 @@ SCRIPTS = {
     ],
     "examples/papers/swiatkowski2020/lstm.py": ["--data", "{folder}/reviews.npz", "--smoke"],
     "examples/papers/swiatkowski2020/mlp.py": [
-        *("--data", "{folder}/images.npz", "--smoke", "--select")
+        *("--data", "{folder}/images.npz", "--smoke", "--select"),
     ],
     "examples/papers/swiatkowski2020/step_times.py": ["--rounds", "2"],
     "examples/papers/ritter2021/regression.py": [
-        *("--smoke", "--references", "{folder}", "--figure", "{folder}/figure.png")
+        *("--smoke", "--references", "{folder}", "--figure", "{folder}/figure.png"),
     ],
     "examples/papers/ritter2021/resnet.py": [
         *("--data", "{folder}/images.npz", "--outside", "{folder}/images.npz", "--smoke"),
@@ -75,7 +75,7 @@ SCRIPTS = {
         *("--references", "{folder}/league", "--figure", "{folder}/bands.svg"),
     ],
     "docs/scripts/gallery_figures.py": [
-        *("--folder", "{folder}", "--page", "own_family", "--page", "lora")
+        *("--folder", "{folder}", "--page", "own_family", "--page", "lora"),
     ],
     "docs/scripts/guide_pictures.py": [
         *("--folder", "{folder}", "--overview", "{folder}/all.svg", "--guide", "k-tied"),

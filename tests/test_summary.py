@@ -127,7 +127,9 @@ def test_every_guide_of_the_tables_has_its_cost():
 
 
 COSTS = re.compile(r"\d+(?:\.\d+)? \(\d+(?:\.\d+)? - \d+(?:\.\d+)?\)")
-WRITTEN = {("training.md", "A step of 20-50-10 takes {} times", "small", "full covariance")}
+WRITTEN = {
+    ("training.md", "A step of 20-50-10 takes {} times", "small", "full covariance"),
+}
 
 
 def test_costs_that_are_written_by_hand_are_those_of_the_results():

@@ -18,13 +18,7 @@ from pyro_structvi.nn.regressors import Regressor
 from pyro_structvi.sites.family import Family, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.testing.contracts import (
-    Contract,
-    differences,
-    draws,
-    elbo_gradients,
-    fixed_seed,
-)
+from pyro_structvi.testing.contracts import Contract, differences, draws, elbo_gradients, fixed_seed
 from pyro_structvi.testing.noise import unit_draws
 
 SCALE = 0.3  # standard deviations at the start

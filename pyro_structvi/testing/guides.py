@@ -17,13 +17,7 @@ from pyro_structvi.infer.checkpoint import Checkpoint
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.training import fit
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.testing.contracts import (
-    Contract,
-    differences,
-    draws,
-    elbo_gradients,
-    fixed_seed,
-)
+from pyro_structvi.testing.contracts import Contract, differences, draws, elbo_gradients, fixed_seed
 from pyro_structvi.testing.noise import assert_mean
 
 PASSES = 200

@@ -3,13 +3,7 @@
 from functools import partial
 
 import torch
-from torch.distributions import (
-    Independent,
-    MultivariateNormal,
-    Normal,
-    StudentT,
-    kl_divergence,
-)
+from torch.distributions import Independent, MultivariateNormal, Normal, StudentT, kl_divergence
 
 from pyro_structvi.testing.noise import draw_with_noise
 from pyro_structvi.testing.subject import Subject, scales_noise

@@ -276,9 +276,7 @@ class FactoredWeight(WeightDistribution, abstract=True):
         raise NotImplementedError
 
 
-def bias_moments(
-    bias: Tensor | WeightDistribution | None,
-) -> tuple[Tensor | None, Tensor | None]:
+def bias_moments(bias: Tensor | WeightDistribution | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the mean and the variance of a bias.
 
     Args:
