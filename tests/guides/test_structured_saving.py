@@ -94,30 +94,6 @@ def test_unknown_site_is_a_key_error():
         ps.KTiedGuide(make_regressor())["net.9.weight"]
 
 
-@pytest.mark.slow
-def test_group_effects_are_drawn_and_local_latents_left_to_the_model():
-    group = torch.arange(40) % 4
-    y = torch.tensor([-3.0, -1.0, 1.0, 3.0])[group]
-
-    def model(group, y=None):
-        with pyro.plate("groups", 4):
-            offset = pyro.sample("offset", dist.Normal(0.0, 3.0))
-            pyro.sample("unused", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(group)):
-            local = pyro.sample("local", dist.Normal(0.0, 0.1))
-            pyro.sample("obs", dist.Normal(offset[group] + local, 0.1), obs=y)
-
-    guide = ps.MeanFieldGuide(model)
-    ps.fit(model, guide, (group, y), num_steps=800, lr=0.05, progress=False)
-    assert guide.local_site_names == ["local"]
-    with pytest.warns(LocalLatentWarning, match=r"\['local'\] of single examples are drawn"):
-        prediction = ps.predict(model, guide, torch.arange(4).repeat(3), num_samples=100)
-    assert (prediction.mean - torch.tensor([-3.0, -1.0, 1.0, 3.0]).repeat(3)).abs().max() < 0.3
-    assert guide.draw(local=True)["local"].shape == (40,)
-    with pytest.raises(ValueError, match=r"sites \['local'\] belong to single examples"):
-        ps.fit(model, guide, (group, y), num_steps=2, batch_size=10, progress=False)
-
-
 def test_site_names_do_not_collide_with_each_other_or_with_torch():
     def model():
         for name in ("a.b", "a/b", "values", "training"):
