@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.sampling import make_model, sample
 
 import pyro_structvi as ps
 from benchmarks.markdown import markdown
 from benchmarks.rows import ResultsFile
-from benchmarks.sampling import make_model, sample
 from benchmarks.uci import Split, splits
 from pyro_structvi import reference
 

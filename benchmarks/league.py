@@ -38,7 +38,7 @@ from pyro_structvi.testing import guides_for, layered_for, points_for
 DROPOUT = 'StructuredGuide({"net.0.*": PointEstimate(), "*": Dropout(rate=0.1)})'
 
 
-MIXTURE = "MixtureGuide(MatrixNormalGuide, size=5)"
+MIXTURE = "MixtureGuide(partial(MatrixNormalGuide, join_bias=True), size=5)"
 SAMPLED = "mclmc(EnsembleGuide(size=8))"
 matrix_normal = partial(ps.MatrixNormalGuide, join_bias=True)
 
