@@ -48,6 +48,7 @@ FORMULAS = {
     ps.FullCovarianceGuide: lambda m, n, **_: m * n + triangle(m * n),
     ps.GlobalInducingGuide: lambda m, n, points=100: points * (m + 1) + n,  # of a later layer
     ps.MAPGuide: lambda m, n: m * n,
+    ps.MixtureGuide: lambda m, n, make_guide, size: size * FORMULAS[make_guide](m, n),
     ps.EnsembleGuide: lambda m, n, size, **_: size * m * n,
     ps.MCDropoutGuide: lambda m, n, **_: m * n,
 }
