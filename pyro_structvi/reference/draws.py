@@ -125,3 +125,14 @@ def _normal_scores(values: Tensor) -> Tensor:
     below = torch.searchsorted(ordered, columns)
     ranks = (below + torch.searchsorted(ordered, columns, right=True) + 1) / 2
     return torch.special.ndtri((ranks - 0.375) / (len(values) + 0.25)).mT
+
+
+def largest(values: Tensor) -> Tensor:
+    """Return the largest of the values that are not NaN; NaN if there are none."""
+    known = values[~values.isnan()]
+    return known.max() if known.numel() else values.new_tensor(math.nan)
+
+
+def smallest(values: Tensor) -> Tensor:
+    """Return the smallest of the values that are not NaN; NaN if there are none."""
+    return -largest(-values)

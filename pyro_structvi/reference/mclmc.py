@@ -15,7 +15,13 @@ from pyro_structvi._checks import Count, Positive, Program, brief, checked, warn
 from pyro_structvi.infer.batches import TensorBatches, as_batches
 from pyro_structvi.posterior.runs import evaluation_mode
 from pyro_structvi.reference.chains import Chains, Compiled, gradients_of, without_python
-from pyro_structvi.reference.draws import ChainDraws, bulk_ess, split_r_hat
+from pyro_structvi.reference.draws import (
+    ChainDraws,
+    bulk_ess,
+    largest,
+    smallest,
+    split_r_hat,
+)
 from pyro_structvi.reference.log_joint import LogJoint
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.structured import StructuredGuide
@@ -196,9 +202,9 @@ def _as_draws(
     each = by_name.pop("position")  # (chain, draw, D)
     values = vmap(vmap(lambda position: target.values_at(position)[0]))(each)
     functions = _functions(target, each)
-    r_hat = float(_largest(split_r_hat(functions)))
+    r_hat = float(largest(split_r_hat(functions)))
     seconds = time.perf_counter() - start
-    chain_r_hat = torch.stack([_largest(split_r_hat(chain)) for chain in functions.split(1)])
+    chain_r_hat = torch.stack([largest(split_r_hat(chain)) for chain in functions.split(1)])
     if r_hat > 1.1:
         mixed = int((chain_r_hat <= 1.1).sum())
         warn_user(
@@ -212,9 +218,9 @@ def _as_draws(
         {name: value.flatten(0, 1) for name, value in values.items()},
         len(each),
         r_hat=r_hat,
-        weight_r_hat=max(float(_largest(split_r_hat(value))) for value in values.values()),
+        weight_r_hat=max(float(largest(split_r_hat(value))) for value in values.values()),
         sample_stats={name: value.cpu().numpy() for name, value in by_name.items()},
-        ess=float(_smallest(bulk_ess(functions))),
+        ess=float(smallest(bulk_ess(functions))),
         chain_r_hat=chain_r_hat.cpu().numpy(),
         seconds=seconds,
     )
@@ -245,13 +251,3 @@ def _functions(target: LogJoint, positions: Tensor) -> Tensor:
     each = vmap(target.functions_at)
     run = without_python(lambda z: (each(z),), positions[:, 0], positions.shape[1], compiled=False)
     return torch.stack([run(draw)[0] for draw in positions.unbind(1)], 1)
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Return the largest number, NaN if there is none."""
-    known = values[~values.isnan()]
-    return known.max() if known.numel() else values.new_tensor(torch.nan)
-
-
-def _smallest(values: Tensor) -> Tensor:
-    return -_largest(-values)

@@ -14,7 +14,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.reference import mclmc as sample
 from pyro_structvi.reference.chains import Chains, _kick, gradients_of
-from pyro_structvi.reference.draws import split_r_hat
+from pyro_structvi.reference.draws import bulk_ess, split_r_hat
 from pyro_structvi.reference.log_joint import LogJoint
 from pyro_structvi.reference.mclmc import _interruptible
 from tests.models import make_regressor, regression_data
@@ -211,7 +211,7 @@ def test_a_chain_that_cannot_move_is_left_out(monkeypatch):
         return stuck(gradients_of(target, position, *args), position, [False, True, False])
 
     monkeypatch.setattr(sys.modules[_interruptible.__module__], "gradients_of", one_stuck)
-    options = {"num_chains": 3, "num_warmup": 300, "progress": False}
+    options = {"num_chains": 3, "num_warmup": 300, "thinning": 4, "progress": False}
     with pytest.warns(ps.reference.StuckChainWarning, match="1 of 3 chains are left out"):
         draws = sample(model, guide, data, **options)
     assert draws.num_chains == 2
@@ -229,6 +229,7 @@ def test_chains_that_cannot_move_at_all_are_an_error():
         chains.warm_up(100, 1e-3, progress=False)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_chains_at_points_of_a_narrow_posterior_do_not_run_away():
     """The first steps are a thousand times too large, and the noise may shrink the density's scale."""
     x = torch.randn(60, 1)
@@ -237,7 +238,7 @@ def test_chains_at_points_of_a_narrow_posterior_do_not_run_away():
     model = ps.Regressor(net, num_data=60, noise="heteroscedastic")
     guide = ps.EnsembleGuide(model, size=4)
     ps.fit(model, guide, (x, y), num_steps=1000, progress=False)
-    options = {"num_chains": 4, "num_samples": 50, "progress": False}
+    options = {"num_chains": 4, "num_warmup": 500, "num_samples": 50, "progress": False}
     draws = sample(model, guide, (x, y), energy_variance=0.1, **options)
     lp = draws.sample_stats["lp"]
     assert draws.num_chains == 4
@@ -252,11 +253,11 @@ def test_long_runs_are_compiled_where_that_is_possible(monkeypatch):
     module, calls = sys.modules[Chains.__module__], []
     options = {"num_warmup": 5, "num_samples": 4, "num_chains": 2, "progress": False}
 
-    def compile(record, *args):
+    def refuse(record, *args):
         calls.append(args)
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(module.Record, "compile", compile)
+    monkeypatch.setattr(module.Record, "compile", refuse)
     plain = sample(model, guide, data, **options)["net.weight"]
     assert not calls
     with pytest.raises(RuntimeError, match="`model` cannot be compiled: no compiler"):
