@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from pyro_structvi.infer.steps.recording import Record
 
 MEMORY = 150  # steps that the adaptation of the step size remembers
+TRUST = 10.0  # steps, in a step size before its first step and after a failed one
 SPREAD = 1.5  # of the logarithm of the energy's change, within which the adaptation trusts it
 SMALLEST_STEP = 1e-9  # of the decoherence length
 GROWTH = 1.02  # of a step size that a failed step has halved
@@ -69,17 +70,26 @@ class Chains:
         moments = _Moments()
         # In double precision, for the sixth power of small steps.
         step = self.step_size.double().squeeze(-1)
-        weighted, weights = torch.zeros_like(step), torch.zeros_like(step)
+        # Each begins as if some steps of this size had had the target's change, so that one step with a
+        # small change by chance does not enlarge it much; likewise after a failed step.
+        weights = torch.full_like(step, TRUST)
+        weighted = weights / step**6
+        # The mean over the last quarter has the rare large changes, too, which the adaptation forgets.
+        total = torch.zeros_like(step)
         for number in tqdm(range(count), desc="warm-up", disable=not progress):
             change, moved = self._move()
+            change = torch.where(moved, change, self._most_change)
             # The change is of the order of step^3: an average of change^2 / step^6 predicts the step.
             relative = change.double().square() / (size * variance) + 1e-8
             weight = torch.exp(-0.5 * (relative.log() / (6 * SPREAD)).square())
             decay = (MEMORY - 1) / (MEMORY + 1)
-            weighted = torch.where(moved, decay * weighted + weight * relative / step**6, 0.0)
-            weights = torch.where(moved, decay * weights + weight, 0.0)
-            tuned = (weighted / weights) ** (-1 / 6)
-            step = torch.where(moved, tuned.clamp_max(self.length), step / 2)
+            if number >= 3 * count // 4:
+                total = total + relative / step**6
+            weighted = torch.where(
+                moved, decay * weighted + weight * relative / step**6, TRUST / (step / 2) ** 6
+            )
+            weights = torch.where(moved, decay * weights + weight, TRUST)
+            step = ((weighted / weights) ** (-1 / 6)).clamp_max(self.length)
             step = step.clamp_min(SMALLEST_STEP * self.length)
             if bool((step <= SMALLEST_STEP * self.length).all()):
                 raise RuntimeError(
@@ -92,6 +102,8 @@ class Chains:
             if number in (count // 2, 3 * count // 4):
                 self.length = math.sqrt(moments.total_variance) or self.length
                 moments = _Moments()
+        tuned = (total / (count - 3 * count // 4)) ** (-1 / 6)
+        self.step_size = tuned.clamp_max(self.length).unsqueeze(-1).to(self.position)
 
     def step(self) -> dict[str, Tensor]:
         """Take a step; return statistics of the chains."""

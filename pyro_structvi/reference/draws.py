@@ -124,7 +124,8 @@ def _normal_scores(values: Tensor) -> Tensor:
     ordered = columns.sort(-1).values
     below = torch.searchsorted(ordered, columns)
     ranks = (below + torch.searchsorted(ordered, columns, right=True) + 1) / 2
-    return torch.special.ndtri((ranks - 0.375) / (len(values) + 0.25)).mT
+    scores: Tensor = torch.special.ndtri((ranks - 0.375) / (len(values) + 0.25))
+    return scores.mT
 
 
 def largest(values: Tensor) -> Tensor:
