@@ -17,6 +17,7 @@ from pyro_structvi.reference.chains import Chains, _kick, gradients_of
 from pyro_structvi.reference.draws import bulk_ess, split_r_hat
 from pyro_structvi.reference.log_joint import LogJoint
 from pyro_structvi.reference.mclmc import _interruptible
+from tests.infer.compiled_steps import compiles
 from tests.models import make_regressor, regression_data
 
 NOISE, PRIOR = 0.5, 2.0
@@ -269,8 +270,7 @@ def test_long_runs_are_compiled_where_that_is_possible(monkeypatch):
     assert len(calls) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
+@compiles
 def test_a_compiled_gradient_is_the_gradient():
     model, data = make_regressor(), regression_data()
     guide = ps.MeanFieldGuide(model)
