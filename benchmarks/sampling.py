@@ -1,13 +1,13 @@
-"""Microcanonical Langevin sampling from an ensemble of points, on UCI regressions and beside NUTS.
+"""Microcanonical Langevin sampling from an ensemble of points, on UCI regressions and against NUTS.
 
     python -m benchmarks.sampling --data airfoil.npz --split 0 --split 1
     python -m benchmarks.sampling --nuts           # the league's small regression
     python -m benchmarks.sampling --data airfoil.npz --map-steps 20 --steps 40  # to see that it runs
 
 Nets have four hidden layers of 16 SiLU units, a mean and a noise scale as outputs, and the prior N(0, 1)
-on all weights. Each chain starts at its own maximum of the posterior. Files and scaling are those of
-``benchmarks.uci``; scores are those of the mixture over draws, in standardized and in the targets' own
-units. R-hat and effective draws are those of function values at the training inputs.
+on all weights. Each chain starts at its own maximum of the posterior. Files and scaling are as in
+``benchmarks.uci``; scores are computed for the mixture over draws, in standardized and in the targets'
+own units. R-hat and effective draws are computed for function values at the training inputs.
 """
 
 import argparse

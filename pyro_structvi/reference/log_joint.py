@@ -24,7 +24,7 @@ class _Site:
     """Coordinates of the sites of one posterior of a guide.
 
     The unit of a coordinate is the standard deviation of the posterior. Points have none, and the spread
-    of a few members is that between basins, not the width of one: their unit is that of the prior.
+    of a few members measures distances of basins, not their width: the unit is the prior's deviation.
 
     Args:
         site: The site, which may hold a weight with its bias.
@@ -156,7 +156,7 @@ class LogJoint:
     def functions_at(self, coordinates: Tensor) -> Tensor:
         """Return some function values at the data, ``(F,)``: the numbers that the model returns.
 
-        The means of the observations stand in for a model that returns none.
+        A model that returns no numbers has the means of its observations in their place.
         """
         nodes = self._trace(self.values_at(coordinates)[0]).nodes
         returned = take_apart(nodes["_RETURN"]["value"])[0]

@@ -91,8 +91,8 @@ def mclmc(
 
     Returns:
         The draws by site, ``(num_chains * num_samples, *shape)``, for :func:`~pyro_structvi.predict` and
-        :func:`~pyro_structvi.to_inference_data`. Their ``r_hat``, ``chain_r_hat`` and ``ess`` are those
-        of up to 500 values that the model returns at the data; see :class:`ChainDraws`. Their
+        :func:`~pyro_structvi.to_inference_data`. ``r_hat``, ``chain_r_hat`` and ``ess`` summarize
+        up to 500 values that the model returns at the data; see :class:`ChainDraws`. Their
         ``sample_stats`` have ``lp``, the log joint in unconstrained coordinates up to a constant,
         ``energy_change``, ``diverging``, ``step_size`` and ``decoherence_length``; for ``adjusted=True``
         ``acceptance_rate``, too. After an interrupt from the keyboard they are the draws so far, if
