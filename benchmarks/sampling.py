@@ -39,10 +39,10 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=10)
     parser.add_argument("--map-steps", type=int, default=1000, help="of the points")
     parser.add_argument(
-        "--steps", type=int, default=30_000, help="of each chain, three tenths warm-up"
+        "--steps", type=int, default=32_000, help="of each chain, three tenths warm-up"
     )
     parser.add_argument("--samples", type=int, default=200, help="draws of each chain")
-    parser.add_argument("--energy-variance", type=float, default=0.1)
+    parser.add_argument("--energy-variance", type=float, default=0.4)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
