@@ -150,13 +150,12 @@ def test_what_is_learned_is_compared_with_the_best_of_the_grid():
     assert "| prior learned | -2.60 ± 0.10; 3.50 ± 0.50; -305 ± 5 |" in text
     assert "| prior learned, KL not annealed | -2.00 ± 0.00; 3.50 ± 0.50; -500 ± 0 |" in text
     assert (
-        "boston: what is learned is not within two standard errors of the best of the grid, prior 4, "
-        in text
-    )
-    assert "or above it: -0.32 ± 0.02, paired by split." in text
+        "boston: the learned value is not within two standard errors of the best fixed value (prior 4) "
+        "or above it: -0.32 ± 0.02, paired by split."
+    ) in text
     assert text.endswith("| prior learned, noise 0.3 | -4.00; 3.00; -500 |\n\nSplits: boston 1.")
     near = [row for row in PRIORS if row[3] != "4"]
-    assert "what is learned is within two standard errors" in uci_priors_table.priors_tables(near)
+    assert "the learned value is within two standard errors" in uci_priors_table.priors_tables(near)
 
 
 def test_a_run_that_diverged_is_said_to_have():
