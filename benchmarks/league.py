@@ -209,7 +209,7 @@ def sampled_draws(
         draws = reference.mclmc(
             *(problem.model, guide, data),
             num_warmup=options.steps,
-            num_samples=max(4, options.draws // 8),
+            num_draws=max(4, options.draws // 8),
             thinning=max(1, 16 * options.steps // options.draws),
             seed=seed,
             progress=False,

@@ -61,16 +61,13 @@ def main() -> None:
 def measure(split: Split, options: Any) -> list[list[str]]:
     """Return a row of the table for the points and one for the draws."""
     torch.manual_seed(0)
-    sizes = [split.train[0].shape[1], 16, 16, 16, 16]
-    layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.SiLU())]
-    net = ps.bayesianize(nn.Sequential(*layers, nn.Linear(16, 2)), prior=1.0)
-    model = ps.Regressor(net, noise="heteroscedastic")
+    model = make_model(split)
     start = time.perf_counter()
     guide = fitted_points(model, split.train, options)
     points = time.perf_counter() - start
     draws = sample(model, guide, split.train, options, energy_variance=options.energy_variance)
     rows = []
-    for name, posterior, diagnostics in (
+    for name, posterior, diagnostics in (  # without a number of draws: each member, and each draw
         ("points", guide, ("", "", f"{points:.0f}")),
         (
             "draws",
@@ -79,12 +76,20 @@ def measure(split: Split, options: Any) -> list[list[str]]:
         ),
     ):
         x, y = split.test
-        prediction = ps.predict(model, posterior, x, num_samples=options.chains, y=y, stream=True)
+        prediction = ps.predict(model, posterior, x, y=y, stream=True)
         error = float((prediction.mean - y).square().mean().sqrt())
         loss = -float(prediction.log_density.mean())
         own = loss + math.log(split.target_scale)
         rows.append([split.name, name, f"{error:.4f}", f"{loss:.3f}", f"{own:.3f}", *diagnostics])
     return rows
+
+
+def make_model(split: Split, prior: Any = 1.0) -> ps.Regressor:
+    """Return a regressor with four hidden layers of 16 SiLU units and heteroscedastic noise."""
+    sizes = [split.train[0].shape[1], 16, 16, 16, 16]
+    layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.SiLU())]
+    net = ps.bayesianize(nn.Sequential(*layers, nn.Linear(16, 2)), prior=prior)
+    return ps.Regressor(net, noise="heteroscedastic")
 
 
 def fitted_points(model: Any, data: Any, options: Any) -> Any:
@@ -98,7 +103,7 @@ def sample(model: Any, guide: Any, data: Any, options: Any, **settings: Any) -> 
     return reference.mclmc(
         *(model, guide, data),
         num_warmup=max(1, warmup),
-        num_samples=options.samples,
+        num_draws=options.samples,
         thinning=max(1, (options.steps - warmup) // options.samples),
         num_chains=options.chains,
         progress=False,

@@ -173,7 +173,7 @@ class _BayesianMLP(BaseEstimator):
                 return mclmc(
                     *(self.model_, guide, data),
                     num_warmup=warmup,
-                    num_samples=max(4, (self.num_sampling_steps - warmup) // thinning),
+                    num_draws=max(4, (self.num_sampling_steps - warmup) // thinning),
                     num_chains=self.num_members,
                     thinning=thinning,
                     seed=int(torch.randint(2**31, ())),

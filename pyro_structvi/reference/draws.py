@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ChainDraws(dict[str, Tensor]):
-    """Draws by site name, each ``(num_chains * num_samples, *shape)``, one chain after another.
+    """Draws by site name, each ``(num_chains * num_draws, *shape)``, one chain after another.
 
     They are valid ``posterior_samples`` of ``pyro.infer.Predictive``. Convergence is judged by the R-hat
     of function values: hidden units can be permuted, so chains with the same function may have different

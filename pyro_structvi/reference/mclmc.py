@@ -42,7 +42,7 @@ def mclmc(
     data: Any,
     *,
     num_warmup: Count = 2000,
-    num_samples: Count = 500,
+    num_draws: Count = 500,
     num_chains: Count = 8,
     thinning: Count | None = None,
     energy_variance: Positive = 5e-4,
@@ -77,7 +77,7 @@ def mclmc(
         guide: A guide that has been initialized and usually fitted.
         data: All data, a tuple ``(x, y)`` of tensors, the model's arguments.
         num_warmup: Number of tuning steps of each chain.
-        num_samples: Number of draws of each chain, at least 4.
+        num_draws: Number of draws of each chain, at least 4.
         num_chains: Number of chains.
         thinning: Number of steps for each draw, 10 when None; with ``adjusted`` number of transitions, 1
             when None.
@@ -90,7 +90,7 @@ def mclmc(
         progress: Whether to show a progress bar.
 
     Returns:
-        The draws by site, ``(num_chains * num_samples, *shape)``, for :func:`~pyro_structvi.predict` and
+        The draws by site, ``(num_chains * num_draws, *shape)``, for :func:`~pyro_structvi.predict` and
         :func:`~pyro_structvi.to_inference_data`. ``r_hat``, ``chain_r_hat`` and ``ess`` summarize
         up to 500 values that the model returns at the data; see :class:`ChainDraws`. Their
         ``sample_stats`` have ``lp``, the log joint in unconstrained coordinates up to a constant,
@@ -115,7 +115,7 @@ def mclmc(
         >>> model = Regressor(bayesianize(torch.nn.Linear(1, 1), prior=1.0), 16, noise_scale=0.5)
         >>> guide = MeanFieldGuide(model)
         >>> _ = fit(model, guide, (x, 2 * x), num_steps=200, progress=False)
-        >>> draws = mclmc(model, guide, (x, 2 * x), num_samples=100, progress=False)
+        >>> draws = mclmc(model, guide, (x, 2 * x), num_draws=100, progress=False)
         >>> draws["net.weight"].shape
         torch.Size([800, 1, 1])
 
@@ -126,9 +126,9 @@ def mclmc(
         Carlo"; Sommer, Robnik, Nozadze, Seljak and Ruegamer (2025), "Microcanonical Langevin ensembles:
         advancing the sampling of Bayesian neural networks".
     """
-    if num_samples < 4:
+    if num_draws < 4:
         raise ValueError(
-            f"`num_samples` must be at least 4, so that R-hat can be computed, but got {num_samples}."
+            f"`num_draws` must be at least 4, so that R-hat can be computed, but got {num_draws}."
         )
     args = _arguments(data, guide)
     if not guide.is_initialized:
@@ -142,16 +142,16 @@ def mclmc(
         target = LogJoint(model, guide, args)
         position = torch.stack([target.start(guide.draw(number=k)) for k in range(num_chains)])
         thinning = thinning or (1 if adjusted else 10)
-        num_gradients = 2 * (num_warmup + num_samples * thinning)
+        num_gradients = 2 * (num_warmup + num_draws * thinning)
         chains = Chains(position, gradients_of(target, position, num_gradients, compiled))
         transition = chains.transition if adjusted else chains.step
         chains.warm_up(num_warmup, energy_variance, progress)
         stats: dict[str, list[Tensor]] = {"position": [], "lp": []}
         with (
             _interruptible(stats),
-            tqdm(total=num_samples, desc="mclmc", disable=not progress) as bar,
+            tqdm(total=num_draws, desc="mclmc", disable=not progress) as bar,
         ):
-            for _ in range(num_samples):
+            for _ in range(num_draws):
                 found: dict[str, Tensor] = {}
                 for _ in range(thinning):
                     last, found = found, transition()
@@ -210,7 +210,7 @@ def _as_draws(
         warn_user(
             f"The largest split R-hat of function values is {r_hat:.3g}, so the chains differ or are "
             f"too short; {mixed} of {len(each)} chains have an R-hat of at most 1.1 alone. Raise "
-            "`num_warmup`, and `num_samples` or `thinning`. Chains in separate modes of a net may never "
+            "`num_warmup`, and `num_draws` or `thinning`. Chains in separate modes of a net may never "
             "agree: their draws are then an ensemble of modes with equal weights.",
             NotMixedWarning,
         )

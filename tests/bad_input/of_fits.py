@@ -134,7 +134,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         **initialized_parts(),
         "data": (inputs(), targets()),
         "num_warmup": 2,
-        "num_samples": 4,
+        "num_draws": 4,
         "num_chains": 2,
         "thinning": 1,
         "energy_variance": 1e-3,

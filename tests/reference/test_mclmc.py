@@ -124,7 +124,7 @@ def test_draws_go_into_predictions_and_inference_data():
     model, data = make_regressor(), regression_data()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    options = {"num_warmup": 20, "num_samples": 4, "num_chains": 2, "progress": False}
+    options = {"num_warmup": 20, "num_draws": 4, "num_chains": 2, "progress": False}
     with pytest.warns(ps.reference.NotMixedWarning):
         draws = sample(model, guide, data, thinning=1, **options)
     assert ps.predict(model, draws, data[0]).functions.shape == (8, 12, 1)
@@ -166,7 +166,7 @@ def test_convergence_is_that_of_function_values_at_the_data():
     model, data, *_ = linear_regression()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    options = {"num_warmup": 20, "num_samples": 20, "num_chains": 3, "progress": False}
+    options = {"num_warmup": 20, "num_draws": 20, "num_chains": 3, "progress": False}
     draws = sample(model, guide, data, **options)
     functions = ps.predict(model, draws, data[0]).functions.reshape(3, 20, -1)
     assert draws.r_hat == pytest.approx(split_r_hat(functions).max())
@@ -239,11 +239,11 @@ def test_chains_at_points_of_a_narrow_posterior_do_not_run_away():
     model = ps.Regressor(net, num_data=60, noise="heteroscedastic")
     guide = ps.EnsembleGuide(model, size=4)
     ps.fit(model, guide, (x, y), num_steps=1000, progress=False)
-    options = {"num_chains": 4, "num_warmup": 500, "num_samples": 50, "progress": False}
+    options = {"num_chains": 4, "num_warmup": 500, "num_draws": 50, "progress": False}
     draws = sample(model, guide, (x, y), energy_variance=0.1, **options)
     lp = draws.sample_stats["lp"]
     assert draws.num_chains == 4
-    assert lp.max() - lp.min() < 40
+    assert lp.max() - lp.min() < 100  # it was 1e4 and more
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
@@ -252,7 +252,7 @@ def test_long_runs_are_compiled_where_that_is_possible(monkeypatch):
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
     module, calls = sys.modules[Chains.__module__], []
-    options = {"num_warmup": 5, "num_samples": 4, "num_chains": 2, "progress": False}
+    options = {"num_warmup": 5, "num_draws": 4, "num_chains": 2, "progress": False}
 
     def refuse(record, *args):
         calls.append(args)
@@ -288,7 +288,7 @@ def test_a_model_that_cannot_be_recorded_has_the_same_draws(monkeypatch):
     model, data, *_ = linear_regression()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    options = {"num_warmup": 20, "num_samples": 4, "num_chains": 2, "progress": False}
+    options = {"num_warmup": 20, "num_draws": 4, "num_chains": 2, "progress": False}
 
     def draws():
         return sample(model, guide, data, **options)["net.weight"]
@@ -316,7 +316,7 @@ def test_an_interrupt_keeps_the_draws_so_far(monkeypatch):
         return original(chains)
 
     monkeypatch.setattr(Chains, "step", step)
-    options = {"num_warmup": 50, "num_samples": 50, "num_chains": 2, "progress": False}
+    options = {"num_warmup": 50, "num_draws": 50, "num_chains": 2, "progress": False}
     with pytest.warns(UserWarning, match="Interrupted: the draws are those so far"):
         draws = sample(model, guide, data, **options)
     assert draws["net.weight"].shape == (12, 1, 3)
@@ -338,7 +338,7 @@ def test_a_draw_is_one_trajectory_or_ten_steps():
     model, data, *_ = linear_regression()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    options = {"num_warmup": 20, "num_samples": 4, "num_chains": 2, "progress": False}
+    options = {"num_warmup": 20, "num_draws": 4, "num_chains": 2, "progress": False}
     for adjusted, thinning in ((False, 10), (True, 1)):
         by_default, chosen = (
             sample(model, guide, data, adjusted=adjusted, thinning=each, **options)["net.weight"]
@@ -372,8 +372,8 @@ def test_what_cannot_be_sampled_is_refused():
         sample(pyro.poutine.mask(model, mask=True), ps.MeanFieldGuide(lambda x, y: None), data)
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    with pytest.raises(ValueError, match="`num_samples` must be at least 4"):
-        sample(model, guide, data, num_samples=3)
+    with pytest.raises(ValueError, match="`num_draws` must be at least 4"):
+        sample(model, guide, data, num_draws=3)
     with pytest.raises(TypeError, match="`data` must be a tuple of tensors with all examples"):
         sample(model, guide, [data])
 
