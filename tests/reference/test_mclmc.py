@@ -260,7 +260,7 @@ def test_chains_at_points_of_a_narrow_posterior_do_not_run_away():
     draws = sample(model, guide, (x, y), energy_variance=0.1, **options)
     lp = draws.sample_stats["lp"]
     assert draws.num_chains == 4
-    assert lp.max() - lp.min() < 40
+    assert lp.max() - lp.min() < 100  # of two modes; runaway chains lie 1e4 below and more
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
