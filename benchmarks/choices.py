@@ -36,7 +36,8 @@ class Choice(NamedTuple):
 
 def call_of(guide: str, options: Mapping[str, Any]) -> str:
     """Return a guide's name with its options as they are written in code."""
-    written = ", ".join(f"{key}={value!r}".replace("'", '"') for key, value in options.items())
+    names = {key: getattr(value, "__name__", repr(value)) for key, value in options.items()}
+    written = ", ".join(f"{key}={value}".replace("'", '"') for key, value in names.items())
     return f"{guide}({written})" if written else guide
 
 

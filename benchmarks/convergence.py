@@ -85,7 +85,8 @@ def train(
             torch.manual_seed(0)  # of data and net
             problem = make()
             torch.manual_seed(seed)
-            guide, seconds = fitted(problem, guide_name, recipe, steps)
+            take = best_of_starts if recipe.starts > 1 else fitted
+            guide, seconds = take(problem, guide_name, recipe, steps)
             elbo, error = bound(problem, guide, results["particles"])
             for key, value in (("elbo", elbo), ("error", error), ("seconds", seconds)):
                 row[key].append(round(value, 2))
@@ -97,22 +98,35 @@ def train(
 def fitted(problem: Problem, guide_name: str, recipe: Recipe, steps: int) -> tuple[Any, float]:
     """Return a guide after so many steps, and the seconds that they took."""
     model, data = problem.model, (problem.x, problem.y)
-    make_guide = GUIDES[recipe.widens or guide_name]
-    if recipe.starts > 1:
-        guide = ps.MixtureGuide(model, make_guide, recipe.starts)
-    else:
-        guide = make_guide(model)
-        recipe.prepare(guide)
+    guide = GUIDES[recipe.widens or guide_name](model)
+    recipe.prepare(guide)
     own = {"batch_size": problem.batch_size, "progress": False}
     begin = time.perf_counter()
     if recipe.widens is not None:
         ps.fit(model, guide, data, num_steps=steps // 2, **own)
         guide, steps = ps.warm_start.full_covariance_from(guide), steps - steps // 2
     ps.fit(model, guide, data, num_steps=steps, **own, **recipe.options(guide, steps))
-    if recipe.starts > 1:
-        ps.weigh_by_bound(model, guide, *data)
-        guide = guide.best
     return guide, time.perf_counter() - begin
+
+
+def best_of_starts(
+    problem: Problem, guide_name: str, recipe: Recipe, steps: int
+) -> tuple[Any, float]:
+    """Return the member with the best bound after so many steps, and the seconds that they took."""
+    data, begin, starts = (problem.x, problem.y), time.perf_counter(), None
+    stages = [("mean field", RECIPES["default"])] if recipe.is_nested else []
+    for name, own in [*stages, (guide_name, recipe)]:
+        guide = ps.MixtureGuide(problem.model, GUIDES[name], recipe.starts, starts=starts)
+        ps.fit(
+            *(problem.model, guide, data),
+            num_steps=steps,
+            batch_size=problem.batch_size,
+            progress=False,
+            **own.options(guide, steps),
+        )
+        starts = guide
+    ps.weigh_by_bound(problem.model, guide, *data)
+    return guide.best, time.perf_counter() - begin
 
 
 def mean_of(runs: list[dict[str, list[float]]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What separates guides from the best predictions on a table: modes, widths, shapes, recipe, prior.
 
     python -m benchmarks.decomposition --data airfoil.npz --output benchmarks/results/decomposition.csv
-    python -m benchmarks.decomposition --data energy.npz --steps 20 --chain-steps 40  # to see that it runs
+    python -m benchmarks.decomposition --data energy.npz --steps 20 --chain-steps 40  # a trial
 
 The net, the likelihood and the prior are those of ``benchmarks.sampling``. Each row changes one thing:
 "one point" and "ten points" have no width; guides have one Gaussian mode, or ten around the points;
@@ -28,7 +28,7 @@ from benchmarks.uci import Split, splits
 from pyro_structvi import reference
 
 HEADER = ("data", "split", "posterior", "RMSE", "NLL", "seconds")
-MEMBERS = 10
+MEMBERS, ENERGY = 10, 0.1  # chains, and their energy's variance
 GUIDES: dict[str, Callable[..., Any]] = {
     "mean field": ps.MeanFieldGuide,
     "matrix normal": partial(ps.MatrixNormalGuide, join_bias=True),
@@ -83,9 +83,8 @@ def rows(split: Split, options: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     def chains(size: int, prior: Any = 1.0) -> Any:
         model, guide, _ = points(size, prior)
-        options.chains, options.steps_of_chain = MEMBERS, options.chain_steps
-        draws = sample(model, guide, data, options)
-        return model, draws, None
+        own = argparse.Namespace(chains=MEMBERS, samples=200, steps=options.chain_steps)
+        return model, sample(model, guide, data, own, energy_variance=ENERGY), None
 
     yield "one point", partial(points, 1)
     yield "ten points", partial(points, MEMBERS)

@@ -17,6 +17,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ from pyro_structvi.testing import guides_for, layered_for, points_for
 DROPOUT = 'StructuredGuide({"net.0.*": PointEstimate(), "*": Dropout(rate=0.1)})'
 
 
+MIXTURE = "MixtureGuide(partial(MatrixNormalGuide, join_bias=True), size=5)"
+SAMPLED = "mclmc(EnsembleGuide(size=8))"
+matrix_normal = partial(ps.MatrixNormalGuide, join_bias=True)
+
+
 def mc_dropout(model: Any) -> nn.Module:
     """Dropout before every layer but the first, which keeps its inputs."""
     is_deep = isinstance(model.net, nn.Sequential)
@@ -49,6 +55,7 @@ REGISTERED += layered_for("demo").values()
 SHOWN: dict[str, Callable[[Any], nn.Module]] = {
     **{choice.code: choice.make for choice in CHOICES},
     DROPOUT: mc_dropout,
+    MIXTURE: lambda model: ps.MixtureGuide(model, matrix_normal, size=5),
 }
 METHODS: dict[str, Callable[[Any], nn.Module]] = {
     **SHOWN,
@@ -66,7 +73,7 @@ def main() -> None:
     parser.add_argument("--problem", choices=[*LEAGUE, "none"], action="append")
     parser.add_argument("--data", type=Path, action="append", default=[], help="an .npz file")
     parser.add_argument(
-        "--method", choices=[CEILING, PRIOR, *METHODS], action="append", metavar="CALL"
+        "--method", choices=[CEILING, PRIOR, SAMPLED, *METHODS], action="append", metavar="CALL"
     )
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seeds", type=int, default=3, help="runs, whose mean and error are given")
@@ -87,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = ResultsFile(options.output, HEADER)
     for name, make in makers.items():
-        for method in options.method or [PRIOR, CEILING, *SHOWN]:
+        for method in options.method or [PRIOR, CEILING, SAMPLED, *SHOWN]:
             for seed in range(1 if method in (PRIOR, CEILING) else options.seeds):
                 if results.has(name, method, str(seed)):
                     continue
@@ -116,6 +123,8 @@ def measure(
         found = worse_of(first, second)
     elif method == PRIOR:
         posterior, found = prior_draws(problem, options.draws), {}
+    elif method == SAMPLED:
+        posterior, found = sampled_draws(problem, seed, options)
     else:
         posterior = METHODS[method](problem.model)
         found = train(problem, method, posterior, options)
@@ -183,6 +192,29 @@ def reference_draws(
         torch.save((dict(draws), said), path)
     loaded: tuple[dict[str, Tensor], dict[str, float]] = torch.load(path)
     return loaded
+
+
+def sampled_draws(
+    problem: LeagueProblem, seed: int, options: Any
+) -> tuple[Mapping[str, Tensor], dict[str, float]]:
+    """Return draws of microcanonical Langevin chains from points, and their R-hat and seconds."""
+    from pyro_structvi import reference
+
+    start, data = time.process_time(), (problem.x, problem.y)
+    guide = ps.EnsembleGuide(problem.model, size=8)
+    steps = min(1000, options.steps)
+    ps.fit(problem.model, guide, data, num_steps=steps, kl_weight=1.0, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", reference.NotMixedWarning)  # its R-hat is written down
+        draws = reference.mclmc(
+            *(problem.model, guide, data),
+            num_warmup=options.steps,
+            num_draws=max(4, options.draws // 8),
+            thinning=max(1, 16 * options.steps // options.draws),
+            seed=seed,
+            progress=False,
+        )
+    return draws, {"seconds": time.process_time() - start, "R-hat": draws.r_hat}
 
 
 def worse_of(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:

@@ -42,6 +42,7 @@ class Recipe(NamedTuple):
         anneals: Whether the weight of the KL rises as in ``fit``; it is 1 in every step otherwise.
         particles: Draws averaged in a step.
         starts: Trained at once, the best bound of which is kept.
+        is_nested: Whether they start at the medians of mean-field posteriors.
         only: The one guide that it is for.
     """
 
@@ -56,6 +57,7 @@ class Recipe(NamedTuple):
     anneals: bool = False
     particles: int = 1
     starts: int = 1
+    is_nested: bool = False
     only: str | None = None
 
     def prepare(self, guide: StructuredGuide) -> None:
@@ -137,6 +139,7 @@ def adam_by_kind(
 RECIPES: dict[str, Recipe] = {
     "default": Recipe(structured={}, anneals=True),
     "best of 5 starts": Recipe(structured={}, anneals=True, starts=5),
+    "nested starts": Recipe(structured={}, lr=0.03, starts=5, is_nested=True),
     "whole KL": Recipe(structured={}),
     "widened from rowwise": Recipe(lr=0.01, structured={}, widens="rowwise", only="full"),
     "widened from rowwise, lr 0.1": Recipe(structured={}, widens="rowwise", only="full"),

@@ -172,7 +172,7 @@ def convergence_tables(results: dict[str, Any]) -> str:
             for recipe, own in recipes.items()
             if violations(own)[1]
         )
-        pairs = f"Nested pairs of which the larger ends lower:\n{lines}"
+        pairs = f"Nested pairs whose larger posterior ends lower:\n{lines}"
         parts.append(f"### {problem['title']}\n\n{markdown(head, rows)}{line}\n\n{pairs}")
     return "\n\n".join(parts)
 
@@ -184,14 +184,14 @@ def training_cells(row: dict[str, list[float]], count: int) -> list[str]:
 
 
 def out_of_order(rows: dict[str, Any]) -> str:
-    """Return the pairs of which the larger posterior ends lower, in words, by how many nats."""
+    """Return the pairs whose larger posterior ends lower, in words, by how many nats."""
     found, pairs = violations(rows)
     text = "; ".join(f"{large} below {small} by {below:.1f}" for small, large, below in found)
     return f"{text or 'none'} (of {pairs})"
 
 
 def violations(rows: dict[str, Any]) -> tuple[list[tuple[str, str, float]], int]:
-    """Return the nested pairs of which the larger one ends below, and how many pairs there are.
+    """Return the nested pairs whose larger posterior ends below, and how many pairs there are.
 
     Below means by more than twice the standard error of the difference, and by 0.1 nats. A pair of
     which one diverged is left out.

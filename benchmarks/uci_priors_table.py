@@ -63,7 +63,7 @@ def cell(rows: list[Row], name: str, setting: Setting) -> str:
 
 
 def distance_from_best(rows: list[Row], name: str) -> str:
-    """Return a line on what is learned and the best of the grid, of splits that both have."""
+    """Return a line on the learned value and the best fixed value, of splits that both have."""
     settings: list[Setting] = [(r[3], r[4], r[5]) for r in rows if r[0] == name and float(r[5])]
     own = next((each for each in settings if set(each[:2]) <= {LEARNED, HETEROSCEDASTIC}), None)
     if own is None:
@@ -81,6 +81,6 @@ def distance_from_best(rows: list[Row], name: str) -> str:
     differences = [value - grid[best][split] for split, value in learned.items()]
     is_near = fmean(differences) + 2 * standard_error(differences) >= 0
     return (
-        f"{name}: what is learned is {'' if is_near else 'not '}within two standard errors of the best "
-        f"of the grid, {label(best)}, or above it: {written(differences, 2, '+')}, paired by split."
+        f"{name}: the learned value is {'' if is_near else 'not '}within two standard errors of the "
+        f"best fixed value ({label(best)}) or above it: {written(differences, 2, '+')}, paired by split."
     )

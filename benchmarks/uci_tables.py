@@ -74,7 +74,7 @@ def gap_parts(rows: list[Row]) -> list[str]:
 def counts(rows: list[Row], sets: Sequence[str]) -> str:
     """Return the line that says how many splits a set has."""
     numbers = ", ".join(f"{name} {splits_of(rows, name)}" for name in sets)
-    return f"Splits: {numbers}; where a guide has fewer, their number is in parentheses."
+    return f"Splits: {numbers}; parentheses mark guides with fewer splits."
 
 
 def splits_of(rows: list[Row], name: str) -> int:
@@ -162,9 +162,8 @@ def what_is_reached(rows: list[Row], sets: list[str]) -> str:
     return (
         f"{BASE.capitalize()} is within two standard errors of the log likelihood of sampled VI "
         f"(Wu et al.), or above it, on {len(near)} of {len(sets)} sets{but(sets, near)}. The best "
-        f"structured guide of those with all splits ({chosen or 'none'}) has in its mean at least the "
-        f"log likelihood of DVI, to two decimals, on {len(good)} of {len(known)} sets"
-        f"{but(list(known), good)}."
+        f"structured guide with all splits ({chosen or 'none'}) reaches the mean log likelihood of DVI, "
+        f"to two decimals, on {len(good)} of {len(known)} sets{but(list(known), good)}."
     )
 
 

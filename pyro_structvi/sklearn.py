@@ -43,7 +43,6 @@ POSTERIORS: dict[str, Callable[..., StructuredGuide]] = {
     "inducing": guides.InducingWeightGuide,
     "global_inducing": guides.GlobalInducingGuide,
 }
-OF_MEMBERS = "matrix_normal"  # of a mixture that is not refined
 REFINED = 10_000  # examples at most that "auto" refines, since each step takes all of them
 NUM_DRAWS = 200  # of a guide
 DRAWS_OF_CHAIN = 100
@@ -58,7 +57,7 @@ class _BayesianMLP(BaseEstimator):
         *,
         activation: str = "silu",
         prior_scale: float = 1.0,
-        posterior: str | Callable[..., StructuredGuide] = "mixture",
+        posterior: str | Callable[..., StructuredGuide] = "ensemble",
         num_members: int = 10,
         num_steps: int = 1500,
         batch_size: int = 2000,
@@ -132,22 +131,18 @@ class _BayesianMLP(BaseEstimator):
 
     def _guide(self, data: tuple[Tensor, ...]) -> StructuredGuide:
         """Return a guide that is fitted to the data."""
-        if self.posterior == "mixture":
-            ensemble = guides.EnsembleGuide(self.model_, self.num_members)
-            self._train(ensemble, data)
-            if self._is_refined(len(data[0])):
-                return ensemble  # the sampler needs starts in several basins, not their widths
-            guide: StructuredGuide = guides.MixtureGuide(
-                self.model_, POSTERIORS[OF_MEMBERS], self.num_members, starts=ensemble
-            )
-        elif self.posterior == "ensemble":
+        guide: StructuredGuide
+        if self.posterior == "ensemble":
             guide = guides.EnsembleGuide(self.model_, self.num_members)
+        elif self.posterior == "mixture":
+            matrix_normal = POSTERIORS["matrix_normal"]
+            guide = guides.MixtureGuide(self.model_, matrix_normal, self.num_members)
         elif callable(self.posterior):
             guide = self.posterior(self.model_)
         elif self.posterior in POSTERIORS:
             guide = POSTERIORS[self.posterior](self.model_)
         else:
-            names = ["mixture", "ensemble", *POSTERIORS]
+            names = ["ensemble", "mixture", *POSTERIORS]
             raise ValueError(
                 f"`posterior` must be one of {names} or a function from a model to a guide, but got "
                 f"{self.posterior!r}."
@@ -178,7 +173,7 @@ class _BayesianMLP(BaseEstimator):
                 return mclmc(
                     *(self.model_, guide, data),
                     num_warmup=warmup,
-                    num_samples=max(4, (self.num_sampling_steps - warmup) // thinning),
+                    num_draws=max(4, (self.num_sampling_steps - warmup) // thinning),
                     num_chains=self.num_members,
                     thinning=thinning,
                     seed=int(torch.randint(2**31, ())),
@@ -219,17 +214,18 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     r"""Bayesian regression by a multi-layer perceptron with heteroscedastic normal noise.
 
     Inputs and targets are standardized inside. The prior of each weight and bias is
-    :math:`N(0, \texttt{prior\_scale}^2)`. With ``posterior="mixture"`` the posterior is sampled by
-    microcanonical Langevin chains that start at ``num_members`` points of maximum posterior density, or,
-    with ``refine=False``, approximated by a mixture of matrix normals around them.
+    :math:`N(0, \texttt{prior\_scale}^2)`. By default the posterior is sampled by microcanonical Langevin
+    chains that start at ``num_members`` points of maximum posterior density. With ``refine=False`` these
+    points are a deep ensemble.
 
     Args:
         hidden_layer_sizes: The numbers of units of the hidden layers.
         activation: "silu", "tanh" or "relu".
         prior_scale: The standard deviation of the prior of weights.
-        posterior: "mixture"; "ensemble" for points; "map", "dropout", "mean_field", "k_tied",
-            "low_rank", "matrix_normal", "rowwise", "full_covariance", "inducing" or "global_inducing"
-            for one guide; or a function from a model to a guide.
+        posterior: "ensemble" for points; "mixture" for matrix normals in several modes; "map",
+            "dropout", "mean_field", "k_tied", "low_rank", "matrix_normal", "rowwise",
+            "full_covariance", "inducing" or "global_inducing" for one guide; or a function from a
+            model to a guide.
         num_members: The number of members of a mixture or ensemble, and of chains.
         num_steps: The number of training steps of a guide.
         batch_size: The number of examples in a training step; all if there are fewer.
@@ -388,7 +384,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         *,
         activation: str = "silu",
         prior_scale: float = 1.0,
-        posterior: str | Callable[..., StructuredGuide] = "mixture",
+        posterior: str | Callable[..., StructuredGuide] = "ensemble",
         num_members: int = 10,
         num_steps: int = 1500,
         batch_size: int = 2000,

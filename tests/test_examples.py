@@ -57,6 +57,10 @@ SCRIPTS = {
     "benchmarks/moments.py": ["--smoke", "--output", "{folder}/moments.csv"],
     "benchmarks/summary.py": ["--output", "{folder}"],
     "benchmarks/tables.py": ["--output", "{folder}"],
+    "benchmarks/decomposition.py": [
+        *("--data", "{folder}/regression.npz", "--steps", "5", "--map-steps", "5"),
+        *("--chain-steps", "20", "--output", "{folder}/decomposition.csv"),
+    ],
     "benchmarks/scaling.py": [
         *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),
         *("--output", "{folder}/scaling.json", "--figure", "{folder}/scaling.svg"),

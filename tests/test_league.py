@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
@@ -160,7 +161,7 @@ def test_the_league_names_guides_by_their_calls():
     problem = league_problems.two_moons()
     for code, make in league.SHOWN.items():
         names = vars(ps) | {"PointEstimate": ps.families.PointEstimate}
-        names |= {"Dropout": ps.families.Dropout}
+        names |= {"Dropout": ps.families.Dropout, "partial": partial}
         start, _, end = code.partition("(")
         own = eval(f"{start}(model, {end or ')'}", {**names, "model": problem.model})
         made = make(problem.model)

@@ -40,7 +40,7 @@ def test_checks_of_scikit_learn(make):
 
 
 @pytest.mark.parametrize(
-    "options", [POINT, CHAINS, {**SMALL, "refine": False}], ids=["map", "chains", "mixture"]
+    "options", [POINT, CHAINS, {**SMALL, "refine": False}], ids=["map", "chains", "ensemble"]
 )
 def test_predictions_are_equivariant_to_units(table, options):
     """Of inputs and of targets, to rounding: training sees standardized data."""
@@ -120,7 +120,7 @@ def test_any_guide_is_a_posterior(table):
 
     estimator = BayesianMLPRegressor((4,), **POINT | {"posterior": make_guide}).fit(inputs, targets)
     assert estimator.guide_ is made[0]
-    for name in ("ensemble", "mean_field"):
+    for name in ("ensemble", "mixture"):
         estimator = BayesianMLPRegressor((4,), **POINT | {"posterior": name}).fit(inputs, targets)
         draws = estimator.draws_["net.0.weight"]
         assert len(draws) == (2 if name == "ensemble" else 200)

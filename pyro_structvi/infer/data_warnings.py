@@ -142,8 +142,8 @@ def warn_of_ignored_data(history: History) -> None:
         warn_user(
             f"The expected log likelihood ends at {last:.4g} nats, and was {best:.4g} while the weight "
             f"of the KL rose. The loss is above the KL of {kl:.4g}: the posterior ignores most of the "
-            "data. Take a guide whose layers depend on each other (`GlobalInducingGuide`), more steps, "
-            "another prior or a smaller `kl_weight`.",
+            "data. Take a guide whose layers depend on each other (`GlobalInducingGuide`), several "
+            "starts (`MixtureGuide`), more steps, another prior or a smaller `kl_weight`.",
             UserWarning,
         )
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._torch import inside_transform, is_recording
+from pyro_structvi.linalg.matrices import identity_like
 
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 LEAST_PIVOT = 3e-7  # relative to the largest; smaller pivots may be rounding errors
@@ -45,6 +46,11 @@ def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return tril, jitter
 
 
+def stable_root(covariance: Tensor) -> Tensor:
+    """Return a Cholesky factor with jitter, factored in double precision."""
+    return stable_cholesky(covariance.double())[0].to(covariance)
+
+
 def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`stable_cholesky` by one factorization in the usual case."""
     tril, failed = _try_cholesky(matrix)
@@ -71,8 +77,8 @@ def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_of(tril: Tensor, jitter: Tensor) -> tuple[Tensor, Tensor]:
-    identity = torch.eye(tril.shape[-1], dtype=tril.dtype, device=tril.device)
-    inverse = torch.linalg.solve_triangular(tril, identity.expand_as(tril), upper=False)
+    identity = identity_like(tril).expand_as(tril)
+    inverse = torch.linalg.solve_triangular(tril, identity, upper=False)
     return inverse.contiguous(), jitter
 
 
@@ -124,8 +130,7 @@ def _try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
     """Return ``matrix (*batch, M, M)`` plus ``value (*batch,)`` times the identity."""
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return matrix + value[..., None, None] * identity
+    return matrix + value[..., None, None] * identity_like(matrix)
 
 
 class LogDet(torch.autograd.Function):

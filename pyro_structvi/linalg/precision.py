@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 
-def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context that disables autocast for the tensor's device."""
-    kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()  # torch's own context takes longer than a small operation
-    return torch.autocast(kind, enabled=False)
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context that disables autocast for the device of a tensor."""
+    # Torch's own context takes longer than a small operation.
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
 def is_half(tensor: Tensor) -> bool:

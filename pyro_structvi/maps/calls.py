@@ -297,12 +297,7 @@ def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _product_by_index(
-    x: Tensor,
-    weight: Tensor,
-    ours: str,
-    theirs: str,
-    result: str,
-    roles: Sequence[Sequence[str]],
+    x: Tensor, weight: Tensor, ours: str, theirs: str, result: str, roles: Sequence[Sequence[str]]
 ) -> Tensor:
     """Return a product of tensors with named dimensions, by one dense layer."""
     stack, out, rest = roles

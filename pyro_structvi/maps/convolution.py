@@ -38,7 +38,7 @@ def add_shifted(
         Sums ``(batch, channels, *positions)``.
     """
     dims = range(len(kernel))
-    steps, strides = _for_each_dim(dilation, kernel), _for_each_dim(stride, kernel)
+    steps, strides = (for_each_dim(value, len(kernel)) for value in (dilation, stride))
     ends = [steps[d] * (kernel[d] - 1) for d in dims]
     before, after = _margins(padding, kernel, ends)
     shifted = []
@@ -53,10 +53,10 @@ def add_shifted(
     return sums[(..., *every)]
 
 
-def _for_each_dim(value: Any, kernel: Sequence[int]) -> tuple[int, ...]:
-    """Return one number for each dimension of space."""
-    numbers = (value,) if isinstance(value, int) else tuple(value)
-    return numbers * len(kernel) if len(numbers) == 1 else numbers
+def for_each_dim(value: Any, dims: int) -> tuple[Any, ...]:
+    """Return one value for each dimension of space."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return values if len(values) == dims else values * dims
 
 
 def _margins(
@@ -66,7 +66,7 @@ def _margins(
     if padding == "same":
         before = [end // 2 for end in ends]
         return before, [end - more for end, more in zip(ends, before, strict=True)]
-    both = _for_each_dim(0 if padding == "valid" else padding, kernel)
+    both = for_each_dim(0 if padding == "valid" else padding, len(kernel))
     return both, both
 
 

@@ -23,7 +23,7 @@ class LinearMap(ABC):
     **Required** of a subclass: ``channel_dim``, ``__call__``, ``bank``, ``mix``, ``squared_norm``,
     ``stack``, ``join_bias``, ``event_dim``, ``has_positions``. **Optional**, with its default in
     brackets: ``groups`` (1), ``is_dense`` (False), ``has_bias_column`` (False), ``without_positions``
-    (the map itself), ``bank_and_squared_norm`` (one call after the other), ``combine`` (by ``stack``).
+    (the map itself), ``combine`` (by ``stack``).
 
     An input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with ``out`` channels at
     ``channel_dim``. Maps are immutable, and equal if their settings are equal.
@@ -104,12 +104,6 @@ class LinearMap(ABC):
         Returns:
             Norms that broadcast to the outputs: one channel, or ``out`` with several groups.
         """
-
-    def bank_and_squared_norm(
-        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return :meth:`bank`, and :meth:`squared_norm` with one channel for each group."""
-        return self.bank(x, matrix, bias), self.squared_norm(x, self.groups)
 
     @abstractmethod
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
@@ -338,13 +332,6 @@ class BiasColumnMap(LinearMap):
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
         """Return ``|patch|^2 + 1``."""
         return self.linear_map.squared_norm(x, out) + 1
-
-    def bank_and_squared_norm(
-        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return both, by the map without the column."""
-        hidden, norms = self.linear_map.bank_and_squared_norm(x, *_split(matrix, bias))
-        return hidden, norms + 1
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         """Apply ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""

@@ -8,7 +8,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_structvi._pyro import declared_name, declared_samples, site_values
-from pyro_structvi.linalg.factorizations import stable_cholesky
+from pyro_structvi.linalg.factorizations import stable_root
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite, normal_points
 from pyro_structvi.moments.random_tensor import RandomTensor
@@ -113,8 +113,7 @@ def _outputs(output: RandomTensor, nodes: Tensor, terms: str) -> Tensor:
     if terms == "last dimension":
         if covariance is None:
             return output.loc + scale * nodes.reshape(len(nodes), *lead, -1)
-        root = stable_cholesky(covariance.double())[0].to(covariance)
-        return output.loc + torch.einsum("kj,bij->kbi", nodes, root)
+        return output.loc + torch.einsum("kj,bij->kbi", nodes, stable_root(covariance))
     first, second = (column.reshape(-1, *lead, 1) for column in nodes.unbind(-1))
     if covariance is not None:
         size = output.shape[-1] // 2
@@ -214,7 +213,7 @@ def _blocks(output: RandomTensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     if covariance is None:
         factor = floored_sqrt(output.variance).unsqueeze(-1)
     else:
-        factor = stable_cholesky(covariance.double())[0].to(covariance)
+        factor = stable_root(covariance)
     step = max(1, BLOCK // points.numel())
     for start in range(0, len(loc), step):
         rows = slice(start, start + step)

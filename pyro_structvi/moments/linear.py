@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_structvi._torch import without_storage
-from pyro_structvi.linalg.factorizations import stable_cholesky
+from pyro_structvi.linalg.factorizations import stable_root
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.maps.calls import Application, Lookup
@@ -248,7 +248,7 @@ def _arranged(weight: RandomWeight, application: Application, is_joint: bool) ->
         )
     order = arrangement(torch.arange(dense.event_shape.numel()).reshape(dense.event_shape))
     covariance = dense.covariance_matrix[order.flatten()][:, order.flatten()]
-    return FullNormal(arrangement(dense.loc), _root(covariance), validate_args=False)
+    return FullNormal(arrangement(dense.loc), stable_root(covariance), validate_args=False)
 
 
 def _dense(weight: RandomWeight) -> FullNormal:
@@ -265,11 +265,7 @@ def _dense(weight: RandomWeight) -> FullNormal:
         out, size = q.event_shape
         parts = covariance.reshape(out, size, out, size)[:, :-1, :, :-1]
         covariance = parts.reshape(out * (size - 1), -1)
-    return FullNormal(weight.loc, _root(covariance), validate_args=False)
-
-
-def _root(covariance: Tensor) -> Tensor:
-    return stable_cholesky(covariance.double())[0].to(covariance)
+    return FullNormal(weight.loc, stable_root(covariance), validate_args=False)
 
 
 def _with_column(
@@ -305,7 +301,5 @@ def _spread_of_input(matrix: Tensor, v: Tensor) -> Tensor:
 
 def _covariance_of(x: Any) -> Tensor:
     if isinstance(x, RandomWeight) and x.part == "whole":
-        covariance: Tensor = x.distribution.covariance_matrix
-    else:
-        covariance = torch.diag_embed(x.variance) if x.covariance is None else x.covariance
-    return covariance
+        return x.distribution.covariance_matrix
+    return torch.diag_embed(x.variance) if x.covariance is None else x.covariance

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.maps.convolution import for_each_dim
 from pyro_structvi.moments.nonlinear import Moments, in_deviations, normal_cdf, normal_density
 from pyro_structvi.moments.random_tensor import RandomTensor
 
@@ -41,8 +42,10 @@ def _max_pool(
     return_indices: bool = False,
 ) -> RandomTensor:
     """Return the moments of the maximum over windows; each maximum of two counts as normal."""
-    kernel, padding, dilation = (_tuple(value, dims) for value in (kernel_size, padding, dilation))
-    stride = kernel if stride is None or stride == [] else _tuple(stride, dims)
+    kernel, padding, dilation = (
+        for_each_dim(value, dims) for value in (kernel_size, padding, dilation)
+    )
+    stride = kernel if stride is None or stride == [] else for_each_dim(stride, dims)
     if ceil_mode or return_indices or any(d != 1 for d in dilation):
         raise NotImplementedError(
             "Max pooling with `ceil_mode`, `return_indices` or a dilation has no moments"
@@ -83,26 +86,20 @@ def _average_pool(
     loc, variance = (
         pool(part, kernel_size, stride, padding) for part in (input.loc, input.variance)
     )
-    count = torch.Size(_tuple(kernel_size, dims)).numel()
+    count = torch.Size(for_each_dim(kernel_size, dims)).numel()
     return RandomTensor(loc, variance / count, input.settings)
 
 
 def _adaptive_average_pool(dims: int, input: RandomTensor, output_size: Any) -> RandomTensor:
     """Return the moments of averages over windows that fill the input."""
     old = input.shape[-dims:]
-    new = [own or size for own, size in zip(_tuple(output_size, dims), old, strict=True)]
+    new = [own or size for own, size in zip(for_each_dim(output_size, dims), old, strict=True)]
     counts = input.loc.new_ones(())
     for size, parts in zip(old, new, strict=True):
         own = [-(-(i + 1) * size // parts) - i * size // parts for i in range(parts)]
         counts = counts.unsqueeze(-1) * counts.new_tensor(own)
     pool = getattr(F, f"adaptive_avg_pool{dims}d")
     return RandomTensor(pool(input.loc, new), pool(input.variance, new) / counts, input.settings)
-
-
-def _tuple(value: Any, dims: int) -> tuple[Any, ...]:
-    if isinstance(value, (tuple, list)):
-        return tuple(value) if len(value) == dims else tuple(value) * dims
-    return (value,) * dims
 
 
 POOLING_RULES: dict[str, Callable[..., Any]] = {

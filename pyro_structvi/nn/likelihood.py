@@ -92,8 +92,8 @@ class Likelihood(RandomModule):
         """
         with naming("x", x):
             output, plates = self.run_net(x)
-        with nullcontext() if weights is None else _Weighed(weights, output.shape[plates]):
-            return self.observe(output, plates, y)
+            with nullcontext() if weights is None else _Weighed(weights, output.shape[plates]):
+                return self.observe(output, plates, y)
 
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         """Return a lower bound of each example's expected log likelihood, in closed form.
@@ -195,7 +195,8 @@ class _Weighed(Messenger):
     def __init__(self, weights: Tensor, size: int) -> None:
         super().__init__()
         check_shape("weights", weights, [size], "(batch,)")
-        if not (inside_transform() or is_recording() or bool((weights >= 0).all())):
+        is_unseen = weights.is_meta or inside_transform() or is_recording()
+        if not (is_unseen or bool((weights >= 0).all())):
             raise ValueError("`weights` must not be negative. Leave these examples out.")
         self._weights = weights
 

@@ -26,7 +26,6 @@ class RankOneLayer:
         output_scale: The sample site r, ``(out,)``.
     """
 
-    channel_dim: ClassVar[int]
     weight: Any
     bias: Any
     input_scale: Any
@@ -39,16 +38,16 @@ class RankOneLayer:
             copied = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
             setattr(self, name, copied)
         self.channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+        self.channel_dim = 1 - layer.weight.dim()
         one = layer.weight.new_ones(())
         prior = dist.Normal(one, one * prior_scale)
         self.initial_values: dict[str, Tensor] = {}
         for name, size in (("input_scale", self.channels), ("output_scale", len(layer.weight))):
             sample_from(self, name, prior, Size([size]))
-            ones = layer.weight.new_ones(size)
-            signs = (
-                torch.where(torch.rand_like(ones) < 0.5, ones, -ones) if start == "signs" else ones
-            )
-            self.initial_values[name] = signs
+            initial = layer.weight.new_ones(size)
+            if start == "signs":
+                initial = torch.where(torch.rand_like(initial) < 0.5, initial, -initial)
+            self.initial_values[name] = initial
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to a batch of inputs, or to a single one."""
@@ -92,8 +91,6 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
         Wen, Tran and Ba (2020), "BatchEnsemble: an alternative approach to efficient ensemble and
         lifelong learning".
     """
-
-    channel_dim: ClassVar[int] = -1
 
     @checked
     def __init__(
@@ -148,21 +145,18 @@ class RankOneConv(RankOneLayer):
 class RankOneConv1d(RankOneConv, nn.Conv1d, PyroModule):
     """The :class:`RankOneConv` in one dimension."""
 
-    channel_dim: ClassVar[int] = -2
     _torch_layer = nn.Conv1d
 
 
 class RankOneConv2d(RankOneConv, nn.Conv2d, PyroModule):
     """The :class:`RankOneConv` in two dimensions."""
 
-    channel_dim: ClassVar[int] = -3
     _torch_layer = nn.Conv2d
 
 
 class RankOneConv3d(RankOneConv, nn.Conv3d, PyroModule):
     """The :class:`RankOneConv` in three dimensions."""
 
-    channel_dim: ClassVar[int] = -4
     _torch_layer = nn.Conv3d
 
 

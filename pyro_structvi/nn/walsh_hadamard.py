@@ -33,7 +33,6 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 class WalshHadamardLayer(PyroModule):
     """Base of the Walsh-Hadamard layers; arguments as for :class:`WalshHadamardLinear`."""
 
-    channel_dim: ClassVar[int]
     draws_per_example = True
 
     def __init__(
@@ -47,6 +46,7 @@ class WalshHadamardLayer(PyroModule):
     ) -> None:
         super().__init__()
         self.weight_shape = Size(weight_shape)
+        self.channel_dim = 1 - len(weight_shape)
         out, size = self.weight_shape[0], self.weight_shape[1:].numel()
         width = 2 ** (size - 1).bit_length()
         # With ones in S1 and S2 the blocks H diag(g) H would be symmetric.
@@ -104,10 +104,6 @@ class WalshHadamardLayer(PyroModule):
         return shift_channels(outputs, self.bias, self.channel_dim)
 
     def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
-        """Apply the weight of coefficients ``(*batch, blocks, D)``."""
-        raise NotImplementedError
-
-    def _multiply(self, x: Tensor, coefficients: Tensor) -> Tensor:
         """Multiply ``x (batch, *positions, in)`` by a weight, or by a weight for each example."""
         blocks, width = self.row_scale.shape
         padded = F.pad(x, (0, width - x.shape[-1])).unsqueeze(-2)
@@ -164,8 +160,6 @@ class WalshHadamardLinear(WalshHadamardLayer):
         learning".
     """
 
-    channel_dim: ClassVar[int] = -1
-
     @checked
     def __init__(
         self,
@@ -180,9 +174,6 @@ class WalshHadamardLinear(WalshHadamardLayer):
     ) -> None:
         shape = (out_features, in_features)
         super().__init__(shape, bias, prior_scale, bias_prior_scale, device, dtype)
-
-    def _outputs(self, x: Tensor, coefficients: Tensor) -> Tensor:
-        return self._multiply(x, coefficients)
 
 
 class WalshHadamardConv(WalshHadamardLayer):
@@ -249,7 +240,7 @@ class WalshHadamardConv(WalshHadamardLayer):
             filters, geometry = self.weight(coefficients), (self.stride, 0, self.dilation)
             outputs: Tensor = convolution(x, filters, None, *geometry)
             return outputs
-        return self._multiply(self._patches(x), coefficients).movedim(-1, 1)
+        return super()._outputs(self._patches(x), coefficients).movedim(-1, 1)
 
     def _patches(self, x: Tensor) -> Tensor:
         """Cut the padded ``x (batch, channels, *space)`` into patches ``(batch, *positions, in)``."""
@@ -262,28 +253,24 @@ class WalshHadamardConv(WalshHadamardLayer):
 class WalshHadamardConv1d(WalshHadamardConv):
     """The :class:`WalshHadamardConv` in one dimension."""
 
-    channel_dim: ClassVar[int] = -2
     _torch_layer = nn.Conv1d
 
 
 class WalshHadamardConv2d(WalshHadamardConv):
     """The :class:`WalshHadamardConv` in two dimensions."""
 
-    channel_dim: ClassVar[int] = -3
     _torch_layer = nn.Conv2d
 
 
 class WalshHadamardConv3d(WalshHadamardConv):
     """The :class:`WalshHadamardConv` in three dimensions."""
 
-    channel_dim: ClassVar[int] = -4
     _torch_layer = nn.Conv3d
 
 
 _CONVOLUTIONS: dict[type, type[WalshHadamardConv]] = {
-    nn.Conv1d: WalshHadamardConv1d,
-    nn.Conv2d: WalshHadamardConv2d,
-    nn.Conv3d: WalshHadamardConv3d,
+    layer._torch_layer: layer
+    for layer in (WalshHadamardConv1d, WalshHadamardConv2d, WalshHadamardConv3d)
 }
 
 
@@ -335,7 +322,7 @@ class WalshHadamard:
             ValueError: If the prior of the weight is not one normal around zero for all elements.
         """
         prefix = f"{name}." if name else ""
-        options = {
+        options: dict[str, Any] = {
             "bias": False,
             "prior_scale": _one_scale(prior, f"{prefix}weight", module.weight),
             "device": module.weight.device,
@@ -345,17 +332,10 @@ class WalshHadamard:
         if type(module) is nn.Linear:
             layer = WalshHadamardLinear(module.in_features, module.out_features, **options)
         else:
-            layer = _CONVOLUTIONS[type(module)](
-                module.in_channels,
-                module.out_channels,
-                module.kernel_size,
-                module.stride,
-                module.padding,
-                module.dilation,
-                padding_mode=module.padding_mode,
-                filters_per_example=self.filters_per_example,
-                **options,
-            )
+            options["filters_per_example"] = self.filters_per_example
+            names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+            geometry = {name: getattr(module, name) for name in (*names, "padding_mode")}
+            layer = _CONVOLUTIONS[type(module)](**geometry, **options)
         layer._start_like(module.weight.square().mean())
         if module.bias is not None:
             bias_prior = resolve_prior(prior, f"{prefix}bias", module.bias)

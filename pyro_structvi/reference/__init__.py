@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pyro_structvi.reference.draws import ChainDraws
-from pyro_structvi.reference.mclmc import NotMixedWarning, mclmc
+from pyro_structvi.reference.mclmc import NotMixedWarning, StuckChainWarning, mclmc
 
 if TYPE_CHECKING or (find_spec("jax") and find_spec("numpyro")):
     from pyro_structvi.reference.numpyro_model import to_numpyro
@@ -15,6 +15,7 @@ __all__ = [
     "DivergenceWarning",
     "NUTSDraws",
     "NotMixedWarning",
+    "StuckChainWarning",
     "mclmc",
     "nuts",
     "to_numpyro",

@@ -1,5 +1,6 @@
 """Draws of Markov chains."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch import Tensor
 
 
 class ChainDraws(dict[str, Tensor]):
-    """Draws by site name, each ``(num_chains * num_samples, *shape)``, one chain after another.
+    """Draws by site name, each ``(num_chains * num_draws, *shape)``, one chain after another.
 
     They are valid ``posterior_samples`` of ``pyro.infer.Predictive``. Convergence is judged by the R-hat
     of function values: hidden units can be permuted, so chains with the same function may have different
@@ -17,9 +18,13 @@ class ChainDraws(dict[str, Tensor]):
     Args:
         draws: The draws.
         num_chains: Number of chains.
-        r_hat: Largest split R-hat of the functions that the sampler monitors.
+        r_hat: Largest split R-hat of function values at the data.
         weight_r_hat: Largest split R-hat over the elements of all sites.
         sample_stats: Statistics of the sampler ``(chain, draw)``, under ArviZ's names.
+        ess: Smallest effective sample size of function values at the data, over all chains.
+        chain_r_hat: Largest split R-hat of function values within each chain, ``(chain,)``. Chains in
+            separate modes may each be near 1 although ``r_hat`` is not.
+        seconds: Wall time of sampling with its warm-up.
 
     Example:
         >>> draws = ChainDraws({"w": torch.zeros(6, 3)}, 2, r_hat=1.0, weight_r_hat=1.0)
@@ -35,10 +40,19 @@ class ChainDraws(dict[str, Tensor]):
         r_hat: float,
         weight_r_hat: float,
         sample_stats: Mapping[str, np.ndarray] | None = None,
+        ess: float = math.nan,
+        chain_r_hat: np.ndarray | None = None,
+        seconds: float = math.nan,
     ) -> None:
         super().__init__(draws)
         self.num_chains, self.r_hat, self.weight_r_hat = num_chains, r_hat, weight_r_hat
         self.sample_stats = dict(sample_stats or {})
+        self.ess, self.chain_r_hat, self.seconds = ess, chain_r_hat, seconds
+
+    @property
+    def ess_per_second(self) -> float:
+        """The effective sample size ``ess`` for each second of sampling with its warm-up."""
+        return self.ess / self.seconds
 
     def grouped(self) -> dict[str, np.ndarray]:
         """Return the draws as arrays ``(chain, draw, *shape)``, as for ArviZ."""
@@ -63,3 +77,63 @@ def split_r_hat(values: Tensor) -> Tensor:
     between = halves.mean(1).var(0)
     r_hat: Tensor = (((half - 1) / half * within + between) / within).sqrt()
     return r_hat
+
+
+def bulk_ess(values: Tensor) -> Tensor:
+    r"""Return the bulk effective sample size of values ``(chain, draw, *shape)``, ``(*shape)``.
+
+    Chains are split in halves, values are replaced by the normal scores of their ranks, and
+    autocorrelations are summed by Geyer's initial monotone sequence. NaN for constants.
+
+    Args:
+        values: At least four draws of each chain.
+
+    References:
+        Vehtari, Gelman, Simpson, Carpenter and Buerkner (2021), "Rank-normalization, folding, and
+        localization: an improved R-hat", sections 3.2 and 4.
+    """
+    half, shape = values.shape[1] // 2, values.shape[2:]
+    halves = (
+        torch.cat([values[:, :half], values[:, -half:]]).double().reshape(-1, values[0, 0].numel())
+    )
+    scores = _normal_scores(halves).reshape(2 * len(values), half, -1)
+    count, total = half, scores.shape[0] * half
+    centered = scores - scores.mean(1, keepdim=True)
+    spectrum = torch.fft.rfft(centered, 2 * count, dim=1)
+    covariance = torch.fft.irfft(spectrum.abs().square(), 2 * count, dim=1)[:, :count] / count
+    within = covariance[:, 0].mean(0) * count / (count - 1)
+    pooled = within * (count - 1) / count + scores.mean(1).var(0)
+    correlation = 1 - (within - covariance.mean(0)) / pooled  # (lag, values)
+    correlation[0] = 1.0
+    pairs = correlation[: count // 2 * 2].unflatten(0, (-1, 2)).sum(1)
+    is_kept = (pairs > 0).cumprod(0).bool()
+    is_kept[max(0, (count - 3) // 2) :] = False  # lags of few terms
+    kept = torch.where(is_kept, pairs.cummin(0).values, 0.0).sum(0)
+    ends = is_kept.sum(0, keepdim=True)
+    following = correlation.gather(0, 2 * ends).squeeze(0)
+    is_negative = pairs.gather(0, ends).squeeze(0) < 0
+    following = torch.where(is_negative, following.clamp_min(0.0), following)
+    time = (2 * kept - 1 + following).clamp_min(1 / math.log10(total))
+    is_constant = (halves == halves[0]).all(0)
+    return torch.where(is_constant, math.nan, total / time).reshape(shape)
+
+
+def _normal_scores(values: Tensor) -> Tensor:
+    """Return normal quantiles of the average ranks in each column of ``(count, columns)``."""
+    columns = values.mT.contiguous()
+    ordered = columns.sort(-1).values
+    below = torch.searchsorted(ordered, columns)
+    ranks = (below + torch.searchsorted(ordered, columns, right=True) + 1) / 2
+    scores: Tensor = torch.special.ndtri((ranks - 0.375) / (len(values) + 0.25))
+    return scores.mT
+
+
+def largest(values: Tensor) -> Tensor:
+    """Return the largest of the values that are not NaN; NaN if there are none."""
+    known = values[~values.isnan()]
+    return known.max() if known.numel() else values.new_tensor(math.nan)
+
+
+def smallest(values: Tensor) -> Tensor:
+    """Return the smallest of the values that are not NaN; NaN if there are none."""
+    return -largest(-values)

@@ -1,6 +1,7 @@
 """NUTS for a Pyro model through its translation to NumPyro."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._checks import Count, check_no_nan, check_tensors, checked, warn_user
-from pyro_structvi.reference.draws import ChainDraws
+from pyro_structvi.reference.draws import ChainDraws, bulk_ess, smallest
 from pyro_structvi.reference.jax_net import JaxNet, to_array
 from pyro_structvi.reference.numpyro_model import NumPyroModel, to_numpyro
 
@@ -48,6 +49,7 @@ class NUTSDraws(ChainDraws):
         sample_stats: Sampler statistics ``(chain, draw)`` under ArviZ's names: ``lp``, the log joint in
             unconstrained coordinates, ``energy``, ``acceptance_rate``, ``step_size``, ``n_steps``,
             ``tree_depth`` and ``diverging``.
+        **diagnostics: ``ess``, ``chain_r_hat`` and ``seconds`` of :class:`ChainDraws`.
 
     Example:
         >>> draws = NUTSDraws({"w": torch.zeros(6, 3)}, 2, divergences=0, r_hat=1.0, weight_r_hat=1)
@@ -63,9 +65,15 @@ class NUTSDraws(ChainDraws):
         r_hat: float,
         weight_r_hat: float,
         sample_stats: Mapping[str, np.ndarray] | None = None,
+        **diagnostics: Any,
     ) -> None:
         super().__init__(
-            draws, num_chains, r_hat=r_hat, weight_r_hat=weight_r_hat, sample_stats=sample_stats
+            draws,
+            num_chains,
+            r_hat=r_hat,
+            weight_r_hat=weight_r_hat,
+            sample_stats=sample_stats,
+            **diagnostics,
         )
         self.divergences = divergences
 
@@ -137,6 +145,7 @@ def nuts(
     """
     counts = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": num_chains}
     _check_settings(num_samples, target_accept_prob)
+    start = time.perf_counter()
     translated = to_numpyro(model)
     _check_data(model, x, y)
     if not model.is_num_data_given:  # `fit` sets it likewise
@@ -159,7 +168,8 @@ def nuts(
             extra_fields=("potential_energy", *_FIELDS),
         )
         chains = jax.device_get(mcmc.get_samples(group_by_chain=True))
-        r_hat = _largest_r_hat(_function_values(translated.net, chains, to_array(x)))
+        functions = [*_function_values(translated.net, chains, to_array(x))]
+        r_hat = _largest_r_hat(functions)
         stats = _sample_stats(jax.device_get(mcmc.get_extra_fields(group_by_chain=True)))
     divergences = int(stats["diverging"].sum())
     if divergences:
@@ -174,7 +184,15 @@ def nuts(
         for name, value in example.items()
     }
     weight_r_hat = _largest_r_hat(chains.values())
-    return NUTSDraws(draws, num_chains, divergences, r_hat, weight_r_hat, stats)
+    sizes = torch.cat([bulk_ess(torch.as_tensor(np.array(each))).flatten() for each in functions])
+    return NUTSDraws(
+        *(draws, num_chains, divergences, r_hat, weight_r_hat, stats),
+        ess=float(smallest(sizes)),
+        chain_r_hat=np.array([
+            _largest_r_hat(each[[chain]] for each in functions) for chain in range(num_chains)
+        ]),
+        seconds=time.perf_counter() - start,
+    )
 
 
 def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:

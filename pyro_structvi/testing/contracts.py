@@ -10,29 +10,25 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.sites.structured import StructuredGuide
+
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a distribution as a leaf of the graph; of a triangular one the triangle counts."""
+    """A tensor of a distribution as a leaf of the graph."""
 
     name: str
     value: Tensor
     is_triangular: bool
 
-    def gradient(self, gradient: Tensor) -> Tensor:
-        """Return the part of a gradient that counts."""
-        return gradient.tril() if self.is_triangular else gradient
-
 
 class Contract:
-    """Comparisons that raise an ``AssertionError`` with the owner, the rule, expected and got.
+    """Comparisons of a class ``owner`` that raise an ``AssertionError`` with rule, expected and got.
 
-    Args:
-        owner: The name of the checked class.
-        leaves: Tensors whose gradients are compared too.
-        dtype: The dtype that decides on tolerances.
+    The gradients of ``leaves`` are compared too. Tolerances depend on ``dtype``.
     """
 
     def __init__(
@@ -63,21 +59,18 @@ class Contract:
             worst = int(error.argmax())
             if error[worst] > self.tolerance * largest:
                 where = tuple(int(i) for i in torch.unravel_index(error.argmax(), other.shape))
-                self.fail(
-                    rule,
-                    f"{other.flatten()[worst]:.8g} at entry {where} of shape {tuple(other.shape)}",
-                    f"{one.flatten()[worst]:.8g}",
-                )
+                place = f"at entry {where} of shape {tuple(other.shape)}"
+                expected_value, value = (each.flatten()[worst] for each in (other, one))
+                self.fail(rule, f"{expected_value:.8g} {place}", f"{value:.8g}")
         if gradients and self.leaves and expected.requires_grad:
             probe = torch.randn_like(expected)
             found, wanted = (self._gradients(value, probe) for value in (got, expected))
             plain = Contract(self.owner)
             for leaf, mine, exact in zip(self.leaves, found, wanted, strict=True):
-                plain.close(
-                    f"{rule}; gradient with respect to `{leaf.name}`",
-                    leaf.gradient(mine),
-                    leaf.gradient(exact),
-                )
+                name = f"{rule}; gradient with respect to `{leaf.name}`"
+                if leaf.is_triangular:
+                    mine, exact = mine.tril(), exact.tril()
+                plain.close(name, mine, exact)
 
     def _gradients(self, value: Tensor, probe: Tensor) -> tuple[Tensor, ...]:
         leaves = [leaf.value for leaf in self.leaves]
@@ -172,3 +165,22 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         for name in {**one, **other}
         if name not in one or name not in other or not torch.equal(one[name], other[name])
     ]
+
+
+def draws(guide: StructuredGuide) -> dict[str, Tensor]:
+    """Return draws with a fixed seed, and the medians."""
+    torch.manual_seed(1)
+    return {**guide.draw(local=True), **{f"{k} (median)": v for k, v in guide.median().items()}}
+
+
+def elbo_gradients(
+    contract: Contract, guide: StructuredGuide, model: Any, data: Any, num_particles: int
+) -> dict[str, Tensor]:
+    """Return the gradients of the ELBO by the names of parameters, and check that they are finite."""
+    loss = StructuredELBO(num_particles=num_particles).differentiable_loss(model, guide, *data)
+    names, values = zip(*guide.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, values, allow_unused=True)
+    for name, gradient in zip(names, found, strict=True):
+        finite = gradient is not None and bool(gradient.isfinite().all())
+        contract.equal(f"the ELBO has a finite gradient for `{name}`", finite, True)
+    return dict(zip(names, found, strict=True))

@@ -1,9 +1,11 @@
-"""The contract of distributions over weights, checked on an instance."""
+"""The contract of distributions over weights, and random distributions of a class."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_structvi.testing import objects, outputs, weights
 from pyro_structvi.testing.contracts import Contract, fixed_seed, fresh, with_leaves
@@ -77,3 +79,58 @@ def check_distribution(
         for check in AFTER:
             with plain.part(check.__name__.removeprefix("check_")):
                 check(plain, q)
+
+
+Shape = tuple[int, ...]
+
+
+def positive(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return positive numbers around 1/2."""
+    return torch.exp(0.3 * torch.randn(shape, dtype=dtype) - 0.7)
+
+
+def cholesky_factor(batch_shape: Shape, size: int, dtype: torch.dtype) -> Tensor:
+    """Return lower triangular matrices ``(*batch_shape, size, size)`` with positive diagonals."""
+    below = torch.randn(*batch_shape, size, size, dtype=dtype).tril(-1) / size**0.5
+    factor: Tensor = below + torch.diag_embed(positive(*batch_shape, size, dtype=dtype))
+    return factor
+
+
+def random_weight(
+    distribution: Any, **sizes: int
+) -> Callable[[Shape, Shape, torch.dtype], WeightDistribution]:
+    """Return a function of batch shape, event shape and dtype to random distributions of a class.
+
+    Args:
+        distribution: A class with arguments declared by ``Argument`` annotations.
+        **sizes: The sizes of further letters in their shapes.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi.distributions import KTiedNormal
+        >>> make = random_weight(KTiedNormal, k=2)
+        >>> make((5,), (4, 3), torch.float32).row_scale.shape
+        torch.Size([5, 4, 2])
+    """
+
+    def make(batch_shape: Shape, event_shape: Shape, dtype: torch.dtype) -> WeightDistribution:
+        out, size = event_shape[0], torch.Size(event_shape[1:]).numel()
+        known = {"out": out, "in": size, "D": out * size, **sizes}
+
+        def length(letter: str) -> int:
+            whole, _, part = letter.partition(" / ")
+            return known[whole] // (known[part] if part else 1)
+
+        arguments = [torch.randn(*batch_shape, *event_shape, dtype=dtype)]
+        for argument in distribution._arguments.values():
+            shape = (*batch_shape, *map(length, argument.letters))
+            if argument.constraint is constraints.lower_cholesky:
+                arguments.append(cholesky_factor(shape[:-2], shape[-1], dtype))
+            elif argument.constraint is constraints.positive:
+                arguments.append(positive(*shape, dtype=dtype))
+            else:
+                arguments.append(torch.randn(shape, dtype=dtype))
+        q: WeightDistribution = distribution(*arguments)
+        return q
+
+    return make

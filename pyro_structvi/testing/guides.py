@@ -17,7 +17,7 @@ from pyro_structvi.infer.checkpoint import Checkpoint
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.training import fit
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.testing.contracts import Contract, differences, fixed_seed
+from pyro_structvi.testing.contracts import Contract, differences, draws, elbo_gradients, fixed_seed
 from pyro_structvi.testing.noise import assert_mean
 
 PASSES = 200
@@ -28,18 +28,16 @@ MakeGuide = Callable[[Any], StructuredGuide]
 def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = False) -> None:
     """Check that a guide obeys the contract of guides on a model with data.
 
-    Checked are the sites with the shapes and dtypes of draws, medians and quantiles; the random state;
-    gradients of all parameters; the mean of ``StructuredELBO`` against Pyro's ``Trace_ELBO``, which
-    draws all weights and takes all log densities at the draws; several particles in one pass; state
-    dicts; a checkpoint of ``fit``; and ``Predictive``. Tests of means have a false alarm in 1e6 tests.
+    The checks cover the sites, with shapes and dtypes of draws, medians and quantiles; the random state;
+    gradients of all parameters; the mean of ``StructuredELBO`` against Pyro's ``Trace_ELBO``; several
+    particles in one pass; state dicts; a checkpoint of ``fit``; and ``Predictive``. Tests of means have
+    a false alarm in 1e6 tests.
 
     Args:
-        make: A function of the model to the guide, such as its class. An ``init_scale`` near 0.3 makes
-            the noise as visible as the signal.
+        make: A function of the model to the guide, such as its class, with an ``init_scale`` near 0.3.
         model: A small model.
         *data: Its arguments, with observations last.
-        is_bound: Whether the KL is an upper bound, as if it counts auxiliary variables too; the ELBO may
-            then be smaller than the ELBO of the weights alone.
+        is_bound: Whether the KL is an upper bound, such as a KL that counts auxiliary variables too.
 
     Raises:
         AssertionError: If a rule is violated, with the rule, the expected value and the value got.
@@ -61,7 +59,7 @@ def check_guide(make: MakeGuide, model: Any, *data: Tensor, is_bound: bool = Fal
         with contract.part("sites"):
             _check_sites(contract, guide, model, data)
         with contract.part("the ELBO"):
-            _check_gradients(contract, guide, model, data)
+            elbo_gradients(contract, guide, model, data, PARTICLES)
             _check_elbo(contract, guide, model, data, is_bound)
             _check_particles(contract, guide, model, data)
         with contract.part("saving"):
@@ -76,9 +74,8 @@ def _check_sites(contract: Contract, guide: StructuredGuide, model: Any, data: A
         for name in trace.stochastic_nodes
         if not site_is_subsample(trace.nodes[name])
     }
-    contract.equal(
-        "the guide has the latent sites of the model", set(guide.site_names), set(latent)
-    )
+    rule = "the guide has the latent sites of the model"
+    contract.equal(rule, set(guide.site_names), set(latent))
     sampled = poutine.trace(guide).get_trace(*data)
     ways: dict[str, Any] = {
         "draw": guide.draw(local=True),
@@ -93,62 +90,48 @@ def _check_sites(contract: Contract, guide: StructuredGuide, model: Any, data: A
     except NotImplementedError:
         return
     for name, value in quantiles.items():
-        contract.equal(
-            "`quantiles` are for each element", tuple(value.shape), (3, *latent[name][0])
-        )
+        rule = "`quantiles` are for each element"
+        contract.equal(rule, tuple(value.shape), (3, *latent[name][0]))
         ordered = bool((value.diff(dim=0) >= 0).all())
         contract.equal(f"`quantiles` of '{name}' increase", ordered, True)
 
 
-def _check_gradients(contract: Contract, guide: StructuredGuide, model: Any, data: Any) -> None:
-    loss = StructuredELBO(num_particles=PARTICLES).differentiable_loss(model, guide, *data)
-    names, values = zip(*guide.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, values, allow_unused=True)
-    for name, gradient in zip(names, found, strict=True):
-        finite = gradient is not None and bool(gradient.isfinite().all())
-        contract.equal(f"the ELBO has a finite gradient for `{name}`", finite, True)
-
-
 @torch.no_grad()
 def _losses(elbo: Any, model: Any, guide: Any, data: Any, count: int = PASSES) -> Tensor:
-    return torch.tensor([float(elbo.loss(model, guide, *data)) for _ in range(count)])
+    losses = [float(elbo.loss(model, guide, *data)) for _ in range(count)]
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def _check_elbo(
     contract: Contract, guide: StructuredGuide, model: Any, data: Any, is_bound: bool
 ) -> None:
-    ours, dense = (
-        _losses(elbo, model, guide, data).double() for elbo in (StructuredELBO(), Trace_ELBO())
-    )
+    ours, dense = (_losses(elbo, model, guide, data) for elbo in (StructuredELBO(), Trace_ELBO()))
     if is_bound and ours.mean() >= dense.mean():
         return
+    rule = (
+        "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`, by drawn weights"
+    )
+    _compare_means(contract, rule, ours, dense)
+
+
+def _compare_means(contract: Contract, rule: str, got: Tensor, expected: Tensor) -> None:
     try:
-        assert_mean((ours - dense).unsqueeze(-1), torch.zeros(1))
+        assert_mean((got - expected).unsqueeze(-1), torch.zeros(1))
     except AssertionError:
-        rule = "the mean loss of `StructuredELBO` is that of `Trace_ELBO`, by drawn weights"
-        contract.fail(rule, f"{dense.mean():.4f}", f"{ours.mean():.4f}")
+        contract.fail(rule, f"{expected.mean():.4f}", f"{got.mean():.4f}")
 
 
 def _check_particles(contract: Contract, guide: StructuredGuide, model: Any, data: Any) -> None:
     """Compare several particles in one pass with passes one by one: mean and variance of the loss."""
     together = StructuredELBO(num_particles=PARTICLES, vectorize_particles=True)
-    single = _losses(StructuredELBO(), model, guide, data).double()
-    several = _losses(together, model, guide, data, PASSES // PARTICLES).double()
-    pairs = (several - single.reshape(-1, PARTICLES).mean(-1)).unsqueeze(-1)
-    try:
-        assert_mean(pairs, torch.zeros(1))
-    except AssertionError:
-        rule = "several particles in one pass have the mean loss of single passes"
-        contract.fail(rule, f"{single.mean():.4f}", f"{several.mean():.4f}")
+    single = _losses(StructuredELBO(), model, guide, data)
+    several = _losses(together, model, guide, data, PASSES // PARTICLES)
+    rule = "several particles in one pass have the mean loss of single passes"
+    _compare_means(contract, rule, several, single.reshape(-1, PARTICLES).mean(-1))
     expected = single.var().item() / PARTICLES
     if several.var().item() > 2.2 * expected + 1e-9 * single.abs().max().item() ** 2:
         rule = "particles in one pass have independent noise: the variance falls with their number"
         contract.fail(rule, f"about {expected:.4g}", f"{several.var().item():.4g}")
-
-
-def _draws(guide: StructuredGuide) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    return {**guide.draw(local=True), **{f"{k} (median)": v for k, v in guide.median().items()}}
 
 
 def _check_state(
@@ -157,15 +140,14 @@ def _check_state(
     with torch.no_grad():
         for parameter in guide.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    before = _draws(guide)
+    before = draws(guide)
     other = make(model)
     other.initialize(*data)
     other.load_state_dict(guide.state_dict())
     rule = "a state dict restores the guide: draws that differ"
-    contract.equal(rule, differences(before, _draws(other)), [])
-    samples = Predictive(model, guide=guide, num_samples=3, return_sites=[*guide.draw()])(
-        *data[:-1]
-    )
+    contract.equal(rule, differences(before, draws(other)), [])
+    predictive = Predictive(model, guide=guide, num_samples=3, return_sites=[*guide.draw()])
+    samples = predictive(*data[:-1])
     for name, value in guide.draw().items():
         contract.equal(f"`Predictive` draws '{name}'", samples[name].numel(), 3 * value.numel())
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +18,12 @@ CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear map with an input and a kind of bias.
-
-    Attributes:
-        name: Its name in messages.
-        linear_map: The map; with a joined bias, of the weight without its last column.
-        x_shape: The shape of its input.
-        bias: "none", "known", "random" or "joined".
-    """
+    """A linear map with an input and a kind of bias."""
 
     name: str
-    linear_map: LinearMap
+    linear_map: LinearMap  # with a joined bias, of the weight without its last column
     x_shape: tuple[int, ...]
-    bias: str = "random"
+    bias: Literal["none", "known", "random", "joined"] = "random"
 
     def of_weight(self, q: Any, x: Tensor) -> tuple[LinearMap, Tensor]:
         """Return map and input for a distribution of weights."""
@@ -56,46 +50,33 @@ class Layer:
         outputs = linear_map(x, mean, bias[0] if bias else None)
         batch = outputs.dim() - linear_map.event_dim(outputs)
         operator = columns.flatten(batch, -2)
-        event = outputs.shape[batch:]
-        behind = -1 - linear_map.channel_dim
-        channels = torch.arange(len(mean)).reshape(-1, *(1 for _ in range(behind)))
-        count = event.numel() // len(mean)
-        positions = event[:-1] if behind == 0 else event[len(event) - behind :]
-        index = torch.arange(count).reshape(positions)
-        position = index.unsqueeze(-1 - behind) if len(positions) else index.reshape(1)
-        channel, position = (part.expand(event).flatten() for part in (channels, position))
+        event, dim = outputs.shape[batch:], linear_map.channel_dim
+        positions = [*event]
+        positions.pop(dim)
+        position = torch.arange(event.numel() // len(mean)).reshape(positions).unsqueeze(dim)
+        channel = torch.arange(len(mean)).reshape(-1, *(1 for _ in range(-1 - dim)))
+        channel, position = (part.expand(event).flatten() for part in (channel, position))
         same = position == position.unsqueeze(-1)
-        of_bias = torch.zeros(len(channel), len(channel))
-        if len(bias) == 2:
-            of_bias = torch.diag(bias[1].square())[channel][:, channel]
+        scale = bias[1] if len(bias) == 2 else torch.zeros(len(mean))
+        of_bias = scale.square().diag()[channel][:, channel]
         return OutputMoments(outputs, operator @ covariance @ operator.mT, of_bias, same, operator)
 
 
 @dataclass(frozen=True)
 class OutputMoments:
-    """Dense moments of outputs, for a batch of examples with events of E elements.
+    """Dense moments of outputs, for a batch of examples with events of E elements."""
 
-    Attributes:
-        mean: The mean, in the shape of the outputs.
-        covariance: ``(*batch, E, E)``, for one weight at all positions of an example.
-        of_bias: The part of a random bias, ``(E, E)``.
-        same_position: Whether two elements are at one position, ``(E, E)``.
-        operator: The matrix from ``vec(W)`` to the outputs, ``(*batch, E, D)``.
-    """
-
-    mean: Tensor
-    covariance: Tensor
-    of_bias: Tensor
-    same_position: Tensor
-    operator: Tensor
+    mean: Tensor  # in the shape of the outputs
+    covariance: Tensor  # (*batch, E, E), for one weight at all positions of an example
+    of_bias: Tensor  # the part of a random bias, (E, E)
+    same_position: Tensor  # whether two elements have one position, (E, E)
+    operator: Tensor  # from vec(W) to the outputs, (*batch, E, D)
 
     def expected(self, is_exact: bool, shared: Tensor | None, found: Tensor) -> Tensor:
-        """Return the covariance of the outputs; between positions as declared, or else as found.
+        """Return the covariance of the outputs.
 
-        Args:
-            is_exact: Whether one weight serves all positions.
-            shared: The covariance of the noise that all positions share; None if it is not declared.
-            found: The covariance to check.
+        Unless one weight serves all positions, the covariance between positions is given by the
+        covariance of ``shared`` noise, and is not checked without it.
         """
         whole = self.covariance + self.of_bias
         if is_exact:
@@ -119,13 +100,11 @@ def layers_for(event_shape: tuple[int, ...]) -> Iterator[Layer]:
             yield Layer("a dense layer with a joined bias", dense, (1, 2, size - 1), "joined")
             yield Layer("a convolution with a joined bias", convolution, (1, 1, size), "joined")
     if len(event_shape) > 2:
-        kernel = event_shape[1:]
-        function = CONVOLUTIONS[len(kernel) - 1]
-        channels, space = kernel[0], [length + 1 for length in kernel[1:]]
-        strided = ConvolutionMap(function, kernel, padding=1, stride=2)
-        plain = ConvolutionMap(function, kernel)
-        yield Layer("a convolution", strided, (2, channels, *space))
-        yield Layer("a convolution, one input", plain, (channels, *space), "known")
+        channels, *lengths = kernel = event_shape[1:]
+        space = [length + 1 for length in lengths]
+        map_of = partial(ConvolutionMap, CONVOLUTIONS[len(lengths)], kernel)
+        yield Layer("a convolution", map_of(padding=1, stride=2), (2, channels, *space))
+        yield Layer("a convolution, one input", map_of(), (channels, *space), "known")
         if out % 2 == 0:
-            grouped = ConvolutionMap(function, kernel, groups=2)
+            grouped = map_of(groups=2)
             yield Layer("a convolution with groups", grouped, (1, 2 * channels, *space))

@@ -12,15 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class UnitDraws:
-    """A draw as a linear function of its noise.
+    """A draw as a linear function of its noise, ``mean + A e``."""
 
-    Attributes:
-        mean: The draw without noise, of the draw's shape.
-        matrix: ``A``, with a column for each number of noise and a row for each element of the draw.
-    """
-
-    mean: Tensor
-    matrix: Tensor
+    mean: Tensor  # the draw without noise, in its shape
+    matrix: Tensor  # A, with a column for each number of noise and a row for each element
 
     @property
     def covariance(self) -> Tensor:
@@ -31,14 +26,13 @@ class UnitDraws:
 def unit_draws(draw: Callable[[], Tensor]) -> UnitDraws:
     """Return mean and matrix of a draw that is linear in standard normal noise.
 
-    The draw runs once for each number of its noise, with that number one and all others zero, so that
-    moments have no sampling error. Both keep the graph: if the gradients of ``A A'`` are right, the
-    expected gradient of every function of the draw is right, since two ``A`` with one covariance
-    differ by a rotation of the noise.
+    The draw runs with each unit vector as its noise, so moments have no sampling error. Both results
+    keep the graph: if the gradients of ``A A'`` are right, the expected gradient of every function of
+    the draw is right, since two ``A`` with one covariance differ by a rotation of the noise.
 
     Args:
-        draw: Makes one draw on the CPU, with the same amount of noise at each call. Noise comes from
-            ``torch.randn``, ``torch.randn_like`` and ``Tensor.normal_``, as in torch's own normals.
+        draw: A function that samples on the CPU, with the same amount of noise at each call, by
+            ``torch.randn``, ``torch.randn_like`` and ``Tensor.normal_``, as torch's normals do.
 
     Raises:
         AssertionError: If the draw is not linear, or takes other noise.
@@ -57,12 +51,7 @@ def unit_draws(draw: Callable[[], Tensor]) -> UnitDraws:
 
 
 def draw_with_noise(draw: Callable[[], Tensor], noise: Tensor | None) -> tuple[Tensor, int]:
-    """Make one draw with given noise, zeros if None; return it and the size of its noise.
-
-    Args:
-        draw: Makes one draw.
-        noise: All numbers of the noise, in their order ``(size,)``.
-    """
+    """Return a draw with given noise ``(size,)``, zeros if None, and the size of its noise."""
     with _replaced_noise() as source:
         return source.run(draw, noise), source.taken
 
@@ -117,16 +106,11 @@ def _replaced_noise() -> Iterator[_Source]:
 
 
 def assert_mean(samples: Tensor, expected: Tensor, false_alarm: float = 1e-6) -> None:
-    """Assert that draws of any distribution with a few moments have the stated mean.
+    """Assert that independent draws ``(n, *shape)`` have a mean ``(*shape)``, by Student's test.
 
-    Student's test for each entry. The bound of a z-test is widened by the first terms of the
-    Cornish-Fisher expansion, for the degrees of freedom and for the skewness of the draws; it is meant
-    for some hundred draws or more.
-
-    Args:
-        samples: Independent draws ``(n, *shape)``.
-        expected: Their mean, ``(*shape)``.
-        false_alarm: Probability of failing although the mean is right, to first order.
+    The bound of a z-test is widened by the first terms of the Cornish-Fisher expansion, for the degrees
+    of freedom and the skewness of the draws, with some hundred draws or more. ``false_alarm`` is the
+    probability of a failure although the mean is right, to first order.
     """
     samples = samples.detach().double().reshape(len(samples), -1)
     expected = expected.detach().double().flatten()
@@ -136,14 +120,9 @@ def assert_mean(samples: Tensor, expected: Tensor, false_alarm: float = 1e-6) ->
     centred = samples - samples.mean(0)
     deviation = samples.std(0)
     skewness = centred.pow(3).mean(0).abs() / deviation.clamp_min(1e-100).pow(3)
-    assert_below(
-        "mean",
-        samples.mean(0) - expected,
-        deviation / count**0.5,
-        bound
-        + (bound**3 + bound) / (4 * (count - 1))
-        + skewness * (2 * bound**2 + 1) / (6 * count**0.5),
-    )
+    bounds = bound + (bound**3 + bound) / (4 * (count - 1))
+    bounds = bounds + skewness * (2 * bound**2 + 1) / (6 * count**0.5)
+    assert_below("mean", samples.mean(0) - expected, deviation / count**0.5, bounds)
 
 
 def two_sided_bound(probability: float) -> float:

@@ -15,98 +15,96 @@ from pyro_structvi.testing.contracts import Contract, fresh, tensors_of, with_le
 
 def check_shapes(contract: Contract, q: Any) -> None:
     """Check the shapes of moments, draws and matrices."""
+    equal = contract.equal
     shape, length = tuple(q.batch_shape + q.event_shape), q.event_shape.numel()
     for name in ("mean", "variance", "stddev"):
-        contract.equal(f"`{name}` has shape (*batch, *event)", tuple(getattr(q, name).shape), shape)
-    covariance = (*q.batch_shape, length, length)
-    contract.equal(
-        "`covariance_matrix` has shape (*batch, D, D)", tuple(q.covariance_matrix.shape), covariance
-    )
-    contract.equal(
-        "`variance_sum` has the batch shape", q.variance_sum.shape, torch.Size(q.batch_shape)
-    )
+        equal(f"`{name}` has shape (*batch, *event)", tuple(getattr(q, name).shape), shape)
+    of_covariance = tuple(q.covariance_matrix.shape)
+    rule = "`covariance_matrix` has shape (*batch, D, D)"
+    equal(rule, of_covariance, (*q.batch_shape, length, length))
+    equal("`variance_sum` has the batch shape", q.variance_sum.shape, q.batch_shape)
     for sample_shape in ((), (5,), (2, 5)):
+        whole = (*sample_shape, *shape)
         for name in ("rsample", "sample"):
             got = tuple(getattr(q, name)(torch.Size(sample_shape)).shape)
-            contract.equal(
-                f"`{name}` has shape (*sample, *batch, *event)", got, (*sample_shape, *shape)
-            )
-        weight = torch.randn(*sample_shape, *shape, dtype=q.mean.dtype)
+            equal(f"`{name}` has shape (*sample, *batch, *event)", got, whole)
+        weight = torch.randn(whole, dtype=q.mean.dtype)
         matrix = q.as_matrix(weight)
         rows = (*sample_shape, *q.batch_shape, q.event_shape[0], length // q.event_shape[0])
-        contract.equal("`as_matrix` has shape (..., out, in)", tuple(matrix.shape), rows)
+        equal("`as_matrix` has shape (..., out, in)", tuple(matrix.shape), rows)
         contract.close("`as_weight` inverts `as_matrix`", q.as_weight(matrix), weight)
-    contract.equal(
-        "`event_dim` counts the dimensions of the weight", q.event_dim, len(q.event_shape)
-    )
-    contract.equal("every real tensor is in `support`", bool(q.support.check(q.mean).all()), True)
+    equal("`event_dim` counts the dimensions of the weight", q.event_dim, len(q.event_shape))
+    equal("every real tensor is in `support`", bool(q.support.check(q.mean).all()), True)
 
 
 def check_expand(contract: Contract, q: Any) -> None:
     """Check that ``expand`` shares memory and commutes with all other members."""
     batch = (5, *q.batch_shape)
-    try:
-        expanded = q.expand(batch)
-    except NotImplementedError:
+    if not has_expand(q):
         return
-    contract.equal("`expand` returns the class of the distribution", type(expanded), type(q))
-    contract.equal(
-        "`expand` has the new batch shape and the old event shape",
-        (tuple(expanded.batch_shape), expanded.event_shape),
-        (batch, q.event_shape),
-    )
+    expanded = q.expand(batch)
+    equal = contract.equal
+    equal("`expand` returns the class of the distribution", type(expanded), type(q))
+    rule = "`expand` has the new batch shape and the old event shape"
+    shapes = tuple(expanded.batch_shape), expanded.event_shape
+    equal(rule, shapes, (batch, q.event_shape))
     own, others = tensors_of(q), tensors_of(expanded)
-    contract.equal("`expand` keeps all tensors", set(others), set(tensors_of(fresh(q))))
+    equal("`expand` keeps all tensors", set(others), set(tensors_of(fresh(q))))
     for name, (after, _, _) in others.items():
         before = own[name][0]
         contract.close(f"`expand` repeats `{name}`", after, before.expand(after.shape), False)
-        shares = after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-        contract.equal(f"`expand` shares the memory of `{name}`", shares, True)
-    contract = Contract(contract.owner, dtype=q.mean.dtype)
-    for name in ("mean", "covariance_matrix"):
-        value = getattr(q, name)
-        contract.close(
-            f"`{name}` commutes with `expand`",
-            getattr(expanded, name),
-            value.expand(5, *value.shape),
-        )
-    x = torch.randn(7, *(1 for _ in batch), q.event_shape[1:].numel(), dtype=q.mean.dtype)
+        equal(f"`expand` shares the memory of `{name}`", _is_shared(after, before), True)
+
+    dtype, events = q.mean.dtype, q.event_shape
+    x = torch.randn(7, *(1 for _ in batch), events[1:].numel(), dtype=dtype)
     image, of_expanded = q.image(x[:, 0]), expanded.image(x)
+    pairs = {
+        f"`{name}`": (getattr(expanded, name), getattr(q, name).expand(5, *getattr(q, name).shape))
+        for name in ("mean", "covariance_matrix")
+    }
     for name in ("mean", "variance"):
-        value = getattr(image, name).unsqueeze(1).expand(7, 5, *getattr(image, name).shape[1:])
-        contract.close(
-            f"the {name} of `image` commutes with `expand`", getattr(of_expanded, name), value
+        value = getattr(image, name).unsqueeze(1)
+        pairs[f"the {name} of `image`"] = (
+            getattr(of_expanded, name),
+            value.expand(7, 5, *value.shape[2:]),
         )
     if has_density(q):
-        value = torch.randn(*batch, *q.event_shape, dtype=q.mean.dtype)
-        contract.close(
-            "`log_prob` commutes with `expand`", expanded.log_prob(value), q.log_prob(value)
-        )
-        contract.close(
-            "`entropy` commutes with `expand`", expanded.entropy(), q.entropy().expand(batch)
-        )
+        value = torch.randn(*batch, *events, dtype=dtype)
         prior = Independent(
             Normal(torch.tensor(0.3).to(q.mean), 0.7).expand(q.mean.shape), q.event_dim
         )
-        wide = prior.expand(torch.Size(batch))
-        contract.close(
-            "the KL commutes with `expand`",
-            kl_divergence(expanded, wide),
-            kl_divergence(q, prior).expand(batch),
-        )
+        divergence = kl_divergence(expanded, prior.expand(torch.Size(batch)))
+        pairs |= {
+            "`log_prob`": (expanded.log_prob(value), q.log_prob(value)),
+            "`entropy`": (expanded.entropy(), q.entropy().expand(batch)),
+            "the KL": (divergence, kl_divergence(q, prior).expand(batch)),
+        }
+    close = Contract(contract.owner, dtype=dtype).close
+    for name, (got, expected) in pairs.items():
+        close(f"{name} commutes with `expand`", got, expected)
     if not q.batch_shape:
-        twice = q.expand((2, 1)).expand((2, 3))
-        contract.close(
-            "`expand` enlarges batch dimensions of size one",
-            twice.variance,
-            q.variance.expand(2, 3, *q.event_shape),
-        )
+        twice = q.expand((2, 1)).expand((2, 3)).variance
+        rule = "`expand` enlarges batch dimensions of size one"
+        close(rule, twice, q.variance.expand(2, 3, *events))
+
+
+def _is_shared(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def has_density(q: Any) -> bool:
     """Whether a distribution has a density, an entropy and a KL divergence from normals."""
     try:
         q.log_prob(q.mean), q.entropy()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def has_expand(q: Any) -> bool:
+    """Whether a distribution can be expanded."""
+    try:
+        q.expand((2, *q.batch_shape))
     except NotImplementedError:
         return False
     return True
@@ -122,20 +120,17 @@ def check_copies(contract: Contract, q: Any) -> None:
         contract.equal("a copy has the tensors of the original", set(others), set(own))
         for name, (value, _, _) in others.items():
             contract.close(f"a copy has the same `{name}`", value, own[name][0], False)
-            apart = value.untyped_storage().data_ptr() != own[name][0].untyped_storage().data_ptr()
-            contract.equal(f"a copy has separate memory for `{name}`", apart, True)
-        contract.close(
-            "a copy has the same covariance", twin.covariance_matrix, q.covariance_matrix
-        )
+            shared = _is_shared(value, own[name][0])
+            contract.equal(f"a copy has separate memory for `{name}`", shared, False)
+        rule = "a copy has the same covariance"
+        contract.close(rule, twin.covariance_matrix, q.covariance_matrix)
 
 
 def _numbers(q: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """Return all that a distribution computes without a draw, by name."""
-    image = q.image(x)
-    names = ("mean", "variance", "stddev", "covariance_matrix")
-    found = {name: getattr(q, name) for name in (*names, "variance_sum")}
-    found |= {f"image(x).{name}": getattr(image, name) for name in ("mean", "variance")}
-    found["image(x).covariance_matrix"] = image.covariance_matrix
+    """Return all deterministic results of a distribution, by name."""
+    names, image = ("mean", "variance", "covariance_matrix"), q.image(x)
+    found = {name: getattr(q, name) for name in (*names, "stddev", "variance_sum")}
+    found |= {f"image(x).{name}": getattr(image, name) for name in names}
     if has_density(q):
         prior = Normal(torch.tensor(0.3).to(value), torch.tensor(0.7).to(value), False)
         found |= {"log_prob": q.log_prob(value), "entropy": q.entropy()}
@@ -145,10 +140,9 @@ def _numbers(q: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
 
 def check_dtypes(contract: Contract, q: Any) -> None:
     """Check that results keep dtype and device, and that single precision is close to double."""
-    size = q.event_shape[1:].numel()
-    lead = (7, *(1 for _ in q.batch_shape))
     exact, single = (with_leaves(fresh(q), change)[0] for change in (Tensor.double, Tensor.float))
-    value, x = torch.randn(q.batch_shape + q.event_shape), torch.randn(*lead, size)
+    value = torch.randn(q.batch_shape + q.event_shape)
+    x = torch.randn(7, *(1 for _ in q.batch_shape), q.event_shape[1:].numel())
     found = _numbers(single, value.float(), x.float())
     found |= {"rsample": single.rsample(), "image(x).rsample": single.image(x.float()).rsample()}
     for name, number in found.items():
@@ -172,19 +166,8 @@ def check_in_pyro(contract: Contract, q: Any) -> None:
         contract.equal("a plate expands", tuple(value.shape), (3, *q.event_shape))
     if q.batch_shape and has_density(q):
         value = q.sample()
-        density, whole = q.log_prob(value), q.to_event(1)
-        contract.close("`to_event` sums the density", whole.log_prob(value), density.sum(-1))
-        contract.close("`mask` drops the density", q.mask(False).log_prob(value), 0 * density)
-        repeated = q.expand_by([2])
-        contract.close(
-            "`expand_by` repeats", repeated.log_prob(value), density.expand(2, *density.shape)
-        )
-
-
-def has_expand(q: Any) -> bool:
-    """Whether a distribution can be expanded."""
-    try:
-        q.expand((2,))
-    except NotImplementedError:
-        return False
-    return True
+        density, close = q.log_prob(value), contract.close
+        close("`to_event` sums the density", q.to_event(1).log_prob(value), density.sum(-1))
+        close("`mask` drops the density", q.mask(False).log_prob(value), 0 * density)
+        repeated = q.expand_by([2]).log_prob(value)
+        close("`expand_by` repeats", repeated, density.expand(2, *density.shape))

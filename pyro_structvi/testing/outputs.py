@@ -18,14 +18,9 @@ def _check_output_density(s: Subject, name: str, image: Any, mean: Tensor, cov: 
     batch = len(image.batch_shape)
     y = torch.randn(mean.shape)
     dense = MultivariateNormal(mean.flatten(batch), cov)
-    s.contract.close(
-        f"`log_prob` of {name} is that of the dense normal",
-        image.log_prob(y),
-        dense.log_prob(y.flatten(batch)),
-    )
-    s.contract.close(
-        f"`entropy` of {name} is that of the dense normal", image.entropy(), dense.entropy()
-    )
+    rule, expected = "of {} has the value of the dense normal", dense.log_prob(y.flatten(batch))
+    s.contract.close(f"`log_prob` {rule.format(name)}", image.log_prob(y), expected)
+    s.contract.close(f"`entropy` {rule.format(name)}", image.entropy(), dense.entropy())
 
 
 def check_image(s: Subject) -> None:
@@ -63,14 +58,11 @@ def check_image(s: Subject) -> None:
     finite = all(bool(gradient.isfinite().all()) for gradient in found)
     contract.equal("`image` of zeros has finite gradients", finite, True)
     contract.close("`image` of zeros is zero", drawn / 1e6, torch.zeros_like(drawn), False)
-    contract.refuses(
-        "`image` refuses an input of another size",
-        lambda: q.image(torch.zeros(7, size + 1)),
-        f"`x` must have shape (*batch, in) with in = {size}",
-    )
-    contract.refuses(
-        "`image` refuses another dtype", lambda: q.image(x.float()), "`x` must have the dtype of"
-    )
+    rule, start = "`image` refuses", f"`x` must have shape (*batch, in) with in = {size}"
+    wrong = torch.zeros(7, size + 1)
+    contract.refuses(f"{rule} an input of another size", lambda: q.image(wrong), start)
+    start = "`x` must have the dtype of"
+    contract.refuses(f"{rule} another dtype", lambda: q.image(x.float()), start)
 
 
 def check_spread(s: Subject) -> None:
@@ -137,11 +129,8 @@ def _check_layer(s: Subject, layer: Layer) -> None:
     if "outputs" not in ways:
         return
     image = q.image_under(linear_map, seen, bias)
-    contract.equal(
-        f"the outputs of {name} have their shape",
-        image.batch_shape + image.event_shape,
-        moments.mean.shape,
-    )
+    found_shape = image.batch_shape + image.event_shape
+    contract.equal(f"the outputs of {name} have their shape", found_shape, moments.mean.shape)
     shared = None if s.oracle.shared_covariance is None else s.oracle.shared_covariance(q)
     covariance = moments.expected(q.has_exact_positions, shared, image.covariance_matrix)
     contract.close(f"outputs of {name} have their mean", image.mean, moments.mean)

@@ -89,7 +89,7 @@ class Subject:
             between = torch.where(same > 0, torch.zeros(()), found.covariance)
             rule = f"{name} are independent between weights of a batch, or examples"
             self.contract.close(rule, between, torch.zeros_like(between), False)
-            rule = f"{name} have their covariance, that of A A' for mean + A e"
+            rule = f"{name} have their covariance, A A' for mean + A e"
             self.contract.close(rule, found.covariance, blocks)
             return
         if self.is_normal:

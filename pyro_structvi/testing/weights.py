@@ -3,15 +3,7 @@
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.distributions import (
-    Distribution,
-    Independent,
-    MultivariateNormal,
-    Normal,
-    StudentT,
-    kl_divergence,
-)
+from torch.distributions import Independent, MultivariateNormal, Normal, StudentT, kl_divergence
 
 from pyro_structvi.testing.noise import draw_with_noise
 from pyro_structvi.testing.subject import Subject, scales_noise
@@ -79,16 +71,15 @@ def check_densities(s: Subject) -> None:
     for sample_shape in ((), (5,)):
         value = torch.randn(*sample_shape, *s.mean.shape)
         expected = dense.log_prob(value.flatten(-s.event_dim))
-        close("`log_prob` is that of the dense normal", q.log_prob(value), expected)
-    close("`entropy` is that of the dense normal", q.entropy(), dense.entropy())
+        close("`log_prob` has the value of the dense normal", q.log_prob(value), expected)
+    close("`entropy` has the value of the dense normal", q.entropy(), dense.entropy())
     if q._validate_args:
-        wrong = torch.zeros(*s.mean.shape, 2)
-        refuses = s.contract.refuses
-        refuses(
-            "`log_prob` refuses another shape", lambda: q.log_prob(wrong), "`value` must have shape"
-        )
-        nan = torch.full(s.mean.shape, torch.nan)
-        refuses("`log_prob` refuses NaN", lambda: q.log_prob(nan), "`value` holds")
+        wrong, nan = torch.zeros(*s.mean.shape, 2), torch.full(s.mean.shape, torch.nan)
+        for kind, value, start in (
+            ("another shape", wrong, "`value` must have shape"),
+            ("NaN", nan, "`value` holds"),
+        ):
+            s.contract.refuses(f"`log_prob` refuses {kind}", partial(q.log_prob, value), start)
 
 
 def check_kl(s: Subject) -> None:
@@ -96,29 +87,20 @@ def check_kl(s: Subject) -> None:
     q, shape, batch = s.q, s.mean.shape, len(s.q.batch_shape)
     if not s.is_normal:
         return
-    one = torch.ones(shape)
-    loc, scale = torch.randn(shape), torch.rand(shape) + 0.5
+    one, loc, scale = torch.ones(shape), torch.randn(shape), torch.rand(shape) + 0.5
     of_weight = scale.flatten(batch)[..., 0].reshape(*q.batch_shape, *(1 for _ in q.event_shape))
-    of_rows = (
-        scale[(0,) * batch].flatten(1)[:, 0].reshape(-1, *(1 for _ in q.event_shape[1:]))
-        if s.event_dim > 1
-        else of_weight
-    )
-    priors: dict[str, tuple[Distribution, Tensor, Tensor]] = {
-        "of one scale": (Normal(torch.tensor(0.3), 0.7).expand(shape), 0.3 * one, 0.7 * one),
-        "with a mean": (Normal(loc, scale), loc, scale),
-        "of one scale for each weight": (
-            Normal(0 * of_weight, of_weight).expand(shape),
-            0 * one,
-            of_weight * one,
-        ),
-        "of one scale for each output": (
-            Normal(0 * of_rows, of_rows).expand(shape),
-            0 * one,
-            of_rows * one,
-        ),
+    of_rows = of_weight
+    if s.event_dim > 1:
+        of_rows = scale[(0,) * batch].flatten(1)[:, 0].reshape(-1, *(1 for _ in q.event_shape[1:]))
+    priors: dict[str, Normal] = {
+        "of one scale": Normal(torch.tensor(0.3), 0.7),
+        "with a mean": Normal(loc, scale),
+        "of one scale for each weight": Normal(0 * of_weight, of_weight),
+        "of one scale for each output": Normal(0 * of_rows, of_rows),
     }
-    for name, (plain, prior_loc, prior_scale) in priors.items():
+    for name, prior_of in priors.items():
+        plain = prior_of.expand(shape)
+        prior_loc, prior_scale = one * prior_of.mean, one * prior_of.stddev
         if s.oracle.kl is not None:
             expected = s.oracle.kl(q, prior_loc, prior_scale)
         else:

@@ -9,6 +9,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_structvi._torch import METADATA, inside_backward, tree_map, without_storage
+from pyro_structvi.linalg.precision import autocasts
 from pyro_structvi.maps.calls import (
     Application,
     Arrangement,
@@ -18,7 +19,7 @@ from pyro_structvi.maps.calls import (
     parse_application,
 )
 from pyro_structvi.maps.linear_map import FactoredDraw, LinearMap, shape_per_example
-from pyro_structvi.weights.outputs import autocasts, flipout
+from pyro_structvi.weights.outputs import flipout
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.weight_distribution import (
     FactoredWeight,
@@ -298,9 +299,9 @@ class LazyWeight(WeightPlaceholder):
         self._refuse_second_use()
         self.sampled = "rows"
         draws: Tensor = rows.rsample()
-        return call.shape_outputs(
-            call.share_draws(draws) if self.use.requires_exact(call) else draws
-        )
+        if self.use.requires_exact(call):
+            draws = call.share_draws(draws)
+        return call.shape_outputs(draws)
 
     def _apply(self, application: Application) -> Tensor | None:
         """Apply the weight in the cheapest supported way, or return None if that needs the weight."""
@@ -325,11 +326,8 @@ class LazyWeight(WeightPlaceholder):
                 return self._apply_factors(application)
             if way == "weight":
                 break
-        self.reason = (
-            "several positions of an example"
-            if is_exact
-            else "cheaper for its structure in this layer"
-        )
+        cheaper = "cheaper for its structure in this layer"
+        self.reason = "several positions of an example" if is_exact else cheaper
         return None
 
     def _sample_image(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from pyro_structvi._torch import inside_transform
+from pyro_structvi.linalg.factorizations import tril_or_nan
 from pyro_structvi.linalg.matrices import event_sum, standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.maps.linear_map import LinearMap, shape_per_example
@@ -73,8 +74,7 @@ class GaussianOutputs(OutputDistribution):
 
     @property
     def _dense(self) -> MultivariateNormal:
-        tril, info = torch.linalg.cholesky_ex(self.covariance_matrix)
-        factor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
+        factor = tril_or_nan(self.covariance_matrix)
         loc = self.loc.flatten(len(self.batch_shape))
         return MultivariateNormal(loc, scale_tril=factor, validate_args=False)
 
@@ -119,7 +119,7 @@ class NormalOutputs(GaussianOutputs):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         shape = self._extended_shape(torch.Size(sample_shape))
-        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+        noise = standard_normal(shape, self.loc)
         return draw_normal(self.loc.expand(shape), self._variance.expand(shape), noise)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -142,12 +142,6 @@ def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
         return mean + floored_sqrt(variance) * noise
     draws: Tensor = DrawNormal.apply(mean, variance, noise)
     return draws
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for the device of a tensor."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:

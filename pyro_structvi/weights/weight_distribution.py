@@ -10,12 +10,12 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import check, checked, validates
 from pyro_structvi.linalg.matrices import event_sum, standard_normal
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.precision import autocast_off, autocasts
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import DenseMap, FactoredDraw, LinearMap
 from pyro_structvi.weights import arguments
 from pyro_structvi.weights.arguments import check_overrides
-from pyro_structvi.weights.outputs import NormalOutputs, autocasts, dense_output_variance
+from pyro_structvi.weights.outputs import NormalOutputs, dense_output_variance
 
 Way = Literal["outputs", "factors", "weight"]
 
@@ -276,9 +276,7 @@ class FactoredWeight(WeightDistribution, abstract=True):
         raise NotImplementedError
 
 
-def bias_moments(
-    bias: Tensor | WeightDistribution | None,
-) -> tuple[Tensor | None, Tensor | None]:
+def bias_moments(bias: Tensor | WeightDistribution | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the mean and the variance of a bias.
 
     Args:
@@ -382,9 +380,8 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
-        shape = (
-            arguments.as_size("sample_shape", sample_shape) + self.batch_shape + self.noise_shape
-        )
+        samples = arguments.as_size("sample_shape", sample_shape)
+        shape = samples + self.batch_shape + self.noise_shape
         return self.loc + self.scale_noise(standard_normal(shape, self._first_parameter))
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
@@ -419,10 +416,9 @@ class GaussianWeight(WeightDistribution, abstract=True):
         linear_map = self.map_for_batch(linear_map)
         bias_loc, bias_variance = bias_moments(bias)
         mean = linear_map(x, self.as_matrix(self.loc), bias_loc)
-        if not autocasts(x):
-            return self.image_around(mean, linear_map, x, bias_variance)
+        x = x.to(self.loc.dtype) if autocasts(x) else x
         with autocast_off(x):
-            return self.image_around(mean, linear_map, x.to(self.loc.dtype), bias_variance)
+            return self.image_around(mean, linear_map, x, bias_variance)
 
 
 class IndependentWeight(GaussianWeight, abstract=True):
@@ -465,9 +461,8 @@ class IndependentWeight(GaussianWeight, abstract=True):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         samples = arguments.as_size("sample_shape", sample_shape)
-        noise = standard_normal(
-            samples + self.batch_shape + self.event_shape, self._first_parameter
-        )
+        shape = samples + self.batch_shape + self.event_shape
+        noise = standard_normal(shape, self._first_parameter)
         return torch.addcmul(self.loc, noise, self.stddev)  # one pass over memory
 
     def spread(self, moment: Tensor) -> Tensor:

@@ -15,35 +15,57 @@ from pyro_structvi import reference
 from pyro_structvi.guides import StructuredGuide
 from pyro_structvi.maps import Arrangement
 from pyro_structvi.reference import sampling
-from pyro_structvi.testing import STRUCTURES
 from pyro_structvi.weights.weight_distribution import GaussianWeight
 from tests.bad_input import of_distributions, of_figures, of_fits, of_guides, of_models
 from tests.bad_input.public import public_callables
-from tests.bad_input.samples import OPTIONS, SIZE, inputs, passes, positive, regressor, targets
+from tests.bad_input.samples import (
+    OPTIONS,
+    SIZE,
+    axes,
+    inputs,
+    passes,
+    positive,
+    regressor,
+    targets,
+)
+from tests.distributions.cases import CASES
 
 TABLES = (of_models, of_guides, of_fits, of_figures, of_distributions)
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
     name: arguments for table in TABLES for name, arguments in table.VALID.items()
 }
 
-OF_STRUCTURES = {
-    type(structure.make((), structure.event_shapes[-1], torch.float64)): structure.make
-    for structure in STRUCTURES
+# Of arguments by these names.
+USUAL: dict[str, Callable[[], Any]] = {
+    "validate_args": lambda: True,
+    "event_dim": lambda: 2,
+    "device": lambda: "cpu",
+    "dtype": lambda: torch.float64,
+    "progress": lambda: False,
+    "ax": axes,
 }
+
+OF_STRUCTURES = {type(case.make((), (4, 3), torch.float64)): case.make for case in CASES}
 
 # ---- methods -------------------------------------------------------------------------------------
 
-# Of methods: what owns them, by the name of its class, and their arguments.
-OF_GUIDES = {
-    "initialize": lambda: {"x": inputs(), "y": targets()},
-    "report": lambda: {"x": inputs(), "y": targets()},
-    "forward": lambda: {"x": inputs(), "y": targets()},
-    "draw": lambda: {"local": False, "number": 0},
-    "quantiles": lambda: {"quantiles": [0.1, 0.5]},
-    "to_net": lambda: {"draw": make("MeanFieldGuide").draw()},
-    "sampled": lambda: {"draw": make("MeanFieldGuide").draw()},
-}
-OF_DISTRIBUTIONS = {
+# Of methods of guides and of distributions: their arguments, for what owns them.
+OF_METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    **{
+        method: lambda guide: {"x": inputs(), "y": targets()}
+        for method in ("initialize", "report", "forward")
+    },
+    "draw": lambda guide: {"local": False, "number": 0},
+    "quantiles": lambda guide: {"quantiles": [0.1, 0.5]},
+    **{
+        method: lambda guide: {"draw": make("MeanFieldGuide").draw()}
+        for method in ("to_net", "sampled")
+    },
+    "load_state_dict": lambda guide: {
+        "state_dict": guide.state_dict(),
+        "strict": True,
+        "assign": False,
+    },
     "log_prob": lambda q: {"value": q.rsample() if q.has_rsample else q.sample()},
     "rsample": lambda q: {"sample_shape": (2,)},
     "sample": lambda q: {"sample_shape": (2,)},
@@ -61,18 +83,27 @@ OF_DISTRIBUTIONS = {
 }
 
 
+def weights():
+    return {"weights": torch.ones(SIZE)}
+
+
 OF_OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "JoinedPrior.log_prob": lambda: {"value": torch.randn(4, 4)},
-    "Classifier.forward": lambda: {"x": inputs(), "y": torch.tensor([0, 1, 0, 1, 0, 1])},
+    "Classifier.forward": lambda: {
+        "x": inputs(),
+        "y": torch.tensor([0, 1, 0, 1, 0, 1]),
+        **weights(),
+    },
     "TokenClassifier.forward": lambda: {
         "x": torch.randn(SIZE, 4, 3),
         "y": torch.randint(2, (SIZE, 4)),
+        **weights(),
     },
     "LastLayer.forward": lambda: {"x": inputs()},
     "NetMoments.forward": lambda: {"x": inputs()},
-    "Regressor.forward": lambda: {"x": inputs(), "y": targets()},
-    "BinaryClassifier.forward": lambda: {"x": inputs(), "y": torch.ones(SIZE, 1)},
-    "PoissonRegressor.forward": lambda: {"x": inputs(), "y": torch.ones(SIZE, 1)},
+    "Regressor.forward": lambda: {"x": inputs(), "y": targets(), **weights()},
+    "BinaryClassifier.forward": lambda: {"x": inputs(), "y": torch.ones(SIZE, 1), **weights()},
+    "PoissonRegressor.forward": lambda: {"x": inputs(), "y": torch.ones(SIZE, 1), **weights()},
     "FanIn.standard_deviation": lambda: {"parameter": torch.randn(4, 3), "fan_in": None},
     "LinearAnnealing.__call__": lambda: {"step": 3},
     "CosineDecay.__call__": lambda: {"step": 3},
@@ -127,11 +158,24 @@ class Case:
 
 
 def valid(name):
-    """Return valid arguments of a function or a class, from the tables or else from what it is."""
-    if name in VALID:
-        return VALID[name]()
+    """Return valid arguments of a function or a class, in the order of its signature.
+
+    They are those of the tables or of the structures, the usual ones by their names, and defaults;
+    what may be None has to be given.
+    """
     function = CALLABLES[name]
-    return of_structure(function) if function in OF_STRUCTURES else by_default(function)
+    own = inspect.signature(function).parameters
+    defaults = {key: each.default for key, each in own.items() if each.default is not each.empty}
+    given = {key: value for key, value in defaults.items() if value is not None}
+    given |= {key: make() for key, make in USUAL.items() if key in own}
+    if isinstance(function, type) and issubclass(function, StructuredGuide):
+        takes_options = own.keys() & {"options", "create_plates"}
+        given |= {"model": regressor(), **(OPTIONS if takes_options else {})}
+    if name in VALID:
+        given |= VALID[name]()
+    elif function in OF_STRUCTURES:
+        given |= of_structure(function)
+    return {key: given[key] for key in (*own, *given) if key in given}
 
 
 def make(name):
@@ -166,56 +210,30 @@ def with_one_input(function):
     return call
 
 
-def by_default(function):
-    """Return the arguments of a guide or a family whose defaults are examples of what they take."""
-    parameters = inspect.signature(function).parameters.items()
-    given = {name: own.default for name, own in parameters if own.default is not own.empty}
-    if issubclass(function, StructuredGuide):
-        given |= {"model": regressor(), **OPTIONS}
-    assert None not in [value for name, value in given.items() if name not in OPTIONS]
-    return given
-
-
 def of_structure(cls):
     """Return the arguments of a distribution as the registry of structures makes it."""
     q = OF_STRUCTURES[cls]((), (4, 3), torch.get_default_dtype())
-    return {name: getattr(q, name) for name in q.argument_names} | {"validate_args": True}
-
-
-def is_guide(name):
-    return issubclass(CALLABLES[name], StructuredGuide)
+    return {name: getattr(q, name) for name in q.argument_names}
 
 
 def case_of(name):
     """Return the case of a public callable, or raise a KeyError."""
     function = CALLABLES[name]
-    if name == "nuts":
-        return Case(name, nuts_without_sampling, VALID[name])
-    if name in ("predict", "predict_moments"):
-        return Case(name, with_one_input(function), VALID[name])
     if name in VALID or "." not in name.removeprefix("families."):
+        if name == "nuts":
+            function = nuts_without_sampling
+        elif name in ("predict", "predict_moments"):
+            function = with_one_input(function)
         return Case(name, function, functools.partial(valid, name))
     owner, method = name.rsplit(".", 1)
-    if name in OF_OTHERS:
-        arguments = OF_OTHERS[name]
-    elif is_guide(owner) and method == "load_state_dict":
-        arguments = lambda: {  # noqa: E731
-            "state_dict": make(owner).state_dict(),
-            "strict": True,
-            "assign": False,
-        }
-    elif is_guide(owner):
-        arguments = OF_GUIDES[method]
-    else:
-        of_distribution = OF_DISTRIBUTIONS[method]
-        arguments = lambda: of_distribution(make(owner))  # noqa: E731
+    own = OF_OTHERS.get(name) or (lambda: OF_METHODS[method](make(owner)))
 
     def call(**given):
         with poutine.block():  # under which random parameters may be read
             return getattr(make(owner), method)(**given)
 
     call.__signature__ = inspect.signature(function)
-    return Case(name, call, arguments)
+    return Case(name, call, own)
 
 
 CALLABLES = public_callables()

@@ -7,10 +7,7 @@ import pyro.distributions as dist
 import torch
 
 from pyro_structvi import distributions as d
-from tests.bad_input.samples import (
-    joint,
-    positive,
-)
+from tests.bad_input.samples import joint, positive
 
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "AugmentedMatrixNormal": lambda: {
@@ -21,84 +18,47 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "scale": positive(),
         "bias_scale": positive(),
         "event_shape": (4, 3),
-        "validate_args": True,
     },
-    "Auxiliary": lambda: {
-        "posterior": dist.Normal(0.0, 1.0),
-        "prior": dist.Normal(0.0, 1.0),
-    },
-    "BernoulliDropout": lambda: {
-        "loc": torch.randn(4, 3),
-        "rate": 0.2,
-        "input_dim": 1,
-        "groups": 1,
-        "validate_args": True,
-    },
+    "Auxiliary": lambda: {"posterior": dist.Normal(0.0, 1.0), "prior": dist.Normal(0.0, 1.0)},
+    "BernoulliDropout": lambda: {"loc": torch.randn(4, 3), "rate": 0.2},
     "ConditionalNormal": lambda: {
         "joint": joint(),
         "whitened": torch.randn(3, 2),
         "conditional_scale": positive(),
-        "validate_args": True,
     },
     "InducingNormal": lambda: {
         "joint": joint(),
         "inducing_loc": torch.randn(3, 2),
         "inducing_scale": positive(3, 2),
         "conditional_scale": positive(),
-        "validate_args": True,
     },
     "InducingNormal.from_inducing": lambda: {
         "joint": joint(),
         "inducing": d.MeanFieldNormal(torch.randn(3, 2), positive(3, 2)),
         "conditional_scale": positive(),
-        "validate_args": True,
     },
     "JoinedPrior": lambda: {
         "weight": dist.Normal(torch.zeros(4, 3), 1.0).to_event(2),
         "bias": dist.Normal(torch.zeros(4), 1.0).to_event(1),
     },
-    "LogScaleNormal": lambda: {
-        "loc": torch.randn(4, 3),
-        "log_scale": torch.randn(4, 3),
-        "event_dim": 2,
-        "validate_args": True,
-    },
+    "LogScaleNormal": lambda: {"loc": torch.randn(4, 3), "log_scale": torch.randn(4, 3)},
     "LowRankNormal": lambda: {
         "loc": torch.randn(4, 3),
         "factors": torch.randn(2, 4, 3),
         "scale": positive(4, 3),
         "alpha": 0.5,
-        "event_dim": 2,
-        "validate_args": True,
     },
-    "MeanFieldNormal": lambda: {
-        "loc": torch.randn(4, 3),
-        "scale": positive(4, 3),
-        "event_dim": 2,
-        "validate_args": True,
-    },
+    "MeanFieldNormal": lambda: {"loc": torch.randn(4, 3), "scale": positive(4, 3)},
     "PointMass": lambda: {
         "value": torch.randn(4, 3),
-        "event_dim": 2,
         "mean": torch.randn(4, 3),
         "variance": positive(4, 3),
-        "validate_args": True,
     },
-    "PointMixture": lambda: {
-        "members": torch.randn(5, 4, 3),
-        "event_dim": 2,
-        "validate_args": True,
-    },
+    "PointMixture": lambda: {"members": torch.randn(5, 4, 3)},
     "PrunedNormal": lambda: {
         "loc": torch.randn(4, 3),
         "scale": positive(4, 3),
         "kept": torch.rand(4, 3) > 0.5,
-        "event_dim": 2,
-        "validate_args": True,
     },
-    "ScaleMixtureNormal": lambda: {
-        "scales": positive(2),
-        "probs": positive(2),
-        "validate_args": True,
-    },
+    "ScaleMixtureNormal": lambda: {"scales": positive(2), "probs": positive(2)},
 }

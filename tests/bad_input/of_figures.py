@@ -8,27 +8,15 @@ from matplotlib.figure import Figure
 
 import pyro_structvi as ps
 from pyro_structvi import infer
-from tests.bad_input.samples import (
-    SIZE,
-    axes,
-    passes,
-    positive,
-    probabilities,
-    regressor,
-    targets,
-)
+from tests.bad_input.samples import SIZE, passes, positive, probabilities, regressor, targets
 from tests.predictions import normal_prediction
 
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
-    "classification_scores": lambda: {
-        "probabilities": probabilities(),
-        "y": torch.tensor([0, 1, 2, 0, 1, 2]),
-        "num_bins": 10,
+    **{
+        name: lambda: {"probabilities": probabilities(), "y": torch.arange(SIZE) % 3}
+        for name in ("classification_scores", "plot_reliability")
     },
-    "predictive_distance": lambda: {
-        "functions": torch.randn(5, 4),
-        "reference": torch.randn(6, 4),
-    },
+    "predictive_distance": lambda: {"functions": torch.randn(5, 4), "reference": torch.randn(6, 4)},
     "wasserstein": lambda: {"draws": torch.randn(5, 4), "reference": torch.randn(6, 4)},
     **{
         name: lambda: {"probabilities": probabilities(), "reference": probabilities()}
@@ -37,18 +25,12 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "regression_scores": lambda: {
         "prediction": normal_prediction(torch.zeros(SIZE), 1.0, torch.zeros(SIZE), draws=4),
         "y": torch.randn(SIZE),
-        "level": 0.9,
     },
     "risk_coverage": lambda: {"uncertainty": torch.randn(SIZE), "loss": torch.rand(SIZE)},
     "detection_scores": lambda: {"inside": torch.randn(SIZE), "outside": torch.randn(4)},
     # diagnostics
-    "gradient_snr": lambda: {
-        **passes(),
-        "num_samples": 2,
-        "objective": ps.StructuredELBO(),
-    },
+    "gradient_snr": lambda: {**passes(), "num_samples": 2, "objective": ps.StructuredELBO()},
     "spectra": lambda: {"guide": ps.KTiedGuide(regressor(), rank=2)},
-    "compress_scales": lambda: {"guide": ps.MeanFieldGuide(regressor()), "rank": 1},
     "pareto_k": lambda: {**passes(), "num_samples": 100},
     "expected_coverage": lambda: {
         "prediction": normal_prediction(torch.zeros(SIZE, 1), 1.0),
@@ -59,43 +41,23 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "x": torch.linspace(-1, 1, SIZE),
         "mean": torch.randn(SIZE),
         "scale": positive(SIZE),
-        "ax": axes(),
-        "widths": (1.0, 2.0),
         "lower": None,
         "upper": None,
         "data_x": torch.randn(4),
         "data_y": torch.randn(4),
         "truth": torch.randn(SIZE),
-        "label": "mean",
-    },
-    "plot_reliability": lambda: {
-        "probabilities": torch.randn(SIZE, 3).softmax(-1),
-        "y": torch.tensor([0, 1, 2, 0, 1, 2]),
-        "num_bins": 15,
-        "ax": axes(),
     },
     "plot_coverage": lambda: {
         "levels": torch.linspace(0.1, 0.9, SIZE),
         "coverage": torch.rand(SIZE),
-        "ax": axes(),
         "label": "mean field",
         "num_examples": 50,
     },
     "plot_elbo": lambda: {
         "history": infer.History(elbo=[-2.0, -1.0], kl=[1.0, 2.0]),
-        "ax": axes(),
         "kl_by_site": {"net.0.weight": torch.randn(2)},
         "smooth": 2,
-        "start": 0.1,
     },
-    "plot_importance": lambda: {
-        "log_weights": torch.randn(SIZE),
-        "ax": axes(),
-        "label": "guide",
-    },
-    "plot_scale_matrix": lambda: {
-        "scale": positive(4, 3),
-        "ranks": (1, 2),
-        "axes": [*Figure().subplots(1, 3)],
-    },
+    "plot_importance": lambda: {"log_weights": torch.randn(SIZE)},
+    "plot_scale_matrix": lambda: {"scale": positive(4, 3), "axes": [*Figure().subplots(1, 3)]},
 }

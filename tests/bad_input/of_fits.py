@@ -26,38 +26,26 @@ def initialized_parts():
     return parts
 
 
-PERIOD = {"num_steps": 10, "start": 0.0, "end": 0.5}
-
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "weigh_by_bound": lambda: {
-        "model": (model := regressor()),
-        "guide": ps.MixtureGuide(model, ps.MeanFieldGuide, 2),
+        **model_and_guide(lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, 2)),
         "x": inputs(),
         "y": targets(),
         "num_particles": 2,
     },
     "weigh_by_stacking": lambda: {
-        "model": (model := regressor()),
-        "guide": ps.MixtureGuide(model, ps.MeanFieldGuide, 2),
+        **model_and_guide(lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, 2)),
         "x": inputs(),
         "y": targets(),
         "num_samples": 2,
     },
-    "StructuredELBO": lambda: {
-        "kl_weight": 1.0,
-        "num_particles": 1,
-        "vectorize_particles": False,
-        "estimator": "draws",
-    },
-    "LinearAnnealing": lambda: dict(PERIOD),
-    "CosineDecay": lambda: dict(PERIOD),
+    "LinearAnnealing": lambda: {"num_steps": 10},
+    "CosineDecay": lambda: {"num_steps": 10},
     "CompiledSVI": lambda: {
         **model_and_guide(),
         "optim": pyro.optim.Adam({"lr": 0.01}),
         "loss": ps.StructuredELBO(),
         "backend": None,
-        "fallback": False,
-        "check_finite": True,
     },
     "fit": lambda: {
         **model_and_guide(),
@@ -69,8 +57,6 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "optimizer": torch.optim.SGD,
         "elbo": ps.StructuredELBO(),
         "kl_weight": 1.0,
-        "compiled": "auto",
-        "progress": False,
         "checkpoint": ps.Checkpoint(Path(tempfile.mkdtemp(dir=FILES.name)) / "run.pt"),
         "validation": ps.Validation((inputs(), targets())),
     },
@@ -84,12 +70,6 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "StructuredAdam": lambda: {
         "guide": (guide := ps.MeanFieldGuide(regressor())),
         "parameters": [*guide.parameters()],
-        "lr": 0.1,
-        "betas": (0.9, 0.99),
-        "eps": 1e-12,
-        "posterior_lr": 3.0,
-        "clip": 3.0,
-        "warm_up": 100,
     },
     # using the posterior
     "NetMoments": lambda: {
@@ -105,11 +85,9 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "num_samples": 2,
         "y": targets(),
         "batch_size": 3,
-        "stream": False,
         "site": "obs",
         "max_memory": 1.0,
         "batch_statistics": inputs(),
-        "progress": False,
         "differentiable": True,
     },
     "predict_moments": lambda: {
@@ -145,8 +123,6 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "model": (model := regressor()),
         "center": ps.MAPGuide(model),
         "x": inputs(),
-        "num_samples": 1,
-        "batch_size": 3,
         "site": "obs",
     },
     "largest": lambda: {"variances": {"w": positive(4, 3)}, "size": 2},
@@ -158,13 +134,10 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         **initialized_parts(),
         "data": (inputs(), targets()),
         "num_warmup": 2,
-        "num_samples": 4,
+        "num_draws": 4,
         "num_chains": 2,
         "thinning": 1,
         "energy_variance": 1e-3,
-        "adjusted": False,
-        "seed": 0,
-        "progress": False,
     },
     "nuts": lambda: {
         "model": regressor(),
@@ -173,9 +146,6 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "num_warmup": 2,
         "num_samples": 4,
         "num_chains": 1,
-        "target_accept_prob": 0.8,
         "max_tree_depth": 2,
-        "seed": 0,
-        "progress": False,
     },
 }

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-from types import ModuleType
 
 MODULES = [
     *("pyro_structvi", "pyro_structvi.distributions", "pyro_structvi.families"),
@@ -15,15 +14,8 @@ MODULES = [
 
 # Made by the library and handed to users; not called by them.
 RECORDS = {
-    *(
-        "ELBOTerms",
-        "History",
-        "MemoryEstimate",
-        "ChainDraws",
-        "NUTSDraws",
-        "Prediction",
-        "PruningReport",
-    ),
+    *("ELBOTerms", "History", "MemoryEstimate", "ChainDraws", "NUTSDraws", "Prediction"),
+    "PruningReport",
     *("ClassificationScores", "GuideReport", "ParameterReport", "PredictiveDistance"),
     *("DetectionScores", "RegressionScores", "RiskCoverage"),
     *("Coverage", "GradientNoise", "ImportanceDiagnosis"),
@@ -70,28 +62,23 @@ def public_callables():
         for name in names:
             value = getattr(module, name)
             is_warning = inspect.isclass(value) and issubclass(value, Warning)
-            if isinstance(value, ModuleType) or is_warning or not callable(value):
+            is_second_name = getattr(value, "__name__", name) != name
+            if not callable(value) or is_warning or is_second_name or name in RECORDS | ABSTRACT:
                 continue
-            if value.__name__ != name:  # a second name
-                continue
-            if name in RECORDS | ABSTRACT:
-                continue
-            label = name
             if has_arguments(value):
-                found[label] = value
+                found[name] = value
             if inspect.isclass(value):
-                found |= {f"{label}.{method}": own for method, own in user_methods(value).items()}
+                found |= {f"{name}.{method}": own for method, own in user_methods(value).items()}
     return {name: value for name, value in found.items() if name not in WITHOUT_ARGUMENTS}
 
 
 def user_methods(cls):
     """Return the public methods of a class that are the library's and have arguments."""
-    names = [name for name in dir(cls) if not name.startswith("_") or name == "__call__"]
-    methods = {name: getattr(cls, name) for name in names if name not in METHODS_BETWEEN_PARTS}
+    names = {name for name in dir(cls) if not name.startswith("_") or name == "__call__"}
     return {
         name: method
-        for name, method in methods.items()
-        if inspect.isroutine(method)
+        for name in names - METHODS_BETWEEN_PARTS
+        if inspect.isroutine(method := getattr(cls, name))
         and (getattr(method, "__module__", "") or "").startswith("pyro_structvi")
         and has_arguments(method, skip=not inspect.ismethod(method))
     }

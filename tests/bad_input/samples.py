@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import pyro_structvi as ps
-from pyro_structvi.testing.inducing import make_joint
+from tests.distributions.cases import make_joint
 
 SIZE = 6
 FILES = tempfile.TemporaryDirectory()

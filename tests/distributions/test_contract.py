@@ -17,7 +17,7 @@ def settings():
     """Give one weight of every kind to each structure, a batch of matrices and one of vectors."""
     for case in CASES:
         shapes = [((), MATRIX), ((1, 2), MATRIX), ((), FILTERS)]
-        if VECTOR in case.event_shapes:
+        if case.serves_vectors:
             shapes += [((), VECTOR), ((3, 2), VECTOR)]
         for shape in shapes:
             yield pytest.param(case, *shape, id=f"{case.name}, {shape}")

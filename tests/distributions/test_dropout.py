@@ -10,7 +10,6 @@ from torch.distributions import Laplace, Normal, StudentT, kl_divergence
 
 from pyro_structvi.distributions import BernoulliDropout, MeanFieldNormal
 from pyro_structvi.maps import ConvolutionMap, DenseMap
-from tests import dense_oracles as dense
 from tests.lazy_weights import lazy
 from tests.statistics import assert_mean
 
@@ -160,13 +159,6 @@ def test_positions_of_a_sequence_share_a_mask():
     assert q.image_under(DenseMap(), x).rsample((5, 2)).shape == (5, 2, 10, 4, 3)
 
 
-def test_a_lazy_weight_gives_outputs():
-    weight = lazy(BernoulliDropout(torch.eye(3), 0.5))
-    outputs = F.linear(torch.ones(50, 3), weight)
-    assert not weight.is_drawn
-    assert len(outputs.unique(dim=0)) > 2
-
-
 def test_channels_of_zeros_do_not_show_whether_they_were_dropped():
     """They count with the mean over both, so that the mean of log_prob is minus the entropy."""
     q = make((4, 3))
@@ -208,9 +200,3 @@ def test_a_vector_has_no_channels():
 def test_there_is_no_batch():
     with pytest.raises(NotImplementedError, match="no batches"):
         make((4, 3)).expand((2,))
-
-
-def test_dense_moments_agree_with_the_package_of_oracles():
-    """The image's covariance is that of ``(I kron x') Sigma (I kron x)`` too."""
-    q, x = make((4, 3)), torch.randn(5, 3)
-    close(q.image(x).covariance_matrix, dense.image_covariance(x, q.covariance_matrix, 4))

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from pyro_structvi.distributions import LowRankNormal, MeanFieldNormal
-from pyro_structvi.maps import ConvolutionMap, DenseMap
+from pyro_structvi.maps import DenseMap
 from tests.distributions.cases import make_low_rank
 
 
@@ -96,13 +95,3 @@ def test_the_determinant_is_precise_in_single_and_mixed_precision(shape, autocas
         for part in (factors if len(shape) == 1 else factors[:1])
     ])
     torch.testing.assert_close(single.double(), covariances, rtol=1e-5, atol=1e-4)
-
-
-def test_a_convolution_draws_one_coefficient_for_all_positions():
-    """Without a diagonal part the outputs of an example lie on K directions."""
-    factors, x = torch.randn(2, 4, 3, 2, 2), torch.randn(6, 3, 5, 5)
-    q = LowRankNormal(torch.zeros(4, 3, 2, 2), factors, 1e-12)
-    images = torch.stack([F.conv2d(x, part) for part in factors], 1).flatten(2)
-    outputs = q.image_under(ConvolutionMap(F.conv2d, (3, 2, 2)), x).rsample().flatten(1)
-    explained = torch.linalg.lstsq(images.mT, outputs.unsqueeze(-1)).solution
-    torch.testing.assert_close((images.mT @ explained).squeeze(-1), outputs, atol=1e-8, rtol=0)

@@ -1,15 +1,13 @@
-"""What RowwiseNormal has beyond the contract: its relatives, positions, groups, the triangles, costs."""
+"""What RowwiseNormal has beyond the contract: groups, costs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pyro.distributions import Normal
-from torch.distributions import kl_divergence
 
-from pyro_structvi.distributions import FullNormal, MatrixNormal, MeanFieldNormal, RowwiseNormal
+from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from tests import dense_oracles as dense
-from tests.distributions.cases import cholesky_factor, make_rowwise, positive
+from tests.distributions.cases import make_rowwise, positive
 from tests.recorded_sizes import RecordsSizes
 
 OUT, IN = 4, 3
@@ -21,48 +19,6 @@ def close(actual, expected):
 
 def make(*event_shape):
     return make_rowwise((), event_shape or (OUT, IN), torch.float64)
-
-
-# ---- its relatives -------------------------------------------------------------------------------
-
-
-def with_diagonal_factors(shape):
-    scale = positive(*shape, dtype=torch.float64)
-    loc, factors = torch.randn(shape), torch.diag_embed(scale.reshape(OUT, -1))
-    return RowwiseNormal(loc, factors), MeanFieldNormal(loc, scale)
-
-
-def with_one_factor_for_all_rows(shape):
-    loc = torch.randn(shape)
-    factor = cholesky_factor((), loc[0].numel(), loc.dtype)
-    factors = factor.expand(OUT, *factor.shape)
-    return RowwiseNormal(loc, factors), MatrixNormal(loc, torch.eye(OUT), factor)
-
-
-def with_factors_of_blocks(shape):
-    q = make(*shape)
-    return q, FullNormal(q.loc, torch.block_diag(*q.scale_tril))
-
-
-@pytest.mark.parametrize("shape", [(OUT, IN), (OUT, IN, 2, 2)], ids=["matrix", "convolution"])
-@pytest.mark.parametrize(
-    "make_both", [with_diagonal_factors, with_one_factor_for_all_rows, with_factors_of_blocks]
-)
-def test_it_equals_its_relatives(make_both, shape):
-    q, relative = make_both(shape)
-    value, x, prior = torch.randn(shape), torch.randn(7, q.loc[0].numel()), Normal(0.3, 0.7)
-    image, relative_image = q.image(x), relative.image(x)
-    close(q.mean, relative.mean)
-    close(q.variance, relative.variance)
-    close(q.covariance_matrix, relative.covariance_matrix)
-    close(q.log_prob(value), relative.log_prob(value))
-    close(q.entropy(), relative.entropy())
-    close(*(kl_divergence(law, prior.expand(shape)) for law in (q, relative)))
-    close(image.mean, relative_image.mean)
-    close(image.covariance_matrix, relative_image.covariance_matrix)
-
-
-# ---- the image -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("random_bias", [False, True])
@@ -88,6 +44,3 @@ def test_a_draw_of_the_image_forms_nothing_larger_than_what_whitens_its_inputs()
     with RecordsSizes() as recorded:
         q.image_under(DenseMap(), x).rsample()
     assert max(recorded.sizes) == 50 * 20 * 30
-
-
-# ---- arguments -----------------------------------------------------------------------------------

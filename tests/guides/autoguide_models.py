@@ -2,9 +2,7 @@
 
 import pyro
 import pytest
-from pyro.infer import (
-    SVI,
-)
+from pyro.infer import SVI
 
 import pyro_structvi as ps
 

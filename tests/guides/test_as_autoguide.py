@@ -17,11 +17,7 @@ from pyro.infer import (
     Trace_ELBO,
     TraceMeanField_ELBO,
 )
-from pyro.infer.autoguide import (
-    AutoGuide,
-    AutoGuideList,
-    AutoNormal,
-)
+from pyro.infer.autoguide import AutoGuide, AutoGuideList, AutoNormal
 from torch import nn
 from torch.distributions import Normal
 
@@ -267,10 +263,3 @@ def test_an_ensemble_is_not_traced_with_one_member():
     model = make_model()
     with pytest.raises(NotImplementedError, match="draws a member in each call"):
         train(model, GUIDES["ensemble"](model), JitTrace_ELBO(), regression_data())
-
-
-@pytest.mark.parametrize("name", ["inducing weights", "dropout"])
-def test_a_guide_trains_under_pyros_compiled_mean_field_objective(name):
-    model, data = make_model(), regression_data()
-    losses = train(model, GUIDES[name](model), JitTraceMeanField_ELBO(), data)
-    assert all(torch.isfinite(torch.tensor(losses)))

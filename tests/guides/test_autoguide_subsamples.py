@@ -6,11 +6,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.distributions import constraints
-from pyro.infer import (
-    SVI,
-    Predictive,
-    Trace_ELBO,
-)
+from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import (
     AutoNormal,
     init_to_feasible,

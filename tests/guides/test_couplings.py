@@ -4,13 +4,7 @@ import pytest
 import torch
 
 import pyro_structvi as ps
-from pyro_structvi.families import (
-    FullCovariance,
-    InducingWeights,
-    MeanField,
-    Members,
-    Subnetwork,
-)
+from pyro_structvi.families import FullCovariance, InducingWeights, MeanField, Members, Subnetwork
 from tests.guides.inducing_guides import assert_same_draws, draw, randomize
 from tests.models import regression_data
 

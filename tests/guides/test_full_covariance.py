@@ -17,15 +17,11 @@ from torch.distributions import MultivariateNormal, Normal, kl_divergence
 import pyro_structvi as ps
 from pyro_structvi.distributions import JoinedPrior
 from pyro_structvi.extend import LatentSite
-from pyro_structvi.families import FullCovariance, LowRank, MeanField
+from pyro_structvi.families import FullCovariance, MeanField
 from pyro_structvi.maps import DenseMap
 from pyro_structvi.sites.parameterization import parameters_of_rows
-from pyro_structvi.weights.lazy import DelayDraws
 from tests.guides.matrix_guides import minimize
-from tests.models import (
-    local_latent_function,
-    make_classifier,
-)
+from tests.models import local_latent_function
 
 SIZE, NUM_DATA, NOISE = 4, 30, 0.3
 PRIOR = {"weight": 0.7, "bias": 1.5}
@@ -53,14 +49,6 @@ def model():
     return ps.Regressor(net, num_data=NUM_DATA, noise_scale=NOISE)
 
 
-def image_of_inputs_with_a_one(q, x):
-    return q.image(F.pad(x, (0, 1), value=1.0))
-
-
-def image_under_the_layer(q, x):
-    return q.image_under(*DenseMap().join_bias(x))
-
-
 def exact_elbo(q, image, y):
     """Return the bound: a normal's log density needs the moments of its mean only."""
     log_likelihood = Normal(image.mean, NOISE).log_prob(y).sum()
@@ -71,18 +59,15 @@ def exact_elbo(q, image, y):
     return log_likelihood - image.variance.sum() / (2 * NOISE**2) - kl_divergence(q, prior)
 
 
-def fit_exactly(guide, regression, image_of):
-    def loss():
-        q = guide["net.weight"]()
-        return -exact_elbo(q, image_of(q, regression.x), regression.y)
-
-    minimize(guide, loss)
-
-
-@pytest.mark.parametrize("image_of", [image_of_inputs_with_a_one, image_under_the_layer])
-def test_it_finds_the_exact_posterior_of_a_linear_regression(model, regression, image_of):
+def test_it_finds_the_exact_posterior_of_a_linear_regression(model, regression):
     guide = ps.FullCovarianceGuide(model)
-    fit_exactly(guide, regression, image_of)
+
+    def elbo():
+        q = guide["net.weight"]()
+        image = q.image_under(*DenseMap().join_bias(regression.x))
+        return exact_elbo(q, image, regression.y)
+
+    minimize(guide, lambda: -elbo())
     q = guide["net.weight"]()
     between = regression.covariance[:-1, -1].abs()
     assert (between > 0.1 * regression.covariance[-1, -1]).any(), (
@@ -90,8 +75,7 @@ def test_it_finds_the_exact_posterior_of_a_linear_regression(model, regression, 
     )
     torch.testing.assert_close(q.mean.flatten(), regression.mean, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(q.covariance_matrix, regression.covariance, rtol=1e-5, atol=1e-8)
-    elbo = exact_elbo(q, image_of(q, regression.x), regression.y)
-    torch.testing.assert_close(elbo, regression.log_evidence, rtol=1e-9, atol=0)
+    torch.testing.assert_close(elbo(), regression.log_evidence, rtol=1e-9, atol=0)
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -165,17 +149,6 @@ def test_the_memory_counts_parameters_moments_gradients_and_the_factor():
         ps.FullCovarianceGuide(model, max_memory=gibibytes * 0.999)
 
 
-def test_the_way_out_of_the_memory_error_works():
-    model = make_classifier()
-    small = 3e-6  # GiB; the first layer takes 0.000012
-    with pytest.raises(MemoryError, match=r"net\.0\.weight"):
-        ps.FullCovarianceGuide(model, max_memory=small)
-    families = {"net.0.weight": LowRank(rank=2), "*": FullCovariance()}
-    ps.StructuredGuide(model, families)
-    ps.AutoLowRankLRT(model)
-    ps.FullCovarianceGuide(model, max_memory=1.0)
-
-
 # ---- convolutions --------------------------------------------------------------------------------
 
 
@@ -190,16 +163,3 @@ def test_an_image_without_a_batch_dimension():
     guide.initialize(*data)
     ps.StructuredELBO().loss_and_grads(model, guide, *data)
     assert (guide["weight"].lower.grad != 0).all()
-
-
-def test_a_convolution_uses_one_drawn_weight_and_a_dense_layer_outputs():
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2 * 4 * 4, 3))
-    model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=12)
-    x, y = torch.randn(12, 1, 6, 6), torch.randint(3, (12,))
-    guide = ps.FullCovarianceGuide(model)
-    guide.initialize(x, y)
-    with DelayDraws():
-        trace = pyro.poutine.trace(guide).get_trace(x, y)
-    pyro.poutine.replay(model, trace=trace)(x, y)
-    assert trace.nodes["net.0.weight"]["value"].whole.is_drawn
-    assert not trace.nodes["net.3.weight"]["value"].whole.is_drawn

@@ -17,11 +17,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
-from pyro_structvi.families import (
-    MatrixNormalFamily,
-    MeanField,
-    PointEstimate,
-)
+from pyro_structvi.families import MatrixNormalFamily, MeanField, PointEstimate
 from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs
 from tests.guides.layered import NOISE, dense_regression, make_model, make_net, scramble
 

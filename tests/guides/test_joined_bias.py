@@ -13,10 +13,8 @@ from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from pyro_structvi.weights.lazy import DelayDraws
 from pyro_structvi.weights.placeholders import LazySlice
-from tests import dense_oracles as dense
 from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
-from tests.statistics import assert_moments
 
 # ---- sites and parameters ------------------------------------------------------------------------
 
@@ -104,19 +102,6 @@ def run_layer(guide, args, layer):
     with DelayDraws():
         values = poutine.trace(guide).get_trace(*args).nodes
     return layer(values["net.weight"]["value"], values["net.bias"]["value"])
-
-
-def test_outputs_of_a_linear_layer_have_the_joint_laws_image():
-    model, args = linear_model()
-    guide = make_guide(model)
-    guide.initialize(*args)
-    x = torch.randn(3, 3)
-    outputs = run_layer(guide, args, lambda w, b: F.linear(x.repeat(20_000, 1), w, b))
-    q, ones = guide["net.weight"](), torch.ones(3, 1)
-    inputs = torch.cat([x, ones], -1)
-    covariance = dense.image_covariance(inputs, q.covariance_matrix, 2)
-    mean = dense.image_mean(inputs, q.loc, 2)
-    assert_moments(outputs.reshape(20_000, 3, 2), mean, torch.block_diag(*covariance))
 
 
 USES = {

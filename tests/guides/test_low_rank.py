@@ -108,16 +108,6 @@ def test_isotropic_optimum_is_that_of_lemma_3(rank, regression):
     assert_near(gap(guide, regression), left_over)
 
 
-@pytest.mark.parametrize(("rank", "variance"), [(1, math.exp(-10)), (4, 0.02)])
-def test_constant_optimum_keeps_the_top_eigenpairs_too(rank, variance, regression):
-    """With a variance below every eigenvalue; each other direction adds the KL of two normals."""
-    _, guide = make_guide(rank, diagonal="constant", diagonal_variance=variance)
-    q = fit_exactly(guide, regression)
-    ratios = variance / torch.tensor(SPECTRUM[rank:])
-    assert_near(q.covariance_matrix, with_top_eigenpairs(regression.covariance, rank, variance))
-    assert_near(gap(guide, regression), (ratios - 1 - ratios.log()).sum() / 2)
-
-
 def test_full_optimum_has_no_gap_where_the_posterior_is_low_rank_plus_diagonal():
     rank = 2
     factors, diagonal = orthonormal(SIZE, rank), torch.linspace(0.05, 0.6, SIZE)
@@ -143,21 +133,6 @@ def make_classifier(net):
 def test_the_variance_of_a_learned_diagonal_is_refused():
     with pytest.raises(ValueError, match='constant"; with "full" it is learned'):
         ps.AutoLowRankLRT(make_classifier(make_net(4, 3)), diagonal_variance=0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [
-        ({"rank": 2, "diagonal": "constant"}, 3 * 15),
-        ({"rank": 2, "diagonal": "isotropic"}, 3 * 15 + 2),
-        ({"rank": 2, "diagonal": "isotropic", "join_bias": True}, 3 * 15 + 1),
-        ({"rank": 2}, 4 * 15),
-    ],
-)
-def test_parameters_are_loc_factors_and_a_learned_diagonal(options, count):
-    """A layer of 4 x 3 weights and 3 biases: 15 numbers of each kind."""
-    guide = ps.AutoLowRankLRT(make_classifier(make_net(4, 3)), **options)
-    assert sum(parameter.numel() for parameter in guide.parameters()) == count
 
 
 @pytest.mark.parametrize(
@@ -192,47 +167,6 @@ def test_what_the_constant_diagonal_is_comes_back_with_the_state():
     assert second["net.0.weight"]().scale.item() == pytest.approx(0.04)
 
 
-# ---- the start -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rank", "alpha"), [(1, 0.7), (3, None)])
-@pytest.mark.parametrize("diagonal", ["constant", "isotropic", "full"])
-def test_marginal_variances_start_at_init_scale(diagonal, rank, alpha):
-    """Their mean is ``init_scale^2``, half of it a learned diagonal; a constant one comes on top.
-
-    The directions' part is a multiple of a chi-squared variable with K D degrees of freedom: an exact
-    test, with a false alarm of probability 1e-6 in each case.
-    """
-    model, options = make_classifier(make_net(40, 30)), {"alpha": alpha, "init_scale": 0.05}
-    q = ps.AutoLowRankLRT(model, rank, diagonal, **options)["net.0.weight"]()
-    held, share = (0.1**2 / 40, 1.0) if diagonal == "constant" else (0.05**2 / 2, 0.5)
-    torch.testing.assert_close(q.scale.square(), torch.full_like(q.scale, held))
-    freedom = torch.tensor(float(rank * q.loc.numel()))
-    chi_squared = freedom * (q.variance.mean() - held) / (share * 0.05**2)
-    below = torch.special.gammainc(freedom / 2, chi_squared / 2)
-    assert 5e-7 < below < 1 - 5e-7
-
-
-@pytest.mark.parametrize("diagonal", ["constant", "isotropic", "full"])
-def test_training_starts_near_the_net_it_was_given(diagonal):
-    """Noise is small relative to a layer's outputs, and its effect on the ELBO is small."""
-    net = make_net(100, 50, 50, 10)
-    for linear in net[::2]:
-        nn.init.kaiming_normal_(linear.weight)
-    x, y = torch.randn(50, 100), torch.randint(10, (50,))
-    model = make_classifier(net)
-    guide, elbo = ps.AutoLowRankLRT(model, 1, diagonal), ps.StructuredELBO()
-    with torch.no_grad():
-        for index in (0, 2, 4):
-            hidden = net[:index](x)
-            noise = guide[f"net.{index}.weight"]().image(hidden).variance.mean().sqrt()
-            assert noise < 0.15 * net[index](hidden).square().mean().sqrt()
-        own = F.cross_entropy(net(x), y, reduction="sum")
-        losses = -torch.stack([elbo.terms(model, guide, x, y).weighted(0.0) for _ in range(50)])
-    assert losses.std() < 0.03 * own
-    assert (losses.mean() - own).abs() < 0.03 * own
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -262,8 +196,7 @@ def layer(rank, inputs, out, batch=256, diagonal=()):
 
 
 @pytest.mark.parametrize("diagonal", ["isotropic", "full"])
-@pytest.mark.parametrize(("inputs", "out"), [(16, 256), (256, 16)])
-@pytest.mark.parametrize("rank", [1, 5])
+@pytest.mark.parametrize(("rank", "inputs", "out"), [(1, 16, 256), (5, 256, 16)])
 def test_a_layer_saves_at_most_what_the_paper_states(rank, inputs, out, diagonal):
     """Table 1: (K + 2) numbers for each example and output; a full diagonal takes one more.
 

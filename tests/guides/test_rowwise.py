@@ -1,13 +1,16 @@
-"""RowwiseGuide: the exact posterior of a linear regression, parameters, memory.
+"""RowwiseGuide and MatrixNormalGuide: the exact posterior of a linear regression, parameters, memory.
 
 With weights W (out, in), inputs as rows of X, noise s_i of output i and prior variance p^2, the rows of
 W are independent in the posterior, row i with the covariance
 
-    Sigma_i = (X'X / s_i^2 + I / p^2)^-1.
+    Sigma_i = (X'X / s_i^2 + I / p^2)^-1,
+
+which is a matrix normal where all s_i are equal.
 """
 
 from collections import namedtuple
 
+import pyro
 import pytest
 import torch
 from torch import nn
@@ -16,62 +19,55 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 import pyro_structvi as ps
 from pyro_structvi.families import LowRank, Rowwise
 from pyro_structvi.sites.parameterization import cholesky_factor
-from tests.guides.matrix_guides import (
-    assert_trains_without_a_drawn_weight,
-    minimize,
-)
+from pyro_structvi.weights.lazy import LazyWeight
+from tests.guides.matrix_guides import minimize
 
 OUT, IN, NUM_DATA, PRIOR = 3, 4, 30, 0.7
-NOISE = torch.tensor([0.3, 0.5, 0.8], dtype=torch.float64)
+EQUAL, DIFFERENT = (torch.tensor(noise).double() for noise in ([0.4] * 3, [0.3, 0.5, 0.8]))
 
 Regression = namedtuple("Regression", ["x", "y", "mean", "covariances", "log_evidence"])
 
 
-@pytest.fixture
-def regression():
-    """Data with correlated inputs; means and covariances of the rows in the exact posterior."""
+def make_regression(noise):
+    """Return data with correlated inputs; means and covariances of the rows in the exact posterior."""
     x = torch.randn(NUM_DATA, IN) @ (torch.eye(IN) + 0.5)
-    y = x @ torch.randn(IN, OUT) + NOISE * torch.randn(NUM_DATA, OUT)
-    precisions = x.mT @ x / NOISE[:, None, None] ** 2 + torch.eye(IN) / PRIOR**2
+    y = x @ torch.randn(IN, OUT) + noise * torch.randn(NUM_DATA, OUT)
+    precisions = x.mT @ x / noise[:, None, None] ** 2 + torch.eye(IN) / PRIOR**2
     covariances = precisions.inverse()
-    mean = (covariances @ (x.mT @ y / NOISE**2).mT.unsqueeze(-1)).squeeze(-1)
-    marginals = PRIOR**2 * x @ x.mT + NOISE[:, None, None] ** 2 * torch.eye(NUM_DATA)
+    mean = (covariances @ (x.mT @ y / noise**2).mT.unsqueeze(-1)).squeeze(-1)
+    marginals = PRIOR**2 * x @ x.mT + noise[:, None, None] ** 2 * torch.eye(NUM_DATA)
     evidence = MultivariateNormal(torch.zeros(NUM_DATA), marginals).log_prob(y.mT).sum()
     return Regression(x, y, mean, covariances, evidence)
 
 
-@pytest.fixture
-def model():
-    net = ps.bayesianize(nn.Linear(IN, OUT, bias=False), prior=PRIOR)
-    return ps.Regressor(net, num_data=NUM_DATA, noise_scale=NOISE)
-
-
-def exact_elbo(q, regression):
+def exact_elbo(q, regression, noise):
     """Return the bound: a normal's log density needs the moments of its mean only."""
     image = q.image(regression.x)
-    log_likelihood = Normal(image.mean, NOISE).log_prob(regression.y).sum()
+    log_likelihood = Normal(image.mean, noise).log_prob(regression.y).sum()
     prior = Independent(Normal(torch.zeros(OUT, IN), PRIOR), 2)
-    return log_likelihood - (image.variance / NOISE**2).sum() / 2 - kl_divergence(q, prior)
+    return log_likelihood - (image.variance / noise**2).sum() / 2 - kl_divergence(q, prior)
 
 
-def fit_exactly(guide, regression):
-    """Maximize the scaled bound, since torch's LBFGS ignores products below 1e-10."""
+@pytest.mark.parametrize(
+    ("make_guide", "noise"), [(ps.RowwiseGuide, DIFFERENT), (ps.MatrixNormalGuide, EQUAL)]
+)
+def test_it_finds_the_exact_posterior(make_guide, noise):
+    """The bound is scaled, since torch's LBFGS ignores products below 1e-10."""
+    regression = make_regression(noise)
+    net = ps.bayesianize(nn.Linear(IN, OUT, bias=False), prior=PRIOR)
+    guide = make_guide(ps.Regressor(net, NUM_DATA, noise_scale=noise), init_scale=0.1)
     minimize(
         guide,
-        lambda: -1e6 * exact_elbo(guide["net.weight"](), regression),
+        lambda: -1e6 * exact_elbo(guide["net.weight"](), regression, noise),
         max_iter=1000,
         tolerance_grad=1e-7,
         tolerance_change=0,
     )
-    return guide["net.weight"]()
-
-
-def test_it_finds_the_exact_posterior_where_outputs_have_different_noise(model, regression):
-    q = fit_exactly(ps.RowwiseGuide(model, init_scale=0.1), regression)
+    q = guide["net.weight"]()
     expected = torch.block_diag(*regression.covariances)
     torch.testing.assert_close(q.mean, regression.mean, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(q.covariance_matrix, expected, rtol=1e-5, atol=1e-8)
-    elbo = exact_elbo(q, regression)
+    elbo = exact_elbo(q, regression, noise)
     torch.testing.assert_close(elbo, regression.log_evidence, rtol=1e-9, atol=0)
 
 
@@ -90,14 +86,26 @@ def test_each_row_has_the_factor_of_its_parameters():
 # ---- convolutions --------------------------------------------------------------------------------
 
 
-def test_a_net_with_groups_trains_without_a_drawn_weight(monkeypatch):
-    layers = nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3)
-    model = ps.Classifier(ps.bayesianize(nn.Sequential(*layers), prior=1.0), num_data=12)
-    guide = ps.RowwiseGuide(model, join_bias=True)
+@pytest.mark.parametrize(
+    ("make_guide", "groups", "parts"),
+    [(ps.RowwiseGuide, 2, ("lower",)), (ps.MatrixNormalGuide, 1, ("row_lower", "column_lower"))],
+)
+def test_a_net_with_convolutions_trains_without_a_drawn_weight(
+    make_guide, groups, parts, monkeypatch
+):
+    convolution = nn.Conv2d(2, 4, 3, groups=groups)
+    net = nn.Sequential(convolution, nn.Tanh(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3))
+    model = ps.Classifier(ps.bayesianize(net, prior=1.0), num_data=12)
+    guide = make_guide(model, join_bias=True)
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 3e-2}), ps.StructuredELBO())
     data = torch.randn(12, 2, 6, 6), torch.randint(3, (12,))
-    assert_trains_without_a_drawn_weight(guide, data, monkeypatch)
+    svi.step(*data)
+    drawn = []
+    monkeypatch.setattr(LazyWeight, "draw", lambda self: drawn.append(self.use.name))
+    svi.step(*data)
+    assert drawn == []
     for name in ("net.0.weight", "net.3.weight"):
-        assert (guide[name].lower != 0).all()
+        assert all((getattr(guide[name], part) != 0).all() for part in parts)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """State dicts of guides: they hold the options of families, and load as a whole or not at all."""
 
 import copy
-import io
 from dataclasses import dataclass
 
 import pytest
@@ -26,7 +25,6 @@ from pyro_structvi.families import (
     MeanField,
     Members,
     PointEstimate,
-    Rowwise,
     Subnetwork,
 )
 from tests.guides.inducing_guides import randomize
@@ -95,21 +93,6 @@ def test_what_changes_no_distribution_is_not_compared(saved, own):
     state, guide = randomize(make(saved)).state_dict(), make(own)
     guide.load_state_dict(state)
     assert all(torch.equal(own, state[name]) for name, own in guide.named_parameters())
-
-
-@pytest.mark.parametrize(
-    "family",
-    [MeanField(0.5), Dropout(), InducingWeights((2, 2)), Members(2), Rowwise(), Subnetwork()],
-    ids=str,
-)
-def test_a_state_is_of_tensors_and_survives_a_file(family):
-    guide, other = randomize(make(family)), make(family)
-    assert all(isinstance(value, Tensor) for value in guide.state_dict().values())
-    file = io.BytesIO()
-    torch.save(guide.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert_unchanged(other, guide.state_dict())
 
 
 def test_arithmetic_on_a_whole_state_leaves_the_options():

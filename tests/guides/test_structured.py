@@ -12,10 +12,7 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField, TransformedMeanField
-from tests.models import (
-    make_regressor,
-    regression_data,
-)
+from tests.models import make_regressor, regression_data
 
 ELBOS = [ps.StructuredELBO, TraceMeanField_ELBO, Trace_ELBO]
 

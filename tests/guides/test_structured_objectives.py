@@ -181,20 +181,6 @@ def test_one_use_more_than_was_counted_is_an_error():
     svi.step(torch.ones(2, 3), 2)
 
 
-def test_another_use_after_the_outputs_were_drawn_is_an_error():
-    def model(x, penalized):
-        weight = pyro.sample("weight", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
-        pyro.factor("outputs", -F.linear(x, weight).square().sum())
-        if penalized:
-            pyro.factor("penalty", -weight.abs().sum())
-
-    guide = ps.MeanFieldGuide(model)
-    svi = make_svi(model, guide)
-    svi.step(torch.ones(2, 3), False)
-    with pytest.raises(RuntimeError, match="'weight' more often"):
-        svi.step(torch.ones(2, 3), True)
-
-
 def test_counting_leaves_running_statistics_alone():
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     bayes_net = ps.bayesianize(net, normalization=False)

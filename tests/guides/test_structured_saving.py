@@ -16,12 +16,7 @@ import pyro_structvi as ps
 from pyro_structvi.sites.autoguide import LocalLatentWarning
 from pyro_structvi.weights.lazy import DelayDraws
 from tests.guides.test_structured import make_svi
-from tests.models import (
-    linear_function,
-    local_latent_function,
-    make_regressor,
-    regression_data,
-)
+from tests.models import linear_function, local_latent_function, make_regressor, regression_data
 
 
 def test_predictive_draws_consistent_functions():
@@ -97,42 +92,6 @@ def test_sites_of_functions_come_in_the_order_of_execution():
 def test_unknown_site_is_a_key_error():
     with pytest.raises(KeyError, match=r"'net.9.weight' is none of the sites"):
         ps.KTiedGuide(make_regressor())["net.9.weight"]
-
-
-def test_parameter_counts():
-    net = nn.Sequential(nn.Linear(784, 400), nn.Linear(400, 400), nn.Linear(400, 10))
-    model = ps.Classifier(ps.bayesianize(net), num_data=10)
-
-    def count(guide):
-        return sum(parameter.numel() for parameter in guide.parameters())
-
-    # Swiatkowski et al. (2020), figure 4: 957, 482, 484 and 486 thousand.
-    assert count(ps.MeanFieldGuide(model)) == 956_820
-    assert [count(ps.KTiedGuide(model, rank=k)) for k in (1, 2, 3)] == [481_614, 484_008, 486_402]
-
-
-@pytest.mark.slow
-def test_group_effects_are_drawn_and_local_latents_left_to_the_model():
-    group = torch.arange(40) % 4
-    y = torch.tensor([-3.0, -1.0, 1.0, 3.0])[group]
-
-    def model(group, y=None):
-        with pyro.plate("groups", 4):
-            offset = pyro.sample("offset", dist.Normal(0.0, 3.0))
-            pyro.sample("unused", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(group)):
-            local = pyro.sample("local", dist.Normal(0.0, 0.1))
-            pyro.sample("obs", dist.Normal(offset[group] + local, 0.1), obs=y)
-
-    guide = ps.MeanFieldGuide(model)
-    ps.fit(model, guide, (group, y), num_steps=800, lr=0.05, progress=False)
-    assert guide.local_site_names == ["local"]
-    with pytest.warns(LocalLatentWarning, match=r"\['local'\] of single examples are drawn"):
-        prediction = ps.predict(model, guide, torch.arange(4).repeat(3), num_samples=100)
-    assert (prediction.mean - torch.tensor([-3.0, -1.0, 1.0, 3.0]).repeat(3)).abs().max() < 0.3
-    assert guide.draw(local=True)["local"].shape == (40,)
-    with pytest.raises(ValueError, match=r"sites \['local'\] belong to single examples"):
-        ps.fit(model, guide, (group, y), num_steps=2, batch_size=10, progress=False)
 
 
 def test_site_names_do_not_collide_with_each_other_or_with_torch():

@@ -15,10 +15,9 @@ import pyro_structvi as ps
 from pyro_structvi import element_scores
 from pyro_structvi.families import LowRank, MeanField, PointEstimate, Subnetwork
 from pyro_structvi.sites.finding import UnusedSiteWarning
-from tests.guides.matrix_guides import minimize
-from tests.guides.subnetworks import CHOSEN, NOISE, NUM_DATA, PRIOR, SIZE, close, joint, make_guide
+from tests.guides.subnetworks import CHOSEN, NUM_DATA, PRIOR, SIZE, close, joint, make_guide
 from tests.models import linear_function, make_regressor, regression_data
-from tests.statistics import assert_mean, assert_moments
+from tests.statistics import assert_moments
 
 # ---- the law -------------------------------------------------------------------------------------
 
@@ -37,45 +36,6 @@ def test_draws_have_the_joint_law_and_leave_the_rest():
     median = torch.cat([value.flatten() for value in guide.median().values()])
     close(median[index], q.mean.detach())
     assert torch.equal(median[rest], draws[0, rest])
-
-
-@pytest.mark.slow
-def test_it_finds_the_posterior_given_the_rest():
-    """In a linear regression the chosen weights have a normal posterior given all others."""
-    x, y = regression_data(NUM_DATA, 4)
-    net = ps.bayesianize(nn.Linear(4, 1, bias=False), prior=PRIOR)
-    model, index = ps.Regressor(net, NUM_DATA, NOISE), torch.tensor([0, 2, 3])
-    chosen = {"net.weight": torch.tensor([[True, False, True, True]])}
-    guide = ps.SubnetworkGuide(model, chosen, init_scale=0.1)
-    rest = guide["net.weight"].rest[0, 1].clone()
-    precision = x[:, index].mT @ x[:, index] / NOISE**2 + torch.eye(3) / PRIOR**2
-    covariance = torch.linalg.inv(precision)
-    mean = covariance @ x[:, index].mT @ (y[:, 0] - rest * x[:, 1]) / NOISE**2
-    q = guide.couplings["net/weight"].posterior
-
-    def bound():
-        """The expectation of the log joint density, written out, plus the entropy."""
-        law = q()
-        residual = y[:, 0] - rest * x[:, 1] - x[:, index] @ law.mean
-        spread = (x[:, index] @ law.covariance_matrix * x[:, index]).sum()
-        second = law.mean.square().sum() + law.covariance_matrix.trace()
-        fit = (residual.square().sum() + spread) / NOISE**2 + second / PRIOR**2
-        return law.entropy() - fit / 2
-
-    minimize(guide, lambda: -bound(), max_iter=2000)
-    torch.testing.assert_close(q().mean, mean, rtol=1e-5, atol=1e-8)
-    torch.testing.assert_close(q().covariance_matrix, covariance, rtol=1e-4, atol=1e-8)
-    own = torch.tensor([[-ps.StructuredELBO().loss(model, guide, x, y)] for _ in range(1000)])
-    constant = 3 * torch.tensor(2 * torch.pi * PRIOR**2).log() / 2
-    constant = constant + NUM_DATA * torch.tensor(2 * torch.pi * NOISE**2).log() / 2
-    constant = constant - dist.Normal(0.0, PRIOR).log_prob(rest)
-    assert_mean(own, (bound() - constant).detach().reshape(1))
-    residual = MultivariateNormal(
-        rest * x[:, 1],
-        PRIOR**2 * x[:, index] @ x[:, index].mT + NOISE**2 * torch.eye(NUM_DATA),
-    )
-    evidence = residual.log_prob(y[:, 0]) + dist.Normal(0.0, PRIOR).log_prob(rest)
-    torch.testing.assert_close((bound() - constant).detach(), evidence, rtol=1e-7, atol=0)
 
 
 def test_the_divergence_is_closed_and_that_of_two_normals_and_points():

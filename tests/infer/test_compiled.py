@@ -4,7 +4,6 @@ import pyro
 import pytest
 import torch
 from pyro.infer import SVI
-from torch import nn
 
 import pyro_structvi as ps
 from tests.infer.compiled_steps import (
@@ -19,12 +18,7 @@ from tests.infer.compiled_steps import (
     subsampled,
     train,
 )
-from tests.models import (
-    HandWritten,
-    make_classifier,
-    make_regressor,
-    regression_data,
-)
+from tests.models import HandWritten, make_classifier, make_regressor, regression_data
 
 # Those whose steps differ most: joined biases, factors, masks.
 FAST = {"k-tied, joined", "dropout"}
@@ -43,29 +37,10 @@ def test_losses_and_parameters_are_those_of_svi(name):
     assert len(set(losses)) == STEPS
 
 
-def recurrent_model():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.lstm(x)[0][:, -1])
-
-    return ps.Classifier(ps.bayesianize(Net(), prior=1.0), 6)
-
-
 @pytest.mark.parametrize("local_reparam", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_buffers_and_point_estimates_are_updated(local_reparam):
     data = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
     assert_same(lambda: make_k_tied(image_model, local_reparam=local_reparam), data)
-
-
-@pytest.mark.slow
-def test_recurrent_nets_compile():
-    assert_same(
-        lambda: make_k_tied(recurrent_model), (torch.randn(6, 5, 3), torch.randint(2, (6,)))
-    )
 
 
 @pytest.mark.filterwarnings("ignore::pyro_structvi.infer.SampledKLWarning")
@@ -85,18 +60,6 @@ def test_particles_compile(vectorize):
 def test_noise_is_fresh_at_each_step():
     losses = assert_same(make_k_tied, regression_data(), optim=still, steps=20)
     assert len(set(losses)) == 20
-
-
-@pytest.mark.slow
-def test_the_weight_of_the_kl_follows_its_schedule():
-    def loss():
-        return ps.StructuredELBO(kl_weight=ps.LinearAnnealing(5))
-
-    data = regression_data()
-    annealed = assert_same(make_k_tied, data, loss=loss)
-    full, *_ = train(make_k_tied, data, compiled=True)
-    assert annealed[0] < full[0]
-    assert annealed[-1] != full[-1]
 
 
 def test_functions_with_constrained_parameters_and_subsamples_compile():
@@ -130,21 +93,6 @@ def test_other_shapes_arguments_and_modes_are_compiled_apart():
     next(svi.guide.parameters()).requires_grad_(False)
     svi.step(x, y=y)
     assert len(svi._step.kinds) == 4
-
-
-@pytest.mark.slow
-def test_a_frozen_parameter_stays():
-    frozen = []
-
-    def change(svi, number):
-        parameter = next(svi.guide.parameters())
-        parameter.requires_grad_(number < 3)
-        frozen.extend([parameter.detach().clone()] if number >= 3 else [])
-
-    assert_same(make_k_tied, regression_data(), change=change)
-    assert len(frozen) == 2 * (STEPS - 3)
-    for values in (frozen[: STEPS - 3], frozen[STEPS - 3 :]):
-        assert all(torch.equal(value, values[0]) for value in values)
 
 
 @pytest.mark.slow

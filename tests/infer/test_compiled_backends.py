@@ -24,11 +24,7 @@ from tests.infer.compiled_steps import (
     subsampled,
     train,
 )
-from tests.models import (
-    make_linear_regressor,
-    make_regressor,
-    regression_data,
-)
+from tests.models import make_linear_regressor, make_regressor, regression_data
 
 RATE_RTOL = 1e-6  # a graph has learning rates in single precision
 
@@ -61,13 +57,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "low rank",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("inducing weights", "ensemble")),
-    ],
-)
+@pytest.mark.parametrize("name", ["low rank", "inducing weights", "ensemble"])
 def test_a_captured_step_is_that_of_svi(name, as_on_a_gpu):
     def make():
         model = make_regressor()

@@ -263,10 +263,7 @@ class Batches:
         yield regression_data(20)
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["rate", "data", pytest.param("weight", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("place", ["rate", "data", pytest.param("weight", marks=pytest.mark.slow)])
 def test_a_fit_sees_what_other_code_changes_between_its_steps(place, traced_fit):
     """Replays ask for nothing where no such code runs; here the data grow in the middle."""
 

@@ -3,17 +3,12 @@
 import math
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-from torch import nn
-from torch.distributions import MultivariateNormal
 
 import pyro_structvi as ps
-from pyro_structvi.families import FullCovariance
 from pyro_structvi.infer import CosineDecay
 from pyro_structvi.infer.structured_adam import _excess, _excess_on_cpu
-from pyro_structvi.sites.parameterization import factor_parameters
 from tests.guide_cases import GUIDES
 from tests.infer.structured_steps import gradients, make, posteriors, snapshot
 from tests.models import regression_data
@@ -146,63 +141,24 @@ def test_groups_of_parameters_are_refused():
         ps.StructuredAdam([{"params": [*guide.parameters()]}], guide)
 
 
-# ---- where it goes -------------------------------------------------------------------------------
-
-
-def test_it_finds_the_posterior_of_a_conjugate_model():
-    """In closed form; with ten seeds the divergence was 0.0061 nats at most."""
-    x = torch.randn(40, 3) @ torch.tensor([[1.0, 0.9, 0.0], [0.0, 0.4, 0.0], [0.0, 0.0, 3.0]])
-    y = x @ torch.tensor([1.0, -2.0, 0.5]) + 0.5 * torch.randn(40)
-
-    def model():
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        pyro.sample("y", dist.Normal(x @ w, 0.5).to_event(1), obs=y)
-
-    guide = ps.StructuredGuide(model, {"w": FullCovariance()})
-    guide.initialize()
-    optimizer = ps.StructuredAdam(guide.parameters(), guide, lr=0.1)
-    steps, objective = 300, ps.StructuredELBO(num_particles=32, vectorize_particles=True)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, CosineDecay(steps))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        objective.differentiable_loss(model, guide).backward()
-        optimizer.step()
-        decay.step()
-    covariance = torch.linalg.inv(torch.eye(3) + x.T @ x / 0.25)
-    expected = MultivariateNormal(covariance @ x.T @ y / 0.25, covariance)
-    q = guide["w"]()
-    found = MultivariateNormal(q.mean, q.covariance_matrix)
-    assert torch.distributions.kl_divergence(found, expected) < 0.01
+# ---- in a fit ------------------------------------------------------------------------------------
 
 
 def test_fit_takes_it_with_a_rate_that_falls_to_zero():
-    def fit(**options):
+    def fit(is_made):
+        def optimizer(parameters, lr):
+            return ps.StructuredAdam(parameters, guide, lr=lr)
+
         pyro.set_rng_seed(0)
         model, guide = make(ps.RowwiseGuide)
-        history = ps.fit(
-            model, guide, regression_data(), num_steps=5, progress=False, compiled=False, **options
-        )
-        return history, snapshot(guide)
+        options = {"num_steps": 5, "compiled": False, "progress": False}
+        options |= {"lr": 0.1, "optimizer": optimizer} if is_made else {}
+        return ps.fit(model, guide, regression_data(), **options).lr, snapshot(guide)
 
-    history, found = fit()
-    assert history.lr == pytest.approx([0.1 * CosineDecay(5)(step) for step in range(5)])
-
-    def made(parameters, lr):
-        return ps.StructuredAdam(parameters, made.guide, lr=lr)
-
-    pyro.set_rng_seed(0)
-    model, made.guide = make(ps.RowwiseGuide)
-    ps.fit(
-        model,
-        made.guide,
-        regression_data(),
-        num_steps=5,
-        lr=0.1,
-        optimizer=made,
-        compiled=False,
-        progress=False,
-    )
-    assert all(torch.equal(value, found[name]) for name, value in snapshot(made.guide).items())
+    rates, found = fit(is_made=False)
+    assert rates == pytest.approx([0.1 * CosineDecay(5)(step) for step in range(5)])
+    _, expected = fit(is_made=True)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_a_longer_run_goes_on_with_its_own_cosine(tmp_path):
@@ -246,34 +202,3 @@ def test_scaled_gradients_are_divided_by_their_scale(make_guide):
         return snapshot(guide)
 
     torch.testing.assert_close(train([64.0, 8192.0, 1.0]), train(None), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", [ps.FullCovarianceGuide, ps.RowwiseGuide])
-def test_one_full_natural_step_solves_a_conjugate_model(kind):
-    """A (A' g) by the posterior's own noise is the natural gradient: it leads to the mean at once."""
-    torch.manual_seed(0)
-    x, y, noise = torch.randn(12, 3), torch.randn(12, 1), 0.4
-    model = ps.Regressor(ps.bayesianize(nn.Linear(3, 1), prior=1.5), 12, noise)
-    guide = kind(model, join_bias=True)
-    guide.initialize(x, y)
-    design = torch.cat([x, torch.ones(12, 1)], 1)
-    precision = design.T @ design / noise**2 + torch.eye(4) / 1.5**2
-    exact = torch.linalg.solve(precision, design.T @ y / noise**2)
-    [posterior] = [each for each in posteriors(guide) if each.site.bias is not None]
-    factor = torch.linalg.cholesky(torch.linalg.inv(precision))
-    log_diagonal, lower = factor_parameters(factor)
-    with torch.no_grad():
-        posterior.loc.copy_(torch.randn(1, 4))
-        posterior.log_diagonal.copy_(log_diagonal.reshape(posterior.log_diagonal.shape))
-        posterior.lower.copy_(lower.reshape(posterior.lower.shape))
-    q = posterior()
-    # The gradient of the expected loss is that at the mean: the loss is quadratic in the weights.
-    expected = (design @ q.mean.mT - y).square().sum() / (
-        2 * noise**2
-    ) + q.mean.square().sum() / 4.5
-    (gradient,) = torch.autograd.grad(expected, posterior.loc)
-    e = torch.zeros(q.noise_shape, requires_grad=True)
-    (own,) = torch.autograd.grad(q.scale_noise(e), e, gradient)
-    with torch.no_grad():
-        solved = posterior.loc - q.scale_noise(own)
-    torch.testing.assert_close(solved.mT, exact, rtol=1e-10, atol=1e-10)

@@ -2,7 +2,6 @@
 
 import pyro
 import pyro.distributions as dist
-import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
@@ -10,15 +9,12 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.infer import elbo as elbo_module
-from tests.exact_means import exact_mean
 from tests.guide_cases import GUIDES, POINTS
 from tests.models import (
     hierarchical_function,
-    linear_function,
     local_latent_function,
     make_image_classifier,
     make_regressor,
-    prior_only,
     regression_data,
 )
 from tests.particle_noise import terms_in_a_loop, terms_together
@@ -65,32 +61,6 @@ def test_so_are_those_of_functions_with_other_sites(model):
     assert_together_is_a_loop(model, ps.KTiedGuide(model, init_scale=0.2), data)
 
 
-@pytest.mark.parametrize("local_reparam", [True, False])
-@pytest.mark.parametrize("guide_name", ["k-tied", "low rank", "inducing weights"])
-def test_particles_have_independent_noise(guide_name, local_reparam):
-    """Many of them come as close to the mean as independent ones do; a false alarm has 1e-6.
-
-    Had all of them the noise of one, the error would be some thirty times as large.
-    """
-    x, y, count = torch.randn(3, 3), torch.randn(3, 2), 1000
-    guide = GUIDES[guide_name](linear_function, init_scale=0.3, local_reparam=local_reparam)
-    guide.initialize(x, y)
-    with torch.no_grad():
-        loss = ps.StructuredELBO().differentiable_loss
-        mean = exact_mean(lambda: loss(linear_function, guide, x, y))
-        deviation = torch.stack([loss(linear_function, guide, x, y) for _ in range(60)]).std()
-        many = vectorized(count).differentiable_loss(linear_function, guide, x, y)
-    assert (many - mean).abs() < 5.5 * deviation / count**0.5
-
-
-def test_a_closed_form_stays_the_same_for_every_seed():
-    guide = ps.MeanFieldGuide(prior_only)
-    elbo = vectorized()
-    values = {round(elbo.loss(prior_only, guide), 9) for _ in range(5)}
-    assert len(values) == 1
-    assert values.pop() == pytest.approx(ps.StructuredELBO().loss(prior_only, guide))
-
-
 def test_a_sampled_divergence_is_named():
     def model():
         pyro.sample("weight", dist.StudentT(3.0, torch.zeros(3), 1.0).to_event(1))
@@ -99,15 +69,6 @@ def test_a_sampled_divergence_is_named():
     with pytest.warns(ps.infer.SampledKLWarning, match=r"\['weight'\]"):
         terms = elbo.terms(model, ps.MeanFieldGuide(model))
     assert terms.sampled == ("weight",)
-
-
-def test_scales_of_the_model_weigh():
-    model, data = make_dense()
-    guide = ps.MeanFieldGuide(model)
-    elbo = vectorized()
-    plain = elbo.terms(model, guide, *data).kl["net.0.weight"]
-    scaled = elbo.terms(poutine.scale(model, scale=0.5), guide, *data).kl["net.0.weight"]
-    torch.testing.assert_close(scaled, plain / 2)
 
 
 def test_fit_takes_the_option(monkeypatch):

@@ -59,6 +59,7 @@ TRANSPOSED = {
     "linear of a permutation": lambda x, w: F.linear(x, torch.permute(w, dims=(1, 0))),
     "turned three times": lambda x, w: x @ w.mT.mT.t().T,
     "einsum": lambda x, w: torch.einsum("bi,io->bo", x, w),
+    "einsum of a list": lambda x, w: torch.einsum("bi,io->bo", [x, w]),
     "einsum of a transpose": lambda x, w: torch.einsum("bi, oi -> bo", x, w.mT),
 }
 

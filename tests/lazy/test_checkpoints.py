@@ -91,13 +91,6 @@ def test_each_pass_has_its_own_values(kind):
         torch.testing.assert_close(found[0][name], gradient, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_training_steps(kind):
-    model, guide = make(kind, KTied(2))
-    history = ps.fit(model, guide, regression_data(), num_steps=3, progress=False)
-    assert len(history.elbo) == 3
-
-
 class OnlyWithGradients(Blocks):
     """Takes its checkpoints where the pass that counts uses does not see them."""
 

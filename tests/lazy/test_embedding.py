@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_structvi.distributions import MeanFieldNormal, PrunedNormal, WeightDistribution
-from pyro_structvi.maps.calls import parse_application
 from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteUse
 from tests import dense_oracles as dense
@@ -249,17 +248,6 @@ def test_max_norm_renormalizes_the_drawn_table():
     rows = assert_drawn(weight, INDEX[:, :1], max_norm=0.5)
     torch.testing.assert_close(rows.norm(dim=-1), torch.full((2, 1), 0.5), rtol=1e-5, atol=0)
     assert (weight.draw()[[1, 3]].norm(dim=-1) > 1).all()  # these were not looked up
-
-
-def test_a_bag_draws_the_table():
-    weight = lazy()
-    bags = F.embedding_bag(INDEX, weight)
-    assert weight.is_drawn
-    torch.testing.assert_close(bags, weight.draw()[INDEX].mean(1))
-
-
-def test_no_vector_is_a_table():
-    assert parse_application(F.embedding, (INDEX, torch.ones(3)), {}) is None
 
 
 # ---- uses, and what is formed --------------------------------------------------------------------

@@ -48,26 +48,6 @@ def test_the_weights_are_drawn_and_the_report_says_so(local_reparam):
     assert own == ps.StructuredELBO().terms(model, guide, *data).elbo
 
 
-def test_noise_of_each_example_would_be_another_bound():
-    """Weights that agree in sign and size make all similarities large at once; 4 errors is 6e-5."""
-
-    def bounds(meet):
-        model, guide, data = make(True, init_scale=2.0)
-        guide.initialize(*data)
-        for use in guide.uses.values():
-            assert use.examples_interact
-            use.examples_interact = meet
-        elbo = ps.StructuredELBO()
-        with torch.no_grad():
-            return torch.stack([
-                elbo.terms(model, guide, *data).log_likelihood["obs"] for _ in range(300)
-            ])
-
-    one, each = bounds(meet=True), bounds(meet=False)
-    error = (one.var() / len(one) + each.var() / len(each)).sqrt()
-    assert (one.mean() - each.mean()).abs() > 4 * error
-
-
 class Dropping(nn.Linear):
     """Decides by Python's random numbers."""
 

@@ -6,15 +6,7 @@ import torch.nn.functional as F
 
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES
-from tests.lazy_weights import (
-    CONVOLUTIONS,
-    IN,
-    OUT,
-    bias_normal,
-    k_tied_normal,
-    lazy,
-    narrow_normal,
-)
+from tests.lazy_weights import CONVOLUTIONS, IN, OUT, bias_normal, lazy, narrow_normal
 from tests.unit_noise import assert_draws
 
 BY_NAME = {case.name: case for case in CASES}
@@ -53,10 +45,7 @@ def layers_with_positions():
 
         return call
 
-    return {
-        "linear, two dimensions": (linear, (3, 2)),
-        "conv2d": (convolution(2), (3, 2)),
-    }
+    return {"linear, two dimensions": (linear, (3, 2)), "conv2d": (convolution(2), (3, 2))}
 
 
 LAYERS = layers_with_positions()
@@ -83,9 +72,3 @@ def test_the_positions_of_an_unbatched_input_share_the_draw_of_the_bias():
     assert (outputs - outputs[:, :1]).abs().max() < 1e-7
     assert (outputs[:, 0] != bias.distribution.loc).all()
     assert not bias.is_drawn
-
-
-def test_positions_get_weight_noise_of_their_own():
-    q, x = k_tied_normal(), torch.randn(IN).expand(5, 2, IN)
-    outputs = F.linear(x, lazy(q))
-    assert (outputs[:, 0] != outputs[:, 1]).all()

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.structures.inducing.augmented import AugmentedNormal
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, make_full
 from tests.lazy_weights import (
@@ -106,17 +105,6 @@ def test_outputs_of_a_linear_layer_have_the_exact_distribution(case):
     assert_draws(lambda: F.linear(x, lazy(q), bias), mean, covariance)
 
 
-@pytest.mark.parametrize("case", SOME_CASES[:3], ids=lambda case: case.name)
-def test_outputs_of_a_convolution_have_their_distribution(case, monkeypatch):
-    """Each position is exact, and so is what positions share; the rest is independent."""
-    monkeypatch.setattr(AugmentedNormal, "ways_to_apply", lambda *args: ("outputs", "weight"))
-    q, x = case.make((), KERNEL, torch.float64), torch.randn(2, 2, 4, 3)
-    covariance, shared = case.covariance(q), case.shared_covariance(q)
-    mean, _ = dense.convolution_moments(x, q.loc, covariance)
-    drawn = dense.drawn_feature_map_covariance(x, covariance, shared, OUT, KERNEL[2:])
-    assert_draws(lambda: F.conv2d(x, lazy(q)), mean, drawn)
-
-
 # ---- one draw, kept ------------------------------------------------------------------------------
 
 ORDINARY = {
@@ -187,20 +175,58 @@ def test_it_has_the_value_of_its_draw_where_torch_function_is_switched_off():
 # ---- what makes a linear map draw ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"count": None}, {"count": 0}, {"count": 2}, {"local_reparam": False}],
-    ids=["not counted", "not used", "used twice", "switched off"],
-)
-def test_a_weight_that_may_not_give_outputs_is_drawn(options):
-    x, bias = torch.randn(5, IN), torch.randn(OUT)
-    weight = lazy(**options)
-    outputs = F.linear(x, weight, bias)
+def linear(*lead):
+    x, bias = torch.randn(*lead, IN).double(), torch.randn(OUT).double()
+    return lambda w: F.linear(x, w, bias)
+
+
+def conv2d():
+    x = torch.randn(5, 2, 4, 4).double()
+    return lambda w: F.conv2d(x, w, padding=1)
+
+
+def vector(size):
+    return lazy(MeanFieldNormal(torch.zeros(size), torch.tensor(1.0)))
+
+
+# The weight, the call, and whether the weight is sampled before.
+DRAWN = {
+    "not counted": (lambda: lazy(count=None), linear(5), False),
+    "not used": (lambda: lazy(count=0), linear(5), False),
+    "used twice": (lambda: lazy(count=2), linear(5), False),
+    "switched off": (lambda: lazy(local_reparam=False), linear(5), False),
+    "a convolution, switched off": (
+        lambda: convolution_weight(local_reparam=False),
+        conv2d(),
+        False,
+    ),
+    "several positions": (lambda: lazy(local_reparam="exact"), linear(5, 2), False),
+    "a convolution": (lambda: convolution_weight(local_reparam="exact"), conv2d(), False),
+    "no image": (lambda: lazy(make_full((), KERNEL, torch.float64)), conv2d(), False),
+    "a vector": (lambda: vector(IN), lambda w: F.linear(torch.ones(5, IN), w), False),
+    "a vector of one": (lambda: vector(1), lambda w: F.linear(torch.ones(5, 1), w), False),
+    "an input": (lazy, lambda w: F.linear(w, torch.eye(2, IN)), False),
+    "drawn before": (lazy, linear(5), True),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_linear_map_draws_the_weight(name):
+    make, call, is_drawn = DRAWN[name]
+    weight = make()
+    before = weight.clone() if is_drawn else None
+    outputs = call(weight)
     assert weight.is_drawn
-    assert torch.equal(outputs, F.linear(x, weight.draw(), bias))
-    kernel, image = convolution_weight(**options), torch.randn(5, 2, 4, 4)
-    outputs = F.conv2d(image, kernel, padding=1)
-    assert torch.equal(outputs, F.conv2d(image, kernel.draw(), padding=1))
+    assert torch.equal(outputs, call(weight.draw()))
+    assert before is None or torch.equal(before, weight.draw())
+
+
+def test_a_bias_is_drawn_with_its_weight_or_of_an_ordinary_one():
+    for weight, exact in ((lazy(local_reparam="exact"), "exact"), (torch.randn(OUT, IN), True)):
+        bias, x = lazy(bias_normal(), "bias", local_reparam=exact), torch.randn(5, 2, IN)
+        outputs = F.linear(x, weight, bias)
+        plain = weight if isinstance(exact, bool) else weight.draw()
+        assert torch.equal(outputs, F.linear(x, plain, bias.draw()))
 
 
 def test_exact_gives_outputs_where_an_example_has_one_position():
@@ -210,33 +236,6 @@ def test_exact_gives_outputs_where_an_example_has_one_position():
         assert not weight.is_drawn
 
 
-def test_exact_draws_where_an_example_has_several_positions():
-    weight, x = lazy(local_reparam="exact"), torch.randn(5, 2, IN)
-    assert torch.equal(F.linear(x, weight), F.linear(x, weight.draw()))
-
-
-def test_exact_draws_for_a_convolution():
-    weight, x = convolution_weight(local_reparam="exact"), torch.randn(5, 2, 4, 4)
-    assert torch.equal(F.conv2d(x, weight), F.conv2d(x, weight.draw()))
-
-
-def test_exact_draws_a_bias_of_a_layer_with_positions_as_well():
-    weight, bias = lazy(local_reparam="exact"), lazy(bias_normal(), "bias", local_reparam="exact")
-    x = torch.randn(5, 2, IN)
-    assert torch.equal(F.linear(x, weight, bias), F.linear(x, weight.draw(), bias.draw()))
-
-
-def test_a_lazy_input_is_drawn():
-    """A weight as the *input* of a layer, as in a product of two weights."""
-    lazy_input, plain = lazy(), torch.randn(2, IN)
-    assert torch.equal(F.linear(lazy_input, plain), F.linear(lazy_input.draw(), plain))
-
-
-def test_a_lazy_bias_of_an_ordinary_weight_is_drawn():
-    bias, x, plain = lazy(bias_normal(), "bias"), torch.randn(5, IN), torch.randn(OUT, IN)
-    assert torch.equal(F.linear(x, plain, bias), F.linear(x, plain, bias.draw()))
-
-
 @pytest.mark.parametrize("options", [{"count": 2}, {"local_reparam": False}])
 def test_a_bias_that_may_not_give_outputs_is_drawn(options):
     weight, bias = lazy(narrow_normal(OUT, IN)), lazy(bias_normal(), "bias", **options)
@@ -244,32 +243,6 @@ def test_a_bias_that_may_not_give_outputs_is_drawn(options):
     assert bias.is_drawn
     assert not weight.is_drawn
     torch.testing.assert_close(outputs, bias.draw().expand(5, OUT), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("size", [IN, 1])
-def test_a_vector_in_the_place_of_a_matrix_is_drawn(size):
-    """F.linear takes a vector too, as a layer of one output without a dimension for it."""
-    weight, x = lazy(MeanFieldNormal(torch.zeros(size), torch.tensor(1.0))), torch.randn(5, size)
-    outputs = F.linear(x, weight)
-    assert outputs.shape == (5,)
-    assert torch.equal(outputs, F.linear(x, weight.draw()))
-
-
-def test_a_structure_without_an_image_is_drawn_with_its_bias():
-    q, x = make_full((), KERNEL, torch.float64), torch.randn(5, 2, 4, 4)
-    weight, bias = lazy(q), lazy(bias_normal(), "bias")
-    outputs = F.conv2d(x, weight, bias)
-    assert weight.is_drawn
-    assert bias.is_drawn
-    assert torch.equal(outputs, F.conv2d(x, weight.draw(), bias.draw()))
-
-
-def test_a_weight_that_was_drawn_stays_that_weight_in_a_linear_map():
-    weight, x = lazy(), torch.randn(5, IN)
-    norm = weight.norm()
-    outputs = F.linear(x, weight)
-    assert torch.equal(norm, weight.draw().norm())
-    assert torch.equal(outputs, F.linear(x, weight.draw()))
 
 
 def test_a_bias_that_was_drawn_stays_that_bias_in_a_linear_map():

@@ -7,15 +7,7 @@ import torch.nn.functional as F
 from pyro_structvi.distributions import MeanFieldNormal
 from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteUse
-from tests.exact_means import exact_mean
-from tests.lazy_weights import (
-    IN,
-    OUT,
-    is_ordinary,
-    k_tied_normal,
-    lazy,
-)
-from tests.unit_noise import assert_close
+from tests.lazy_weights import IN, OUT, is_ordinary, k_tied_normal, lazy
 
 # ---- inputs that do not fit ----------------------------------------------------------------------
 
@@ -108,24 +100,3 @@ def test_a_weight_made_without_gradients_has_none():
     with torch.no_grad():
         weight = lazy(q)
         assert not (weight + 0).requires_grad
-
-
-def quadratic_loss(q, x, y, count):
-    return (F.linear(x, lazy(q, count=count)) - y).square().mean()
-
-
-def mean_field_with_leaves():
-    loc, scale = torch.randn(OUT, IN), torch.rand(OUT, IN) + 0.2
-    return MeanFieldNormal(loc.requires_grad_(), scale.requires_grad_()), [loc, scale]
-
-
-@pytest.mark.parametrize("count", [1, 2], ids=["outputs", "draw"])
-def test_both_gradient_estimators_have_the_mean_of_the_expected_loss(count):
-    """A gradient of a quadratic loss of one layer is quadratic in the noise, so its mean is exact."""
-    (q, leaves), x, y = mean_field_with_leaves(), torch.randn(3, IN), torch.randn(3, OUT)
-    expected_loss = ((x @ q.loc.mT - y).square() + x.square() @ q.scale.square().mT).mean()
-    expected = torch.stack(torch.autograd.grad(expected_loss, leaves))
-    mean = exact_mean(
-        lambda: torch.stack(torch.autograd.grad(quadratic_loss(q, x, y, count), leaves))
-    )
-    assert_close(mean, expected)

@@ -15,14 +15,7 @@ from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from tests import dense_oracles as dense
 from tests.exact_means import exact_mean
-from tests.lazy_weights import (
-    IN,
-    OUT,
-    bias_normal,
-    is_ordinary,
-    k_tied_normal,
-    lazy,
-)
+from tests.lazy_weights import IN, OUT, bias_normal, is_ordinary, k_tied_normal, lazy
 from tests.unit_noise import assert_close
 
 # ---- a second use --------------------------------------------------------------------------------

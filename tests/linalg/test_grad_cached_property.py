@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from pyro_structvi.distributions import LogScaleNormal
 from pyro_structvi.linalg.precision import grad_cached_property
-
-MODES = pytest.mark.parametrize(
-    ("made", "read"),
-    [(torch.enable_grad, torch.no_grad), (torch.no_grad, torch.enable_grad)],
-    ids=["made with gradients", "made without"],
-)
 
 
 class Squares:
@@ -25,7 +18,11 @@ class Squares:
         return self.value.square()
 
 
-@MODES
+@pytest.mark.parametrize(
+    ("made", "read"),
+    [(torch.enable_grad, torch.no_grad), (torch.no_grad, torch.enable_grad)],
+    ids=["made with gradients", "made without"],
+)
 def test_a_value_is_formed_once_in_the_mode_of_its_object(made, read):
     value = torch.ones(2, requires_grad=True)
     with made():
@@ -38,15 +35,3 @@ def test_a_value_is_formed_once_in_the_mode_of_its_object(made, read):
     assert first.requires_grad is owner._with_grad
     assert Squares(value).squares is not first
     assert Squares.squares.__doc__ == "The squares."
-
-
-@MODES
-def test_variances_by_logarithms_have_the_mode_of_their_distribution(made, read):
-    log_scale = torch.zeros(2, 3, requires_grad=True)
-    with made():
-        q = LogScaleNormal(torch.zeros(2, 3), log_scale)
-    with read():
-        variance = q.variance
-    assert variance.requires_grad is (made is torch.enable_grad)
-    assert q.variance is variance
-    assert q.expand((4,)).variance.shape == (4, 2, 3)

@@ -9,19 +9,11 @@ from scipy.linalg import hadamard
 from pyro_structvi.linalg.matrices import walsh_hadamard_transform
 
 
-@pytest.mark.parametrize("size", [1, 2, 64, 2048])
-def test_it_multiplies_by_the_matrix(size):
-    x = torch.randn(3, size)
+@pytest.mark.parametrize("shape", [(3, 1), (2,), (0, 8), (2, 1, 3, 64), (3, 2048)])
+def test_it_multiplies_by_the_matrix(shape):
+    x, size = torch.randn(shape), shape[-1]
     matrix = torch.from_numpy(hadamard(size, float)) / math.sqrt(size)
     torch.testing.assert_close(walsh_hadamard_transform(x), x @ matrix)
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 1, 3, 128)])
-def test_it_is_its_own_inverse_for_any_batch(shape):
-    x = torch.randn(shape)
-    transformed = walsh_hadamard_transform(x)
-    assert transformed.shape == x.shape
-    torch.testing.assert_close(walsh_hadamard_transform(transformed), x)
 
 
 def test_gradients_are_transforms():
@@ -29,8 +21,6 @@ def test_gradients_are_transforms():
     x, direction = torch.randn(2, size, requires_grad=True), torch.randn(2, size)
     (gradient,) = torch.autograd.grad((walsh_hadamard_transform(x) * direction).sum(), x)
     torch.testing.assert_close(gradient, walsh_hadamard_transform(direction))
-    assert torch.autograd.gradcheck(walsh_hadamard_transform, x)
-    assert torch.autograd.gradgradcheck(walsh_hadamard_transform, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])

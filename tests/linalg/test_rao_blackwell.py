@@ -31,25 +31,6 @@ def test_the_gradient_is_the_mean_of_that_of_the_noise_given_the_draws():
     torch.testing.assert_close(own, torch.outer(mean, by_output), **TOLERANCE)
 
 
-def test_the_mean_of_the_gradient_is_exact():
-    """The gradient of the mean of f' B f is K (B + B'); the mean of a quadratic form is its trace."""
-    columns, form = torch.randn(7, 3), torch.randn(3, 3)
-    unit = torch.eye(7)
-    _, own = gradient(columns, unit, lambda f: torch.einsum("se,ef,sf->s", f, form, f))
-    torch.testing.assert_close(own, columns @ (form + form.mT), **TOLERANCE)
-
-
-def test_the_gradient_has_less_variance_and_the_mean_that_all_noise_has():
-    """For a linear function both means are 0, so the sum of squares over unit noise is the variance."""
-    columns, by_output = torch.randn(7, 3), torch.randn(3)
-    squares = 0.0
-    for noise in torch.eye(7):
-        _, own = gradient(columns, noise, lambda f: f @ by_output)
-        squares += own.square().sum()
-    expected = 3 * by_output.square().sum()  # of all noise: 7 times
-    torch.testing.assert_close(squares, expected, **TOLERANCE)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_outputs_that_depend_on_each_other_have_finite_gradients(dtype):
     """An input of zeros, and two outputs that are one."""

@@ -180,18 +180,3 @@ def test_the_packed_weight_of_cross_attention_is_drawn(monkeypatch):
     drawn = drawn_in_a_step(Attends(cross=True), monkeypatch)
     assert "net.attention.in_proj_weight" in drawn
     assert "net.head.weight" not in drawn
-
-
-class Encodes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(SIZE, HEADS, 8, batch_first=True, dropout=0.0)
-        self.head = nn.Linear(SIZE, 2)
-
-    def forward(self, x):
-        return self.head(self.encoder(x).mean(1))
-
-
-def test_no_matrix_of_an_encoder_layer_is_drawn(monkeypatch):
-    drawn = drawn_in_a_step(Encodes(), monkeypatch)
-    assert all("norm" in name for name in drawn), "scales and shifts of layer norms are drawn"

@@ -6,20 +6,10 @@ import torch.nn.functional as F
 
 from pyro_structvi.maps import ConvolutionMap, DenseMap
 from pyro_structvi.maps.calls import parse_application
-from tests.maps.test_conformance import (
-    CHANNELS,
-    CONVOLUTIONS,
-    KERNELS,
-    OUT,
-    SPACES,
-    close,
-)
+from tests.maps.test_conformance import CHANNELS, CONVOLUTIONS, KERNELS, OUT, SPACES, close
 
 
-@pytest.mark.parametrize(
-    ("args", "keywords"),
-    [("xwb", ""), ("x", "wb"), ("xw", "")],
-)
+@pytest.mark.parametrize(("args", "keywords"), [("xwb", ""), ("x", "wb"), ("xw", "")])
 def test_a_linear_call_is_read_whatever_way_it_is_written(args, keywords):
     values = {"x": torch.randn(5, 3), "w": torch.randn(2, 3), "b": torch.randn(2)}
     names = {"x": "input", "w": "weight", "b": "bias"}
@@ -50,8 +40,7 @@ def test_a_convolution_call_is_read_whatever_way_it_is_written(dim, positional):
 
 
 @pytest.mark.parametrize(
-    "function",
-    [F.embedding_bag, torch.matmul, torch.Tensor.add, len],
+    "function", [F.embedding, F.embedding_bag, torch.matmul, torch.Tensor.add, len]
 )
 def test_other_functions_are_no_linear_maps_of_their_weight(function):
     assert parse_application(function, (torch.ones(2), torch.ones(2)), {}) is None

@@ -6,13 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_structvi.maps import (
-    BiasColumnMap,
-    ConvolutionMap,
-    DenseMap,
-    LinearMap,
-    shape_per_example,
-)
+from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap, LinearMap, shape_per_example
 from tests import dense_oracles as dense
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -193,15 +187,11 @@ def test_few_filters_meet_many_channels_under_vmap():
 
 
 def test_squared_norms_are_those_of_the_patches(subject):
-    filters, shift = subject.randn(COUNT), torch.randn(COUNT)
     expected = subject.squared_norm(OUT // subject.groups)
     norms = subject.linear_map.squared_norm(subject.x, OUT)
     close(norms.expand(expected.shape), expected)
-    hidden, norms = subject.linear_map.bank_and_squared_norm(subject.x, filters, shift)
-    close(hidden, subject.bank(filters, shift))
+    norms = subject.linear_map.squared_norm(subject.x, subject.groups)
     close(norms, subject.squared_norm(1))
-    hidden, _ = subject.linear_map.bank_and_squared_norm(subject.x, filters)
-    close(hidden, subject.bank(filters, torch.zeros(COUNT)))
 
 
 def test_stacked_weights_are_each(subject):
@@ -269,9 +259,8 @@ def test_a_dense_map_takes_batches_of_matrices(join):
     matrix, bias = matrices[:, 0], biases[:, 0]
     close(linear_map(x, matrix, bias), each[:, :, 0])
     close(linear_map.stack(x, matrices, biases), each)
-    hidden, norms = linear_map.bank_and_squared_norm(x, matrix, bias)
-    close(hidden, each[:, :, 0])
-    close(norms, patches.square().sum(-1, keepdim=True))
+    close(linear_map.bank(x, matrix, bias), each[:, :, 0])
+    close(linear_map.squared_norm(x, OUT), patches.square().sum(-1, keepdim=True))
     coefficients, onto = torch.randn(7, 2, COUNT), torch.randn(7, 2, OUT)
     expected = onto + torch.einsum("nbk,nbko->nbo", coefficients, each)
     close(linear_map.combine(x, coefficients, matrices, onto, biases), expected)

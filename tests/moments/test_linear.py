@@ -87,14 +87,6 @@ def test_a_layer_with_a_random_bias_alone_has_views():
     torch.testing.assert_close(found.view(3, 6).variance, expected)
 
 
-def test_positions_keep_variances():
-    q, x = MatrixNormal(torch.randn(2, 3), *_factors(2, 3)), random_input(2, 4, 3)
-    found = F.linear(x, RandomWeight(q, Settings()))
-    flat = RandomTensor(x.loc.flatten(0, 1), x.variance.flatten(0, 1), Settings())
-    expected = F.linear(flat, RandomWeight(q, Settings()))
-    torch.testing.assert_close(found.variance.flatten(0, 1), expected.variance)
-
-
 def _factors(*sizes):
     return [torch.randn(size, size).tril(-1) + torch.eye(size) for size in sizes]
 
@@ -199,14 +191,3 @@ def test_rows_that_are_looked_up():
     loc, covariance = dense_part(case, q)
     torch.testing.assert_close(found.loc, loc[index])
     torch.testing.assert_close(found.variance, covariance.diagonal().reshape(4, 3)[index])
-
-
-def test_gradients_of_a_dense_layer():
-    tensors = [torch.randn(2, 3), torch.rand(2, 3), torch.randn(2, 3), torch.rand(2, 3) + 0.1]
-
-    def run(m, v, loc, scale):
-        weight = RandomWeight(MeanFieldNormal(loc, scale), Settings())
-        found = F.linear(RandomTensor(m, v, Settings()), weight)
-        return found.loc, found.variance
-
-    assert torch.autograd.gradcheck(run, [tensor.requires_grad_() for tensor in tensors])

@@ -69,13 +69,6 @@ def test_the_net_itself_stays_as_it_is(net):
     assert not list(bayes_net.parameters())
 
 
-def test_the_forward_is_the_nets_own():
-    net = Residual()
-    bayes_net, x = ps.bayesianize(net), torch.randn(5, 1, 3)
-    values = dict(net.named_parameters())
-    torch.testing.assert_close(poutine.condition(bayes_net, values)(x), net(x))
-
-
 # ---- priors --------------------------------------------------------------------------------------
 
 

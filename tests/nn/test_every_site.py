@@ -4,7 +4,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
@@ -88,28 +87,6 @@ def test_every_pass_counts_the_kl_of_every_site(make):
         expected = kl if expected is None else expected
         for name in names:
             torch.testing.assert_close(kl[name], expected[name], rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "local_reparam"),
-    [
-        (ps.StructuredELBO, True),
-        (ps.StructuredELBO, "flipout"),
-        (Trace_ELBO, True),
-        (TraceMeanField_ELBO, False),
-    ],
-)
-def test_layers_may_be_skipped_first_and_visited_later(loss, local_reparam):
-    net, model = hand_written_experts()
-    guide = make_guide(model, local_reparam=local_reparam)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss())
-    for taken in [(0,), (1,), (1, 1, 2), (0, 2)]:
-        net.taken = taken if local_reparam is False or taken != (1, 1, 2) else (1, 2)
-        assert svi.step(*regression_data()) > 0
-    gradients = torch.autograd.grad(
-        ps.StructuredELBO().terms(model, guide, *regression_data()).elbo, [*guide.parameters()]
-    )
-    assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 def test_a_layer_found_unused_may_be_used_any_number_of_times():

@@ -166,11 +166,7 @@ def test_frozen_weights_of_rank_one_stay_frozen():
             TypeError,
             r"`layers\['0'\]` must be a RankOne or a WalshHadamard, but got 'rank one'",
         ),
-        (
-            {"0": ps.WalshHadamard},
-            TypeError,
-            r"`layers\['0'\]` must .* an instance of it, `WalshH",
-        ),
+        ({"0": ps.WalshHadamard}, TypeError, r"`layers\['0'\]` must .* an instance of it, `WalshH"),
     ],
 )
 def test_layers_that_do_not_fit(layers, error, message):
@@ -195,8 +191,7 @@ def test_a_tied_weight_is_not_replaced(layer):
 
 
 @pytest.mark.parametrize(
-    "prior",
-    [dist.Laplace(0.0, 1.0), dist.Normal(1.0, 1.0), torch.rand(2, 3) + 0.1],
+    "prior", [dist.Laplace(0.0, 1.0), dist.Normal(1.0, 1.0), torch.rand(2, 3) + 0.1]
 )
 def test_a_prior_that_is_not_one_normal(prior):
     with pytest.raises(ValueError, match=r"prior for '0\.weight' must be one normal around zero"):

@@ -59,12 +59,10 @@ def test_a_padded_categorical_keeps_its_padding_when_it_grows():
         PaddedCategorical(logits=torch.zeros(3, 2), validate_args=True).log_prob(torch.tensor(5))
 
 
-def test_it_trains_and_predicts_with_its_padding():
-    model = make()
+def test_it_predicts_with_its_padding():
+    model = make(num_data=BATCH)
     guide = ps.KTiedGuide(model)
     x, y = data()
-    history = ps.fit(model, guide, (x, y), num_epochs=15, batch_size=3, progress=False)
-    assert history.elbo[-1] > history.elbo[0]
     prediction = ps.predict(model, guide, x, num_samples=4, y=y)
     assert prediction.mean.shape == (BATCH, LENGTH, CLASSES)
     assert prediction.functions.shape == (4, BATCH, LENGTH, CLASSES)

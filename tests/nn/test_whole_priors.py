@@ -12,13 +12,13 @@ from torch.distributions import kl_divergence
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.testing.entry import (
+from tests.distributions.cases import (
+    CASES,
     make_full,
     make_k_tied,
     make_log_scale,
     make_matrix_normal,
 )
-from tests.distributions.cases import CASES
 from tests.guide_cases import GUIDES
 from tests.models import regression_data
 
@@ -53,10 +53,11 @@ def test_the_site_has_the_prior(name):
     found = nodes.nodes["net.0.weight"]["fn"]
     torch.testing.assert_close(found.log_prob(draw), prior.log_prob(draw))
     guide = ps.MatrixNormalGuide(model)
-    terms = ps.StructuredELBO().terms(model, guide, *data)
-    assert not terms.sampled
-    expected = kl_divergence(guide["net.0.weight"](), prior)
-    torch.testing.assert_close(terms.kl["net.0.weight"], expected)
+    for options in ({}, {"num_particles": 2, "vectorize_particles": True}):
+        terms = ps.StructuredELBO(**options).terms(model, guide, *data)
+        assert not terms.sampled
+        expected = kl_divergence(guide["net.0.weight"](), prior)
+        torch.testing.assert_close(terms.kl["net.0.weight"], expected)
     start = ps.MAPGuide(model).median()["net.0.weight"]
     assert torch.equal(start, model.net.get_submodule("0").initial_values["weight"])
 

@@ -78,25 +78,15 @@ def lenet():
 
 
 def vision_transformer():
-    net = VisionTransformer(
-        image_size=8,
-        patch_size=4,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=8,
-        mlp_dim=8,
-        num_classes=2,
-    )
+    sizes = {"image_size": 8, "patch_size": 4, "hidden_dim": 8, "mlp_dim": 8}
+    net = VisionTransformer(**sizes, num_layers=2, num_heads=2, num_classes=2)
     nn.init.normal_(net.heads.head.weight, std=0.3)  # torchvision starts it at zero
     net.conv_proj = nn.Conv2d(1, 8, 4, 4)
     return net
 
 
-class Upsampling(nn.Sequential):
-    """A convolution, and a transposed one that goes back."""
-
-    def __init__(self):
-        super().__init__(nn.Conv2d(1, 2, 2, 2), nn.Tanh(), nn.ConvTranspose2d(2, 1, 2, 2))
+def upsampling():
+    return nn.Sequential(nn.Conv2d(1, 2, 2, 2), nn.Tanh(), nn.ConvTranspose2d(2, 1, 2, 2))
 
 
 # ---- several inputs and outputs ------------------------------------------------------------------
@@ -128,6 +118,11 @@ class TwoHeads(nn.Module):
         return self.mean(hidden), self.log_scale(hidden)
 
 
+def observe(law, examples, y):
+    with pyro.plate("data", NUM_DATA, subsample=examples):
+        pyro.sample("obs", law, obs=y, infer={"is_observation": True})
+
+
 class NamedModel(PyroModule):
     """Classes from a net of a dictionary."""
 
@@ -137,10 +132,7 @@ class NamedModel(PyroModule):
 
     def forward(self, image, table, y=None):
         logits = self.net({"image": image, "table": table})
-        with pyro.plate("data", NUM_DATA, subsample=image):
-            pyro.sample(
-                "obs", dist.Categorical(logits=logits), obs=y, infer={"is_observation": True}
-            )
+        observe(dist.Categorical(logits=logits), image, y)
         return logits
 
 
@@ -153,9 +145,7 @@ class TwoHeadsModel(PyroModule):
 
     def forward(self, a, b, y=None):
         mean, log_scale = self.net(a, b)
-        law = dist.Normal(mean, log_scale.exp()).to_event(1)
-        with pyro.plate("data", NUM_DATA, subsample=a):
-            pyro.sample("obs", law, obs=y, infer={"is_observation": True})
+        observe(dist.Normal(mean, log_scale.exp()).to_event(1), a, y)
         return torch.cat([mean, log_scale], -1)
 
 
@@ -200,7 +190,7 @@ CASES = [
         ("*class_token", "*pos_embedding"),
         runs_mapped=False,
     ),
-    Case("transposed convolution", lambda: regressor(Upsampling(), x := images()[0], x.tanh())),
+    Case("transposed convolution", lambda: regressor(upsampling(), x := images()[0], x.tanh())),
     Case(
         "LSTM",
         lambda: classifier(Recurrent(nn.LSTM), *sequences()),

@@ -102,22 +102,6 @@ def test_packed_sequences_share_the_draw():
     torch.testing.assert_close(outputs.data, expected.data)
 
 
-def test_a_linear_recurrence_is_a_geometric_series():
-    """h_t = w h_{t-1} + u from h_0 = 0: noise of its own at a step or an example would show."""
-    layer = nn.RNN(1, 1, nonlinearity="relu", bias=False, batch_first=True)
-    nn.init.constant_(layer.weight_ih_l0, 1.0)
-    nn.init.constant_(layer.weight_hh_l0, 0.5)
-    model = ps.bayesianize(layer)
-    with torch.no_grad():
-        guide = ps.MeanFieldGuide(model, init_scale=0.05)
-        (outputs, _), values = replay(model, guide, torch.ones(3, 6, 1))
-    u, w = values["weight_ih_l0"], values["weight_hh_l0"]
-    assert abs(u - 1) > 1e-3
-    assert abs(w - 0.5) > 1e-3
-    series = u * (1 - w ** torch.arange(1, 7)) / (1 - w)
-    torch.testing.assert_close(outputs.squeeze(-1), series.expand(3, 6))
-
-
 def test_a_loop_that_was_first_seen_at_one_step_says_so():
     model = ps.Regressor(ps.bayesianize(First()), num_data=4, noise_scale=1.0)
     guide = ps.MeanFieldGuide(model)

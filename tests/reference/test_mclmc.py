@@ -13,8 +13,11 @@ from torch import nn
 
 import pyro_structvi as ps
 from pyro_structvi.reference import mclmc as sample
-from pyro_structvi.reference.draws import split_r_hat
-from pyro_structvi.reference.mclmc import LogJoint, _Chains, _interruptible, _kick
+from pyro_structvi.reference.chains import Chains, _kick, gradients_of
+from pyro_structvi.reference.draws import bulk_ess, split_r_hat
+from pyro_structvi.reference.log_joint import LogJoint
+from pyro_structvi.reference.mclmc import _interruptible
+from tests.infer.compiled_steps import compiles
 from tests.models import make_regressor, regression_data
 
 NOISE, PRIOR = 0.5, 2.0
@@ -110,7 +113,7 @@ def test_the_change_of_the_energy_falls_with_the_cube_of_the_step():
 
     def error(step_size):
         torch.manual_seed(1)
-        chains = _Chains(target, start)
+        chains = Chains(start, gradients_of(target, start, 1, compiled=False))
         chains.step_size = step_size
         return float(chains._move(refreshes=False)[0].abs().mean())
 
@@ -121,7 +124,7 @@ def test_draws_go_into_predictions_and_inference_data():
     model, data = make_regressor(), regression_data()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    options = {"num_warmup": 20, "num_samples": 4, "num_chains": 2, "progress": False}
+    options = {"num_warmup": 20, "num_draws": 4, "num_chains": 2, "progress": False}
     with pytest.warns(ps.reference.NotMixedWarning):
         draws = sample(model, guide, data, thinning=1, **options)
     assert ps.predict(model, draws, data[0]).functions.shape == (8, 12, 1)
@@ -141,11 +144,151 @@ def test_chains_start_at_the_members_of_an_ensemble():
         torch.testing.assert_close(values, draw)
 
 
+@pytest.mark.parametrize("make_guide", [ps.MAPGuide, ps.EnsembleGuide])
+def test_the_unit_of_points_is_the_deviation_of_the_prior(make_guide):
+    prior = {"*.weight": ps.FanIn(1.0), "*": 3.0}
+    net = ps.bayesianize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), prior=prior)
+    model = ps.Regressor(net, num_data=12, noise=dist.LogNormal(0.0, 0.5))
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    guide = make_guide(model)
+    guide.initialize(x, y)
+    target = LogJoint(model, guide, (x, y))
+    start = target.start(guide.draw(number=0))
+    before, after = (target.values_at(start + move)[0] for move in (0.0, 1.0))
+    units = {name: after[name] - before[name] for name in after if name != "noise_scale"}
+    expected = {"net.0.weight": 0.5, "net.2.weight": 5**-0.5, "net.0.bias": 3.0, "net.2.bias": 3.0}
+    for name, unit in units.items():
+        torch.testing.assert_close(unit, torch.full_like(unit, expected[name]))
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
+def test_convergence_is_that_of_function_values_at_the_data():
+    model, data, *_ = linear_regression()
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*data)
+    options = {"num_warmup": 20, "num_draws": 20, "num_chains": 3, "progress": False}
+    draws = sample(model, guide, data, **options)
+    functions = ps.predict(model, draws, data[0]).functions.reshape(3, 20, -1)
+    assert draws.r_hat == pytest.approx(split_r_hat(functions).max())
+    assert draws.ess == pytest.approx(bulk_ess(functions).min())
+    each = [split_r_hat(chain).max() for chain in functions.split(1)]
+    np.testing.assert_allclose(draws.chain_r_hat, each)
+    assert draws.ess_per_second == draws.ess / draws.seconds > 0
+
+
+def test_many_functions_are_thinned_and_means_stand_in_for_no_functions(monkeypatch):
+    model, data, *_ = linear_regression()
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*data)
+    position = torch.randn(3)
+    functions = LogJoint(model, guide, data).functions_at(position)
+
+    def silent(x, y):
+        model(x, y)
+
+    torch.testing.assert_close(LogJoint(silent, guide, data).functions_at(position), functions)
+    monkeypatch.setattr(sys.modules[LogJoint.__module__], "MOST_FUNCTIONS", 7)
+    few = LogJoint(model, guide, data).functions_at(position)
+    torch.testing.assert_close(few, functions[::3])
+
+
+def stuck(gradients, start, rows):
+    """Return a density with a wall around the starting points of some rows."""
+
+    def run(positions):
+        value, gradient = gradients(positions)
+        has_left = (positions != start).any(-1)
+        return value - 1e6 * (has_left & torch.tensor(rows)), gradient
+
+    return run
+
+
+def test_a_chain_that_cannot_move_is_left_out(monkeypatch):
+    model, data, mean, covariance = linear_regression()
+    guide = ps.FullCovarianceGuide(model)
+    ps.fit(model, guide, data, num_steps=300, progress=False)
+
+    def one_stuck(target, position, *args):
+        return stuck(gradients_of(target, position, *args), position, [False, True, False])
+
+    monkeypatch.setattr(sys.modules[_interruptible.__module__], "gradients_of", one_stuck)
+    options = {"num_chains": 3, "num_warmup": 300, "thinning": 4, "progress": False}
+    with pytest.warns(ps.reference.StuckChainWarning, match="1 of 3 chains are left out"):
+        draws = sample(model, guide, data, **options)
+    assert draws.num_chains == 2
+    assert draws.sample_stats["diverging"].shape == (2, 500)
+    assert not draws.sample_stats["diverging"].any()
+    assert draws.r_hat < 1.05
+    w = draws["net.weight"].squeeze()
+    assert (w.mean(0) - mean).div(covariance.diagonal().sqrt()).abs().max() < 5 / 200**0.5
+
+
+def test_chains_that_cannot_move_at_all_are_an_error():
+    start = torch.randn(2, 3)
+    chains = Chains(start, stuck(lambda z: (-z.square().sum(-1) / 2, -z), start, [True, True]))
+    with pytest.raises(RuntimeError, match="no chain can move"):
+        chains.warm_up(100, 1e-3, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
+def test_chains_at_points_of_a_narrow_posterior_do_not_run_away():
+    """The first steps are a thousand times too large, and the noise may shrink the density's scale."""
+    x = torch.randn(60, 1)
+    y = 2 * x + 1e-3 * x.abs() * torch.randn(60, 1)
+    net = ps.bayesianize(nn.Linear(1, 2), prior=10.0)
+    model = ps.Regressor(net, num_data=60, noise="heteroscedastic")
+    guide = ps.EnsembleGuide(model, size=4)
+    ps.fit(model, guide, (x, y), num_steps=1000, progress=False)
+    options = {"num_chains": 4, "num_warmup": 500, "num_draws": 50, "progress": False}
+    draws = sample(model, guide, (x, y), energy_variance=0.1, **options)
+    lp = draws.sample_stats["lp"]
+    assert draws.num_chains == 4
+    assert lp.max() - lp.min() < 100  # it was 1e4 and more
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
+def test_long_runs_are_compiled_where_that_is_possible(monkeypatch):
+    model, data, *_ = linear_regression()
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*data)
+    module, calls = sys.modules[Chains.__module__], []
+    options = {"num_warmup": 5, "num_draws": 4, "num_chains": 2, "progress": False}
+
+    def refuse(record, *args):
+        calls.append(args)
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(module.Record, "compile", refuse)
+    plain = sample(model, guide, data, **options)["net.weight"]
+    assert not calls
+    with pytest.raises(RuntimeError, match="`model` cannot be compiled: no compiler"):
+        sample(model, guide, data, compiled=True, **options)
+    monkeypatch.setattr(module, "WORTH_COMPILING", 0.0)
+    torch.testing.assert_close(sample(model, guide, data, **options)["net.weight"], plain)
+    assert len(calls) == 2
+    sample(model, guide, data, compiled=False, **options)
+    assert len(calls) == 2
+
+
+@compiles
+def test_a_compiled_gradient_is_the_gradient():
+    model, data = make_regressor(), regression_data()
+    guide = ps.MeanFieldGuide(model)
+    guide.initialize(*data)
+    target = LogJoint(model, guide, data)
+    positions = torch.randn(3, target.size)
+    plain, compiled = (
+        gradients_of(target, positions, 1, each)(positions) for each in (False, True)
+    )
+    torch.testing.assert_close(compiled, plain, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_a_model_that_cannot_be_recorded_has_the_same_draws(monkeypatch):
     model, data, *_ = linear_regression()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    options = {"num_warmup": 20, "num_samples": 4, "num_chains": 2, "progress": False}
+    options = {"num_warmup": 20, "num_draws": 4, "num_chains": 2, "progress": False}
 
     def draws():
         return sample(model, guide, data, **options)["net.weight"]
@@ -155,15 +298,16 @@ def test_a_model_that_cannot_be_recorded_has_the_same_draws(monkeypatch):
     def refuse(*args):
         raise RuntimeError
 
-    monkeypatch.setattr(sys.modules[LogJoint.__module__], "Record", refuse)
+    monkeypatch.setattr(sys.modules[Chains.__module__], "Record", refuse)
     torch.testing.assert_close(draws(), recorded)
 
 
+@pytest.mark.filterwarnings("ignore::pyro_structvi.reference.NotMixedWarning")
 def test_an_interrupt_keeps_the_draws_so_far(monkeypatch):
     model, data, *_ = linear_regression()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    original, calls = _Chains.step, []
+    original, calls = Chains.step, []
 
     def step(chains):
         calls.append(chains)
@@ -171,8 +315,8 @@ def test_an_interrupt_keeps_the_draws_so_far(monkeypatch):
             raise KeyboardInterrupt
         return original(chains)
 
-    monkeypatch.setattr(_Chains, "step", step)
-    options = {"num_warmup": 50, "num_samples": 50, "num_chains": 2, "progress": False}
+    monkeypatch.setattr(Chains, "step", step)
+    options = {"num_warmup": 50, "num_draws": 50, "num_chains": 2, "progress": False}
     with pytest.warns(UserWarning, match="Interrupted: the draws are those so far"):
         draws = sample(model, guide, data, **options)
     assert draws["net.weight"].shape == (12, 1, 3)
@@ -194,7 +338,7 @@ def test_a_draw_is_one_trajectory_or_ten_steps():
     model, data, *_ = linear_regression()
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    options = {"num_warmup": 20, "num_samples": 4, "num_chains": 2, "progress": False}
+    options = {"num_warmup": 20, "num_draws": 4, "num_chains": 2, "progress": False}
     for adjusted, thinning in ((False, 10), (True, 1)):
         by_default, chosen = (
             sample(model, guide, data, adjusted=adjusted, thinning=each, **options)["net.weight"]
@@ -209,14 +353,27 @@ def test_split_r_hat_is_that_of_arviz():
     np.testing.assert_allclose(split_r_hat(values), own, rtol=1e-12)
 
 
+@pytest.mark.parametrize("count", [4, 7, 20, 101])
+def test_bulk_effective_sample_size_is_that_of_arviz(count):
+    """Independent, correlated, alternating and shifted chains, and one with ties."""
+    values = torch.randn(3, count, 5)
+    for number in range(1, count):
+        values[:, number, 1:3] += torch.tensor([0.9, -0.6]) * values[:, number - 1, 1:3]
+    values[..., 3] += torch.arange(3.0).unsqueeze(-1)
+    values[..., 4] = values[..., 4].round()
+    expected = [az.ess(values[..., i].numpy(), method="bulk") for i in range(5)]
+    np.testing.assert_allclose(bulk_ess(values), expected, rtol=1e-8)
+    assert bulk_ess(torch.ones(2, 8, 1)).isnan().all()
+
+
 def test_what_cannot_be_sampled_is_refused():
     model, data, *_ = linear_regression()
     with pytest.raises(ValueError, match=r"`guide` must be initialized"):
         sample(pyro.poutine.mask(model, mask=True), ps.MeanFieldGuide(lambda x, y: None), data)
     guide = ps.MeanFieldGuide(model)
     guide.initialize(*data)
-    with pytest.raises(ValueError, match="`num_samples` must be at least 4"):
-        sample(model, guide, data, num_samples=3)
+    with pytest.raises(ValueError, match="`num_draws` must be at least 4"):
+        sample(model, guide, data, num_draws=3)
     with pytest.raises(TypeError, match="`data` must be a tuple of tensors with all examples"):
         sample(model, guide, [data])
 

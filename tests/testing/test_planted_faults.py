@@ -161,7 +161,7 @@ FAULTS = {
     ),
     "a convolution drawn by another distribution": (
         lambda: rowwise(DrawnByAnother, FILTERS),
-        "drawn outputs of a convolution have their covariance, that of A A' for mean + A e",
+        "drawn outputs of a convolution have their covariance, A A' for mean + A e",
     ),
     "one draw for a batch": (
         lambda: matrix_normal(OneDrawForABatch, (3,)),
@@ -190,7 +190,7 @@ FAULTS = {
     "a wrong inverse": (lambda: matrix_normal(Transposed), "`mahalanobis(d)` is d' Sigma^-1 d"),
     "a missing gradient": (
         lambda: matrix_normal(Detached),
-        "`entropy` is that of the dense normal; gradient with respect to `scale_tril_row`",
+        "`entropy` has the value of the dense normal; gradient with respect to `scale_tril_row`",
     ),
     "the default dtype": (
         lambda: mean_field(DefaultDtype),
@@ -297,7 +297,7 @@ FAMILIES = {
     RandomVarianceAtTheStart: "on average over starts the variance of an element",
     SharesMemory: "tensors of `init` share no memory with `loc` or each other",
     InDefaultDtype: "parameters, draws and medians keep the dtype torch.float32",
-    Untrained: "the ELBO has a finite gradient for `loc`",
+    Untrained: "the ELBO has a finite gradient for `posteriors.net/weight.loc`",
     Unequal: "a family equals a copy with the same options",
     Unchecked: "a bad value of the option `max_scale` is refused by name",
 }
@@ -352,7 +352,7 @@ def overconfident(model, **options):
 
 
 GUIDES = {
-    overconfident: "the mean loss of `StructuredELBO` is that of `Trace_ELBO`, by drawn weights",
+    overconfident: "the mean loss of `StructuredELBO` equals the mean loss of `Trace_ELBO`",
     Missing: "a state dict restores the guide: draws that differ",
     MovesTheSeed: "making a guide leaves the random state as it is",
 }

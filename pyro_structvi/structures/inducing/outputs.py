@@ -156,7 +156,8 @@ class MatheronOutputs(GaussianOutputs):
     ) -> None:
         self._bases, self._inducing, self._map = bases, inducing, linear_map
         self._bias_loc, self._bias_variance = bias_loc, bias_variance
-        self._hidden, squared = linear_map.bank_and_squared_norm(x, bases.columns)
+        self._hidden = linear_map.bank(x, bases.columns)
+        squared = linear_map.squared_norm(x, linear_map.groups)
         self._squared = bases.squared_norm(linear_map, x, squared)
         self._set_shapes(
             self._with_channels(self._hidden, bases.rows.shape[-1]),

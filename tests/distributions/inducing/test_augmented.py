@@ -5,13 +5,7 @@ import torch
 
 from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
 from tests import dense_oracles as dense
-from tests.distributions.cases import (
-    CONVOLUTION,
-    INDUCING,
-    MATRIX,
-    joint_covariance,
-    make_joint,
-)
+from tests.distributions.cases import CONVOLUTION, INDUCING, MATRIX, joint_covariance, make_joint
 from tests.distributions.subject import FLOAT32, FLOAT64
 from tests.statistics import assert_mean
 from tests.unit_noise import assert_draws
@@ -38,14 +32,6 @@ def sizes(joint):
 def test_it_is_a_part_of_a_matrix_normal(batch_shape, event_shape, bias_scale):
     joint = make_joint(batch_shape, event_shape, FLOAT64, bias_scale)
     close(joint.covariance_matrix, joint_covariance(joint))
-
-
-def test_the_covariance_by_hand():
-    """With one row and one column each way: Var W = s^2, Cov(W, U) = s z w, Var U = psi_r psi_c."""
-    factors, diagonals = torch.tensor([[2.0]]), torch.tensor([1.0])
-    joint = AugmentedMatrixNormal(factors, 3 * factors, diagonals, 2 * diagonals, 0.5)
-    expected = [[0.25, 0.5 * 2 * 6], [0.5 * 2 * 6, (4.0 + 1) * (36 + 4)]]
-    close(joint.covariance_matrix, torch.tensor(expected))
 
 
 @BATCHES
@@ -103,26 +89,6 @@ def test_draws_of_both_have_the_joint_covariance(bias_scale, sample_shape):
 
     covariance = joint_covariance(joint).expand(*sample_shape, -1, -1, -1)
     assert_draws(draw, torch.zeros(()), covariance)
-
-
-def test_standard_draws_belong_together():
-    """For a prior scale of one, whitened inducing weights have the covariance G with the weight."""
-    joint = make_joint((), MATRIX, FLOAT64, bias_scale=True)
-    unscaled = AugmentedMatrixNormal(**joint.arguments | {"scale": 1.0, "bias_scale": None})
-    gain, _ = dense.conditional_moments(joint_covariance(unscaled), 12)
-    covariance = torch.eye(18)
-    covariance[:12, 12:], covariance[12:, :12] = gain, gain.mT
-
-    def draw():
-        return torch.cat([part.flatten() for part in joint.draw_standard(torch.Size())])
-
-    assert_draws(draw, torch.zeros(()), covariance)
-
-
-def test_draws_without_a_shape():
-    weight, inducing = make_joint((2,), CONVOLUTION, FLOAT32).rsample()
-    assert (weight.shape, inducing.shape) == ((2, *CONVOLUTION), (2, *INDUCING))
-    assert weight.dtype == inducing.dtype == FLOAT32
 
 
 # ---- densities -----------------------------------------------------------------------------------
@@ -192,13 +158,6 @@ def test_factors_have_gradients_wherever_they_are_first_looked_at(first_look):
     with torch.no_grad():
         joint = AugmentedMatrixNormal(**joint.arguments)
     assert not joint.rows.basis.requires_grad
-
-
-def test_the_parts_of_a_side_are_orthonormal_together():
-    for side in (make_joint((2,), MATRIX, FLOAT64).rows, equal_eigenvalues().columns):
-        identity = torch.eye(side.basis.shape[-2]).expand_as(side.remainder)
-        close(side.gram, side.basis @ side.basis.mT)
-        close(side.gram + side.complement, identity)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64])

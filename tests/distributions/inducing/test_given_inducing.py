@@ -4,19 +4,11 @@ import pytest
 import torch
 from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
 
-from pyro_structvi.distributions import Auxiliary, FullNormal, MeanFieldNormal
+from pyro_structvi.distributions import Auxiliary
 from tests import dense_oracles as dense
-from tests.distributions.cases import (
-    INDUCING,
-    MATRIX,
-    joint_covariance,
-    make_joint,
-    prior_scale,
-)
-from tests.distributions.inducing.inducing_laws import ORACLE, WITH_KL, make
-from tests.distributions.subject import FLOAT64
+from tests.distributions.cases import INDUCING, MATRIX, joint_covariance, prior_scale
+from tests.distributions.inducing.inducing_laws import WITH_KL, make
 from tests.exact_means import exact_mean
-from tests.unit_noise import assert_draws
 
 SIZE = 12  # of a matrix
 EVERY_LAW = pytest.mark.parametrize("law", WITH_KL.values(), ids=WITH_KL)
@@ -72,18 +64,6 @@ def test_its_log_prob_is_the_priors_plus_a_ratio_of_conditionals(sample_shape, b
     close(q.condition(whitened).log_prob(value), prior + ratio)
 
 
-def test_its_divergence_is_that_of_the_noise_and_of_the_priors():
-    q, prior = make(WITH_KL["diagonal"], bias_scale=True), other_prior()
-    given, scale = q.condition(torch.randn(INDUCING)), q.conditional_scale
-    noise = SIZE * (scale.square() / 2 - scale.log() - 0.5)
-    close(kl_divergence(given, own_prior(q)), noise)
-    mean, variance = ORACLE.mean(given), ORACLE.covariance(given).diagonal().reshape(MATRIX)
-    own, other = (
-        (p.log_prob(mean) - variance / p.variance / 2).sum() for p in (own_prior(q), prior)
-    )
-    close(kl_divergence(given, prior), noise + own - other)
-
-
 # ---- both parts ----------------------------------------------------------------------------------
 
 
@@ -106,47 +86,3 @@ def test_the_two_parts_add_up_to_the_divergence_on_average(law):
 
     close(exact_mean(by_divergences), expected)
     close(exact_mean(by_densities), expected)
-
-
-def test_at_the_prior_nothing_is_lost_for_any_draw():
-    """With a conditional scale of 1, and inducing weights as in the prior, each ratio is zero."""
-    joint = make_joint((), MATRIX, FLOAT64)
-    q = make(WITH_KL["diagonal"], conditional_scale=1.0)
-    q = q.from_inducing(joint, MeanFieldNormal(torch.zeros(INDUCING), 1.0), 1.0)
-    auxiliary = Auxiliary(q.inducing, standard_normal())
-    whitened = auxiliary.rsample()
-    given = q.condition(whitened)
-    weight = given.rsample()
-    close(auxiliary.log_prob(whitened), torch.tensor(0.0))
-    close(given.log_prob(weight), own_prior(q).log_prob(weight).sum())
-
-
-# ---- Auxiliary -----------------------------------------------------------------------------------
-
-
-def make_auxiliary():
-    scale_tril = torch.linalg.cholesky(torch.eye(6) + 0.3)
-    return Auxiliary(FullNormal(torch.randn(INDUCING), scale_tril), standard_normal())
-
-
-def test_an_auxiliary_variable_is_scored_by_the_ratio_of_its_laws():
-    auxiliary, value = make_auxiliary(), torch.randn(5, *INDUCING)
-    posterior = MultivariateNormal(auxiliary.posterior.mean.flatten(), torch.eye(6) + 0.3)
-    prior = MultivariateNormal(torch.zeros(6), torch.eye(6))
-    flat = value.flatten(-2)
-    close(auxiliary.log_prob(value), posterior.log_prob(flat) - prior.log_prob(flat))
-    close(auxiliary.kl(), kl_divergence(posterior, prior))
-
-
-def test_an_auxiliary_variable_is_drawn_from_its_posterior():
-    auxiliary = make_auxiliary()
-    assert (auxiliary.batch_shape, auxiliary.event_shape) == ((), INDUCING)
-    assert auxiliary().shape == INDUCING
-    posterior = auxiliary.posterior
-    assert_draws(auxiliary.rsample, posterior.mean, posterior.covariance_matrix)
-
-
-def test_an_auxiliary_variable_expands():
-    expanded, value = make_auxiliary().expand((3,)), torch.randn(INDUCING)
-    assert expanded.rsample().shape == (3, *INDUCING)
-    assert expanded.log_prob(value).shape == expanded.kl().shape == (3,)

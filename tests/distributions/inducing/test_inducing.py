@@ -12,7 +12,6 @@ from torch.distributions import (
 )
 
 from pyro_structvi.distributions import (
-    AugmentedMatrixNormal,
     ConditionalNormal,
     InducingNormal,
     JoinedPrior,
@@ -72,54 +71,7 @@ def own_prior(q):
     return Normal(torch.zeros_like(scale), scale)
 
 
-def kl_over_the_weight(q, prior):
-    return dense.kl_to_independent_normals(
-        ORACLE.mean(q), ORACLE.covariance(q), prior.mean, prior.stddev, 2
-    )
-
-
 # ---- the divergence ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias_scale", [False, True], ids=["one scale", "a bias"])
-@EVERY_LAW_WITH_KL
-def test_the_divergence_is_never_below_that_over_the_weight(law, bias_scale):
-    """For 500 draws of all arguments, and for priors other than the joint's own too."""
-    q = make(law, batch_shape=(500,), bias_scale=bias_scale)
-    other = Normal(torch.randn(500, *MATRIX), torch.rand(500, *MATRIX) + 0.2)
-    for prior in (own_prior(q), other):
-        gap = kl_divergence(q, prior) - kl_over_the_weight(q, prior)
-        assert (gap > 0).all()
-        assert (gap > 0.1).any()
-
-
-def test_where_the_inducing_weights_are_as_in_the_prior_so_is_the_weight():
-    joint = make_joint((), MATRIX, FLOAT64, bias_scale=True)
-    q = InducingNormal(joint, torch.zeros(INDUCING), 1.0, conditional_scale=1.0)
-    close(q.mean, torch.zeros(MATRIX))
-    close(q.covariance_matrix, torch.diag(own_prior(q).variance.flatten()))
-    close(kl_divergence(q, own_prior(q)), torch.tensor(0.0))
-
-
-@pytest.mark.parametrize(
-    ("scale", "inducing_shape"), [(1.0, (3, 2)), (0.3, MATRIX), (2.0, (1, 1))], ids=str
-)
-@EVERY_LAW_WITH_KL
-def test_what_the_bound_loses_where_the_weight_tells_the_inducing_weights(
-    law, inducing_shape, scale
-):
-    """For D -> 0 the weight fixes U up to a noise whose size tends to 0, and is rescaled likewise.
-
-    So the divergence over U given W tends to that of this noise: to 0 for a conditional scale of 1.
-    """
-    arguments = make_joint((), MATRIX, FLOAT64, inducing_shape=inducing_shape).arguments
-    for name in ("row_diagonal", "column_diagonal"):
-        arguments[name] = torch.full_like(arguments[name], 1e-5)
-    joint = AugmentedMatrixNormal(**arguments)
-    q = InducingNormal.from_inducing(joint, law((), inducing_shape, FLOAT64), scale)
-    gap = kl_divergence(q, own_prior(q)) - kl_over_the_weight(q, own_prior(q))
-    expected = joint.inducing_shape.numel() * kl_of_noise(scale)
-    torch.testing.assert_close(gap, expected, rtol=0, atol=1e-5)
 
 
 @EVERY_LAW_WITH_KL
@@ -228,15 +180,6 @@ def test_outputs_of_a_mixture_have_no_density(law):
     image = make(law).image(torch.randn(7, 3))
     with pytest.raises(NotImplementedError, match="draws and moments only"):
         image.log_prob(torch.zeros(7, 4))
-
-
-def test_without_conditional_noise_a_weight_is_the_projection_of_its_inducing_weights():
-    q = make(make_mean_field, conditional_scale=1e-7)
-    spread = ORACLE.shared_covariance(q)
-    torch.testing.assert_close(q.covariance_matrix, spread, rtol=0, atol=1e-12)
-    assert (
-        torch.linalg.matrix_rank(q.covariance_matrix, atol=1e-9) == q.joint.inducing_shape.numel()
-    )
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -8,12 +8,7 @@ from pyro_structvi.distributions import AugmentedMatrixNormal, InducingNormal
 from pyro_structvi.maps import BiasColumnMap, ConvolutionMap, DenseMap
 from pyro_structvi.structures.inducing import augmented
 from tests.distributions.cases import make_joint, make_mean_field, positive
-from tests.distributions.inducing.inducing_laws import (
-    LAWS,
-    MIXTURES,
-    ORACLE,
-    make,
-)
+from tests.distributions.inducing.inducing_laws import LAWS, MIXTURES, ORACLE, make
 from tests.distributions.subject import FLOAT32, FLOAT64, arguments, with_arguments
 from tests.lazy_weights import lazy
 from tests.recorded_sizes import RecordsSizes

@@ -1,0 +1,136 @@
+"""Microcanonical Langevin sampling from an ensemble of points, on UCI regressions and against NUTS.
+
+    python -m benchmarks.sampling --data airfoil.npz --split 0 --split 1
+    python -m benchmarks.sampling --nuts           # the league's small regression
+    python -m benchmarks.sampling --data airfoil.npz --map-steps 20 --steps 40  # to see that it runs
+
+Nets have four hidden layers of 16 SiLU units, a mean and a noise scale as outputs, and the prior N(0, 1)
+on all weights. Each chain starts at its own maximum of the posterior. Files and scaling are as in
+``benchmarks.uci``; scores are computed for the mixture over draws, in standardized and in the targets'
+own units. R-hat and effective draws are computed for function values at the training inputs.
+"""
+
+import argparse
+import math
+import time
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+from benchmarks.league_problems import cosine_regression
+from benchmarks.markdown import markdown
+from benchmarks.uci import Split, splits
+from pyro_structvi import reference
+
+HEADER = ["data", "split", "posterior", "RMSE", "NLL", "own units", "R-hat", "ESS/s", "seconds"]
+NUTS_HEADER = ["sampler", "largest R-hat", "smallest ESS", "seconds", "ESS/s"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, action="append", default=[], help="an .npz file")
+    parser.add_argument("--split", type=int, action="append", help="default: the first one")
+    parser.add_argument("--nuts", action="store_true", help="the league's small regression")
+    parser.add_argument("--chains", type=int, default=10)
+    parser.add_argument("--map-steps", type=int, default=1000, help="of the points")
+    parser.add_argument(
+        "--steps", type=int, default=32_000, help="of each chain, three tenths warm-up"
+    )
+    parser.add_argument("--samples", type=int, default=200, help="draws of each chain")
+    parser.add_argument("--energy-variance", type=float, default=0.4)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore", reference.NotMixedWarning)  # R-hat is printed
+    rows = []
+    for path in options.data:
+        every = list(splits(path, gaps=False))
+        for number in options.split or [0]:
+            rows += [[path.stem, *row] for row in measure(every[number], options)]
+    if rows:
+        print(markdown(HEADER, rows))
+    if options.nuts:
+        print(markdown(NUTS_HEADER, beside_nuts(options)))
+
+
+def measure(split: Split, options: Any) -> list[list[str]]:
+    """Return a row of the table for the points and one for the draws."""
+    torch.manual_seed(0)
+    model = make_model(split)
+    start = time.perf_counter()
+    guide = fitted_points(model, split.train, options)
+    points = time.perf_counter() - start
+    draws = sample(model, guide, split.train, options, energy_variance=options.energy_variance)
+    rows = []
+    for name, posterior, diagnostics in (  # without a number of draws: each member, and each draw
+        ("points", guide, ("", "", f"{points:.0f}")),
+        (
+            "draws",
+            draws,
+            (f"{draws.r_hat:.2f}", f"{draws.ess_per_second:.2g}", f"{points + draws.seconds:.0f}"),
+        ),
+    ):
+        x, y = split.test
+        prediction = ps.predict(model, posterior, x, y=y, stream=True)
+        error = float((prediction.mean - y).square().mean().sqrt())
+        loss = -float(prediction.log_density.mean())
+        own = loss + math.log(split.target_scale)
+        rows.append([split.name, name, f"{error:.4f}", f"{loss:.3f}", f"{own:.3f}", *diagnostics])
+    return rows
+
+
+def make_model(split: Split, prior: Any = 1.0) -> ps.Regressor:
+    """Return a regressor with four hidden layers of 16 SiLU units and heteroscedastic noise."""
+    sizes = [split.train[0].shape[1], 16, 16, 16, 16]
+    layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.SiLU())]
+    net = ps.bayesianize(nn.Sequential(*layers, nn.Linear(16, 2)), prior=prior)
+    return ps.Regressor(net, noise="heteroscedastic")
+
+
+def fitted_points(model: Any, data: Any, options: Any) -> Any:
+    guide = ps.EnsembleGuide(model, size=options.chains)
+    ps.fit(model, guide, data, num_steps=options.map_steps, kl_weight=1.0, progress=False)
+    return guide
+
+
+def sample(model: Any, guide: Any, data: Any, options: Any, **settings: Any) -> Any:
+    warmup = 3 * options.steps // 10
+    return reference.mclmc(
+        *(model, guide, data),
+        num_warmup=max(1, warmup),
+        num_draws=options.samples,
+        thinning=max(1, (options.steps - warmup) // options.samples),
+        num_chains=options.chains,
+        progress=False,
+        **settings,
+    )
+
+
+def beside_nuts(options: Any) -> list[list[str]]:
+    """Return a row of the table of effective draws for each sampler."""
+    problem = cosine_regression()
+    data = problem.x, problem.y
+    guide = fitted_points(problem.model, data, options)
+    found = {
+        "points, then mclmc": sample(problem.model, guide, data, options),
+        "NUTS": reference.nuts(
+            problem.model,
+            *data,
+            num_warmup=max(1, options.steps // 40),
+            num_samples=max(4, options.samples),
+            progress=False,
+        ),
+    }
+    return [
+        [name, f"{d.r_hat:.3f}", f"{d.ess:.0f}", f"{d.seconds:.0f}", f"{d.ess_per_second:.3g}"]
+        for name, d in found.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

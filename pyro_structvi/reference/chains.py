@@ -1,0 +1,278 @@
+"""Microcanonical Langevin chains."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+from tqdm.auto import tqdm
+
+from pyro_structvi.infer.steps.recording import Record
+
+MEMORY = 150  # steps that the adaptation of the step size remembers
+TRUST = 10.0  # steps, in a step size before its first step and after a failed one
+SPREAD = 1.5  # of the logarithm of the energy's change, within which the adaptation trusts it
+SMALLEST_STEP = 1e-9  # of the decoherence length
+GROWTH = 1.02  # of a step size that a failed step has halved
+# The energy's change in a step that is not taken, in nats, and in target standard deviations besides.
+LARGEST_CHANGE, LARGEST_DEVIATION = 1000.0, 30.0
+WORTH_COMPILING = 60.0  # seconds of gradients to come
+REFLECTED = 0.1931833275037836  # of a step: the minimal-norm integrator's first kick
+
+Compiled = Literal["auto", True, False]
+Gradients = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Chains:
+    """Microcanonical Langevin chains, all in one pass.
+
+    A step whose energy changes without bound is not taken: the chain stays with the opposite velocity,
+    and its next steps are smaller.
+
+    Args:
+        target: The log density.
+        position: The starting coordinates ``(C, D)``.
+        gradients: The log densities and gradients of the target at positions.
+
+    Attributes:
+        position: The coordinates.
+        log_density: The log density there ``(C,)``.
+        step_size: The step size of each chain ``(C, 1)``.
+        length: The decoherence length.
+        num_moved: The number of steps that each chain took since the warm-up ``(C,)``.
+        num_steps: The number of steps since the warm-up.
+    """
+
+    def __init__(self, position: Tensor, gradients: Gradients) -> None:
+        self._evaluate, self.position = gradients, position
+        self.log_density, self._gradient = self._evaluate(position)
+        if not bool(torch.isfinite(self.log_density).all()):
+            raise RuntimeError(
+                "The log joint is not finite at a draw of `guide`. Fit the guide before sampling."
+            )
+        self._velocity = _unit(torch.randn_like(position))
+        self.length = math.sqrt(position.shape[-1])
+        self.step_size = torch.full_like(position[:, :1], self.length / 4)
+        self._shrunk = torch.ones_like(
+            self.step_size
+        )  # factor of the step size, after failed steps
+        self._most_change = LARGEST_CHANGE
+        self.num_moved = torch.zeros(len(position), dtype=torch.long, device=position.device)
+        self.num_steps = 0
+
+    def warm_up(self, count: int, variance: float, progress: bool) -> None:
+        """Tune step sizes by the energy's change, and the length by the width of the posterior."""
+        size = self.position.shape[-1]
+        self._most_change = LARGEST_CHANGE + LARGEST_DEVIATION * math.sqrt(size * variance)
+        moments = _Moments()
+        # In double precision, for the sixth power of small steps.
+        step = self.step_size.double().squeeze(-1)
+        # Each begins as if some steps of this size had had the target's change, so that one step with a
+        # small change by chance does not enlarge it much; likewise after a failed step.
+        weights = torch.full_like(step, TRUST)
+        weighted = weights / step**6
+        # The mean over the last quarter has the rare large changes, too, which the adaptation forgets.
+        total = torch.zeros_like(step)
+        for number in tqdm(range(count), desc="warm-up", disable=not progress):
+            change, moved = self._move()
+            change = torch.where(moved, change, self._most_change)
+            # The change is of the order of step^3: an average of change^2 / step^6 predicts the step.
+            relative = change.double().square() / (size * variance) + 1e-8
+            weight = torch.exp(-0.5 * (relative.log() / (6 * SPREAD)).square())
+            decay = (MEMORY - 1) / (MEMORY + 1)
+            if number >= 3 * count // 4:
+                total = total + relative / step**6
+            weighted = torch.where(
+                moved, decay * weighted + weight * relative / step**6, TRUST / (step / 2) ** 6
+            )
+            weights = torch.where(moved, decay * weights + weight, TRUST)
+            step = ((weighted / weights) ** (-1 / 6)).clamp_max(self.length)
+            step = step.clamp_min(SMALLEST_STEP * self.length)
+            if bool((step <= SMALLEST_STEP * self.length).all()):
+                raise RuntimeError(
+                    "The energy changes without bound however small the step is, so no chain can move. "
+                    "Check the data, or sample in double precision."
+                )
+            self.step_size = step.unsqueeze(-1).to(self.position)
+            if number >= count // 4:
+                moments.add(self.position)
+            if number in (count // 2, 3 * count // 4):
+                self.length = math.sqrt(moments.total_variance) or self.length
+                moments = _Moments()
+        tuned = (total / (count - 3 * count // 4)) ** (-1 / 6)
+        self.step_size = tuned.clamp_max(self.length).unsqueeze(-1).to(self.position)
+
+    def step(self) -> dict[str, Tensor]:
+        """Take a step; return statistics of the chains."""
+        change, moved = self._move(self._shrunk)
+        self._shrunk = torch.where(
+            moved.unsqueeze(-1), (GROWTH * self._shrunk).clamp_max(1.0), self._shrunk / 2
+        )
+        self._count(moved)
+        return {"energy_change": change, "diverging": ~moved}
+
+    def transition(self) -> dict[str, Tensor]:
+        """Take a trajectory and accept or reject it (Metropolis-Hastings)."""
+        start = self.position, self.log_density, self._gradient
+        self._velocity = _unit(torch.randn_like(self.position))
+        mean = max(1, round(self.length / float(self.step_size.median())))
+        change = torch.zeros_like(self.log_density)
+        has_moved = torch.ones_like(change, dtype=torch.bool)
+        for _ in range(int(torch.randint(1, 2 * mean + 1, ()))):
+            own, moved = self._move(refreshes=False)
+            change, has_moved = change + own, has_moved & moved
+        rate = torch.where(has_moved, (-change).clamp_max(0.0).exp(), 0.0)
+        accepted = torch.rand_like(rate) < rate
+        self.position, self.log_density, self._gradient = (
+            torch.where(accepted.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+            for new, old in zip(
+                (self.position, self.log_density, self._gradient), start, strict=True
+            )
+        )
+        self._count(has_moved)
+        return {"energy_change": change, "acceptance_rate": rate, "diverging": ~has_moved}
+
+    def _count(self, moved: Tensor) -> None:
+        self.num_steps += 1
+        self.num_moved = self.num_moved + moved
+
+    def _move(self, factor: Tensor | float = 1.0, refreshes: bool = True) -> tuple[Tensor, Tensor]:
+        """Take a step of the minimal-norm integrator, and add noise to the velocities.
+
+        Args:
+            factor: A factor of the step size.
+            refreshes: Whether to add noise.
+
+        Returns:
+            The energy's change ``(C,)``, and which chains have moved.
+        """
+        h = factor * self.step_size
+        velocity, first = _kick(self._velocity, self._gradient, REFLECTED * h)
+        position = self.position + h / 2 * velocity
+        velocity, second = _kick(velocity, self._evaluate(position)[1], (1 - 2 * REFLECTED) * h)
+        position = position + h / 2 * velocity
+        log_density, gradient = self._evaluate(position)
+        velocity, third = _kick(velocity, gradient, REFLECTED * h)
+        change = first + second + third - (log_density - self.log_density)
+        moved = (change.abs() < self._most_change) & torch.isfinite(gradient).all(-1)
+        each = moved.unsqueeze(-1)
+        self.position = torch.where(each, position, self.position)
+        self._gradient = torch.where(each, gradient, self._gradient)
+        self.log_density = torch.where(moved, log_density, self.log_density)
+        velocity = torch.where(each, velocity, -self._velocity)
+        if refreshes:
+            noise = ((2 * h / self.length).expm1() / velocity.shape[-1]).sqrt()
+            velocity = _unit(velocity + noise * torch.randn_like(velocity))
+        self._velocity = velocity
+        return torch.where(moved, change, 0.0), moved
+
+
+class _Moments:
+    """Means and variances of positions over chains and steps."""
+
+    def __init__(self) -> None:
+        self._count, self._sum, self._squares = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, positions: Tensor) -> None:
+        """Add positions ``(C, D)``."""
+        self._count += len(positions)
+        self._sum = self._sum + positions.double().sum(0)
+        self._squares = self._squares + positions.double().square().sum(0)
+
+    @property
+    def total_variance(self) -> float:
+        """The sum of the variances of all coordinates."""
+        mean = self._sum / self._count
+        return float((self._squares / self._count - mean.square()).sum())
+
+
+def _kick(velocity: Tensor, gradient: Tensor, time: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Turn unit velocities ``(C, D)`` towards the gradient; return the change of kinetic energy, too.
+
+    The exact flow of the velocity at a fixed position (Robnik et al. 2023, Eq. 16), by exponentials of
+    negative numbers only.
+    """
+    size = velocity.shape[-1]
+    norm = gradient.norm(dim=-1, keepdim=True)
+    direction = gradient / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    turn = time * norm / (size - 1)
+    cosine = (direction * velocity).sum(-1, keepdim=True)
+    decay = (-turn).exp()
+    turned = direction * (1 - decay) * (1 + decay + cosine * (1 - decay)) + 2 * decay * velocity
+    change = turn - math.log(2) + (1 + cosine + (1 - cosine) * decay.square()).log()
+    return _unit(turned), (size - 1) * change.squeeze(-1)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    unit: Tensor = vectors / vectors.norm(dim=-1, keepdim=True)
+    return unit
+
+
+def gradients_of(
+    target: Callable[[Tensor], Tensor], example: Tensor, num_calls: int, compiled: Compiled
+) -> Gradients:
+    """Return a function from positions ``(C, D)`` to log densities and gradients.
+
+    Args:
+        target: The log density at coordinates ``(D,)``.
+        example: Positions.
+        num_calls: The number of calls to come.
+        compiled: As for :func:`mclmc`.
+    """
+    both = vmap(grad_and_value(target), randomness="error")
+
+    def evaluate(positions: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, value = both(positions)
+        return value.detach(), gradient.detach()
+
+    try:
+        evaluate(example)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "`model` cannot run several draws in one pass of `torch.func.vmap`: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return without_python(evaluate, example, num_calls, compiled)
+
+
+def without_python(
+    function: Callable[[Tensor], Any], example: Tensor, num_calls: int, compiled: Compiled
+) -> Callable[[Tensor], Any]:
+    """Return a function whose operations are recorded once, to run without the model's Python.
+
+    The function takes positions and returns a tuple of tensors. It is returned if it cannot be recorded.
+    """
+    try:
+        record = Record(function, [example])
+    except RuntimeError as error:
+        if compiled is True:
+            raise RuntimeError(f"`model` cannot be compiled: {error}") from error
+        return function
+    replayed = _seconds_of(record, example)
+    if compiled is True or (compiled == "auto" and num_calls * replayed > WORTH_COMPILING):
+        try:
+            record.compile("inductor", [example])
+            if compiled == "auto" and _seconds_of(record, example) > replayed:
+                record.interpret()
+        except Exception as error:  # of inductor, or of a compiler for C++
+            if compiled is True:
+                raise RuntimeError(f"`model` cannot be compiled: {error}") from error
+            record.interpret()
+
+    def replay(positions: Tensor) -> Any:
+        return record([positions])
+
+    return replay
+
+
+def _seconds_of(record: Record, example: Tensor) -> float:
+    """Return the shortest duration of a replay."""
+    durations = []
+    for _ in range(4):
+        start = time.perf_counter()
+        record([example])
+        durations.append(time.perf_counter() - start)
+    return min(durations)

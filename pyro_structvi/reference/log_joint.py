@@ -1,0 +1,179 @@
+"""Log joint densities in the coordinates of a guide."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_structvi._torch import take_apart
+from pyro_structvi.sites.latent_site import LatentSite, bijection_onto
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.weight_distribution import GaussianWeight
+
+MOST_FUNCTIONS = 500  # values whose convergence is judged
+PILOT_DRAWS = 100  # of a guide, for the scales of sites without a Gaussian posterior
+
+
+class _Site:
+    """Coordinates of the sites of one posterior of a guide.
+
+    The unit of a coordinate is the standard deviation of the posterior. Points have none, and the spread
+    of a few members measures distances of basins, not their width: the unit is the prior's deviation.
+
+    Args:
+        site: The site, which may hold a weight with its bias.
+        gaussian: Its distribution if that is Gaussian.
+        pilot: Unconstrained draws of the model's site otherwise.
+        prior: The prior of the model's site.
+    """
+
+    def __init__(
+        self, site: LatentSite, gaussian: Any, pilot: Tensor | None = None, prior: Any = None
+    ) -> None:
+        self.site, self.gaussian = site, gaussian
+        self.bijection = bijection_onto(site.support)
+        if gaussian is not None:
+            self.shape = gaussian.batch_shape + gaussian.noise_shape
+        else:
+            assert pilot is not None
+            self.shape = pilot.shape[1:]
+            self.loc, scale = pilot.mean(0), pilot.std(0)
+            if 2 * len(pilot.unique(dim=0)) <= len(pilot):  # points
+                self.loc, scale = torch.zeros_like(scale), _prior_scale(site, prior).to(scale)
+            self.scale = torch.where(scale > 0, scale, site.unit).expand(self.shape)
+
+    def start(self, draw: Mapping[str, Tensor]) -> Tensor:
+        """Return the coordinates of a draw of the guide; of an independent one for a Gaussian."""
+        if self.gaussian is not None:
+            return torch.randn(self.shape).to(self.gaussian.mean)
+        coordinates: Tensor = (self.bijection.inv(draw[self.site.name]) - self.loc) / self.scale
+        return coordinates
+
+    def values_at(self, coordinates: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the values of the model's sites, and the log Jacobian up to a constant."""
+        if self.gaussian is not None:
+            value = self.gaussian.mean + self.gaussian.scale_noise(coordinates)
+            return self.site.split(value), coordinates.new_zeros(())
+        unconstrained = self.loc + self.scale * coordinates
+        value = self.bijection(unconstrained)
+        jacobian = self.bijection.log_abs_det_jacobian(unconstrained, value).sum()
+        return {self.site.name: value}, jacobian
+
+
+def _prior_scale(site: LatentSite, prior: Any) -> Tensor:
+    """Return the standard deviation of a prior on all real numbers, or else the unit of the site."""
+    try:
+        scale: Tensor = prior.variance.sqrt() if site.is_real else torch.tensor(site.unit)
+    except NotImplementedError:
+        scale = torch.tensor(site.unit)
+    return torch.where(torch.isfinite(scale), scale, site.unit)
+
+
+class LogJoint:
+    """The log joint density of a model in coordinates of a guide, up to a constant.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        args: The arguments of the model.
+
+    Attributes:
+        size: The number D of coordinates.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: StructuredGuide,
+        args: tuple[Any, ...],
+    ) -> None:
+        self._model, self._args = model, args
+        with poutine.block():
+            trace = poutine.trace(model).get_trace(*args)
+        latent = {
+            name: node
+            for name, node in trace.iter_stochastic_nodes()
+            if not site_is_subsample(node)
+        }
+        pilot = [guide.draw(number=number) for number in range(PILOT_DRAWS)]
+        self._sites: list[_Site] = []
+        for posterior in guide.all_posteriors():
+            site, q = posterior.site, posterior()
+            if not set(site.names) <= latent.keys():
+                continue
+            has_factor = getattr(type(q), "scale_noise", None) is not GaussianWeight.scale_noise
+            if isinstance(q, GaussianWeight) and has_factor:
+                self._sites.append(_Site(site, q))
+            else:
+                for name in site.names:
+                    prior = latent[name]["fn"]
+                    part = replace(site, name=name, bias=None, support=prior.support)
+                    inverse = bijection_onto(part.support).inv
+                    draws = torch.stack([inverse(draw[name]) for draw in pilot])
+                    self._sites.append(_Site(part, None, draws, prior))
+        missing = latent.keys() - {name for each in self._sites for name in each.site.names}
+        if missing:
+            raise ValueError(
+                f"The sites {sorted(missing)} of `model` are missing in `guide`. Make the guide of the "
+                "model without `hide` and `block`."
+            )
+        self._names = {name for each in self._sites for name in each.site.names}
+        self._lengths = [each.shape.numel() for each in self._sites]
+        self.size = sum(self._lengths)
+        if self.size < 2:
+            raise ValueError(
+                "`model` must have at least two latent numbers, since a velocity of unit length turns, "
+                f"but has {self.size}. Sample it with `pyro.infer.NUTS`."
+            )
+
+    def start(self, draw: Mapping[str, Tensor]) -> Tensor:
+        """Return the coordinates ``(D,)`` of a draw of the guide."""
+        return torch.cat([each.start(draw).flatten() for each in self._sites])
+
+    def values_at(self, coordinates: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the values of all sites, and the log Jacobian up to a constant."""
+        values: dict[str, Tensor] = {}
+        total = coordinates.new_zeros(())
+        for each, part in zip(self._sites, coordinates.split(self._lengths), strict=True):
+            own, jacobian = each.values_at(part.reshape(each.shape))
+            values |= own
+            total = total + jacobian
+        return values, total
+
+    def __call__(self, coordinates: Tensor) -> Tensor:
+        """Return the log density at coordinates ``(D,)``."""
+        values, jacobian = self.values_at(coordinates)
+        with pyro.validation_enabled(False):
+            log_joint: Tensor = self._trace(values).log_prob_sum()
+        return log_joint + jacobian
+
+    def functions_at(self, coordinates: Tensor) -> Tensor:
+        """Return some function values at the data, ``(F,)``: the numbers that the model returns.
+
+        A model that returns no numbers has the means of its observations in their place.
+        """
+        nodes = self._trace(self.values_at(coordinates)[0]).nodes
+        returned = take_apart(nodes["_RETURN"]["value"])[0]
+        found = [each for each in returned if isinstance(each, Tensor) and each.is_floating_point()]
+        if not found:
+            observed = [
+                node["fn"]
+                for node in nodes.values()
+                if node["type"] == "sample"
+                and node["is_observed"]
+                and node["name"] not in self._names
+            ]
+            found = [each.mean for each in observed]
+        flat = torch.cat([each.flatten() for each in found])
+        return flat[:: max(1, math.ceil(len(flat) / MOST_FUNCTIONS))]
+
+    def _trace(self, values: dict[str, Tensor]) -> Any:
+        with poutine.block(), pyro.validation_enabled(False):
+            conditioned = poutine.condition(self._model, data=values)
+            return poutine.trace(conditioned).get_trace(*self._args)
