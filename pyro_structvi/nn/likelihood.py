@@ -156,7 +156,7 @@ class Likelihood(RandomModule):
         """Register the means and standard deviations of data ``(N, ...)`` as buffers."""
         mean = scale = None
         if values is not None:
-            if not values.is_floating_point() or len(values) < 2:
+            if not values.is_floating_point() or not values.dim() or len(values) < 2:
                 raise ValueError(
                     "`standardize` must hold training data, floating-point tensors of at least two "
                     f"examples, but got a tensor of shape {shape_text(values.shape)} and dtype "
@@ -177,6 +177,10 @@ class Likelihood(RandomModule):
                 "`x` must be a tensor for a model with `standardize`, but got "
                 f"{brief(x)}. Standardize the inputs yourself."
             )
+        shape = self.input_mean.shape
+        if x.shape[1:] != shape:
+            check_shape("x", x, [*x.shape[:1], *shape], "(batch, ...) as in `standardize`")
+        check_same_kind("x", x, "standardize", self.input_mean)
         return (x - self.input_mean) / self.input_scale
 
     def _check_classes(self, logits: Tensor, plates: int, y: Tensor | None, *dims: str) -> None:

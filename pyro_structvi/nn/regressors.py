@@ -15,6 +15,7 @@ from pyro_structvi._checks import (
     check_same_kind,
     check_shape,
     checked,
+    shape_text,
 )
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.precision import at_least_single
@@ -84,6 +85,11 @@ class Regressor(Likelihood):
         standardize: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         x, y = (None, None) if standardize is None else standardize
+        if x is not None and y is not None and x.shape[:1] != y.shape[:1]:
+            raise ValueError(
+                "`standardize` must hold inputs and targets of one length, but got shapes "
+                f"{shape_text(x.shape)} and {shape_text(y.shape)}."
+            )
         super().__init__(net, num_data, output, x)
         self._register_standard("target", y)
         name = "noise_scale" if noise is None else "noise"

@@ -301,7 +301,7 @@ def test_scales_are_saved_with_the_model():
     "wrong", [torch.zeros(1, 3), torch.zeros(4, 3, dtype=torch.long), torch.full((4, 3), torch.nan)]
 )
 def test_data_without_scales_are_refused(wrong):
-    with pytest.raises(ValueError, match="`standardize` (must|holds)"):
+    with pytest.raises(ValueError, match=r"`standardize` (must|holds)"):
         ps.Classifier(nn.Linear(3, 2), 4, standardize=wrong)
 
 
