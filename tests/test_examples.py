@@ -61,6 +61,10 @@ SCRIPTS = {
         *("--data", "{folder}/regression.npz", "--steps", "5", "--map-steps", "5"),
         *("--chain-steps", "20", "--output", "{folder}/decomposition.csv"),
     ],
+    "benchmarks/sampling.py": [
+        *("--data", "{folder}/regression.npz", "--map-steps", "5", "--steps", "20"),
+        *("--samples", "4", "--chains", "2", "--output", "{folder}/sampling.csv"),
+    ],
     "benchmarks/scaling.py": [
         *("--sweep", "d", "--sweep", "S", "--largest", "128", "--rounds", "2"),
         *("--output", "{folder}/scaling.json", "--figure", "{folder}/scaling.svg"),

@@ -160,6 +160,8 @@ class _PriorPredictive(Messenger):
     def note_input(self, module: Any, given: Any) -> None:
         if self.inputs or get_ident() != self.thread:  # torch calls the hook in every thread
             return
+        if isinstance(module, Likelihood):  # which may standardize its inputs
+            return
         values = next(nested_tensors(given), None)
         if values is not None and declared_samples(module):
             scale = values.detach().float().square().mean().sqrt()
