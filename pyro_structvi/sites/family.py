@@ -87,7 +87,7 @@ class MatrixFamily(Family):
             of shape ``(out,)``, if there is one.
     """
 
-    join_bias: bool = field(default=False, kw_only=True, repr=False)
+    join_bias: bool = field(default=True, kw_only=True, repr=False)
     needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
 
     def fits(self, site: LatentSite) -> bool:

@@ -204,7 +204,7 @@ class KTiedGuide(StructuredGuide):
         model: Callable[..., Any],
         rank: int = 2,
         *,
-        join_bias: bool = False,
+        join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
         super().__init__(model, {"*": KTied(rank, join_bias=join_bias)}, **options)

@@ -454,7 +454,7 @@ class AutoLowRankLRT(StructuredGuide):
         *,
         diagonal_variance: float | None = None,
         alpha: float | None = None,
-        join_bias: bool = False,
+        join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
         family = LowRank(rank, diagonal, diagonal_variance, alpha, join_bias=join_bias)

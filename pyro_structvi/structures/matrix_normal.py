@@ -256,7 +256,7 @@ class MatrixNormalGuide(StructuredGuide):
         self,
         model: Callable[..., Any],
         *,
-        join_bias: bool = False,
+        join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
         super().__init__(model, {"*": MatrixNormalFamily(join_bias=join_bias)}, **options)

@@ -182,7 +182,7 @@ class RowwiseGuide(StructuredGuide):
         self,
         model: Callable[..., Any],
         *,
-        join_bias: bool = False,
+        join_bias: bool = True,
         max_memory: float = 8.0,
         **options: Unpack[GuideOptions],
     ) -> None:
