@@ -45,7 +45,7 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     References:
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.1.
     """
-    family = KTied(rank)
+    family = KTied(rank, join_bias=False)
 
     def tie(posterior: SitePosterior) -> SitePosterior | None:
         site, q = posterior.site, posterior()
