@@ -59,7 +59,8 @@ def test_a_weight_without_a_fitting_bias_stays_by_itself(layer):
 
 def test_the_weights_family_decides():
     model, _ = linear_model()
-    guide = ps.StructuredGuide(model, {"*.weight": KTied(1), "*.bias": JOINED})
+    separate = KTied(1, join_bias=False)
+    guide = ps.StructuredGuide(model, {"*.weight": separate, "*.bias": JOINED})
     assert guide["net.bias"] is not guide["net.weight"]
     guide = ps.StructuredGuide(model, {"*.bias": MeanField(), "*.weight": JOINED})
     assert guide["net.bias"] is guide["net.weight"]
