@@ -25,9 +25,9 @@ from benchmarks.markdown import markdown
 from benchmarks.rows import ResultsFile
 from benchmarks.sampling import make_model, sample
 from benchmarks.uci import Split, splits
+from benchmarks.uci_tables import DECOMPOSED
 from pyro_structvi import reference
 
-HEADER = ("data", "split", "posterior", "RMSE", "NLL", "seconds")
 MEMBERS, ENERGY = 10, 0.1  # chains, and their energy's variance
 GUIDES: dict[str, Callable[..., Any]] = {
     "mean field": ps.MeanFieldGuide,
@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", reference.NotMixedWarning)
-    results = ResultsFile(options.output, HEADER)
+    results = ResultsFile(options.output, DECOMPOSED)
     for path in options.data:
         split = [*splits(path, gaps=False)][options.split]
         for name, fitted in rows(split, options):
@@ -58,7 +58,7 @@ def main() -> None:
                 model, posterior, draws = fitted()
                 seconds = time.process_time() - begin
                 results.add((*key, *scores(model, posterior, draws, split), f"{seconds:.0f}"))
-    print(markdown(HEADER, [list(row) for row in results.rows]))
+    print(markdown(DECOMPOSED, [list(row) for row in results.rows]))
 
 
 def rows(split: Split, options: Any) -> Iterator[tuple[str, Callable[[], Any]]]:

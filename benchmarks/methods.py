@@ -229,6 +229,7 @@ ALL = DENSE | {"lenet", "resnet18", "lstm"}
 ONLY = {
     "ensemble of 5": DENSE | {"lenet"},  # torch cannot vectorize batch norms, nor an LSTM
     "ensemble of 5, in turn": {"resnet18", "lstm"},  # elsewhere members run in one pass
+    "mixture of 5, k-tied": DENSE - {"huge"} | {"lenet"},  # likewise
     "mean field, flipout": {"lenet", "resnet18"},  # for dense layers it is the local rule
     "rowwise": {"small", "lenet", "lstm"},  # elsewhere too much memory; mnist: 20 s a step
     "global inducing": {"small", "mnist", "lenet"},  # wide: matrices of 2048 x 2048 in each draw

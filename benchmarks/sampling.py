@@ -24,10 +24,11 @@ from torch import nn
 import pyro_structvi as ps
 from benchmarks.league_problems import cosine_regression
 from benchmarks.markdown import markdown
+from benchmarks.rows import ResultsFile
 from benchmarks.uci import Split, splits
+from benchmarks.uci_tables import SAMPLED, sampling_table
 from pyro_structvi import reference
 
-HEADER = ["data", "split", "posterior", "RMSE", "NLL", "own units", "R-hat", "ESS/s", "seconds"]
 NUTS_HEADER = ["sampler", "largest R-hat", "smallest ESS", "seconds", "ESS/s"]
 
 
@@ -44,22 +45,24 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200, help="draws of each chain")
     parser.add_argument("--energy-variance", type=float, default=0.4)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="a CSV file; what it has is not measured again")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", reference.NotMixedWarning)  # R-hat is printed
-    rows = []
+    results = ResultsFile(options.output, SAMPLED)
     for path in options.data:
         every = list(splits(path, gaps=False))
         for number in options.split or [0]:
-            rows += [[path.stem, *row] for row in measure(every[number], options)]
-    if rows:
-        print(markdown(HEADER, rows))
+            if not results.has(path.stem, str(number)):
+                results.add(*((path.stem, *row) for row in measure(every[number], options)))
+    if options.data:
+        print(sampling_table(results.rows))
     if options.nuts:
         print(markdown(NUTS_HEADER, beside_nuts(options)))
 
 
-def measure(split: Split, options: Any) -> list[list[str]]:
-    """Return a row of the table for the points and one for the draws."""
+def measure(split: Split, options: Any) -> list[tuple[str, ...]]:
+    """Return a row of results for the points, and a row for the draws."""
     torch.manual_seed(0)
     model = make_model(split)
     start = time.perf_counter()
@@ -67,20 +70,17 @@ def measure(split: Split, options: Any) -> list[list[str]]:
     points = time.perf_counter() - start
     draws = sample(model, guide, split.train, options, energy_variance=options.energy_variance)
     rows = []
-    for name, posterior, diagnostics in (  # without a number of draws: each member, and each draw
-        ("points", guide, ("", "", f"{points:.0f}")),
-        (
-            "draws",
-            draws,
-            (f"{draws.r_hat:.2f}", f"{draws.ess_per_second:.2g}", f"{points + draws.seconds:.0f}"),
-        ),
+    for name, posterior, r_hat, seconds in (
+        ("points", guide, "", points),
+        ("draws", draws, f"{draws.r_hat:.2f}", points + draws.seconds),
     ):
-        x, y = split.test
+        x, y = split.test  # without a number of draws: each member, and each draw
         prediction = ps.predict(model, posterior, x, y=y, stream=True)
         error = float((prediction.mean - y).square().mean().sqrt())
-        loss = -float(prediction.log_density.mean())
-        own = loss + math.log(split.target_scale)
-        rows.append([split.name, name, f"{error:.4f}", f"{loss:.3f}", f"{own:.3f}", *diagnostics])
+        standardized = float(prediction.log_density.mean())
+        own = standardized - math.log(split.target_scale)
+        scores = (own, error * split.target_scale, standardized, error)
+        rows.append((split.name, name, *(f"{v:.5g}" for v in scores), r_hat, f"{seconds:.0f}"))
     return rows
 
 

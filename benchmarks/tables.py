@@ -30,7 +30,14 @@ ROOT = REPOSITORY = Path(__file__).parents[1]
 PAGES = [
     *(
         ROOT / "docs" / name
-        for name in ("benchmarks.md", "league.md", "one_pass.md", "training.md", "uci.md")
+        for name in (
+            "benchmarks.md",
+            "league.md",
+            "one_pass.md",
+            "sampling.md",
+            "training.md",
+            "uci.md",
+        )
     ),
     *sorted((ROOT / "examples" / "papers").glob("*/README.md")),
 ]
@@ -76,6 +83,11 @@ def render(text: str) -> str:
 def tables_of(path: Path) -> str:
     """Return the tables of a file of rows, by its columns."""
     header = tuple(path.read_text().splitlines()[0].split(","))
+    if header == uci_tables.DECOMPOSED:
+        return markdown(header, [list(row) for row in read_rows(path, header)])
+    if header == uci_tables.SAMPLED:
+        guides = read_rows(path.with_name("uci.csv"), uci_tables.HEADER)
+        return uci_tables.sampling_table(read_rows(path, header), guides)
     if header == paper_tables.HEADER:
         return paper_tables.paper_tables(path)
     kind, write = {

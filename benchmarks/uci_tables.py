@@ -8,6 +8,11 @@ from benchmarks.markdown import markdown
 from benchmarks.rows import Row
 
 HEADER = ("data", "split", "noise", "guide", "log likelihood", "RMSE", "seconds")
+SAMPLED = (
+    *("data", "split", "sampled", "log likelihood", "RMSE"),
+    *("standardized log likelihood", "standardized RMSE", "R-hat", "seconds"),
+)
+DECOMPOSED = ("data", "split", "posterior", "RMSE", "NLL", "seconds")
 LOG_LIKELIHOOD, ERROR = (HEADER.index(name) for name in ("log likelihood", "RMSE"))
 SETS = ("boston", "concrete", "energy", "kin8nm", "power", "protein")
 HETEROSCEDASTIC = "heteroscedastic"
@@ -51,6 +56,39 @@ def uci_tables(rows: Iterable[Row]) -> str:
                 parts.append(f"### {title}, {noise} noise")
                 parts += gap_parts(own) if is_gap else random_parts(own, noise)
     return "\n\n".join(parts)
+
+
+def sampling_table(rows: Iterable[Row], others: Iterable[Row] = ()) -> str:
+    """Return means over splits of sampled posteriors, with guides on the same splits.
+
+    Args:
+        rows: Rows of :data:`SAMPLED`.
+        others: Rows of guides, of :data:`HEADER`.
+    """
+    rows, table = list(rows), []
+    for data in dict.fromkeys(row[0] for row in rows):
+        own = [row for row in rows if row[0] == data]
+        names = {row[1] for row in own}
+        found = {"points": [r for r in own if r[2] == "points"]}
+        found["chains from points"] = [r for r in own if r[2] == "draws"]
+        for name, each in found.items():
+            columns = [[float(row[i]) for row in each] for i in (3, 4, 5, 6, 8)]
+            table.append([data, str(len(each)), name, *(within(column) for column in columns)])
+        guides = [r for r in others if r[0] == data and r[1] in names and r[2] == HETEROSCEDASTIC]
+        for name in dict.fromkeys(row[3] for row in guides):
+            each = [row for row in guides if row[3] == name]
+            columns = [[float(row[i]) for row in each] for i in (4, 5)]
+            if len(each) == len(names):
+                cells = [*(within(column) for column in columns), "", "", ""]
+                table.append([data, str(len(each)), f"{name}, one layer", *cells])
+    header = ["data", "splits", "posterior", "log likelihood", "RMSE"]
+    return markdown([*header, "standardized", "its RMSE", "seconds"], table)
+
+
+def within(values: Sequence[float]) -> str:
+    """Return a mean with its standard error, or a single value."""
+    mean = f"{fmean(values):.3g}"
+    return mean if len(values) == 1 else f"{mean} ± {stdev(values) / math.sqrt(len(values)):.2g}"
 
 
 def random_parts(rows: list[Row], noise: str) -> list[str]:

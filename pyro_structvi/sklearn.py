@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from pyro_structvi import guides
-from pyro_structvi.infer import fit
+from pyro_structvi.infer import Validation, fit
 from pyro_structvi.nn import Classifier, Regressor, bayesianize
 from pyro_structvi.nn.likelihood import Likelihood
 from pyro_structvi.posterior import Prediction, predict
@@ -61,8 +61,10 @@ class _BayesianMLP(BaseEstimator):
         num_members: int = 10,
         num_steps: int = 1500,
         batch_size: int = 2000,
+        validation_fraction: float = 0.1,
         refine: Refine = "auto",
         num_sampling_steps: int = 20_000,
+        energy_variance: float = 0.1,
         dtype: str = "float32",
         device: str = "cpu",
         random_state: Any = None,
@@ -75,8 +77,10 @@ class _BayesianMLP(BaseEstimator):
         self.num_members = num_members
         self.num_steps = num_steps
         self.batch_size = batch_size
+        self.validation_fraction = validation_fraction
         self.refine = refine
         self.num_sampling_steps = num_sampling_steps
+        self.energy_variance = energy_variance
         self.dtype = dtype
         self.device = device
         self.random_state = random_state
@@ -105,7 +109,7 @@ class _BayesianMLP(BaseEstimator):
         with separate_randomness():
             torch.manual_seed(check_random_state(self.random_state).randint(2**31 - 1))
             net = self._net(inputs.shape[1], num_outputs).to(data[0])
-            self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale), len(inputs))
+            self.model_ = self._likelihood(bayesianize(net, prior=self.prior_scale))
             self.guide_ = self._guide(tuple(data))
             self.draws_ = self._draws(tuple(data))
         return self
@@ -121,7 +125,7 @@ class _BayesianMLP(BaseEstimator):
             layers += [nn.Linear(size, next_size), ACTIVATIONS[self.activation]()]
         return nn.Sequential(*layers, nn.Linear(sizes[-1], num_outputs))
 
-    def _likelihood(self, net: nn.Module, num_data: int) -> Likelihood:
+    def _likelihood(self, net: nn.Module) -> Likelihood:
         raise NotImplementedError
 
     def _is_refined(self, num_data: int) -> bool:
@@ -151,13 +155,23 @@ class _BayesianMLP(BaseEstimator):
         return guide
 
     def _train(self, guide: StructuredGuide, data: tuple[Tensor, ...]) -> None:
-        size = self.batch_size if self.batch_size < len(data[0]) else None
+        options: dict[str, Any] = {}
+        num_data = len(data[0])
+        is_of_points = guide.is_of_points or isinstance(guide, guides.MAPGuide)
+        held_out = int(self.validation_fraction * num_data)
+        if is_of_points and held_out and not self._is_refined(num_data):
+            # Points that fit every example learn a noise of nearly nothing.
+            order = torch.randperm(num_data, device=data[0].device)
+            other = tuple(part[order[:held_out]] for part in data)
+            data = tuple(part[order[held_out:]] for part in data)
+            options["validation"] = Validation((other[0], other[1]), every=50, patience=10)
         fit(
             *(self.model_, guide, data),
             num_steps=self.num_steps,
-            batch_size=size,
+            batch_size=self.batch_size if self.batch_size < len(data[0]) else None,
             compiled="traced",  # its numbers do not depend on measured times
             progress=self.progress,
+            **options,
         )
 
     @torch.no_grad()
@@ -165,7 +179,7 @@ class _BayesianMLP(BaseEstimator):
         """Return draws of the posterior by site, from chains or from the guide."""
         guide = self.guide_
         if self._is_refined(len(data[0])):
-            warmup = self.num_sampling_steps // 5
+            warmup = 3 * self.num_sampling_steps // 10
             thinning = max(1, (self.num_sampling_steps - warmup) // DRAWS_OF_CHAIN)
             with warnings.catch_warnings():
                 # Chains stay in their basins; `draws_.r_hat` is the measure of their disagreement.
@@ -176,6 +190,7 @@ class _BayesianMLP(BaseEstimator):
                     num_draws=max(4, (self.num_sampling_steps - warmup) // thinning),
                     num_chains=self.num_members,
                     thinning=thinning,
+                    energy_variance=self.energy_variance,
                     seed=int(torch.randint(2**31, ())),
                     progress=self.progress,
                 )
@@ -229,9 +244,13 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         num_members: The number of members of a mixture or ensemble, and of chains.
         num_steps: The number of training steps of a guide.
         batch_size: The number of examples in a training step; all if there are fewer.
+        validation_fraction: The share of examples that is held out to stop the training of points that
+            are not refined; none when 0.
         refine: Whether to sample by :func:`~pyro_structvi.reference.mclmc` from the guide; "auto" for at
             most 10,000 examples, since each step takes all of them.
-        num_sampling_steps: The number of steps of each chain, a fifth for warm-up.
+        num_sampling_steps: The number of steps of each chain, three tenths for warm-up.
+        energy_variance: See :func:`~pyro_structvi.reference.mclmc`; smaller values have less bias and
+            need more steps.
         dtype: "float32" or "float64".
         device: The device, as torch names it.
         random_state: A seed or a ``RandomState``.
@@ -326,8 +345,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         densities: Array = self._to_numpy(found) - np.log(self.y_scaler_.scale_[0])
         return densities
 
-    def _likelihood(self, net: nn.Module, num_data: int) -> Likelihood:
-        return Regressor(net, num_data, noise="heteroscedastic")
+    def _likelihood(self, net: nn.Module) -> Likelihood:
+        return Regressor(net, noise="heteroscedastic")
 
     def _in_units(self, values: Tensor) -> Array:
         scaled = self._to_numpy(values)[..., 0]
@@ -353,8 +372,10 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         num_members: Likewise.
         num_steps: Likewise.
         batch_size: Likewise.
+        validation_fraction: Likewise.
         refine: Likewise.
         num_sampling_steps: Likewise.
+        energy_variance: Likewise.
         class_weight: Weights of the classes' log likelihoods, a dictionary, or "balanced" for weights
             inversely proportional to their frequencies.
         dtype: See :class:`BayesianMLPRegressor`.
@@ -388,8 +409,10 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         num_members: int = 10,
         num_steps: int = 1500,
         batch_size: int = 2000,
+        validation_fraction: float = 0.1,
         refine: Refine = "auto",
         num_sampling_steps: int = 20_000,
+        energy_variance: float = 0.1,
         class_weight: Any = None,
         dtype: str = "float32",
         device: str = "cpu",
@@ -404,8 +427,10 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
             num_members=num_members,
             num_steps=num_steps,
             batch_size=batch_size,
+            validation_fraction=validation_fraction,
             refine=refine,
             num_sampling_steps=num_sampling_steps,
+            energy_variance=energy_variance,
             dtype=dtype,
             device=device,
             random_state=random_state,
@@ -456,5 +481,5 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         found: Array = self.classes_[probabilities.argmax(-1)]
         return found
 
-    def _likelihood(self, net: nn.Module, num_data: int) -> Likelihood:
-        return Classifier(net, num_data)
+    def _likelihood(self, net: nn.Module) -> Likelihood:
+        return Classifier(net)

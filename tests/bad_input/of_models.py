@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pyro_structvi as ps
-from tests.bad_input.samples import SIZE, net
+from tests.bad_input.samples import SIZE, inputs, net, targets
 
 
 def of_likelihood(size, **options):
@@ -21,11 +21,13 @@ def of_likelihood(size, **options):
 
 
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
-    "Classifier": lambda: of_likelihood(2, class_weights=torch.ones(2)),
+    "Classifier": lambda: of_likelihood(2, class_weights=torch.ones(2), standardize=inputs()),
     "TokenClassifier": lambda: of_likelihood(2),
-    "Regressor": lambda: of_likelihood(1, noise_scale=0.3, noise=None, df=3.0),
-    "BinaryClassifier": lambda: of_likelihood(1),
-    "PoissonRegressor": lambda: of_likelihood(1),
+    "Regressor": lambda: of_likelihood(
+        1, noise_scale=0.3, noise=None, df=3.0, standardize=(inputs(), targets())
+    ),
+    "BinaryClassifier": lambda: of_likelihood(1, standardize=inputs()),
+    "PoissonRegressor": lambda: of_likelihood(1, standardize=inputs()),
     "LastLayer": lambda: {"features": nn.Linear(3, 4), "head": nn.Linear(4, 2)},
     "FanIn": lambda: {"fan_in": None},
     "HierarchicalScale": lambda: {"prior": dist.HalfNormal(1.0)},

@@ -255,3 +255,57 @@ def test_an_example_of_weight_two_counts_twice(name):
         model(x, y, -weights)
     with pytest.raises(ValueError, match="`weights` must have shape"):
         model(x, y, weights[:4])
+
+
+# ---- standardization -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("noise", "outputs"), [(0.3, 2), ("heteroscedastic", 4), (dist.LogNormal(0.0, 1.0), 2)]
+)
+def test_a_standardized_regressor_is_the_model_of_standardized_data(noise, outputs):
+    x = torch.randn(12, 3) * torch.tensor([1.0, 1e4, 1e-3]) + 7.0
+    y = 5000 + 1000 * torch.randn(12, 2)
+    x[:, 2] = 1.5  # a constant
+    net = ps.bayesianize(nn.Linear(3, outputs), prior=1.0)
+    model = ps.Regressor(net, 12, noise=noise, standardize=(x, y))
+    plain = ps.Regressor(ps.bayesianize(nn.Linear(3, outputs), prior=1.0), 12, noise=noise)
+    z = (x - x.mean(0)) / torch.tensor([*x.std(0, correction=0)[:2], 1.0])
+    center, scale = y.mean(0), y.std(0, correction=0)
+    values = ps.MAPGuide(plain).draw()
+    found, expected = (
+        poutine.trace(poutine.condition(own, values)).get_trace(*data)
+        for own, data in ((model, (x, y)), (plain, (z, (y - center) / scale)))
+    )
+    difference = found.log_prob_sum() - expected.log_prob_sum()
+    torch.testing.assert_close(difference, -12 * scale.log().sum())
+    returned = [trace.nodes["_RETURN"]["value"] for trace in (found, expected)]
+    torch.testing.assert_close(returned[0], returned[1] * scale + center)
+    draws = {name: value.unsqueeze(0) for name, value in values.items()}
+    predictions = ps.predict(model, draws, x), ps.predict(plain, draws, z)
+    torch.testing.assert_close(
+        predictions[0].variance, predictions[1].variance * scale.square(), rtol=1e-9, atol=0
+    )
+
+
+def test_scales_are_saved_with_the_model():
+    x = torch.randn(12, 3) * 100
+    make = lambda x: ps.Classifier(nn.Linear(3, 2), 12, standardize=x)  # noqa: E731
+    model, other = make(x), make(torch.randn(5, 3))
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(x), model(x))
+    torch.testing.assert_close(model(x), model.net((x - x.mean(0)) / x.std(0, correction=0)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(1, 3), torch.zeros(4, 3, dtype=torch.long), torch.full((4, 3), torch.nan)]
+)
+def test_data_without_scales_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"`standardize` (must|holds)"):
+        ps.Classifier(nn.Linear(3, 2), 4, standardize=wrong)
+
+
+def test_only_tensors_are_standardized():
+    model = ps.Classifier(nn.Linear(3, 2), 4, standardize=torch.randn(4, 3))
+    with pytest.raises(TypeError, match="`x` must be a tensor for a model with `standardize`"):
+        model({"input": torch.randn(4, 3)})
