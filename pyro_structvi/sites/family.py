@@ -84,8 +84,9 @@ class MatrixFamily(Family):
     Args:
         join_bias: Whether the bias of a layer becomes a further column of its weight, with one
             posterior for both, as by default. The bias of ``<name>weight<suffix>`` is the site
-            ``<name>bias<suffix>`` of shape ``(out,)``, if there is one. With False the bias has a
-            family of its own, mean field unless a pattern names another.
+            ``<name>bias<suffix>`` of shape ``(out,)``, if there is one and the family fits both
+            together. Otherwise, and with False, the bias has a family of its own, mean field
+            unless a pattern names another.
     """
 
     join_bias: bool = field(default=True, kw_only=True, repr=False)
