@@ -66,7 +66,7 @@ FAMILIES = [
     ),
     Choice(
         *("KTiedGuide", "guides/k_tied.md", "no correlation, with half of the numbers"),
-        {"rank": 2},
+        {"rank": 2, "join_bias": False},
     ),
     MEAN_FIELD,
 ]

@@ -54,17 +54,17 @@ METHODS = {
         lambda s: 2 * s.S * s.N * s.d**2,
     ),
     "k-tied": Method(
-        lambda model, s: ps.KTiedGuide(model, rank=s.K),
+        lambda model, s: ps.KTiedGuide(model, rank=s.K, join_bias=False),
         lambda s: s.S * s.N * s.d**2,
         lambda s: s.S * s.N * (s.d**2 + s.K * (s.K + 1) * s.d) + s.K * s.d**2,
     ),
     "low rank": Method(
-        lambda model, s: ps.AutoLowRankLRT(model, rank=s.K, diagonal="constant"),
+        lambda model, s: ps.AutoLowRankLRT(model, rank=s.K, diagonal="constant", join_bias=False),
         lambda s: s.K**3 + (s.K + 2) * s.S * s.N * s.d**2,
         lambda s: (s.K + 1) * s.S * s.N * s.d**2 + s.K**2 * s.d**2,
     ),
     "matrix normal": Method(
-        lambda model, s: ps.MatrixNormalGuide(model),
+        lambda model, s: ps.MatrixNormalGuide(model, join_bias=False),
         lambda s: s.S * s.N * s.d**2,
         lambda s: 3 * s.S * s.N * s.d**2 + 4 * s.d**2,
     ),
@@ -86,7 +86,7 @@ METHODS = {
         ps.RankOne(),
     ),
     "rowwise": Method(
-        lambda model, s: ps.RowwiseGuide(model),
+        lambda model, s: ps.RowwiseGuide(model, join_bias=False),
         None,
         lambda s: s.S * s.N * (s.d**3 + s.d**2) + 2 * s.d**3,
     ),

@@ -34,7 +34,7 @@ GUIDES: dict[str, Callable[[Any], nn.Module]] = {
     "MAP": ps.MAPGuide,
     "ensemble of 5": ps.EnsembleGuide,
     "mean field": ps.MeanFieldGuide,
-    "k-tied, k = 2": ps.KTiedGuide,
+    "k-tied, k = 2": lambda model: ps.KTiedGuide(model, join_bias=False),
     "matrix normal": lambda model: ps.MatrixNormalGuide(model, join_bias=True),
     "rowwise": lambda model: ps.RowwiseGuide(model, join_bias=True),
     "low rank, full diagonal": lambda model: ps.AutoLowRankLRT(

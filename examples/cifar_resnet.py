@@ -23,8 +23,8 @@ from pyro_structvi.metrics import classification_scores
 GUIDES: dict[str, Callable[[ps.Classifier, int], ps.StructuredGuide]] = {
     "map": lambda model, rank: ps.MAPGuide(model),
     "mean-field": lambda model, rank: ps.MeanFieldGuide(model),
-    "k-tied": ps.KTiedGuide,
-    "low-rank": ps.AutoLowRankLRT,
+    "k-tied": lambda model, rank: ps.KTiedGuide(model, rank, join_bias=False),
+    "low-rank": lambda model, rank: ps.AutoLowRankLRT(model, rank, join_bias=False),
     "inducing": lambda model, rank: ps.InducingWeightGuide(model, max_conditional_scale=0.1),
 }
 

@@ -110,7 +110,7 @@ class Method:
 
 
 def low_rank(model: ps.Classifier) -> ps.StructuredGuide:
-    return ps.AutoLowRankLRT(model, rank=2, diagonal="full")
+    return ps.AutoLowRankLRT(model, rank=2, diagonal="full", join_bias=False)
 
 
 METHODS = {
@@ -119,7 +119,7 @@ METHODS = {
     "ensemble": Method(lambda model: ps.EnsembleGuide(model, size=5), 0.3, num_samples=5),
     "mean field": Method(ps.MeanFieldGuide, kl_weight=0.1),
     "mean field, A only": Method(ps.MeanFieldGuide, prior_on="A"),
-    "k-tied": Method(lambda model: ps.KTiedGuide(model, rank=2), kl_weight=0.1),
+    "k-tied": Method(lambda model: ps.KTiedGuide(model, rank=2, join_bias=False), kl_weight=0.1),
     "low rank": Method(low_rank, kl_weight=0.1),
     "low rank, A only": Method(low_rank, kl_weight=0.1, prior_on="A"),
     "full covariance": Method(ps.FullCovarianceGuide, 0.03, 0.1),

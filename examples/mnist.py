@@ -20,9 +20,11 @@ from pyro_structvi.metrics import classification_scores
 
 GUIDES: dict[str, Callable[[ps.Classifier, int], ps.StructuredGuide]] = {
     "mean-field": lambda model, rank: ps.MeanFieldGuide(model),
-    "k-tied": ps.KTiedGuide,
-    "low-rank": ps.AutoLowRankLRT,
-    "low-rank-full-diagonal": lambda model, rank: ps.AutoLowRankLRT(model, rank, diagonal="full"),
+    "k-tied": lambda model, rank: ps.KTiedGuide(model, rank, join_bias=False),
+    "low-rank": lambda model, rank: ps.AutoLowRankLRT(model, rank, join_bias=False),
+    "low-rank-full-diagonal": lambda model, rank: ps.AutoLowRankLRT(
+        model, rank, diagonal="full", join_bias=False
+    ),
     "inducing": lambda model, rank: ps.InducingWeightGuide(model, max_conditional_scale=0.1),
     "inducing-unbounded": lambda model, rank: ps.InducingWeightGuide(model),
 }

@@ -12,6 +12,7 @@ example. The figure shows the table.
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,8 @@ import pyro_structvi as ps
 
 GUIDES: dict[str, Callable[..., ps.StructuredGuide]] = {
     "mean field": ps.MeanFieldGuide,
-    "k-tied, k = 2": ps.KTiedGuide,
-    "low rank, K = 2": lambda model, **options: ps.AutoLowRankLRT(
-        model, rank=2, diagonal="constant", **options
-    ),
+    "k-tied, k = 2": partial(ps.KTiedGuide, join_bias=False),
+    "low rank, K = 2": partial(ps.AutoLowRankLRT, rank=2, diagonal="constant", join_bias=False),
 }
 
 NETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {

@@ -53,7 +53,7 @@ class Picture:
 
 PICTURES = {
     "mean field": Picture("mean_field"),
-    "k-tied, k = 2": Picture("k_tied", ps.KTiedGuide),
+    "k-tied, k = 2": Picture("k_tied", lambda m: ps.KTiedGuide(m, join_bias=False)),
     "matrix normal": Picture("matrix_normal", lambda m: ps.MatrixNormalGuide(m, join_bias=True)),
     "rowwise": Picture("rowwise", lambda m: ps.RowwiseGuide(m, join_bias=True)),
     "low rank, K = 5, full diagonal": Picture(

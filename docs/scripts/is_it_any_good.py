@@ -50,7 +50,10 @@ def regression(steps: int, nuts: int, folder: Path) -> None:
     data, (x, y) = noisy_sine(40), noisy_sine(400)
     net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
     model = ps.Regressor(ps.bayesianize(net, prior=ps.FanIn(2.0)), num_data=40, noise_scale=0.1)
-    posteriors: dict[str, Any] = {"k-tied": ps.KTiedGuide(model), "point": ps.MAPGuide(model)}
+    posteriors: dict[str, Any] = {
+        "k-tied": ps.KTiedGuide(model, join_bias=False),
+        "point": ps.MAPGuide(model),
+    }
     for guide in posteriors.values():
         ps.fit(model, guide, data, num_steps=steps, progress=False)
     print("k-hat", round(diagnostics.pareto_k(model, posteriors["k-tied"], *data).k_hat, 2))
@@ -112,7 +115,7 @@ def classification(steps: int, folder: Path) -> None:
     (x, y), (others, _) = digits(lambda y: y < 5), digits(lambda y: y >= 5)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 5))
     model = ps.Classifier(ps.bayesianize(net, prior=ps.FanIn(4.0)), num_data=400)
-    guide = ps.KTiedGuide(model)
+    guide = ps.KTiedGuide(model, join_bias=False)
     ps.fit(model, guide, (x[:400], y[:400]), num_steps=steps, progress=False)
     inside, outside = ps.predict(model, guide, x[400:]), ps.predict(model, guide, others)
     show("digits", asdict(metrics.classification_scores(inside.mean, y[400:])))

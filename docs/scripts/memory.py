@@ -29,8 +29,10 @@ GUIDES: dict[str, Callable[[Any], ps.StructuredGuide]] = {
     "MAP": lambda model: ps.MAPGuide(model),
     "mean field": lambda model: ps.MeanFieldGuide(model),
     "mean field, drawn": lambda model: ps.MeanFieldGuide(model, local_reparam=False),
-    "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2),
-    "low rank, K = 2": lambda model: ps.AutoLowRankLRT(model, rank=2, diagonal="constant"),
+    "k-tied, k = 2": lambda model: ps.KTiedGuide(model, rank=2, join_bias=False),
+    "low rank, K = 2": lambda model: ps.AutoLowRankLRT(
+        model, rank=2, diagonal="constant", join_bias=False
+    ),
     "inducing 64": lambda model: ps.InducingWeightGuide(model),
     "MC dropout": lambda model: ps.MCDropoutGuide(model),
 }

@@ -42,7 +42,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 GUIDES: dict[str, Callable[[ps.Classifier], ps.StructuredGuide]] = {
     "mean field": lambda model: ps.MeanFieldGuide(model),
     "mean field, drawn": lambda model: ps.MeanFieldGuide(model, local_reparam=False),
-    "k-tied, k = 2": lambda model: ps.KTiedGuide(model),
+    "k-tied, k = 2": lambda model: ps.KTiedGuide(model, join_bias=False),
     "inducing 64": lambda model: ps.InducingWeightGuide(model),
 }
 

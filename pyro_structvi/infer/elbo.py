@@ -63,7 +63,7 @@ class StructuredELBO(ELBO):
         >>> guide, elbo = KTiedGuide(model), StructuredELBO()
         >>> terms = elbo.terms(model, guide, torch.zeros(8, 2), torch.zeros(8, 1))
         >>> sorted(terms.kl)
-        ['net.bias', 'net.weight']
+        ['net.weight+bias']
     """
 
     @checked

@@ -71,7 +71,7 @@ class StructuredAdam(torch.optim.Optimizer):
         >>> from pyro_structvi import Regressor, RowwiseGuide, StructuredELBO, bayesianize
         >>> x = torch.linspace(-1, 1, 32).unsqueeze(-1)
         >>> model = Regressor(bayesianize(nn.Linear(1, 1), prior=1.0), num_data=32, noise_scale=0.1)
-        >>> guide = RowwiseGuide(model, join_bias=True)
+        >>> guide = RowwiseGuide(model)
         >>> optimizer = StructuredAdam(guide.parameters(), guide, lr=0.1)
         >>> for _ in range(100):
         ...     optimizer.zero_grad()

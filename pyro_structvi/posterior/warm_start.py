@@ -45,7 +45,7 @@ def k_tied_from_mean_field(guide: StructuredGuide, rank: Count = 2) -> Structure
     References:
         Swiatkowski et al. (2020), "The k-tied Normal distribution", section 3.1.
     """
-    family = KTied(rank)
+    family = KTied(rank, join_bias=False)
 
     def tie(posterior: SitePosterior) -> SitePosterior | None:
         site, q = posterior.site, posterior()
@@ -76,7 +76,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
     Example:
         >>> from pyro_structvi import Classifier, RowwiseGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(3, 2), prior=1.0), num_data=10)
-        >>> guide = RowwiseGuide(model, join_bias=True)  # to be fitted
+        >>> guide = RowwiseGuide(model)  # to be fitted
         >>> full_covariance_from(guide)["net.weight"]().scale_tril.shape
         torch.Size([8, 8])
     """

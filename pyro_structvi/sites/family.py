@@ -79,15 +79,17 @@ class Family:
 
 @dataclass(frozen=True)
 class MatrixFamily(Family):
-    """A family for weights seen as matrices ``(out, in)``, optionally with their biases.
+    """A family for weights seen as matrices ``(out, in)``, by default with their biases.
 
     Args:
         join_bias: Whether the bias of a layer becomes a further column of its weight, with one
-            posterior for both. The bias of ``<name>weight<suffix>`` is the site ``<name>bias<suffix>``
-            of shape ``(out,)``, if there is one.
+            posterior for both, as by default. The bias of ``<name>weight<suffix>`` is the site
+            ``<name>bias<suffix>`` of shape ``(out,)``, if there is one and the family fits both
+            together. Otherwise, and with False, the bias has a family of its own, mean field
+            unless a pattern names another.
     """
 
-    join_bias: bool = field(default=False, kw_only=True, repr=False)
+    join_bias: bool = field(default=True, kw_only=True, repr=False)
     needs: ClassVar[str] = "a real weight of at least two dimensions, (out, *rest)"
 
     def fits(self, site: LatentSite) -> bool:

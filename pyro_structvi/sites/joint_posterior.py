@@ -212,7 +212,8 @@ def stack_draws(draws: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, LatentSite]) -> str:
     """Return the name of the bias to join with a weight, or "" for none.
 
-    The bias of ``<name>weight<suffix>`` is ``<name>bias<suffix>``, real, of shape ``(out,)``.
+    The bias of ``<name>weight<suffix>`` is ``<name>bias<suffix>``, real, of shape ``(out,)``. A family
+    that does not fit the weight with a further column has none.
 
     Args:
         site: The site of the weight.
@@ -224,8 +225,9 @@ def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, Late
     module, _, attribute = site.name.rpartition(".")
     name = f"{module}.".lstrip(".") + attribute.replace("weight", "bias")
     bias = sites.get(name)
-    fits = bias is not None and bias.is_real and not bias.is_batch and bias.shape == site.shape[:1]
-    return name if fits else ""
+    if bias is None or not bias.is_real or bias.is_batch or bias.shape != site.shape[:1]:
+        return ""
+    return name if family.fits(site.join_bias(bias)) else ""
 
 
 def sample_joined(

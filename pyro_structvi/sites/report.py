@@ -245,7 +245,7 @@ def estimate_memory(
         >>> net = bayesianize(torch.nn.Linear(4096, 4096), prior=0.02)
         >>> estimate = estimate_memory(KTiedGuide, Classifier(net, num_data=100), rank=2)
         >>> estimate.total, estimate.training_bytes
-        (16801792, 268828672)
+        (16797698, 268763168)
     """
     with shapes_only():
         guide = make_guide(model, *args, **options)

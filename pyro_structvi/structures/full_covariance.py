@@ -215,7 +215,7 @@ class FullCovariance(MemoryLimitedFamily):
 
     Args:
         max_memory: The maximum for a site by this formula, in GiB.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Raises:
         ValueError: If ``max_memory`` is not a positive number.
@@ -226,7 +226,7 @@ class FullCovariance(MemoryLimitedFamily):
         >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.guides import StructuredGuide
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
-        >>> guide = StructuredGuide(model, {"*.weight": FullCovariance(join_bias=True)})
+        >>> guide = StructuredGuide(model, {"*.weight": FullCovariance()})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
         {'loc': (3, 5), 'log_diagonal': (15,), 'lower': (3, 10), 'across': (3, 5, 5)}
     """
@@ -265,7 +265,7 @@ class FullCovarianceGuide(StructuredGuide):
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
         max_memory: The maximum for training one layer, in GiB, by the formula of
             :class:`pyro_structvi.families.FullCovariance`.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.

@@ -144,7 +144,7 @@ class KTied(MatrixFamily):
 
     Args:
         rank: The k of the paper, at least 1.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Raises:
         ValueError: If the rank is not a whole number of at least 1.
@@ -156,7 +156,7 @@ class KTied(MatrixFamily):
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": KTied(rank=1)})
         >>> sum(parameter.numel() for parameter in guide.parameters())
-        25
+        23
     """
 
     rank: Count = 2
@@ -188,7 +188,7 @@ class KTiedGuide(StructuredGuide):
         model: A ``PyroModule`` or any callable with latent sites.
         rank: The rank k of each matrix of standard deviations. In the paper, k = 2 is about as good as
             mean field, and k = 1 is worse for some nets.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
@@ -196,7 +196,7 @@ class KTiedGuide(StructuredGuide):
         >>> from pyro_structvi import Classifier, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in KTiedGuide(model, rank=2).parameters())
-        162400
+        162002
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class KTiedGuide(StructuredGuide):
         model: Callable[..., Any],
         rank: int = 2,
         *,
-        join_bias: bool = False,
+        join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
         super().__init__(model, {"*": KTied(rank, join_bias=join_bias)}, **options)

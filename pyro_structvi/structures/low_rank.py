@@ -333,7 +333,7 @@ class LowRank(MatrixFamily):
             standard deviation is 0.1 over the root of the fan-in, so that outputs have little noise,
             and at most a tenth of the prior's.
         alpha: The factor of the low-rank part; 1/K when None, as in the paper.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -343,7 +343,7 @@ class LowRank(MatrixFamily):
         >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.guides import StructuredGuide
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
-        >>> guide = StructuredGuide(model, {"*.weight": LowRank(rank=2, join_bias=True)})
+        >>> guide = StructuredGuide(model, {"*.weight": LowRank(rank=2)})
         >>> guide["net.weight"]().covariance_matrix.shape
         torch.Size([15, 15])
     """
@@ -434,7 +434,7 @@ class AutoLowRankLRT(StructuredGuide):
         diagonal: The diagonal part. On small nets the ELBO of a constant one is hundreds of nats lower.
         diagonal_variance: As for :class:`LowRank`.
         alpha: As for :class:`LowRank`.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
@@ -454,7 +454,7 @@ class AutoLowRankLRT(StructuredGuide):
         *,
         diagonal_variance: float | None = None,
         alpha: float | None = None,
-        join_bias: bool = False,
+        join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
         family = LowRank(rank, diagonal, diagonal_variance, alpha, join_bias=join_bias)

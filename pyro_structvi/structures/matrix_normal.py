@@ -203,14 +203,14 @@ class MatrixNormalFamily(MatrixFamily):
     numbers.
 
     Args:
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Example:
         >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.guides import StructuredGuide
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
-        >>> guide = StructuredGuide(model, {"*.weight": MatrixNormalFamily(join_bias=True)})
+        >>> guide = StructuredGuide(model, {"*.weight": MatrixNormalFamily()})
         >>> sum(parameter.numel() for parameter in guide.parameters())
         36
     """
@@ -240,7 +240,7 @@ class MatrixNormalGuide(StructuredGuide):
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
@@ -256,7 +256,7 @@ class MatrixNormalGuide(StructuredGuide):
         self,
         model: Callable[..., Any],
         *,
-        join_bias: bool = False,
+        join_bias: bool = True,
         **options: Unpack[GuideOptions],
     ) -> None:
         super().__init__(model, {"*": MatrixNormalFamily(join_bias=join_bias)}, **options)

@@ -121,7 +121,7 @@ class Rowwise(MemoryLimitedFamily):
 
     Args:
         max_memory: The maximum for a site by this formula, in GiB.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Raises:
         ValueError: If ``max_memory`` is not a positive number.
@@ -132,7 +132,7 @@ class Rowwise(MemoryLimitedFamily):
         >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.guides import StructuredGuide
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
-        >>> guide = StructuredGuide(model, {"*.weight": Rowwise(join_bias=True)})
+        >>> guide = StructuredGuide(model, {"*.weight": Rowwise()})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
         {'loc': (3, 5), 'log_diagonal': (3, 5), 'lower': (3, 10)}
     """
@@ -161,7 +161,7 @@ class RowwiseGuide(StructuredGuide):
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
         max_memory: The maximum for training one layer, in GiB, by the formula of
             :class:`pyro_structvi.families.Rowwise`.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
@@ -182,7 +182,7 @@ class RowwiseGuide(StructuredGuide):
         self,
         model: Callable[..., Any],
         *,
-        join_bias: bool = False,
+        join_bias: bool = True,
         max_memory: float = 8.0,
         **options: Unpack[GuideOptions],
     ) -> None:

@@ -15,7 +15,8 @@ from torch.distributions import constraints
 
 from pyro_structvi.nn.conversion import bayesianize
 from pyro_structvi.nn.regressors import Regressor
-from pyro_structvi.sites.family import Family, MatrixFamily
+from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.joint_posterior import joins_with
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.contracts import Contract, differences, draws, elbo_gradients, fixed_seed
@@ -59,13 +60,13 @@ def check_family(
         >>> check_family(KTied(rank=2))
     """
     contract, size = Contract(repr(family)), torch.Size(shape)
-    site = LatentSite(WEIGHT, size, len(size), constraints.real, prior_scale=1.0)
+    site = _site(size)
     with fixed_seed():
         for check in (_check_object, _check_options, _check_sites):
             with contract.part(check.__name__.removeprefix("_check_")):
                 check(contract, family, site)
-        if _joins(family):
-            site = site.join_bias(dataclasses.replace(site, name="net.bias", shape=size[:1]))
+        if _joins(family, size):
+            site = site.join_bias(_bias_of(site))
         with contract.part("starting values"):
             _check_start(contract, family, site)
             _check_scale(contract, family, size, start_tolerance, points)
@@ -76,13 +77,24 @@ def check_family(
             _check_state(contract, family, size)
 
 
-def _joins(family: Family) -> bool:
-    return isinstance(family, MatrixFamily) and family.join_bias
+def _site(shape: torch.Size) -> LatentSite:
+    return LatentSite(WEIGHT, shape, len(shape), constraints.real, prior_scale=1.0)
+
+
+def _joins(family: Family, shape: torch.Size) -> bool:
+    """Return whether the family joins the bias of a weight of this shape."""
+    site = _site(shape)
+    bias = _bias_of(site)
+    return bool(joins_with(site, family, {bias.name: bias}))
+
+
+def _bias_of(site: LatentSite) -> LatentSite:
+    return dataclasses.replace(site, name="net.bias", shape=site.shape[:1], event_dim=1)
 
 
 def _model(family: Family, shape: torch.Size, dtype: torch.dtype | None = None) -> Regressor:
     """Return a linear regression, with a bias if the family joins it."""
-    net = nn.Linear(shape[1], shape[0], bias=_joins(family), dtype=dtype)
+    net = nn.Linear(shape[1], shape[0], bias=_joins(family, shape), dtype=dtype)
     return Regressor(bayesianize(net, prior=1.0), num_data=20, noise_scale=0.5)
 
 

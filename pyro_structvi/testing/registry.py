@@ -54,6 +54,7 @@ def variants(
 
 
 ENSEMBLE_U, FULL_U = {"inducing_posterior": "ensemble"}, {"inducing_posterior": "full"}
+APART = {"join_bias": False}  # biases
 
 # Guides with a density over weights.
 GUIDES: list[GuideVariant] = [
@@ -65,14 +66,14 @@ GUIDES: list[GuideVariant] = [
     ),
     *variants(
         KTiedGuide,
-        ("k-tied", TESTS, {}),
+        ("k-tied", TESTS, APART),
         ("k-tied, joined", TESTS, {"join_bias": True}),
-        ("k-tied, k = 1", DEMO + BENCHMARKS, {"rank": 1}),
-        ("k-tied, k = 2", DEMO + BENCHMARKS, {"rank": 2}),
+        ("k-tied, k = 1", DEMO + BENCHMARKS, {"rank": 1, **APART}),
+        ("k-tied, k = 2", DEMO + BENCHMARKS, {"rank": 2, **APART}),
     ),
     *variants(
         MatrixNormalGuide,
-        ("matrix normal", TESTS + BENCHMARKS, {}),
+        ("matrix normal", TESTS + BENCHMARKS, APART),
         ("matrix normal, joined", TESTS + DEMO, {"join_bias": True}),
     ),
     *variants(
@@ -81,16 +82,16 @@ GUIDES: list[GuideVariant] = [
     ),
     *variants(
         RowwiseGuide,
-        ("rowwise", TESTS + BENCHMARKS, {}),
+        ("rowwise", TESTS + BENCHMARKS, APART),
         ("rowwise, joined", TESTS + DEMO, {"join_bias": True}),
     ),
     *variants(
         AutoLowRankLRT,
-        ("low rank", TESTS, {"rank": 2, "diagonal": "constant"}),
+        ("low rank", TESTS, {"rank": 2, "diagonal": "constant", **APART}),
         ("low rank and full diagonal, joined", TESTS, {"rank": 2, "join_bias": True}),
-        ("low rank, K = 1", BENCHMARKS, {"rank": 1, "diagonal": "constant"}),
-        ("low rank, K = 2", BENCHMARKS, {"rank": 2, "diagonal": "constant"}),
-        ("low rank, K = 5", BENCHMARKS, {"rank": 5, "diagonal": "constant"}),
+        ("low rank, K = 1", BENCHMARKS, {"rank": 1, "diagonal": "constant", **APART}),
+        ("low rank, K = 2", BENCHMARKS, {"rank": 2, "diagonal": "constant", **APART}),
+        ("low rank, K = 5", BENCHMARKS, {"rank": 5, "diagonal": "constant", **APART}),
         ("low rank, K = 5, joined", DEMO, {"rank": 5, "diagonal": "constant", "join_bias": True}),
         ("low rank, full diagonal", DEMO, {"rank": 5, "diagonal": "full", "join_bias": True}),
     ),
@@ -110,7 +111,7 @@ GUIDES: list[GuideVariant] = [
         (
             "inducing weights, full, not joined",
             TESTS,
-            {"inducing_shape": (3, 2), **FULL_U, "join_bias": False},
+            {"inducing_shape": (3, 2), **FULL_U, **APART},
         ),
         ("FCG-U", DEMO, {"inducing_shape": (16, 16), **FULL_U, "join_bias": True}),
     ),

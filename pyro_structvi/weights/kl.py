@@ -101,11 +101,19 @@ class JoinedPrior(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of ``(out, in + 1)``, in nats."""
         if self.weight._validate_args:
-            check_value(value, "weight", self.weight.mean, self.batch_shape, self.event_shape)
+            check_value(value, "weight", self._kind(value), self.batch_shape, self.event_shape)
             check_shape("value", value, self.event_shape, "(out, in + 1)")
         weight, bias = value[..., :-1].reshape(self.weight_shape), value[..., -1]
         total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
         return total
+
+    def _kind(self, value: Tensor) -> Tensor:
+        """Return a tensor of the prior's kind, or the value where the weight's prior has no mean."""
+        try:
+            mean: Tensor = self.weight.mean
+        except NotImplementedError:
+            return value
+        return mean
 
     def expected_neg_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Return :func:`expected_neg_log_prob` of weight and bias, ``(*batch, out, in + 1)``."""

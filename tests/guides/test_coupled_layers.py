@@ -132,10 +132,8 @@ def test_layers_of_two_families_share_apart():
     )
     guide = ps.StructuredGuide(model, dict(zip(("net.0.*", "*"), families, strict=True)))
     assert set(ps.StructuredELBO().terms(model, guide, *data).kl) == {
-        "net.0.weight",
-        "net.2.weight",
-        "net.0.bias",
-        "net.2.bias",
+        "net.0.weight+bias",
+        "net.2.weight+bias",
         "inducing_weights of net.0.weight",
         "inducing_weights of net.2.weight",
     }

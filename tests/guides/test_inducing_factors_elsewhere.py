@@ -131,5 +131,6 @@ def test_the_posterior_of_inducing_weights_must_be_a_name_or_a_family():
 
 
 def test_only_weights_take_inducing_weights():
-    guide = ps.StructuredGuide(make_regressor(), {"*.bias": InducingWeights(), "*": KTied(1)})
+    families = {"*.bias": InducingWeights(), "*": KTied(1, join_bias=False)}
+    guide = ps.StructuredGuide(make_regressor(), families)
     assert guide["net.0.bias"].family == MeanField()

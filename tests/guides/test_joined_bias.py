@@ -1,5 +1,7 @@
 """Biases joined to their weights: one joint posterior, two sites of the model."""
 
+from dataclasses import dataclass
+
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
@@ -11,6 +13,7 @@ from torch import nn
 import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
+from pyro_structvi.testing import check_family
 from pyro_structvi.weights.lazy import DelayDraws
 from pyro_structvi.weights.placeholders import LazySlice
 from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
@@ -59,10 +62,27 @@ def test_a_weight_without_a_fitting_bias_stays_by_itself(layer):
 
 def test_the_weights_family_decides():
     model, _ = linear_model()
-    guide = ps.StructuredGuide(model, {"*.weight": KTied(1), "*.bias": JOINED})
+    separate = KTied(1, join_bias=False)
+    guide = ps.StructuredGuide(model, {"*.weight": separate, "*.bias": JOINED})
     assert guide["net.bias"] is not guide["net.weight"]
     guide = ps.StructuredGuide(model, {"*.bias": MeanField(), "*.weight": JOINED})
     assert guide["net.bias"] is guide["net.weight"]
+
+
+@dataclass(frozen=True)
+class Narrow(KTied):
+    """k-tied weights of at most four columns."""
+
+    def fits(self, site):
+        return super().fits(site) and site.shape[1] <= 4
+
+
+@pytest.mark.parametrize(("size", "is_joined"), [(3, True), (4, False)])
+def test_a_family_that_does_not_fit_both_leaves_the_bias_apart(size, is_joined):
+    model = ps.Classifier(ps.bayesianize(nn.Linear(size, 2)), num_data=5)
+    guide = ps.StructuredGuide(model, {"*": Narrow(1)})
+    assert (guide["net.bias"] is guide["net.weight"]) is is_joined
+    check_family(Narrow(1), (2, size))
 
 
 def test_a_bias_named_outright_has_its_own_family():

@@ -151,7 +151,8 @@ def test_a_constant_diagonal_has_no_parameter_and_stays(options, variance, regre
 def test_a_constant_diagonal_follows_fan_in_and_prior_of_each_site():
     prior = {"0.weight": 3.0, "0.bias": 0.2, "2.weight": dist.Cauchy(0.0, 1.0), "*": 5.0}
     net = ps.bayesianize(make_net(4, 3, 2), prior=prior)
-    guide = ps.AutoLowRankLRT(ps.Classifier(net, num_data=50), diagonal="constant")
+    model = ps.Classifier(net, num_data=50)
+    guide = ps.AutoLowRankLRT(model, diagonal="constant", join_bias=False)
     expected = {"0.weight": 0.05, "0.bias": 0.02, "2.weight": 0.1 / 3**0.5, "2.bias": 0.1}
     for name, scale in expected.items():
         assert guide[f"net.{name}"]().scale.item() == pytest.approx(scale)

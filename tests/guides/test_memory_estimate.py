@@ -50,7 +50,7 @@ def test_nothing_is_allocated():
     model = ps.Classifier(ps.bayesianize(nn.Linear(1000, 1000), prior=1.0), 12)
     with RecordsSizes() as recorded:
         estimate = ps.estimate_memory(ps.StructuredGuide, model, {"*": KTied(2)})
-    assert estimate.total == 1000 * 1000 + 2 * 2000 + 2 * 1000
+    assert estimate.total == 1000 * 1001 + 2 * (1000 + 1001)
     assert max(recorded.stored) <= 1000
 
 
@@ -58,9 +58,9 @@ def test_options_are_passed_on_and_limits_hold():
     model = make_model()
     families = {"*.weight": KTied(1), "*": MeanField()}
     estimate = ps.estimate_memory(ps.StructuredGuide, model, families, init_scale=0.1)
-    assert estimate.parameters["net.2.weight"] == 12 + 4 + 3
+    assert estimate.parameters["net.2.weight"] == 3 * 5 + 3 + 5  # with the bias
     large = ps.Classifier(ps.bayesianize(nn.Linear(1000, 1000), prior=1.0), 12)
-    with pytest.raises(MemoryError, match="A full covariance of the 1,000,000 elements"):
+    with pytest.raises(MemoryError, match="A full covariance of the 1,001,000 elements"):
         ps.estimate_memory(ps.StructuredGuide, large, {"*": FullCovariance()})
 
 

@@ -153,7 +153,7 @@ def test_an_optimizer_of_foreign_parameters_is_refused(also_own):
     svi = compiled(model, guide, torch.optim.Adam(parameters))
     before = states(guide)
     with pytest.raises(
-        ValueError, match=r"`optim` must train parameters of model and guide, but 5"
+        ValueError, match=r"`optim` must train parameters of model and guide, but 3"
     ):
         svi.step(*regression_data())
     torch.testing.assert_close(states(guide), before, rtol=0, atol=0)

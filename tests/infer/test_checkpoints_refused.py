@@ -25,7 +25,7 @@ def path(tmp_path):
 class Frozen(ps.KTiedGuide):
     def __init__(self, model):
         super().__init__(model)
-        self["net.0.bias"].loc.requires_grad_(False)
+        self["net.0.weight"].loc.requires_grad_(False)
 
 
 def wide():
@@ -73,7 +73,10 @@ def one_scale_for_each_target():
             {"guide": ps.MAPGuide},
             r"the parameters that are trained is \[.*\] here, and \[.*row_scale",
         ),
-        ({"guide": Frozen}, r"the parameters that are trained is \[.*\] here, and \[.*0/bias.loc"),
+        (
+            {"guide": Frozen},
+            r"the parameters that are trained is \[.*\] here, and \[.*0/weight.loc",
+        ),
         ({"model": wide}, r"size mismatch for posteriors.net"),
         ({"model": one_scale_for_each_target}, r"size mismatch for noise_scale"),
         (

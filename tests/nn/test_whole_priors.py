@@ -12,6 +12,7 @@ from torch.distributions import kl_divergence
 
 import pyro_structvi as ps
 from pyro_structvi.distributions import MeanFieldNormal
+from pyro_structvi.infer import SampledKLWarning
 from tests.distributions.cases import (
     CASES,
     make_full,
@@ -52,7 +53,7 @@ def test_the_site_has_the_prior(name):
     )
     found = nodes.nodes["net.0.weight"]["fn"]
     torch.testing.assert_close(found.log_prob(draw), prior.log_prob(draw))
-    guide = ps.MatrixNormalGuide(model)
+    guide = ps.MatrixNormalGuide(model, join_bias=False)
     for options in ({}, {"num_particles": 2, "vectorize_particles": True}):
         terms = ps.StructuredELBO(**options).terms(model, guide, *data)
         assert not terms.sampled
@@ -60,6 +61,24 @@ def test_the_site_has_the_prior(name):
         torch.testing.assert_close(terms.kl["net.0.weight"], expected)
     start = ps.MAPGuide(model).median()["net.0.weight"]
     assert torch.equal(start, model.net.get_submodule("0").initial_values["weight"])
+
+
+@pytest.mark.parametrize("name", ["matrix normal", "full", "multivariate", "rows"])
+def test_the_kl_of_a_joined_weight_is_estimated_by_draws(name):
+    prior, data = PRIORS[name](), regression_data()
+    model = make_model(prior)
+    apart, joined = (
+        ps.MatrixNormalGuide(model, join_bias=join_bias) for join_bias in (False, True)
+    )
+    with torch.no_grad():
+        for guide in (apart, joined):
+            for posterior in guide.all_posteriors():
+                nn.init.zeros_(posterior.loc)
+    expected = sum(ps.StructuredELBO().terms(model, apart, *data).kl.values())
+    with pytest.warns(SampledKLWarning, match="net.0.weight\\+bias"):
+        found = [ps.StructuredELBO().terms(model, joined, *data) for _ in range(400)]
+    nats = torch.stack([sum(terms.kl.values()) for terms in found]).detach()
+    assert abs(nats.mean() - expected) < 5 * nats.std() / len(nats) ** 0.5
 
 
 @pytest.mark.parametrize("name", ["2-tied", "log scale", "multivariate", "rows"])

@@ -61,7 +61,7 @@ class Experiment:
 
     def make_guide(self, model: Any, rank: int | None, **options: Any) -> ps.StructuredGuide:
         """Return mean field where ``rank`` is None; else the k-tied posterior at the tied weights."""
-        tied = {} if rank is None else {self.tied: KTied(rank)}
+        tied = {} if rank is None else {self.tied: KTied(rank, join_bias=False)}
         families = {**self.others, **tied, "*": MeanField()}
         return ps.StructuredGuide(
             model, families, **{"local_reparam": self.local_reparam} | options

@@ -15,6 +15,7 @@ References:
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from examples.papers.swiatkowski2020.experiment import Rows
 BASE = "point estimate"
 GUIDES: dict[str, Callable[..., ps.StructuredGuide]] = {
     "mean field": ps.MeanFieldGuide,
-    "k-tied, k = 2": ps.KTiedGuide,
+    "k-tied, k = 2": partial(ps.KTiedGuide, join_bias=False),
 }
 FIRST = 5
 WAYS = {

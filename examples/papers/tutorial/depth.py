@@ -12,6 +12,7 @@ of what was.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,9 @@ POSTERIORS = {
     "10 linear layers, mean field": Posterior(10, nn.Identity, ps.MeanFieldGuide),
     "5 layers, leaky ReLU, mean field": Posterior(5, nn.LeakyReLU, ps.MeanFieldGuide),
     "10 layers, leaky ReLU, mean field": Posterior(10, nn.LeakyReLU, ps.MeanFieldGuide),
-    "1 layer, matrix normal": Posterior(1, nn.Identity, ps.MatrixNormalGuide),
+    "1 layer, matrix normal": Posterior(
+        1, nn.Identity, partial(ps.MatrixNormalGuide, join_bias=False)
+    ),
     "1 layer, full covariance": Posterior(1, nn.Identity, ps.FullCovarianceGuide),
 }
 

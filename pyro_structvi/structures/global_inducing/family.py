@@ -36,7 +36,7 @@ class GlobalInducing(MatrixFamily):
     points.
 
     Args:
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
     """
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:

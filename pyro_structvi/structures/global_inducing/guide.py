@@ -49,7 +49,7 @@ class GlobalInducingGuide(StructuredGuide):
             splits need one. Vectors and scalars have mean field.
         first_layer: The family of layers with the net's inputs; a matrix normal when None.
         train_inputs: Whether to train the points, if they are real numbers.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, also the initial standard deviation of pseudo-outputs;
             ``init_loc_fn``; ``create_plates``; see :class:`StructuredGuide`.
 

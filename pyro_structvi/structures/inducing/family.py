@@ -57,7 +57,7 @@ class InducingWeights(FactoredFamily):
             bound when None. In the prior it is 1.
         prior_scale: The standard deviation of the joint prior; the model's prior when None. The ELBO is
             a lower bound of the evidence for any value, and is tightest for the model's.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Raises:
         ValueError: If an option is out of its range; when a guide is made, if the model's prior has no
@@ -67,7 +67,7 @@ class InducingWeights(FactoredFamily):
         >>> from pyro_structvi import Classifier, bayesianize
         >>> from pyro_structvi.guides import StructuredGuide
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 300), prior=0.1), num_data=10)
-        >>> guide = StructuredGuide(model, {"*.weight": InducingWeights((16, 16), join_bias=True)})
+        >>> guide = StructuredGuide(model, {"*.weight": InducingWeights((16, 16))})
         >>> sum(parameter.numel() for parameter in guide.parameters())
         11761
     """
@@ -281,7 +281,7 @@ class InducingWeightGuide(StructuredGuide):
             image classifiers.
         max_inducing_scale: The maximum standard deviation of a whitened inducing weight, for
             "diagonal"; no bound when None. The paper uses 0.1.
-        join_bias: Whether a layer's bias is a further column of its weight.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Raises:
