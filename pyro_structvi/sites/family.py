@@ -1,7 +1,7 @@
 """The contract of families, their options in state dicts, and the choice of families for sites."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, TypedDict
@@ -85,8 +85,8 @@ class MatrixFamily(Family):
         join_bias: Whether the bias of a layer becomes a further column of its weight, with one
             posterior for both, as by default. The bias of ``<name>weight<suffix>`` is the site
             ``<name>bias<suffix>`` of shape ``(out,)``, if there is one and the family fits both
-            together. Otherwise, and with False, the bias has a family of its own, mean field
-            unless a pattern names another.
+            together. Otherwise, with False, and where its first matching pattern does not match the
+            weight, the bias has a separate family: that of its pattern, or mean field.
     """
 
     join_bias: bool = field(default=True, kw_only=True, repr=False)
@@ -288,6 +288,12 @@ def choose_families(
             f"instance {{'{unserved[0]}': MeanField()}} or {{'*': MeanField()}}."
         )
     return {name: family for name, family in chosen.items() if family is not None}
+
+
+def has_own_pattern(bias: str, weight: str, patterns: Iterable[str]) -> bool:
+    """Whether the first pattern that matches a bias does not match its weight: they stay apart then."""
+    first = next((pattern for pattern in patterns if matches(bias, pattern)), None)
+    return first is not None and not matches(weight, first)
 
 
 def _choose_family(site: LatentSite, families: Mapping[str, Family]) -> Family | None:

@@ -16,6 +16,7 @@ from pyro_structvi.sites.family import (
     InitLocFn,
     check_patterns,
     choose_families,
+    has_own_pattern,
 )
 from pyro_structvi.sites.finding import (
     FoundSite,
@@ -319,7 +320,7 @@ class StructuredGuide(OwningAutoGuide):
             bias: name
             for name, family in chosen.items()
             if (bias := joins_with(sites[name], family, sites)) in chosen
-            and bias not in self.families  # an exact name gives it a separate family
+            and not has_own_pattern(bias, name, self.families)
         }
         for bias, weight in weight_of.items():
             if weight in sites:

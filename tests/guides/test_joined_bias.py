@@ -65,8 +65,16 @@ def test_the_weights_family_decides():
     separate = KTied(1, join_bias=False)
     guide = ps.StructuredGuide(model, {"*.weight": separate, "*.bias": JOINED})
     assert guide["net.bias"] is not guide["net.weight"]
-    guide = ps.StructuredGuide(model, {"*.bias": MeanField(), "*.weight": JOINED})
-    assert guide["net.bias"] is guide["net.weight"]
+    for families in ({"*.weight": JOINED, "*": MeanField()}, {"*.weight": JOINED}):
+        guide = ps.StructuredGuide(model, families)
+        assert guide["net.bias"] is guide["net.weight"]
+
+
+def test_a_pattern_of_biases_keeps_them_apart():
+    model, _ = linear_model()
+    guide = ps.StructuredGuide(model, {"*.weight": JOINED, "*.bias": MeanField()})
+    assert guide["net.bias"] is not guide["net.weight"]
+    assert isinstance(guide["net.bias"].family, MeanField)
 
 
 @dataclass(frozen=True)
