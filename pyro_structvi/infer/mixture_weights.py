@@ -31,7 +31,7 @@ def weigh_by_bound(
         **kwargs: The model's keyword arguments.
 
     Raises:
-        ValueError: If members are points, which have no bound.
+        ValueError: If members are points, which have no bound, or if no bound is finite.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
@@ -50,7 +50,7 @@ def weigh_by_bound(
     elbo = StructuredELBO(num_particles=num_particles)
     with torch.no_grad():
         bounds = [elbo.terms(model, each, *args, **kwargs).elbo for each in guide.members]
-    guide.weights.copy_(torch.stack(bounds).softmax(0))
+    _set_weights(guide, torch.stack(bounds).softmax(0))
 
 
 @checked
@@ -67,6 +67,9 @@ def weigh_by_stacking(
         x: Inputs that were not trained on, as for :func:`~pyro_structvi.predict`.
         y: Their observations.
         num_samples: The number of draws of each member; points have one.
+
+    Raises:
+        ValueError: If observations have no finite density.
 
     Example:
         >>> from pyro_structvi import EnsembleGuide, Regressor, bayesianize
@@ -89,4 +92,13 @@ def weigh_by_stacking(
     weights = each.new_full((guide.num_members,), 1 / guide.num_members)
     for _ in range(NUM_STEPS):
         weights = (each + weights.log()).softmax(-1).mean(0)
+    _set_weights(guide, weights)
+
+
+def _set_weights(guide: MixtureGuide, weights: Tensor) -> None:
+    if not bool(weights.isfinite().all()):
+        raise ValueError(
+            "The observations have no finite density under any member of `guide`. Check `y` for "
+            "infinite values, or fit the guide first."
+        )
     guide.weights.copy_(weights)

@@ -100,7 +100,11 @@ class Likelihood(RandomModule):
         """
         with naming("x", x):
             output, plates = self.run_net(x)
-            with nullcontext() if weights is None else _Weighed(weights, output.shape[plates]):
+            with (
+                nullcontext()
+                if weights is None
+                else _Weighed(weights, output, output.shape[plates])
+            ):
                 return self.observe(output, plates, y)
 
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
@@ -163,6 +167,10 @@ class Likelihood(RandomModule):
                     f"{values.dtype}."
                 )
             check_no_nan("standardize", values)
+            if not bool(values.isfinite().all()):
+                raise ValueError(
+                    "`standardize` must be finite, but holds infinity. Drop those rows."
+                )
             mean, scale = values.mean(0), values.std(0, correction=0)
             scale = torch.where(scale > 0, scale, 1.0)
         self.register_buffer(f"{name}_mean", mean)
@@ -232,12 +240,15 @@ class Likelihood(RandomModule):
 class _Weighed(Messenger):
     """Multiplies the log likelihoods of the examples in a batch by weights."""
 
-    def __init__(self, weights: Tensor, size: int) -> None:
+    def __init__(self, weights: Tensor, output: Tensor, size: int) -> None:
         super().__init__()
         check_shape("weights", weights, [size], "(batch,)")
+        check_same_kind("weights", weights, "net(x)", output)
         is_unseen = weights.is_meta or inside_transform() or is_recording()
-        if not (is_unseen or bool((weights >= 0).all())):
-            raise ValueError("`weights` must not be negative. Leave these examples out.")
+        if not (is_unseen or bool(((weights >= 0) & weights.isfinite()).all())):
+            raise ValueError(
+                "`weights` must not be negative or infinite. Leave these examples out."
+            )
         self._weights = weights
 
     def _pyro_sample(self, msg: Any) -> None:

@@ -69,6 +69,7 @@ FINE = {
     "BinaryClassifier.forward.y": "whole, float32",  # zeros and ones of any dtype
     "PoissonRegressor.forward.y": "whole, float32",
     "*.forward.x": "longer, wider, deeper",
+    "*.standardize": "longer, wider, float32",  # inputs are compared with it
     "laplace_variances.x": "longer, deeper",
     "expected_coverage.y": "float32",
     "predictive_distance.*": "deeper, longer, float32",
@@ -132,6 +133,8 @@ EXCEPTIONS = {
         "predict.num_samples": "huge",
         "gradient_snr.num_samples": "huge",
         "pareto_k.num_samples": "huge",
+        "weigh_by_bound.num_particles": "huge",
+        "weigh_by_stacking.num_samples": "huge",
         "to_inference_data.num_samples": "huge",
         "laplace_variances.num_samples": "huge",
         "StructuredELBO.num_particles": "huge",
@@ -142,7 +145,7 @@ EXCEPTIONS = {
     },
     "values on a device are read only where they are scored, so as not to wait for it": {
         "*Classifier.forward.y": "meta",
-        "Classifier.forward.weights": "meta",
+        "*.forward.weights": "meta",
         "*.forward.y": "nan, infinity, none",
         "*.initialize.y": "nan, infinity, none",
         "*.report.y": "nan, infinity, none",
@@ -157,6 +160,7 @@ EXCEPTIONS = {
         "CompiledSVI.*.y": "none, nan, infinity",
         "gradient_snr.y": "none, nan, infinity",
         "pareto_k.y": "none, nan, infinity",
+        "weigh_by_bound.y": "none",
         "predict.y": "infinity",
         "predict_moments.y": "infinity",
         "to_inference_data.y": "infinity",
@@ -165,6 +169,7 @@ EXCEPTIONS = {
         "CompiledSVI.*.x": "unknown, numpy",
         "CompiledSVI.*.y": "unknown, numpy",
         "estimate_memory.make_guide": "class",
+        "MixtureGuide.make_guide": "class",
     },
     "an embedding says of an index what torch's own says; other structures have no rows to give": {
         "*.rows.index": "negative, too large, real, true, complex",
