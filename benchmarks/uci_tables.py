@@ -71,7 +71,10 @@ def sampling_table(rows: Iterable[Row], others: Iterable[Row] = ()) -> str:
         names = {row[1] for row in own}
         found = {"points": [r for r in own if r[2] == "points"]}
         found["chains from points"] = [r for r in own if r[2] == "draws"]
+        found["estimator"] = [r for r in own if r[2] == "estimator"]
         for name, each in found.items():
+            if not each:
+                continue
             columns = [[float(row[i]) for row in each] for i in (3, 4, 5, 6, 8)]
             table.append([data, str(len(each)), name, *(within(column) for column in columns)])
         guides = [r for r in others if r[0] == data and r[1] in names and r[2] == HETEROSCEDASTIC]

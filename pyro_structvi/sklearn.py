@@ -197,8 +197,7 @@ class _BayesianMLP(BaseEstimator):
         size = guide.num_members if guide.is_of_points else NUM_DRAWS
         if isinstance(guide, guides.MAPGuide):
             size = 1
-        draws = [guide.draw(number=number) for number in range(size)]
-        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+        return guide.joint_posterior().draw_many(range(size))
 
     def _as_inputs(self, inputs: Array) -> Tensor:
         scaled = self.x_scaler_.transform(inputs)

@@ -57,6 +57,7 @@ SCRIPTS = {
     "benchmarks/moments.py": ["--smoke", "--output", "{folder}/moments.csv"],
     "benchmarks/summary.py": ["--output", "{folder}"],
     "benchmarks/tables.py": ["--output", "{folder}"],
+    "benchmarks/biases.py": ["--problem", "cosine", "--guide", "k-tied", "--steps", "5"],
     "benchmarks/decomposition.py": [
         *("--data", "{folder}/regression.npz", "--steps", "5", "--map-steps", "5"),
         *("--chain-steps", "20", "--output", "{folder}/decomposition.csv"),

@@ -185,9 +185,8 @@ class Likelihood(RandomModule):
                 "`x` must be a tensor for a model with `standardize`, but got "
                 f"{brief(x)}. Standardize the inputs yourself."
             )
-        shape = self.input_mean.shape
-        if x.shape[1:] != shape:
-            check_shape("x", x, [*x.shape[:1], *shape], "(batch, ...) as in `standardize`")
+        shape = [*x.shape[:1], *self.input_mean.shape]
+        check_shape("x", x, shape, "(batch, ...) as in `standardize`")
         check_same_kind("x", x, "standardize", self.input_mean)
         return (x - self.input_mean) / self.input_scale
 

@@ -33,7 +33,6 @@ class Chains:
     and its next steps are smaller.
 
     Args:
-        target: The log density.
         position: The starting coordinates ``(C, D)``.
         gradients: The log densities and gradients of the target at positions.
 
@@ -56,9 +55,7 @@ class Chains:
         self._velocity = _unit(torch.randn_like(position))
         self.length = math.sqrt(position.shape[-1])
         self.step_size = torch.full_like(position[:, :1], self.length / 4)
-        self._shrunk = torch.ones_like(
-            self.step_size
-        )  # factor of the step size, after failed steps
+        self._shrunk = torch.ones_like(self.step_size)  # factor of step sizes, after failed steps
         self._most_change = LARGEST_CHANGE
         self.num_moved = torch.zeros(len(position), dtype=torch.long, device=position.device)
         self.num_steps = 0
@@ -263,7 +260,7 @@ def without_python(
             record.interpret()
 
     def replay(positions: Tensor) -> Any:
-        return record([positions])
+        return record([positions]) if record.holds([positions]) else function(positions)
 
     return replay
 

@@ -274,6 +274,7 @@ def to_jax_likelihood(model: Any) -> tuple[JaxLikelihood, set[str]]:
 
     Raises:
         TypeError: If the model is not in ``_TRANSLATIONS``.
+        NotImplementedError: If it standardizes its data or weighs classes.
     """
     found = next((make for kind, make in _TRANSLATIONS.items() if isinstance(model, kind)), None)
     if found is None:
@@ -281,6 +282,10 @@ def to_jax_likelihood(model: Any) -> tuple[JaxLikelihood, set[str]]:
         raise TypeError(
             f"`model` must be a {', '.join(others)} or {last}, but got {type(model).__name__}. Write "
             "`Regressor(bayesianize(net), num_data, noise_scale)`."
+        )
+    if model.input_mean is not None:
+        raise NotImplementedError(
+            "`standardize` must be None for a model in NumPyro. Standardize the data themselves."
         )
     return found(model)
 

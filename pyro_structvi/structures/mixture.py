@@ -125,7 +125,8 @@ class MixtureGuide(StructuredGuide):
     @property
     def is_of_points(self) -> bool:
         """Whether all members are points, so that one draw of each is the whole mixture."""
-        return all(isinstance(each.family, PointEstimate) for each in self.all_posteriors())
+        families = [posterior.family for posterior in self.all_posteriors()]
+        return bool(families) and all(isinstance(each, PointEstimate) for each in families)
 
     @property
     def site_names(self) -> list[str]:
@@ -210,17 +211,17 @@ class MixtureGuide(StructuredGuide):
             local: Whether to draw the sites of single examples too.
             number: The number of the draw; successive draws are spread over members by their weights.
         """
-        member = None if number is None else self._member_of(number)
+        member = None if number is None else self.members_of_draws(number + 1)[-1]
         return self.joint_posterior().draw(local, member)
 
-    def _member_of(self, number: int) -> int:
-        """Return the member of a draw, so that any number of successive draws follows the weights."""
+    def members_of_draws(self, count: int) -> list[int]:
+        """Return the members of the first draws; any number of successive draws follows the weights."""
         weights = self.weights.tolist()
-        counts = [0] * len(weights)
-        chosen = 0
-        for taken in range(1, number + 2):
-            chosen = max(range(len(counts)), key=lambda k: weights[k] * taken - counts[k])
-            counts[chosen] += 1
+        counts, chosen = [0] * len(weights), list[int]()
+        for taken in range(1, count + 1):
+            behind = [weight * taken - own for weight, own in zip(weights, counts, strict=True)]
+            chosen.append(behind.index(max(behind)))
+            counts[chosen[-1]] += 1
         return chosen
 
     def __getitem__(self, name: str) -> SitePosterior:
@@ -334,7 +335,8 @@ class JointMixture:
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
         """Draw all sites once for each number of a draw, stacked; vectorized if torch supports it."""
-        members = [self._guide._member_of(number) for number in numbers]
+        of_draws = self._guide.members_of_draws(max(numbers) + 1)
+        members = [of_draws[number] for number in numbers]
         states = self._states(members)
         if len(members) > 1 and not self._draws_in_turn and are_plain(states.values()):
             draws = in_one_pass(partial(self.draw, local), states)

@@ -134,6 +134,13 @@ def test_weights_by_the_bound():
     assert guide.best is guide.members[int(guide.weights.argmax())]
 
 
+def test_a_mixture_without_sites_yet_is_not_one_of_points():
+    guide = ps.MixtureGuide(linear_function, ps.MeanFieldGuide, 2)
+    assert not guide.is_of_points
+    ps.weigh_by_bound(linear_function, guide, torch.randn(12, 3), torch.randn(12, 2))
+    assert not guide.is_of_points
+
+
 def test_points_have_no_bound():
     model, guide = mixture(ps.MAPGuide)
     with pytest.raises(ValueError, match="weigh_by_stacking"):

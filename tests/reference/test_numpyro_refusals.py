@@ -39,6 +39,13 @@ def test_a_model_of_another_kind_is_refused(model):
         to_numpyro(model)
 
 
+def test_a_model_that_standardizes_is_refused():
+    data = torch.randn(5, 3), torch.randn(5, 1)
+    model = Regressor(bayesianize(nn.Linear(3, 1)), 5, 0.3, standardize=data)
+    with pytest.raises(NotImplementedError, match="`standardize` must be None"):
+        to_numpyro(model)
+
+
 def test_a_model_without_sites_is_refused():
     net = nn.Linear(3, 1).requires_grad_(False)
     with pytest.raises(ValueError, match=r"no latent site to sample.*bayesianize\(net"):
