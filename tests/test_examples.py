@@ -177,4 +177,4 @@ def test_a_script_runs(script, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     guides = "k-tied|KTiedGuide|low rank|inducing|local|mean field|matrix normal|FFG-U"
-    assert re.search(f"{guides}|family", result.stdout)
+    assert re.search(f"{guides}|family|chains", result.stdout)

@@ -211,18 +211,8 @@ class MixtureGuide(StructuredGuide):
             local: Whether to draw the sites of single examples too.
             number: The number of the draw; successive draws are spread over members by their weights.
         """
-        member = None if number is None else self.members_of_draws(number + 1)[-1]
+        member = None if number is None else _members_of_draws(self.weights, number + 1)[-1]
         return self.joint_posterior().draw(local, member)
-
-    def members_of_draws(self, count: int) -> list[int]:
-        """Return the members of the first draws; any number of successive draws follows the weights."""
-        weights = self.weights.tolist()
-        counts, chosen = [0] * len(weights), list[int]()
-        for taken in range(1, count + 1):
-            behind = [weight * taken - own for weight, own in zip(weights, counts, strict=True)]
-            chosen.append(behind.index(max(behind)))
-            counts[chosen[-1]] += 1
-        return chosen
 
     def __getitem__(self, name: str) -> SitePosterior:
         """Refuse, since a site has several posteriors.
@@ -251,6 +241,17 @@ class MixtureGuide(StructuredGuide):
                 rest = _in_random_order if number else _as_it_is
                 with starting_at(partial(_one_of, values, rest)):
                     yield number
+
+
+def _members_of_draws(weights: Tensor, count: int) -> list[int]:
+    """Return the members of the first draws; any number of successive draws follows the weights."""
+    shares = weights.tolist()
+    counts, chosen = [0] * len(shares), list[int]()
+    for taken in range(1, count + 1):
+        behind = [share * taken - own for share, own in zip(shares, counts, strict=True)]
+        chosen.append(behind.index(max(behind)))
+        counts[chosen[-1]] += 1
+    return chosen
 
 
 def _one_of(
@@ -335,7 +336,7 @@ class JointMixture:
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
         """Draw all sites once for each number of a draw, stacked; vectorized if torch supports it."""
-        of_draws = self._guide.members_of_draws(max(numbers) + 1)
+        of_draws = _members_of_draws(self._guide.weights, max(numbers) + 1)
         members = [of_draws[number] for number in numbers]
         states = self._states(members)
         if len(members) > 1 and not self._draws_in_turn and are_plain(states.values()):
