@@ -8,6 +8,7 @@ from pyro_structvi import distributions, extend, families, guides, moments
 from pyro_structvi.families import *  # noqa: F403  (a new family is named there alone)
 from pyro_structvi.guides import (
     AutoLowRankLRT,
+    EigenbasisGuide,
     EnsembleGuide,
     FullCovarianceGuide,
     GlobalInducingGuide,
@@ -77,6 +78,7 @@ __all__ = [
     "bayesianize",
     # guides
     "AutoLowRankLRT",
+    "EigenbasisGuide",
     "EnsembleGuide",
     "FullCovarianceGuide",
     "GlobalInducingGuide",

@@ -2,6 +2,7 @@
 
 from pyro_structvi.structures.dropout import BernoulliDropout
 from pyro_structvi.structures.ensemble import PointMixture
+from pyro_structvi.structures.eigenbasis import EigenbasisNormal
 from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.inducing.augmented import AugmentedMatrixNormal, ConditionalNormal
 from pyro_structvi.structures.inducing.normal import InducingNormal
@@ -21,6 +22,7 @@ __all__ = [
     "Auxiliary",
     "BernoulliDropout",
     "ConditionalNormal",
+    "EigenbasisNormal",
     "FullNormal",
     "GaussianWeight",
     "InducingNormal",

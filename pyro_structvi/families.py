@@ -1,6 +1,7 @@
 """Families of posteriors, for :class:`~pyro_structvi.StructuredGuide`."""
 
 from pyro_structvi.structures.dropout import Dropout
+from pyro_structvi.structures.eigenbasis import Eigenbasis
 from pyro_structvi.structures.ensemble import Members
 from pyro_structvi.structures.full_covariance import FullCovariance
 from pyro_structvi.structures.inducing.family import InducingWeights
@@ -16,6 +17,7 @@ from pyro_structvi.structures.transformed import TransformedMeanField
 
 __all__ = [
     "Dropout",
+    "Eigenbasis",
     "FullCovariance",
     "InducingWeights",
     "KTied",

@@ -9,6 +9,7 @@ from pyro_structvi.sites.finding import OtherRowsWarning, UnusedSiteWarning
 from pyro_structvi.sites.report import GuideReport, MemoryEstimate, ParameterReport, estimate_memory
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.dropout import MCDropoutGuide
+from pyro_structvi.structures.eigenbasis import EigenbasisGuide
 from pyro_structvi.structures.full_covariance import FullCovarianceGuide
 from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
 from pyro_structvi.structures.inducing.family import InducingWeightGuide
@@ -23,6 +24,7 @@ from pyro_structvi.structures.subnetwork import SubnetworkGuide
 
 __all__ = [
     "AutoLowRankLRT",
+    "EigenbasisGuide",
     "FullCovarianceGuide",
     "KTiedGuide",
     "LowRankGuide",

@@ -45,6 +45,12 @@ def matrix_normal_covariance(scale_tril_row, scale_tril_column):
     return _kronecker(full_covariance(scale_tril_row), full_covariance(scale_tril_column))
 
 
+def eigenbasis_covariance(scale, row_basis, column_basis):
+    """Return ``Cov(W_ij, W_kl) = sum_ab U_ia V_jb S_ab^2 U_ka V_lb``."""
+    bases = _kronecker(row_basis, column_basis)
+    return bases @ torch.diag_embed(scale.square().flatten(-2)) @ bases.mT
+
+
 def _kronecker(rows, columns):
     return torch.einsum("...ik,...jl->...ijkl", rows, columns).flatten(-4, -3).flatten(-2)
 

@@ -12,6 +12,7 @@ from torch.distributions import Distribution, constraints
 
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.arguments import orthogonal
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -22,7 +23,16 @@ class Leaf:
 
     name: str
     value: Tensor
-    is_triangular: bool
+    support: Any
+
+    def along(self, gradient: Tensor) -> Tensor:
+        """Return the part of a gradient along the values that the support allows."""
+        if self.support is constraints.lower_cholesky:
+            return gradient.tril()
+        if self.support is orthogonal:
+            product = self.value.detach().mT @ gradient
+            return product - product.mT
+        return gradient
 
 
 class Contract:
@@ -68,9 +78,7 @@ class Contract:
             plain = Contract(self.owner)
             for leaf, mine, exact in zip(self.leaves, found, wanted, strict=True):
                 name = f"{rule}; gradient with respect to `{leaf.name}`"
-                if leaf.is_triangular:
-                    mine, exact = mine.tril(), exact.tril()
-                plain.close(name, mine, exact)
+                plain.close(name, leaf.along(mine), leaf.along(exact))
 
     def _gradients(self, value: Tensor, probe: Tensor) -> tuple[Tensor, ...]:
         leaves = [leaf.value for leaf in self.leaves]
@@ -133,7 +141,7 @@ def with_leaves(
         leaf = change(value.detach()).requires_grad_()
         memo[id(value)] = leaf
         support = getattr(part, "arg_constraints", {}).get(name)
-        leaves.append(Leaf(path, leaf, support is constraints.lower_cholesky))
+        leaves.append(Leaf(path, leaf, support))
     return copy.deepcopy(owner, memo), tuple(leaves)
 
 

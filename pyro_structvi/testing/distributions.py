@@ -10,6 +10,7 @@ from torch.distributions import constraints
 from pyro_structvi.testing import objects, outputs, weights
 from pyro_structvi.testing.contracts import Contract, fixed_seed, fresh, with_leaves
 from pyro_structvi.testing.subject import Moment, Oracle, Subject
+from pyro_structvi.weights.arguments import orthogonal
 from pyro_structvi.weights.weight_distribution import WeightDistribution
 
 BEFORE = (objects.check_shapes, objects.check_expand)
@@ -126,6 +127,8 @@ def random_weight(
             shape = (*batch_shape, *map(length, argument.letters))
             if argument.constraint is constraints.lower_cholesky:
                 arguments.append(cholesky_factor(shape[:-2], shape[-1], dtype))
+            elif argument.constraint is orthogonal:
+                arguments.append(torch.linalg.qr(torch.randn(shape, dtype=dtype)).Q)
             elif argument.constraint is constraints.positive:
                 arguments.append(positive(*shape, dtype=dtype))
             else:

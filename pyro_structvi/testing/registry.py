@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.dropout import MCDropoutGuide
+from pyro_structvi.structures.eigenbasis import EigenbasisGuide
 from pyro_structvi.structures.full_covariance import FullCovarianceGuide
 from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
 from pyro_structvi.structures.inducing.family import InducingWeightGuide
@@ -75,6 +76,11 @@ GUIDES: list[GuideVariant] = [
         MatrixNormalGuide,
         ("matrix normal", TESTS + BENCHMARKS, APART),
         ("matrix normal, joined", TESTS + DEMO, {"join_bias": True}),
+    ),
+    *variants(
+        EigenbasisGuide,
+        ("eigenbasis", EVERYWHERE, {}),
+        ("eigenbasis in blocks, not joined", TESTS, {"block_size": 2, **APART}),
     ),
     *variants(
         MixtureGuide,

@@ -23,7 +23,22 @@ from pyro_structvi._checks import (
     check_shape,
     shape_text,
 )
+from pyro_structvi.linalg.matrices import identity_like
 from pyro_structvi._torch import inside_jit_trace
+
+
+class _Orthogonal(constraints.Constraint):
+    """Square matrices whose columns are orthonormal."""
+
+    event_dim = 2
+
+    def check(self, value: Tensor) -> Tensor:
+        """Return whether each matrix is orthogonal."""
+        error = (value.mT @ value - identity_like(value)).abs().amax((-2, -1))
+        return error <= value.shape[-1] * torch.finfo(value.dtype).eps ** 0.5
+
+
+orthogonal = _Orthogonal()
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,11 @@ def check_declared(q: Any, arguments: Mapping[str, Argument]) -> None:
             check_positive(name, values[name])
         if argument.constraint is constraints.lower_cholesky:
             check_cholesky_factor(name, values[name])
+        if argument.constraint is orthogonal and not bool(orthogonal.check(values[name]).all()):
+            raise ValueError(
+                f"`{name}` must have orthonormal columns, but `{name}.mT @ {name}` is not the identity. "
+                f"Pass `torch.linalg.qr({name}).Q`."
+            )
 
 
 def check_parameters(q: Any, parameters: Mapping[str, Tensor], event_dim: int) -> None:

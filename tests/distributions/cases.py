@@ -10,6 +10,7 @@ import torch
 from pyro_structvi.distributions import (
     AugmentedMatrixNormal,
     ConditionalNormal,
+    EigenbasisNormal,
     FullNormal,
     InducingNormal,
     KTiedNormal,
@@ -62,6 +63,7 @@ def make_low_rank(rank, isotropic=False):
 
 make_full = random_weight(FullNormal)
 make_matrix_normal = random_weight(MatrixNormal)
+make_eigenbasis = random_weight(EigenbasisNormal)
 make_rowwise = random_weight(RowwiseNormal)
 
 
@@ -194,6 +196,10 @@ def matrix_normal(q):
     return dense.matrix_normal_covariance(q.scale_tril_row, q.scale_tril_column)
 
 
+def eigenbasis(q):
+    return dense.eigenbasis_covariance(q.scale, q.row_basis, q.column_basis)
+
+
 def full(q):
     return dense.full_covariance(q.scale_tril)
 
@@ -230,6 +236,7 @@ CASES = [
         for rank in (1, 2, 3)
     ),
     Case("matrix normal", make_matrix_normal, matrix_normal, serves_groups=False),
+    Case("eigenbasis", make_eigenbasis, eigenbasis, serves_groups=False),
     Case("rowwise", make_rowwise, lambda q: dense.rowwise_covariance(q.scale_tril)),
     *(
         Case(

@@ -23,6 +23,11 @@ def triangle(size):
     return size * (size + 1) // 2
 
 
+def angles(size, block_size):
+    whole, rest = divmod(size, block_size)
+    return whole * triangle(block_size - 1) + triangle(rest - 1)
+
+
 def inducing_parameters(m, n, inducing_shape, inducing_posterior="diagonal", **options):
     """Table 1, the two diagonals of Z and the scale of the noise."""
     is_small = m <= inducing_shape[0] and n <= inducing_shape[1]
@@ -40,6 +45,9 @@ FORMULAS = {
     ps.MeanFieldGuide: lambda m, n, **_: 2 * m * n,
     ps.KTiedGuide: lambda m, n, rank=2, **_: m * n + rank * (m + n),
     ps.MatrixNormalGuide: lambda m, n, **_: m * n + triangle(m) + triangle(n),
+    ps.EigenbasisGuide: lambda m, n, block_size=64, **_: (
+        2 * m * n + sum(angles(size, block_size) for size in (m, n))
+    ),
     ps.RowwiseGuide: lambda m, n, **_: m * n + m * triangle(n),
     ps.AutoLowRankLRT: lambda m, n, rank, diagonal="full", **_: (
         (rank + 1 + (diagonal == "full")) * m * n

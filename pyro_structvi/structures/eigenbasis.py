@@ -1,0 +1,274 @@
+"""Normals with independent elements in orthogonal bases of rows and columns."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_structvi._checks import Count, checked
+from pyro_structvi.linalg.matrices import standard_normal
+from pyro_structvi.linalg.rotations import block_rotation, num_angles
+from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.maps.calls import Arrangement
+from pyro_structvi.maps.linear_map import DenseMap, LinearMap
+from pyro_structvi.sites.family import GuideOptions, MatrixFamily
+from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.structured import StructuredGuide
+from pyro_structvi.weights.arguments import Argument, orthogonal
+from pyro_structvi.weights.outputs import GaussianOutputs
+from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
+
+
+class EigenbasisNormal(GaussianWeight):
+    r"""A normal with independent elements in orthogonal bases of rows and columns.
+
+    .. math:: W = M + U (S \circ E) V^\top, \qquad
+        \operatorname{Cov}(\operatorname{vec}(W)) = (U \otimes V) \operatorname{diag}(S^2)
+        (U \otimes V)^\top,
+
+    with independent standard normals in ``E (out, in)`` and ``vec`` row by row. Identity bases give
+    mean field, and scales of rank 1 the matrix normal. A posterior with the Hessian
+    :math:`A \otimes B` of a likelihood and an isotropic prior is of this form. The image under ``x`` is
+    :math:`N(M x, U \operatorname{diag}(S^2 (V^\top x)^2) U^\top)`.
+
+    Args:
+        loc: Means ``M``, ``(*batch, out, *rest)``.
+        scale: Standard deviations ``S`` in the bases, ``(*batch, out, in)``, positive.
+        row_basis: The orthogonal matrix ``U``, ``(*batch, out, out)``, with the basis in its columns.
+        column_basis: The orthogonal matrix ``V``, ``(*batch, in, in)``, likewise.
+        validate_args: Whether to check arguments and values; Pyro's setting when None.
+
+    Raises:
+        ValueError: If shapes do not fit each other, a scale is not positive, or a basis is not
+            orthogonal.
+
+    Example:
+        >>> basis = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
+        >>> scale = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
+        >>> q = EigenbasisNormal(torch.zeros(2, 2), scale, torch.eye(2), basis)
+        >>> q.variance
+        tensor([[2.0800, 2.9200],
+                [1.0000, 1.0000]])
+        >>> q.image(basis[:, 0]).variance
+        tensor([4., 1.])
+
+    References:
+        George, Laurent, Bouthillier, Ballas and Vincent (2018), "Fast approximate natural gradient
+        descent in a Kronecker-factored eigenbasis"; Vyas et al. (2025), "SOAP: improving and stabilizing
+        Shampoo using Adam".
+    """
+
+    scale: Annotated[Tensor, Argument("out, in", constraints.positive)]
+    row_basis: Annotated[Tensor, Argument("out, out", orthogonal)]
+    column_basis: Annotated[Tensor, Argument("in, in", orthogonal)]
+
+    def __init__(
+        self,
+        loc: Tensor,
+        scale: Tensor,
+        row_basis: Tensor,
+        column_basis: Tensor,
+        validate_args: bool | None = None,
+    ) -> None:
+        bases = {"row_basis": row_basis, "column_basis": column_basis}
+        super().__init__({"loc": loc, "scale": scale, **bases}, validate_args=validate_args)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
+        return self.as_weight(
+            self.row_basis.square() @ self.scale.square() @ self.column_basis.square().mT
+        )
+
+    @property
+    def variance_sum(self) -> Tensor:
+        """The trace of the covariance, the sum of all ``S^2``."""
+        return self.scale.square().sum((-2, -1))
+
+    @property
+    def log_det_covariance(self) -> Tensor:
+        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
+        return 2 * self.scale.log().sum((-2, -1))
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Return ``U (S * E) V'``."""
+        scaled = self.scale * self.as_matrix(noise)
+        return self.as_weight(self.row_basis @ scaled @ self.column_basis.mT)
+
+    def whiten(self, difference: Tensor) -> Tensor:
+        """Return ``(U' D V) / S``."""
+        rotated = self.row_basis.mT @ self.as_matrix(difference) @ self.column_basis
+        return self.as_weight(rotated / self.scale)
+
+    def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
+        """Draw outputs, or the weight of a convolution with several groups."""
+        # Groups have different patches, and the row basis mixes their outputs.
+        return ("outputs", "weight") if linear_map.groups == 1 else ("weight",)
+
+    def spread(self, moment: Tensor) -> Tensor:
+        """Return ``U diag(S^2 diag(V' S V)) U'``."""
+        rotated = self.column_basis.mT @ moment @ self.column_basis
+        diagonal = rotated.diagonal(dim1=-2, dim2=-1) @ self.scale.square().mT
+        return (self.row_basis * diagonal.unsqueeze(-2)) @ self.row_basis.mT
+
+    def image_around(
+        self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
+    ) -> GaussianOutputs:
+        """Return normals that are correlated over channels, and independent over positions.
+
+        The joint distribution of the outputs at one position is exact.
+        """
+        rotated = linear_map.bank(x, self.column_basis.mT).to(self.loc.dtype)
+        variance = linear_map.mix(rotated.square(), self.scale.square())
+        channels_last = variance.movedim(linear_map.channel_dim, -1)
+        return _RotatedOutputs(mean, channels_last, linear_map, self.row_basis, bias_variance)
+
+    @checked
+    def rearranged(self, arrangement: Arrangement) -> "EigenbasisNormal | None":
+        """Return the distribution of the transpose, with both bases exchanged."""
+        if not arrangement.is_transpose:
+            return None
+        bases = self.column_basis, self.row_basis
+        return EigenbasisNormal(
+            arrangement(self.loc), self.scale.mT, *bases, validate_args=False
+        )
+
+
+class _RotatedOutputs(GaussianOutputs):
+    """Normals over channels, ``N(loc, U diag(v) U' + diag(bias_variance))``, one for each position."""
+
+    def __init__(
+        self,
+        loc: Tensor,
+        variances: Tensor,
+        linear_map: LinearMap,
+        basis: Tensor,
+        bias_variance: Tensor | None,
+    ) -> None:
+        super().__init__(loc, linear_map.event_dim(loc))
+        self._variances = variances  # in the basis, with channels last: (*batch, *positions, out)
+        self._channel_dim = linear_map.channel_dim
+        self._basis, self._bias_variance = basis, bias_variance
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        variance = DenseMap()(self._variances, self._basis.square(), self._bias_variance)
+        return variance.movedim(-1, self._channel_dim)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
+        scaled = self._basis * self._variances.unsqueeze(-2)
+        blocks = scaled @ self._basis.mT
+        if self._bias_variance is not None:
+            blocks = blocks + torch.diag_embed(self._bias_variance)
+        blocks = blocks.reshape(*self.batch_shape, -1, *blocks.shape[-2:])
+        identity = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
+        order = "piqj" if self._channel_dim == -1 else "ipjq"
+        product = torch.einsum(f"...pij,pq->...{order}", blocks, identity)
+        return product.flatten(-2).flatten(-3, -2)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        channels_last = list(self._extended_shape(torch.Size(sample_shape)))
+        channels_last.append(channels_last.pop(self._channel_dim))
+        scaled = floored_sqrt(self._variances) * standard_normal(channels_last, self.loc)
+        draws = DenseMap()(scaled, self._basis)
+        if self._bias_variance is not None:
+            scale = floored_sqrt(self._bias_variance)
+            draws = torch.addcmul(draws, standard_normal(channels_last, self.loc), scale)
+        return self.loc + draws.movedim(-1, self._channel_dim)
+
+
+@dataclass(frozen=True)
+class Eigenbasis(MatrixFamily):
+    """Normals with independent elements in orthogonal bases of a layer's outputs and inputs.
+
+    Parameters are ``loc``, ``log_scale (out, in)``, and the angles of both bases, ``row_angles`` and
+    ``column_angles``. A basis is block diagonal with blocks of at most ``block_size``, each of them the
+    Cayley transform of a skew-symmetric matrix; b (b - 1) / 2 angles for a block of size b.
+
+    Args:
+        block_size: The largest size of a block, at least 2. The cost of a step has a term
+            ``(out + in) * block_size ** 2``.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
+
+    Raises:
+        ValueError: If the block size is not a whole number of at least 2.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi.guides import StructuredGuide
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> guide = StructuredGuide(model, {"*.weight": Eigenbasis()})
+        >>> sum(parameter.numel() for parameter in guide.parameters())
+        43
+
+    References:
+        Cayley transform: Helfrich, Willmott and Ye (2018), "Orthogonal recurrent neural networks with
+        scaled Cayley transform".
+    """
+
+    delayed: ClassVar[tuple[str, ...]] = ("row_angles", "column_angles")
+    block_size: Count = 64
+
+    def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
+        """Start with identity bases, and ``scale`` times exp(N(0, 0.1^2)) noise."""
+        out, size = loc.shape[0], loc[0].numel()
+        return {
+            "loc": loc.clone(),
+            # Equal scales would have no gradient with respect to the bases.
+            "log_scale": math.log(scale) + 0.1 * loc.new_empty(out, size).normal_(),
+            "row_angles": loc.new_zeros(num_angles(out, self.block_size)),
+            "column_angles": loc.new_zeros(num_angles(size, self.block_size)),
+        }
+
+    def distribution(self, site: LatentSite, **parameters: Tensor) -> EigenbasisNormal:
+        """Return the normal in the bases of these angles."""
+        scale = parameters["log_scale"].exp()
+        sizes = {"row_angles": scale.shape[0], "column_angles": scale.shape[1]}
+        bases = (block_rotation(parameters[name], n, self.block_size) for name, n in sizes.items())
+        return EigenbasisNormal(parameters["loc"], scale, *bases, validate_args=False)
+
+    def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
+        """Return the size of a change that matters; for angles one over the size of a block."""
+        if name in self.delayed:
+            return 1 / self.block_size
+        return super().unit(site, name, value)
+
+
+class EigenbasisGuide(StructuredGuide):
+    """Independent normals in orthogonal bases at every weight, mean field at vectors.
+
+    It contains mean field and the matrix normal; see :class:`pyro_structvi.families.Eigenbasis`.
+
+    Args:
+        model: A ``PyroModule`` or any callable with latent sites.
+        block_size: The largest size of the blocks of a basis.
+        join_bias: Whether a layer's bias is a further column of its weight, as by default.
+        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
+
+    Example:
+        >>> import torch
+        >>> from pyro_structvi import Classifier, bayesianize
+        >>> net = torch.nn.Linear(400, 400, bias=False)
+        >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
+        >>> sum(parameter.numel() for parameter in EigenbasisGuide(model).parameters())
+        344432
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        block_size: int = 64,
+        *,
+        join_bias: bool = True,
+        **options: Unpack[GuideOptions],
+    ) -> None:
+        super().__init__(model, {"*": Eigenbasis(block_size, join_bias=join_bias)}, **options)
