@@ -35,6 +35,7 @@ PAGES = [
             "league.md",
             "one_pass.md",
             "sampling.md",
+            "tables.md",
             "training.md",
             "uci.md",
         )
@@ -85,6 +86,8 @@ def tables_of(path: Path) -> str:
     header = tuple(path.read_text().splitlines()[0].split(","))
     if header == uci_tables.DECOMPOSED:
         return markdown(header, [list(row) for row in read_rows(path, header)])
+    if header == uci_tables.ESTIMATORS:
+        return uci_tables.estimators_table(read_rows(path, header))
     if header == uci_tables.SAMPLED:
         guides = read_rows(path.with_name("uci.csv"), uci_tables.HEADER)
         return uci_tables.sampling_table(read_rows(path, header), guides)

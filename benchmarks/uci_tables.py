@@ -12,11 +12,13 @@ SAMPLED = (
     *("data", "split", "sampled", "log likelihood", "RMSE"),
     *("standardized log likelihood", "standardized RMSE", "R-hat", "seconds"),
 )
+ESTIMATORS = ("data", "split", "method", "log likelihood", "RMSE", "seconds")
 DECOMPOSED = ("data", "split", "posterior", "RMSE", "NLL", "seconds")
 LOG_LIKELIHOOD, ERROR = (HEADER.index(name) for name in ("log likelihood", "RMSE"))
 SETS = ("boston", "concrete", "energy", "kin8nm", "power", "protein")
 HETEROSCEDASTIC = "heteroscedastic"
 BASE = "mean field"
+DEFAULT = "chains"  # of the estimators
 STRUCTURED = ("k-tied, k = 2", "matrix normal", "rowwise", "low rank, full diagonal", "FFG-U")
 SAMPLED_VI = "sampled VI, heteroscedastic, learned prior (Wu et al. 2019, Table 2)"
 DVI = "DVI (there)"
@@ -86,6 +88,28 @@ def sampling_table(rows: Iterable[Row], others: Iterable[Row] = ()) -> str:
                 table.append([data, str(len(each)), f"{name}, one layer", *cells])
     header = ["data", "splits", "posterior", "log likelihood", "RMSE"]
     return markdown([*header, "standardized", "its RMSE", "seconds"], table)
+
+
+def estimators_table(rows: Iterable[Row]) -> str:
+    """Return means over splits of estimators, with paired differences from the default.
+
+    Args:
+        rows: Rows of :data:`ESTIMATORS`.
+    """
+    rows, table = list(rows), []
+    for data in dict.fromkeys(row[0] for row in rows):
+        own = [row for row in rows if row[0] == data]
+        base = {row[1]: row for row in own if row[2] == DEFAULT}
+        for method in dict.fromkeys(row[2] for row in own):
+            each = [row for row in own if row[2] == method]
+            columns = [[float(row[i]) for row in each if row[i]] for i in (3, 4, 5)]
+            pairs = [(row, base[row[1]]) for row in each if row[1] in base and row[3]]
+            gains = [float(one[3]) - float(other[3]) for one, other in pairs]
+            difference = within(gains) if gains and method != DEFAULT else ""
+            cells = [within(column) if column else "" for column in columns]
+            table.append([data, str(len(each)), method, cells[0], difference, *cells[1:]])
+    header = ["data", "splits", "method", "log likelihood", f"minus {DEFAULT}"]
+    return markdown([*header, "RMSE", "seconds"], table)
 
 
 def within(values: Sequence[float]) -> str:
