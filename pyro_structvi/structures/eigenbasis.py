@@ -237,10 +237,12 @@ class Eigenbasis(MatrixFamily):
         return EigenbasisNormal(parameters["loc"], scale, *bases, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the size of a change that matters; for angles one over the size of a block."""
-        if name in self.delayed:
-            return 1 / self.block_size
-        return super().unit(site, name, value)
+        """Return the size of a change that matters; for angles that of a row of as many entries."""
+        if name not in self.delayed:
+            return super().unit(site, name, value)
+        out, size = site.shape[0], site.shape[1:].numel()
+        length = min(self.block_size, out if name == "row_angles" else size)
+        return min(1 / math.sqrt(length), 3 / length)
 
 
 class EigenbasisGuide(StructuredGuide):
