@@ -1,8 +1,8 @@
 """Distributions over weights, each with its image under a linear map."""
 
 from pyro_structvi.structures.dropout import BernoulliDropout
-from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.eigenbasis import EigenbasisNormal
+from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.full_covariance import FullNormal
 from pyro_structvi.structures.inducing.augmented import AugmentedMatrixNormal, ConditionalNormal
 from pyro_structvi.structures.inducing.normal import InducingNormal

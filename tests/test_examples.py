@@ -62,6 +62,11 @@ SCRIPTS = {
         *("--data", "{folder}/regression.npz", "--steps", "5", "--map-steps", "5"),
         *("--chain-steps", "20", "--output", "{folder}/decomposition.csv"),
     ],
+    "benchmarks/estimators.py": [
+        *("--data", "{folder}/regression.npz", "--splits", "1", "--quick"),
+        *("--method", "points", "--method", "Gaussian process"),
+        *("--output", "{folder}/estimators.csv"),
+    ],
     "benchmarks/sampling.py": [
         *("--data", "{folder}/regression.npz", "--map-steps", "5", "--steps", "20"),
         *("--samples", "4", "--chains", "2", "--output", "{folder}/sampling.csv"),

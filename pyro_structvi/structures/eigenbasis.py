@@ -11,8 +11,8 @@ from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, checked
 from pyro_structvi.linalg.matrices import standard_normal
-from pyro_structvi.linalg.rotations import block_rotation, num_angles
 from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.rotations import block_rotation, num_angles
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily
@@ -133,9 +133,7 @@ class EigenbasisNormal(GaussianWeight):
         if not arrangement.is_transpose:
             return None
         bases = self.column_basis, self.row_basis
-        return EigenbasisNormal(
-            arrangement(self.loc), self.scale.mT, *bases, validate_args=False
-        )
+        return EigenbasisNormal(arrangement(self.loc), self.scale.mT, *bases, validate_args=False)
 
 
 class _RotatedOutputs(GaussianOutputs):

@@ -23,8 +23,8 @@ from pyro_structvi._checks import (
     check_shape,
     shape_text,
 )
-from pyro_structvi.linalg.matrices import identity_like
 from pyro_structvi._torch import inside_jit_trace
+from pyro_structvi.linalg.matrices import identity_like
 
 
 class _Orthogonal(constraints.Constraint):
