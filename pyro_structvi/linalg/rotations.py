@@ -39,7 +39,8 @@ def block_rotation(angles: Tensor, size: int, block_size: int) -> Tensor:
         blocks += cayley(angles[:split].view(whole, -1), block_size)
     if whole < len(sizes):
         blocks.append(cayley(angles[split:], sizes[-1]))
-    return torch.block_diag(*blocks)
+    rotation: Tensor = torch.block_diag(*blocks)
+    return rotation
 
 
 def cayley(angles: Tensor, size: int) -> Tensor:

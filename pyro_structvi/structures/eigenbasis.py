@@ -230,9 +230,11 @@ class Eigenbasis(MatrixFamily):
     def distribution(self, site: LatentSite, **parameters: Tensor) -> EigenbasisNormal:
         """Return the normal in the bases of these angles."""
         scale = parameters["log_scale"].exp()
-        sizes = {"row_angles": scale.shape[0], "column_angles": scale.shape[1]}
-        bases = (block_rotation(parameters[name], n, self.block_size) for name, n in sizes.items())
-        return EigenbasisNormal(parameters["loc"], scale, *bases, validate_args=False)
+        rows, columns = (
+            block_rotation(parameters[name], size, self.block_size)
+            for name, size in zip(self.delayed, scale.shape, strict=True)
+        )
+        return EigenbasisNormal(parameters["loc"], scale, rows, columns, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
         """Return the size of a change that matters; for angles that of a row of as many entries."""

@@ -35,7 +35,8 @@ class _Orthogonal(constraints.Constraint):
     def check(self, value: Tensor) -> Tensor:
         """Return whether each matrix is orthogonal."""
         error = (value.mT @ value - identity_like(value)).abs().amax((-2, -1))
-        return error <= value.shape[-1] * torch.finfo(value.dtype).eps ** 0.5
+        is_close: Tensor = error <= value.shape[-1] * torch.finfo(value.dtype).eps ** 0.5
+        return is_close
 
 
 orthogonal = _Orthogonal()
