@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import norm
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
@@ -87,7 +88,7 @@ def gaussian_process(x: Any, y: Any, test_x: Any, test_y: Any, is_quick: bool) -
     optimizer = None if is_quick else "fmin_l_bfgs_b"
     process = GaussianProcessRegressor(kernel, optimizer=optimizer, random_state=0).fit(x, y)
     mean, std = process.predict(test_x, return_std=True)
-    return mean, normal_density(test_y, mean, std)
+    return mean, norm.logpdf(test_y, mean, std)
 
 
 def xgboost(x: Any, y: Any, test_x: Any, test_y: Any, is_quick: bool) -> Score:
@@ -122,12 +123,8 @@ def bde(x: Any, y: Any, test_x: Any, test_y: Any, is_quick: bool) -> Score:
     ).fit(x, y)
     raw = np.asarray(estimator.predict(test_x, raw=True), np.float64)
     mean, free = raw[..., 0].reshape(-1, len(test_x)), raw[..., 1].reshape(-1, len(test_x))
-    densities = normal_density(test_y, mean, np.logaddexp(0, free) + 1e-6)
+    densities = norm.logpdf(test_y, mean, np.logaddexp(0, free) + 1e-6)
     return mean.mean(0), np.logaddexp.reduce(densities, 0) - math.log(len(densities))
-
-
-def normal_density(y: Any, mean: Any, std: Any) -> Any:
-    return -0.5 * ((y - mean) / std) ** 2 - np.log(std) - 0.5 * math.log(2 * math.pi)
 
 
 METHODS: dict[str, Callable[..., Score]] = {

@@ -235,6 +235,7 @@ ONLY = {
     "global inducing": {"small", "mnist", "lenet"},  # wide: matrices of 2048 x 2048 in each draw
     "full covariance": {"small"},  # elsewhere refused: at least 34 GiB
     "matrix normal": ALL - {"resnet18", "huge"},  # there 22 s a round, a third of all others' 60 s
+    "eigenbasis": ALL - {"resnet18", "huge"},  # likewise
     "Walsh-Hadamard, full": DENSE - {"huge"} | {"lenet"},  # resnet18: 17 s a round; not for LSTMs
     "Pyro AutoNormal": ALL - {"huge"},  # 4 GiB, beside the many of the others
     "Pyro AutoLowRank, rank 2": ALL - {"huge"},  # likewise

@@ -180,6 +180,7 @@ GUIDES: dict[str, MakeGuide] = {
     "k-tied 1": partial(ps.KTiedGuide, rank=1, join_bias=False),
     "k-tied 2": partial(ps.KTiedGuide, rank=2, join_bias=False),
     "matrix normal": partial(ps.MatrixNormalGuide, join_bias=False),
+    "eigenbasis": partial(ps.EigenbasisGuide, join_bias=False),
     "rowwise": partial(ps.RowwiseGuide, join_bias=True),
     "full": ps.FullCovarianceGuide,
     "low rank 1": low_rank(rank=1, diagonal="constant"),

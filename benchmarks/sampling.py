@@ -45,9 +45,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200, help="draws of each chain")
     parser.add_argument("--energy-variance", type=float, default=0.4)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--estimator", action="store_true", help="the estimator's defaults in place of these"
-    )
     parser.add_argument("--output", type=Path, help="a CSV file; what it has is not measured again")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -56,10 +53,8 @@ def main() -> None:
     for path in options.data:
         every = list(splits(path, gaps=False))
         for number in options.split or [0]:
-            names = ("estimator",) if options.estimator else ("points", "draws")
-            if not results.has(path.stem, str(number), names[0]):
-                take = measure_estimator if options.estimator else measure
-                results.add(*((path.stem, *row) for row in take(every[number], options)))
+            if not results.has(path.stem, str(number)):
+                results.add(*((path.stem, *row) for row in measure(every[number], options)))
     if options.data:
         print(sampling_table(results.rows))
     if options.nuts:
@@ -87,24 +82,6 @@ def measure(split: Split, options: Any) -> list[tuple[str, ...]]:
         scores = (own, error * split.target_scale, standardized, error)
         rows.append((split.name, name, *(f"{v:.5g}" for v in scores), r_hat, f"{seconds:.0f}"))
     return rows
-
-
-def measure_estimator(split: Split, _: Any) -> list[tuple[str, ...]]:
-    """Return a row of results for ``BayesianMLPRegressor`` without options but a seed."""
-    from pyro_structvi.sklearn import BayesianMLPRegressor
-
-    (x, y), (test_x, test_y) = (
-        [part.numpy() for part in pair] for pair in (split.train, split.test)
-    )
-    start = time.perf_counter()
-    estimator = BayesianMLPRegressor(random_state=0).fit(x, y[:, 0])
-    seconds = time.perf_counter() - start
-    error = float(((estimator.predict(test_x) - test_y[:, 0]) ** 2).mean() ** 0.5)
-    standardized = float(estimator.log_density(test_x, test_y[:, 0]).mean())
-    own_units = standardized - math.log(split.target_scale)
-    scores = (own_units, error * split.target_scale, standardized, error)
-    r_hat = f"{estimator.draws_.r_hat:.2f}"
-    return [(split.name, "estimator", *(f"{v:.5g}" for v in scores), r_hat, f"{seconds:.0f}")]
 
 
 def make_model(split: Split, prior: Any = 1.0) -> ps.Regressor:

@@ -17,6 +17,8 @@ NESTED = [
     ("k-tied 2", "mean field"),
     ("k-tied 1", "matrix normal"),
     ("matrix normal", "full"),
+    ("mean field", "eigenbasis"),
+    ("matrix normal", "eigenbasis"),
     ("mean field", "rowwise"),
     ("rowwise", "full"),
     ("low rank 1", "low rank 2"),

@@ -73,7 +73,6 @@ def sampling_table(rows: Iterable[Row], others: Iterable[Row] = ()) -> str:
         names = {row[1] for row in own}
         found = {"points": [r for r in own if r[2] == "points"]}
         found["chains from points"] = [r for r in own if r[2] == "draws"]
-        found["estimator"] = [r for r in own if r[2] == "estimator"]
         for name, each in found.items():
             if not each:
                 continue

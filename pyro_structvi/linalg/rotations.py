@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi.linalg.matrices import identity_like
+from pyro_structvi.linalg.precision import at_least_single
 
 
 def num_angles(size: int, block_size: int) -> int:
@@ -36,7 +37,7 @@ def block_rotation(angles: Tensor, size: int, block_size: int) -> Tensor:
     split = whole * block_size * (block_size - 1) // 2
     blocks: list[Tensor] = []
     if whole:
-        blocks += cayley(angles[:split].view(whole, -1), block_size)
+        blocks += cayley(angles[:split].view(whole, split // whole), block_size)
     if whole < len(sizes):
         blocks.append(cayley(angles[split:], sizes[-1]))
     rotation: Tensor = torch.block_diag(*blocks)
@@ -48,10 +49,10 @@ def cayley(angles: Tensor, size: int) -> Tensor:
     rows, columns = torch.tril_indices(size, size, offset=-1, device=angles.device)
     flat = angles.new_zeros(*angles.shape[:-1], size * size)
     lower = flat.index_copy(-1, rows * size + columns, angles / 2)
-    lower = lower.view(*angles.shape[:-1], size, size)
+    lower = at_least_single(lower).view(*angles.shape[:-1], size, size)
     skew, identity = lower - lower.mT, identity_like(lower)
     rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew)
-    return rotation
+    return rotation.to(angles.dtype)
 
 
 def _blocks(size: int, block_size: int) -> list[int]:

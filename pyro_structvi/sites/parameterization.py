@@ -82,10 +82,17 @@ def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
 def unit_of_lower(lower: Tensor) -> float:
     """Return the unit of steps of the entries below a diagonal of n entries.
 
+    See :func:`unit_of_row`.
+    """
+    return unit_of_row((1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2)
+
+
+def unit_of_row(size: int) -> float:
+    """Return the unit of steps of the entries of a row of n entries.
+
     It is ``1 / sqrt(n)``, since Adam moves all entries equally and a row of n entries by the root of n
     times as much. For large n it is at most ``3 / n``, since the gradients are mostly noise.
     """
-    size = (1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2
     return min(1 / math.sqrt(size), 3 / size)
 
 

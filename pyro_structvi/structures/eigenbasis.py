@@ -5,21 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, checked
-from pyro_structvi.linalg.matrices import standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.linalg.rotations import block_rotation, num_angles
 from pyro_structvi.maps.calls import Arrangement
-from pyro_structvi.maps.linear_map import DenseMap, LinearMap
+from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.parameterization import unit_of_row
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument, orthogonal
-from pyro_structvi.weights.outputs import GaussianOutputs
+from pyro_structvi.weights.outputs import MixedOutputs
 from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
@@ -47,6 +46,7 @@ class EigenbasisNormal(GaussianWeight):
             orthogonal.
 
     Example:
+        >>> import torch
         >>> basis = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
         >>> scale = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
         >>> q = EigenbasisNormal(torch.zeros(2, 2), scale, torch.eye(2), basis)
@@ -117,15 +117,15 @@ class EigenbasisNormal(GaussianWeight):
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> GaussianOutputs:
+    ) -> MixedOutputs:
         """Return normals that are correlated over channels, and independent over positions.
 
         The joint distribution of the outputs at one position is exact.
         """
         rotated = linear_map.bank(x, self.column_basis.mT).to(self.loc.dtype)
         variance = linear_map.mix(rotated.square(), self.scale.square())
-        channels_last = variance.movedim(linear_map.channel_dim, -1)
-        return _RotatedOutputs(mean, channels_last, linear_map, self.row_basis, bias_variance)
+        scales = floored_sqrt(variance).movedim(linear_map.channel_dim, -1)
+        return MixedOutputs(linear_map, mean, scales, self.row_basis, bias_variance)
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "EigenbasisNormal | None":
@@ -136,53 +136,6 @@ class EigenbasisNormal(GaussianWeight):
         return EigenbasisNormal(arrangement(self.loc), self.scale.mT, *bases, validate_args=False)
 
 
-class _RotatedOutputs(GaussianOutputs):
-    """Normals over channels, ``N(loc, U diag(v) U' + diag(bias_variance))``, one for each position."""
-
-    def __init__(
-        self,
-        loc: Tensor,
-        variances: Tensor,
-        linear_map: LinearMap,
-        basis: Tensor,
-        bias_variance: Tensor | None,
-    ) -> None:
-        super().__init__(loc, linear_map.event_dim(loc))
-        self._variances = variances  # in the basis, with channels last: (*batch, *positions, out)
-        self._channel_dim = linear_map.channel_dim
-        self._basis, self._bias_variance = basis, bias_variance
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
-        variance = DenseMap()(self._variances, self._basis.square(), self._bias_variance)
-        return variance.movedim(-1, self._channel_dim)
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
-        scaled = self._basis * self._variances.unsqueeze(-2)
-        blocks = scaled @ self._basis.mT
-        if self._bias_variance is not None:
-            blocks = blocks + torch.diag_embed(self._bias_variance)
-        blocks = blocks.reshape(*self.batch_shape, -1, *blocks.shape[-2:])
-        identity = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
-        order = "piqj" if self._channel_dim == -1 else "ipjq"
-        product = torch.einsum(f"...pij,pq->...{order}", blocks, identity)
-        return product.flatten(-2).flatten(-3, -2)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
-        channels_last = list(self._extended_shape(torch.Size(sample_shape)))
-        channels_last.append(channels_last.pop(self._channel_dim))
-        scaled = floored_sqrt(self._variances) * standard_normal(channels_last, self.loc)
-        draws = DenseMap()(scaled, self._basis)
-        if self._bias_variance is not None:
-            scale = floored_sqrt(self._bias_variance)
-            draws = torch.addcmul(draws, standard_normal(channels_last, self.loc), scale)
-        return self.loc + draws.movedim(-1, self._channel_dim)
-
-
 @dataclass(frozen=True)
 class Eigenbasis(MatrixFamily):
     """Normals with independent elements in orthogonal bases of a layer's outputs and inputs.
@@ -191,13 +144,15 @@ class Eigenbasis(MatrixFamily):
     ``column_angles``. A basis is block diagonal with blocks of at most ``block_size``, each of them the
     Cayley transform of a skew-symmetric matrix; b (b - 1) / 2 angles for a block of size b.
 
+    It contains mean field, and the matrix normal if a block covers each side.
+
     Args:
-        block_size: The largest size of a block, at least 2. The cost of a step has a term
-            ``(out + in) * block_size ** 2``.
+        block_size: The largest size of a block; blocks of 1 rotate nothing. The cost of a step has a
+            term ``(out + in) * block_size ** 2``.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Raises:
-        ValueError: If the block size is not a whole number of at least 2.
+        ValueError: If the block size is not a whole number of at least 1.
 
     Example:
         >>> import torch
@@ -242,13 +197,14 @@ class Eigenbasis(MatrixFamily):
             return super().unit(site, name, value)
         out, size = site.shape[0], site.shape[1:].numel()
         length = min(self.block_size, out if name == "row_angles" else size)
-        return min(1 / math.sqrt(length), 3 / length)
+        return unit_of_row(length)
 
 
 class EigenbasisGuide(StructuredGuide):
     """Independent normals in orthogonal bases at every weight, mean field at vectors.
 
-    It contains mean field and the matrix normal; see :class:`pyro_structvi.families.Eigenbasis`.
+    It contains mean field, and the matrix normal of layers with at most ``block_size`` inputs and
+    outputs; see :class:`pyro_structvi.families.Eigenbasis`.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.

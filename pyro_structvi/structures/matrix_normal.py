@@ -10,16 +10,15 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import checked
-from pyro_structvi.linalg.matrices import standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
 from pyro_structvi.maps.calls import Arrangement
-from pyro_structvi.maps.linear_map import DenseMap, LinearMap
+from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.parameterization import cholesky_factor, initial_factor
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import Argument
-from pyro_structvi.weights.outputs import GaussianOutputs
+from pyro_structvi.weights.outputs import MixedOutputs
 from pyro_structvi.weights.weight_distribution import GaussianWeight, Way
 
 
@@ -126,7 +125,7 @@ class MatrixNormal(GaussianWeight):
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> GaussianOutputs:
+    ) -> MixedOutputs:
         """Return normals that are correlated over channels, and independent over positions.
 
         The joint distribution of the outputs at one position is exact.
@@ -134,7 +133,7 @@ class MatrixNormal(GaussianWeight):
         whitened = linear_map.bank(x, self.scale_tril_column.mT)
         squares = whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
         norms = floored_sqrt(squares).unsqueeze(-1)
-        return _MatrixOutputs(mean, norms, linear_map, self.scale_tril_row, bias_variance)
+        return MixedOutputs(linear_map, mean, norms, self.scale_tril_row, bias_variance)
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "MatrixNormal | None":
@@ -143,54 +142,6 @@ class MatrixNormal(GaussianWeight):
             return None
         factors = self.scale_tril_column, self.scale_tril_row
         return MatrixNormal(arrangement(self.loc), *factors, validate_args=False)
-
-
-class _MatrixOutputs(GaussianOutputs):
-    """Normals over channels, ``N(loc, norm^2 A + diag(bias_variance))``, one for each position."""
-
-    def __init__(
-        self,
-        loc: Tensor,
-        norms: Tensor,
-        linear_map: LinearMap,
-        row: Tensor,
-        bias_variance: Tensor | None,
-    ) -> None:
-        super().__init__(loc, linear_map.event_dim(loc))
-        self._norms = norms  # with channels last: (*batch, *positions, 1)
-        self._channel_dim = linear_map.channel_dim
-        self._row, self._bias_variance = row, bias_variance
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
-        variance = self._norms.square() * self._row.square().sum(-1)
-        if self._bias_variance is not None:
-            variance = variance + self._bias_variance
-        return variance.movedim(-1, self._channel_dim)
-
-    @property
-    def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
-        blocks = self._norms.square().unsqueeze(-1) * (self._row @ self._row.mT)
-        if self._bias_variance is not None:
-            blocks = blocks + torch.diag_embed(self._bias_variance)
-        blocks = blocks.reshape(*self.batch_shape, -1, *blocks.shape[-2:])
-        identity = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
-        order = "piqj" if self._channel_dim == -1 else "ipjq"
-        product = torch.einsum(f"...pij,pq->...{order}", blocks, identity)
-        return product.flatten(-2).flatten(-3, -2)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
-        channels_last = list(self._extended_shape(torch.Size(sample_shape)))
-        channels_last.append(channels_last.pop(self._channel_dim))
-        noise = standard_normal(channels_last, self.loc)
-        draws = self._norms * DenseMap()(noise, self._row)
-        if self._bias_variance is not None:
-            scale = floored_sqrt(self._bias_variance)
-            draws = torch.addcmul(draws, standard_normal(channels_last, self.loc), scale)
-        return self.loc + draws.movedim(-1, self._channel_dim)
 
 
 @dataclass(frozen=True)

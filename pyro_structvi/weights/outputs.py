@@ -13,7 +13,7 @@ from pyro_structvi._torch import inside_transform
 from pyro_structvi.linalg.factorizations import tril_or_nan
 from pyro_structvi.linalg.matrices import event_sum, standard_normal
 from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.maps.linear_map import LinearMap, shape_per_example
+from pyro_structvi.maps.linear_map import DenseMap, LinearMap, shape_per_example
 
 
 class OutputDistribution(TorchDistribution):
@@ -133,6 +133,66 @@ class NormalOutputs(GaussianOutputs):
     @property
     def _normal(self) -> Normal:
         return Normal(self.loc, self.scale, validate_args=False)
+
+
+class MixedOutputs(GaussianOutputs):
+    """Normals ``loc + F (scales * e) + b`` over channels, independent over positions.
+
+    Args:
+        linear_map: The map.
+        loc: Means of its outputs.
+        scales: Standard deviations, positive, with channels last, ``(*batch, *positions, out)``, or one
+            for all channels of a position, ``(*batch, *positions, 1)``.
+        factor: The matrix ``F (*batch, out, out)``.
+        bias_variance: Variances ``(out,)`` of the bias b, or None.
+    """
+
+    def __init__(
+        self,
+        linear_map: LinearMap,
+        loc: Tensor,
+        scales: Tensor,
+        factor: Tensor,
+        bias_variance: Tensor | None,
+    ) -> None:
+        super().__init__(loc, linear_map.event_dim(loc))
+        self._channel_dim = linear_map.channel_dim
+        self._scales, self._factor, self._bias_variance = scales, factor, bias_variance
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output, ``(*batch_shape, *event_shape)``."""
+        squares = self._factor.square()
+        if self._scales.shape[-1] == 1:
+            squares = squares.sum(-1, keepdim=True)
+        variance = DenseMap()(self._scales.square(), squares)
+        if self._bias_variance is not None:
+            variance = variance + self._bias_variance
+        return variance.movedim(-1, self._channel_dim)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
+        scaled = self._factor * self._scales.unsqueeze(-2)
+        blocks = scaled @ scaled.mT
+        if self._bias_variance is not None:
+            blocks = blocks + torch.diag_embed(self._bias_variance)
+        blocks = blocks.reshape(*self.batch_shape, -1, *blocks.shape[-2:])
+        identity = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
+        order = "piqj" if self._channel_dim == -1 else "ipjq"
+        product = torch.einsum(f"...pij,pq->...{order}", blocks, identity)
+        return product.flatten(-2).flatten(-3, -2)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
+        channels_last = list(self._extended_shape(torch.Size(sample_shape)))
+        channels_last.append(channels_last.pop(self._channel_dim))
+        noise = self._scales * standard_normal(channels_last, self.loc)
+        draws = DenseMap()(noise.to(self._factor.dtype), self._factor)
+        if self._bias_variance is not None:
+            scale = floored_sqrt(self._bias_variance)
+            draws = torch.addcmul(draws, standard_normal(channels_last, self.loc), scale)
+        return self.loc + draws.movedim(-1, self._channel_dim)
 
 
 def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:

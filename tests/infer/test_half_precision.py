@@ -89,7 +89,9 @@ def test_a_users_own_likelihood_in_half_precision(kind):
     torch.testing.assert_close(terms.log_likelihood["obs"].double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("guide_name", ["mean field", "k-tied", "rowwise", "matrix normal"])
+@pytest.mark.parametrize(
+    "guide_name", ["mean field", "k-tied", "rowwise", "matrix normal", "eigenbasis"]
+)
 @pytest.mark.parametrize("prior", [0.7, dist.Laplace(0.0, 0.7)])
 def test_the_kl_of_parameters_in_half_precision_is_not_rounded(guide_name, prior):
     net = ps.bayesianize(nn.Linear(40, 30, bias=False).to(HALF), prior=prior)

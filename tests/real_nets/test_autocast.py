@@ -87,7 +87,7 @@ def test_variances_are_in_single_precision(guide_name):
     torch.testing.assert_close(image.variance, expected, rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("guide_name", ["k-tied", "matrix normal"])
+@pytest.mark.parametrize("guide_name", ["k-tied", "matrix normal", "eigenbasis"])
 def test_a_net_in_bfloat16_stays_in_it(guide_name):
     x, y = table()
     model, data = classifier(perceptron().bfloat16(), x.bfloat16(), y)
