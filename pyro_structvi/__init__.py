@@ -51,9 +51,11 @@ from pyro_structvi.nn import (
 )
 from pyro_structvi.posterior import (
     element_scores,
+    load,
     predict,
     predict_moments,
     pruning,
+    save,
     to_inference_data,
     warm_start,
 )
@@ -108,10 +110,12 @@ __all__ = [
     "weigh_by_stacking",
     # posteriors
     "element_scores",
+    "load",
     "moments",
     "predict",
     "predict_moments",
     "pruning",
+    "save",
     "to_inference_data",
     "warm_start",
     # lists of names

@@ -26,6 +26,13 @@ def initialized_parts():
     return parts
 
 
+def saved_parts():
+    parts = model_and_guide()
+    path = Path(tempfile.mkdtemp(dir=FILES.name)) / "posterior.safetensors"
+    ps.save(path, **parts)
+    return {"path": path, **parts}
+
+
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "weigh_by_bound": lambda: {
         **model_and_guide(lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, 2)),
@@ -72,6 +79,8 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "parameters": [*guide.parameters()],
     },
     # using the posterior
+    "save": saved_parts,
+    "load": saved_parts,
     "NetMoments": lambda: {
         "model": (model := regressor()),
         "guide": ps.MeanFieldGuide(model),

@@ -98,8 +98,8 @@ class GlobalInducingGuide(StructuredGuide):
             )
         own = GlobalInducing(join_bias=join_bias)
         super().__init__(model, {**(families or {}), "*": own}, **options)
-        self._given_inputs, self._trains_inputs = inputs, train_inputs
-        self._first_layer = MatrixNormalFamily() if first_layer is None else first_layer
+        self._given_inputs, self.train_inputs = inputs, train_inputs
+        self.first_layer = MatrixNormalFamily() if first_layer is None else first_layer
         self.inducing_inputs: Tensor | None = None
         if isinstance(inputs, Tensor) and self._uses:
             self._place(inputs)
@@ -159,7 +159,7 @@ class GlobalInducingGuide(StructuredGuide):
             precision = start.new_full([len(rows), *outputs], -2 * math.log(self.init_scale))
             posterior.put("log_precision", precision)
         points = inputs.detach().clone()
-        if self._trains_inputs and points.is_floating_point():
+        if self.train_inputs and points.is_floating_point():
             self.inducing_inputs = nn.Parameter(points)
         else:
             del self.inducing_inputs
@@ -238,7 +238,7 @@ class GlobalInducingGuide(StructuredGuide):
 
     def _make_first(self, posterior: SitePosterior) -> SitePosterior:
         """Return the posterior of a layer with the net's inputs."""
-        family, site = self._first_layer, posterior.site
+        family, site = self.first_layer, posterior.site
         if not family.fits(site) or couple(family, {}, self.init_scale) is not None:
             raise TypeError(
                 "`first_layer` must be a family of one weight, such as MatrixNormalFamily(), but got "

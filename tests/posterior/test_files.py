@@ -1,0 +1,220 @@
+"""Posteriors that are saved to a file and loaded from it."""
+
+import json
+
+import pyro
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import pyro_structvi as ps
+from pyro_structvi.families import Dropout, KTied, MeanField
+from tests.guide_cases import GUIDES, POINTS
+from tests.models import make_regressor
+
+MIXTURE = {"mixture": lambda model: ps.MixtureGuide(model, ps.KTiedGuide, 2)}
+OF_MASK = {"net.0.weight": torch.arange(15).reshape(5, 3) % 2 == 0}
+CHOSEN = {"subnetwork": lambda model: ps.SubnetworkGuide(model, OF_MASK)}
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def make_model(prior=1.0):
+    net = ps.bayesianize(make_net(), prior=prior, normalization=False)
+    return ps.Regressor(net, num_data=8, noise="learned")
+
+
+def assert_equal_states(one, other):
+    own, found = one.state_dict(), other.state_dict()
+    assert [*own] == [*found]
+    assert all(torch.equal(own[name], found[name]) for name in own)
+
+
+@pytest.mark.parametrize("name", [*GUIDES, *POINTS, *CHOSEN])
+def test_a_loaded_posterior_is_the_saved_one(tmp_path, name):
+    model, x, y = make_model(), torch.randn(8, 3), torch.randn(8, 2)
+    guide = (GUIDES | POINTS | CHOSEN)[name](model)
+    ps.fit(model, guide, (x, y), num_steps=2, progress=False, compiled=False)
+    path = tmp_path / "posterior.safetensors"
+    ps.save(path, model, guide)
+    other = make_model()
+    loaded = ps.load(path, other)
+    assert type(loaded) is type(guide)
+    assert_equal_states(guide, loaded)
+    assert_equal_states(model, other)  # with running statistics and the noise
+    predictions = []
+    for parts in ((model, guide), (other, loaded)):
+        torch.manual_seed(1)
+        predictions.append(ps.predict(*parts, x, num_samples=3, batch_statistics=x).functions)
+    assert torch.equal(*predictions)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *MIXTURE.values(),
+        lambda model: ps.GlobalInducingGuide(model, torch.randn(6, 3), train_inputs=True),
+        lambda model: ps.EnsembleGuide(model, size=2),
+        lambda model: ps.MixtureGuide(
+            model, lambda model: ps.GlobalInducingGuide(model, torch.randn(4, 3)), 2
+        ),
+    ],
+    ids=["mixture", "global inducing", "ensemble", "mixture of global inducing"],
+)
+def test_guides_of_several_parts(tmp_path, make):
+    x, y = torch.randn(12, 3), torch.randn(12, 1)
+    models = [make_regressor() for _ in range(2)]
+    guide = make(models[0])
+    ps.fit(models[0], guide, (x, y), num_steps=2, progress=False, compiled=False)
+    ps.save(tmp_path / "file", models[0], guide)
+    loaded = ps.load(tmp_path / "file", models[1])
+    assert type(loaded) is type(guide)
+    assert_equal_states(guide, loaded)
+
+
+def test_families_by_patterns_and_what_pruning_changed(tmp_path):
+    model = make_model()
+    families = {
+        "net.0.*": KTied(3, join_bias=False),
+        "net.3.bias": MeanField(0.5),
+        "*": Dropout(0.2),
+    }
+    guide = ps.StructuredGuide(model, families, init_scale=0.02, local_reparam="exact")
+    ps.save(tmp_path / "file", model, guide)
+    loaded = ps.load(tmp_path / "file", make_model())
+    assert loaded.families == guide.families
+    assert (loaded.init_scale, loaded.local_reparam) == (0.02, "exact")
+    assert {name: loaded[name].family for name in loaded.site_names} == {
+        name: guide[name].family for name in guide.site_names
+    }
+    pruned = ps.MeanFieldGuide(model)
+    ps.pruning.prune_mean_field(pruned, 0.5)
+    ps.save(tmp_path / "file", model, pruned)
+    loaded = ps.load(tmp_path / "file", make_model())
+    assert_equal_states(pruned, loaded)
+    q = loaded["net.0.weight"]()
+    assert torch.equal(q.mean, pruned["net.0.weight"]().mean)
+    assert (q.variance == 0).any()
+
+
+def test_a_guide_that_a_function_needs_is_passed(tmp_path):
+    def model(x, y=None):
+        weight = pyro.sample("weight", pyro.distributions.Normal(0.0, 1.0).expand([3]).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", pyro.distributions.Normal(x @ weight, 0.1), obs=y)
+
+    x, y = torch.randn(8, 3), torch.randn(8)
+    guides = [ps.MeanFieldGuide(model) for _ in range(2)]
+    with pytest.raises(ValueError, match="`guide` must know its sites"):
+        ps.save(tmp_path / "file", model, guides[0])
+    ps.fit(model, guides[0], (x, y), num_steps=2, progress=False, compiled=False)
+    ps.save(tmp_path / "file", model, guides[0])
+    with pytest.raises(ValueError, match="declares no site before it runs"):
+        ps.load(tmp_path / "file", model)
+    guides[1].initialize(x, y)
+    assert ps.load(tmp_path / "file", model, guides[1]) is guides[1]
+    assert_equal_states(*guides)
+
+
+def write(path, change):
+    """Write a valid file whose header is changed."""
+    model = make_model()
+    ps.save(path, model, ps.KTiedGuide(model))
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["pyro_structvi"])
+    change(header)
+    save_file(load_file(path), path, {"pyro_structvi": json.dumps(header)})
+
+
+def set_format(header):
+    header["format"] = 99
+
+
+def rename_guide(header):
+    header["guide"]["class"] = "OtherGuide"
+
+
+def rename_family(header):
+    header["guide"]["families"]["*"]["family"] = "Other"
+
+
+def add_option(header):
+    header["guide"]["families"]["*"]["options"]["more"] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_format, "must be a file of format 1, but .* has format 99, by pyro-structvi 0.1.0"),
+        (rename_guide, "is a OtherGuide, which this version does not have"),
+        (rename_family, r"has the family Other\(join_bias, rank\), which is unknown"),
+        (add_option, r"has the family KTied\(join_bias, rank, more\), which is unknown"),
+    ],
+)
+def test_files_of_other_versions_are_refused(tmp_path, change, message):
+    write(tmp_path / "file", change)
+    with pytest.raises(ValueError, match=message):
+        ps.load(tmp_path / "file", make_model())
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is none at"):
+        ps.load(tmp_path / "none", make_model())
+    torch.save({"a": torch.zeros(1)}, tmp_path / "saved.pt")
+    save_file({"a": torch.zeros(1)}, tmp_path / "plain.safetensors")
+    for name in ("saved.pt", "plain.safetensors"):
+        with pytest.raises(ValueError, match=r"must be a file of `pyro_structvi.save`"):
+            ps.load(tmp_path / name, make_model())
+
+
+def larger_model():
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+    return ps.Regressor(
+        ps.bayesianize(net, prior=1.0, normalization=False), num_data=8, noise="learned"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            larger_model,
+            r"'guide\.posteriors\.net/0/weight\.loc' is \(5, 4\) torch.float64 in the file",
+        ),
+        (lambda: make_model().float(), "torch.float64 in the file and .* torch.float32 here"),
+        (make_regressor, "only the file has"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_changes(tmp_path, make, message):
+    model = make_model()
+    ps.save(tmp_path / "file", model, ps.KTiedGuide(model))
+    other = make()
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        ps.load(tmp_path / "file", other)
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+
+
+def test_a_guide_of_another_family_is_refused(tmp_path):
+    model = make_model()
+    ps.save(tmp_path / "file", model, ps.KTiedGuide(model, rank=2))
+    guide = ps.MeanFieldGuide(model)
+    before = {name: value.clone() for name, value in guide.state_dict().items()}
+    with pytest.raises(RuntimeError, match="has family = KTied instead of MeanField at the site"):
+        ps.load(tmp_path / "file", model, guide)
+    assert all(torch.equal(before[name], value) for name, value in guide.state_dict().items())
+
+
+def test_an_option_that_is_a_function_is_refused_and_the_former_file_stays(tmp_path):
+    model = make_model()
+    ps.save(tmp_path / "file", model, ps.KTiedGuide(model))
+    before = (tmp_path / "file").read_bytes()
+    guide = ps.MeanFieldGuide(model, create_plates=lambda *args: pyro.plate("data", 8))
+    with pytest.raises(TypeError, match="must have no `create_plates`"):
+        ps.save(tmp_path / "file", model, guide)
+    assert (tmp_path / "file").read_bytes() == before
