@@ -25,8 +25,9 @@ class StructuredAdam(torch.optim.Optimizer):
 
     Adam moves each number by about the learning rate, whatever it means. Here the rate is multiplied by
     the size of a change that matters, the parameter's unit (``Family.unit``): the prior's standard
-    deviation for means, though at most ``2 / sqrt(fan_in)``; 1 for logarithms; the smaller of
-    ``1 / sqrt(n)`` and ``3 / n`` for entries of a Cholesky factor with rows of n. A parameter that no
+    deviation for means, though at most ``2 / sqrt(fan_in)``, and ``14 / fan_in`` above a fan-in of 50; 1
+    for logarithms; the smaller of ``1 / sqrt(n)`` and ``3 / n`` for entries of a Cholesky factor with
+    rows of n. A parameter that no
     posterior holds has the root mean square of its start as its unit where it has two dimensions, and
     0.1 otherwise.
 
@@ -84,7 +85,8 @@ class StructuredAdam(torch.optim.Optimizer):
     References:
         Kingma and Ba (2015), "Adam: a method for stochastic optimization"; Khan and Rue (2023), "The
         Bayesian learning rule", section 3; Lin, Nielsen, Khan and Schmidt (2021), "Tractable structured
-        natural-gradient descent using local parameterizations".
+        natural-gradient descent using local parameterizations"; Yang et al. (2021), "Tensor Programs V:
+        tuning large neural networks via zero-shot hyperparameter transfer", for wide layers.
     """
 
     @checked

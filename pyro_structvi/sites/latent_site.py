@@ -9,6 +9,8 @@ from pyro.distributions.transforms import ExpTransform
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
+WIDE = 50  # a fan-in above which steps of weights are shorter
+
 
 @dataclass(frozen=True)
 class Plate:
@@ -102,14 +104,17 @@ class LatentSite:
     def unit(self) -> float:
         """The typical scale of an unconstrained value, which is the unit of steps in training.
 
-        It is the standard deviation of the prior, for a weight at most ``2 / sqrt(fan_in)``, so that
-        outputs change as much as their inputs; 1 if it is unknown.
+        It is the standard deviation of the prior; 1 if that is unknown. For a weight it is at most
+        ``2 / sqrt(fan_in)``, the size of initial weights, and at most ``14 / fan_in`` for a fan-in above
+        50: Adam moves all weights of an output in one direction, so that the output moves by fan-in
+        times the step (Yang et al., 2021).
         """
         if not self.is_real or self.prior_scale is None:
             return 1.0
-        return (
-            min(self.prior_scale, 2 / math.sqrt(self.fan_in)) if self.fan_in else self.prior_scale
-        )
+        if not self.fan_in:
+            return self.prior_scale
+        initial = 2 / math.sqrt(self.fan_in)
+        return min(self.prior_scale, initial, initial * math.sqrt(WIDE / self.fan_in))
 
     @property
     def is_batch(self) -> bool:

@@ -154,7 +154,7 @@ class InducingWeights(FactoredFamily):
             sizes = self._inducing_sizes(*whole)
             reach = math.sqrt(math.prod(whole) / math.prod(map(min, whole, sizes)))
             unit = min(1.0, reach * site.unit / self.prior_scales(site)[0])
-            inner = replace(self._inducing_site(sizes), fan_in=(2 / unit) ** 2)
+            inner = replace(self._inducing_site(sizes), fan_in=None, prior_scale=unit)
             return self.posterior.unit(inner, name.removeprefix("inducing_"), value)
         factor = name in ("row_factor", "column_factor")
         return 1 / math.sqrt(value.shape[-1]) if factor else super().unit(site, name, value)
