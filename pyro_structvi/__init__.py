@@ -61,7 +61,16 @@ from pyro_structvi.posterior import (
 )
 
 if TYPE_CHECKING:
-    from pyro_structvi import diagnostics, lightning, metrics, plots, reference, sklearn, testing
+    from pyro_structvi import (
+        botorch,
+        diagnostics,
+        lightning,
+        metrics,
+        plots,
+        reference,
+        sklearn,
+        testing,
+    )
 
 __version__ = "0.1.0"
 
@@ -124,6 +133,7 @@ __all__ = [
     "families",
     "guides",
     # parts with optional packages
+    "botorch",
     "diagnostics",
     "lightning",
     "metrics",
@@ -134,7 +144,16 @@ __all__ = [
 ]
 
 # These need optional packages, so they are imported when they are first asked for.
-_OPTIONAL = ("diagnostics", "lightning", "metrics", "plots", "reference", "sklearn", "testing")
+_OPTIONAL = (
+    "botorch",
+    "diagnostics",
+    "lightning",
+    "metrics",
+    "plots",
+    "reference",
+    "sklearn",
+    "testing",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -270,12 +270,16 @@ class OwningAutoGuide(AutoGuide):
         return {**self.__dict__, **dict.fromkeys(NOT_PICKLED), **none}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the parameters; the copy is a guide of the same model."""
+        """Copy the parameters.
+
+        The copy is a guide of the same model, or of its copy in ``deepcopy((model, guide))``.
+        """
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         for name in {*NOT_PICKLED} - {"master"}:
             new.__dict__[name] = self.__dict__[name]
+        new._model = (memo.get(id(self.model), self.model),)
         return new
 
 

@@ -108,7 +108,13 @@ def test_units_are_those_of_the_prior_and_of_the_fan_in():
 
 @pytest.mark.parametrize(
     ("fan_in", "prior", "expected"),
-    [(25, 1.0, 0.4), (25, 0.1, 0.1), (50, 1.0, 2 / 50**0.5), (200, 1.0, 0.05 * 2**0.5), (200, 0.01, 0.01)],
+    [
+        (25, 1.0, 0.4),
+        (25, 0.1, 0.1),
+        (50, 1.0, 2 / 50**0.5),
+        (200, 1.0, 0.05 * 2**0.5),
+        (200, 0.01, 0.01),
+    ],
 )
 def test_units_of_weights_fall_with_the_fan_in(fan_in, prior, expected):
     """As its root, the size of initial weights; of wide layers as the fan-in itself."""

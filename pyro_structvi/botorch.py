@@ -1,0 +1,192 @@
+"""Posteriors over weights as models of BoTorch."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from botorch.models.deterministic import GenericDeterministicModel
+    from botorch.models.ensemble import EnsembleModel
+    from botorch.models.transforms.input import InputTransform
+    from botorch.models.transforms.outcome import OutcomeTransform
+except ImportError as error:
+    raise ImportError('BoTorch is needed: `pip install "pyro-structvi[botorch]"`.') from error
+
+from pyro_structvi._checks import Count, Positive, Program, check_shape, checked
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.infer import fit
+from pyro_structvi.posterior import predict
+
+__all__ = ["StructuredModel"]
+
+DEFAULT_DRAWS = 128  # of a guide that is no ensemble of points
+
+
+class StructuredModel(EnsembleModel):
+    r"""A fitted posterior as a model of BoTorch, for acquisition functions by Monte Carlo.
+
+    The posterior at X is a set of S functions, one for each draw of all weights: joint over all inputs,
+    and the same in each call. Samples are differentiable in X.
+
+    Args:
+        model: The model, such as a :class:`~pyro_structvi.Regressor` of the mean of outcomes ``(n, m)``.
+            Its argument ``standardize=(x, y)`` scales inputs and outcomes.
+        guide: The fitted guide.
+        data: The inputs ``(n, d)`` and outcomes ``(n, m)``, before any transform of BoTorch's.
+        num_draws: The number S of draws; each member once for an ensemble of points when None, and 128
+            for other guides.
+        input_transform: BoTorch's transform of inputs, if the guide was fitted to transformed inputs.
+        outcome_transform: Likewise for outcomes. Functions are transformed back.
+
+    Attributes:
+        draws: The draws, ``(S, *shape)`` by site.
+
+    Raises:
+        ImportError: If BoTorch is not installed.
+        ValueError: If the lengths of the data differ.
+
+    Example:
+        >>> from botorch.acquisition import qLogExpectedImprovement
+        >>> from pyro_structvi import MatrixNormalGuide, Regressor, bayesianize, fit
+        >>> x = torch.rand(20, 2, dtype=torch.double)
+        >>> y = (x - 0.5).square().sum(-1, keepdim=True).neg()
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1))
+        >>> regressor = Regressor(bayesianize(net.double()), noise="learned", standardize=(x, y))
+        >>> guide = MatrixNormalGuide(regressor)
+        >>> history = fit(regressor, guide, (x, y), num_steps=100, progress=False)
+        >>> model = StructuredModel(regressor, guide, (x, y))
+        >>> model.posterior(torch.rand(5, 3, 2, dtype=torch.double)).rsample(torch.Size([8])).shape
+        torch.Size([8, 5, 3, 1])
+        >>> improvement = qLogExpectedImprovement(model, best_f=y.max())
+        >>> improvement(torch.rand(4, 2, 2, dtype=torch.double)).shape
+        torch.Size([4])
+
+    References:
+        Li, Rudner and Wilson (2024), "A study of Bayesian neural network surrogates for Bayesian
+        optimization".
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: Program,
+        guide: StructuredGuide,
+        data: tuple[Tensor, Tensor],
+        num_draws: Count | None = None,
+        *,
+        input_transform: InputTransform | None = None,
+        outcome_transform: OutcomeTransform | None = None,
+    ) -> None:
+        x, y = data
+        if y.dim() != 2 or x.dim() != 2:
+            raise ValueError(
+                "`data` must hold inputs (n, d) and outcomes (n, m), but got shapes "
+                f"{tuple(x.shape)} and {tuple(y.shape)}. Write `y.unsqueeze(-1)` for one outcome."
+            )
+        check_shape("data[1]", y, (len(x), y.shape[-1]), "that of the inputs")
+        super().__init__(guide.weights if guide.is_of_points and num_draws is None else None)
+        self.model, self.guide, self.data = model, guide, (x, y)
+        self.train_inputs = (x,)
+        self._num_outputs = y.shape[-1]
+        members = guide.num_members if guide.is_of_points else DEFAULT_DRAWS
+        self.num_draws = num_draws or members
+        self.draws = {
+            name: draws.detach()
+            for name, draws in guide.joint_posterior().draw_many(range(self.num_draws)).items()
+        }
+        if input_transform is not None:
+            self.input_transform = input_transform
+        if outcome_transform is not None:
+            self.outcome_transform = outcome_transform
+
+    def set_train_data(self, inputs: Tensor, strict: bool = True) -> None:
+        """Set the inputs that BoTorch transforms in evaluation mode; the posterior has its own data."""
+        self.train_inputs = (inputs,)
+
+    def forward(self, X: Tensor) -> Tensor:
+        """Return the functions at transformed inputs ``(*batch, q, d)``: ``(*batch, S, q, m)``."""
+        functions = self._functions_at(self.draws, X)
+        return functions.movedim(0, -3)
+
+    def _functions_at(self, draws: dict[str, Tensor], x: Tensor) -> Tensor:
+        """Return functions ``(S, *batch, q, m)``."""
+        rows = x.reshape(-1, x.shape[-1])
+        found = predict(self.model, draws, rows, differentiable=torch.is_grad_enabled())
+        assert found.functions is not None
+        shaped: Tensor = found.functions.reshape(-1, *x.shape[:-1], self._num_outputs)
+        return shaped
+
+    @checked
+    def sample(self, number: int | None = None) -> GenericDeterministicModel:
+        """Return one function as a deterministic model of BoTorch, for Thompson sampling.
+
+        Args:
+            number: The number of the draw; a random one when None.
+
+        Example:
+            >>> from botorch.acquisition import PosteriorMean
+            >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
+            >>> x, y = torch.rand(8, 2), torch.rand(8, 1)
+            >>> regressor = Regressor(bayesianize(torch.nn.Linear(2, 1)), noise="learned")
+            >>> model = StructuredModel(regressor, MeanFieldGuide(regressor), (x, y))
+            >>> PosteriorMean(model.sample())(torch.rand(4, 1, 2)).shape
+            torch.Size([4])
+        """
+        number = int(torch.randint(self.num_draws, ())) if number is None else number
+        draw = {name: draws[number : number + 1] for name, draws in self.draws.items()}
+
+        def function(X: Tensor) -> Tensor:
+            values = self._functions_at(draw, self.transform_inputs(X))[0]
+            if hasattr(self, "outcome_transform"):
+                values, _ = self.outcome_transform.untransform(values, X=X)
+            return values
+
+        return GenericDeterministicModel(function, num_outputs=self._num_outputs)
+
+    @checked
+    def condition_on_observations(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        *,
+        num_steps: Count = 300,
+        lr: Positive = 0.03,
+        **kwargs: Any,
+    ) -> "StructuredModel":
+        """Return a model of all data, by a fit that starts at this posterior.
+
+        Args:
+            X: New inputs ``(n, d)``.
+            Y: New outcomes ``(n, m)``.
+            num_steps: Steps of :func:`~pyro_structvi.fit`, with all data in each.
+            lr: Its learning rate.
+            **kwargs: Further arguments of ``fit``.
+
+        Returns:
+            A new model with new draws; this one stays as it is.
+
+        Raises:
+            ValueError: If shapes do not fit the data of this model.
+        """
+        x, y = self.data
+        check_shape("X", X, (len(X), x.shape[-1]), "that of new inputs")
+        check_shape("Y", Y, (len(X), y.shape[-1]), "that of new outcomes")
+        data = torch.cat([x, X]), torch.cat([y, Y])
+        inputs, outcomes = self.transform_inputs(data[0]), data[1]
+        if hasattr(self, "outcome_transform"):
+            outcomes, _ = self.outcome_transform.eval()(outcomes, X=data[0])
+        model, guide = deepcopy((self.model, self.guide))
+        if hasattr(model, "num_data"):
+            model.num_data = len(data[0])
+        options = {"kl_weight": 1.0, "progress": False, **kwargs}
+        fit(model, guide, (inputs, outcomes), num_steps=num_steps, lr=lr, **options)
+        return StructuredModel(
+            model,
+            guide,
+            data,
+            self.num_draws,
+            input_transform=getattr(self, "input_transform", None),
+            outcome_transform=getattr(self, "outcome_transform", None),
+        )

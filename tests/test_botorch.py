@@ -1,0 +1,177 @@
+"""Posteriors as models of BoTorch."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_structvi as ps
+
+pytest.importorskip("botorch")
+from botorch.acquisition import PosteriorMean, qSimpleRegret
+from botorch.acquisition.logei import qLogExpectedImprovement
+from botorch.models.transforms import Normalize, Standardize
+from botorch.optim import optimize_acqf
+from botorch.sampling.index_sampler import IndexSampler
+
+from pyro_structvi.botorch import StructuredModel
+
+
+def data(size=12, outcomes=1):
+    torch.manual_seed(0)
+    x = torch.rand(size, 2)
+    return x, torch.stack([(3 * x).sin().sum(-1) + k for k in range(outcomes)], -1)
+
+
+def make_regressor(x, y, **options):
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, y.shape[-1]))
+    net = ps.bayesianize(net, prior=ps.FanIn(2.0))
+    return ps.Regressor(net, noise="learned", **({"standardize": (x, y)} | options))
+
+
+def make(make_guide=ps.MatrixNormalGuide, outcomes=1, **options):
+    x, y = data(outcomes=outcomes)
+    regressor = make_regressor(x, y)
+    guide = make_guide(regressor)
+    ps.fit(regressor, guide, (x, y), num_steps=20, progress=False, compiled=False)
+    return StructuredModel(regressor, guide, (x, y), **({"num_draws": 6} | options))
+
+
+def linear_model(num_draws=50):
+    """A linear model, whose functions are known from the draws of its weights."""
+    x, y = data()
+    regressor = ps.Regressor(ps.bayesianize(nn.Linear(2, 1), prior=1.0), noise_scale=0.1)
+    return StructuredModel(
+        regressor, ps.MatrixNormalGuide(regressor, init_scale=0.5), (x, y), num_draws
+    )
+
+
+def by_hand(model, x):
+    """Return the functions ``(S, *batch, q, 1)`` of a linear model."""
+    weight, bias = model.draws["net.weight"], model.draws["net.bias"]
+    shape = [len(bias)] + [1] * x.dim()
+    return (x @ weight.mT.reshape(len(bias), *[1] * (x.dim() - 2), 2, 1)) + bias.reshape(shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (4, 3, 2), (2, 4, 3, 2)])
+def test_the_posterior_is_that_of_the_draws(shape):
+    model, x = linear_model(), torch.rand(shape)
+    posterior, functions = model.posterior(x), by_hand(model, x)
+    torch.testing.assert_close(posterior.values, functions.movedim(0, -3), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(posterior.mean, functions.mean(0))
+    torch.testing.assert_close(posterior.variance, functions.var(0))
+
+
+def test_samples_are_differentiable_in_the_inputs():
+    model = linear_model(num_draws=3)
+    x = torch.rand(4, 2, requires_grad=True)
+    samples = model.posterior(x).values[:, :, 0]
+    for number in range(3):
+        (gradient,) = torch.autograd.grad(samples[number].sum(), x, retain_graph=True)
+        expected = model.draws["net.weight"][number].expand(4, 2)
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_acquisition_functions_are_means_over_the_functions():
+    model, x, count = linear_model(), torch.rand(3, 2, 2), 20_000
+    found = qSimpleRegret(model, IndexSampler(torch.Size([count]), seed=0))(x)
+    largest = by_hand(model, x)[..., 0].max(-1).values  # (S, batch)
+    # A difference of 5 standard errors has a probability of 6e-7.
+    assert ((found - largest.mean(0)).abs() < 5 * largest.std(0) / count**0.5).all()
+
+
+def test_functions_are_the_same_in_each_call_and_one_alone_is_a_model():
+    model, x = make(outcomes=2), torch.rand(3, 4, 2)
+    values = model.posterior(x).values
+    assert values.shape == (3, 6, 4, 2)
+    assert torch.equal(model.posterior(x).values, values)
+    torch.testing.assert_close(model.posterior(x[1]).values, values[1], rtol=1e-10, atol=1e-12)
+    for number in range(6):
+        alone = model.sample(number).posterior(x).mean
+        torch.testing.assert_close(alone, values[:, number], rtol=1e-10, atol=1e-12)
+    assert model.num_outputs == model.sample().num_outputs == 2
+    assert torch.equal(model.posterior(x, output_indices=[1]).values, values[..., 1:])
+
+
+def test_functions_are_those_of_predict():
+    model, x = make(), torch.rand(7, 2)
+    functions = ps.predict(model.model, model.draws, x).functions
+    torch.testing.assert_close(model.posterior(x).values, functions, rtol=1e-10, atol=1e-12)
+
+
+def test_an_ensemble_of_points_has_its_members_and_weights():
+    model = make(lambda regressor: ps.EnsembleGuide(regressor, size=3), num_draws=None)
+    assert model.num_draws == 3
+    assert torch.equal(model.ensemble_weights, model.guide.weights)
+    assert make(num_draws=None).num_draws == 128
+
+
+def test_candidates_are_found_by_gradients():
+    model = make()
+    improvement = qLogExpectedImprovement(model, best_f=model.data[1].max())
+    options = {"num_restarts": 2, "raw_samples": 8, "options": {"maxiter": 5}}
+    bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    candidates, _ = optimize_acqf(improvement, bounds, q=2, **options)
+    assert candidates.shape == (2, 2)
+    path = PosteriorMean(model.sample(0))
+    candidate, value = optimize_acqf(path, bounds, q=1, **options)
+    assert value >= path(torch.rand(8, 1, 2)).max()
+    assert ((candidate >= 0) & (candidate <= 1)).all()
+
+
+def test_transforms_are_applied_to_inputs_and_undone_for_outcomes():
+    x, y = data(outcomes=2)
+    x = 5 * x - 2
+    normalize, standardize = Normalize(2), Standardize(2)
+    scaled = normalize(x), standardize(y)[0]
+    regressor = make_regressor(*scaled, standardize=None)
+    guide = ps.MeanFieldGuide(regressor)
+    plain = StructuredModel(regressor, guide, scaled, 4)
+    model = StructuredModel(
+        regressor, guide, (x, y), 4, input_transform=normalize, outcome_transform=standardize
+    )
+    model.draws = plain.draws
+    new = 5 * torch.rand(3, 2) - 2
+    expected = plain.posterior(normalize(new)).values * y.std(0) + y.mean(0)
+    torch.testing.assert_close(model.posterior(new).values, expected)
+    torch.testing.assert_close(model.sample(1).posterior(new).mean, expected[1])
+    other = model.condition_on_observations(new, y[:3], num_steps=1, compiled=False)
+    assert torch.equal(other.data[0], torch.cat([x, new]))
+    assert len(other.guide.state_dict()) == len(guide.state_dict())
+
+
+def test_conditioning_fits_a_copy_to_all_data():
+    model = make()
+    x, y = torch.rand(3, 2), torch.full((3, 1), 9.0)
+    before = {name: value.clone() for name, value in model.guide.state_dict().items()}
+    values = model.posterior(x).values
+    other = model.condition_on_observations(x, y, num_steps=150, compiled=False)
+    assert other.guide.model is other.model is not model.model
+    assert (other.model.num_data, model.model.num_data) == (15, 12)
+    assert torch.equal(other.data[1], torch.cat([model.data[1], y]))
+    distances = [(each.posterior(x).mean - y).abs().mean() for each in (other, model)]
+    assert distances[0] < 0.8 * distances[1]
+    assert torch.equal(model.posterior(x).values, values)
+    assert all(torch.equal(before[name], each) for name, each in model.guide.state_dict().items())
+    assert other.num_draws == 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda x, y: (x, y[:, 0]), r"`data` must hold inputs \(n, d\) and outcomes \(n, m\)"),
+        (lambda x, y: (x, y[1:]), r"`data\[1\]` must have shape"),
+    ],
+)
+def test_data_of_other_shapes_are_refused(wrong, message):
+    x, y = data()
+    regressor = make_regressor(x, y)
+    with pytest.raises(ValueError, match=message):
+        StructuredModel(regressor, ps.MeanFieldGuide(regressor), wrong(x, y))
+
+
+def test_observations_of_other_shapes_are_refused():
+    model = make()
+    with pytest.raises(ValueError, match="`X` must have shape"):
+        model.condition_on_observations(torch.rand(3, 4), torch.rand(3, 1))
+    with pytest.raises(ValueError, match="`Y` must have shape"):
+        model.condition_on_observations(torch.rand(3, 2), torch.rand(3, 2))
