@@ -157,7 +157,8 @@ def by_guide(make_guide: Callable[..., ps.StructuredGuide], **own: Any) -> Calla
         bayesian = ps.bayesianize(net, prior=PRIOR, normalization=False)
         model = ps.Classifier(bayesian, num_data=len(batches.x))
         guide = make_guide(model)
-        arguments = {"kl_weight": options.kl_weight, "num_epochs": options.epochs, **own}
+        arguments = {"kl_weight": options.kl_weight, "num_epochs": options.epochs}
+        arguments |= {"lr": options.lr, **own}
         ps.fit(model, guide, batches, **arguments)
         model.eval()
         return lambda x: ps.predict(model, guide, x, num_samples=NUM_DRAWS).mean
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--num-train", type=int, help="how many of the first images; default: all")
     parser.add_argument("--kl-weight", type=float, default=0.01)
+    parser.add_argument("--lr", type=float, help="of guides; default: that of `fit`")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a few images")
