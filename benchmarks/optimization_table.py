@@ -1,0 +1,26 @@
+"""The table of Bayesian optimization, of a file of results."""
+
+from benchmarks.markdown import markdown
+from benchmarks.rows import Row, mean_with_error
+
+OPTIMIZATION = ("problem", "method", "trial", "regret", "seconds of a fit")
+
+
+def optimization_table(rows: list[Row]) -> str:
+    """Return the mean regret of each method on each problem, with its standard error."""
+    problems = list(dict.fromkeys(row[0] for row in rows))
+    cells = []
+    for method in dict.fromkeys(row[1] for row in rows):
+        own = [row for row in rows if row[1] == method]
+        regrets = [
+            mean_with_error((float(row[3]) for row in own if row[0] == name), "{:.2f}".format)
+            for name in problems
+        ]
+        cells.append([
+            method,
+            *regrets,
+            mean_with_error((float(row[4]) for row in own), "{:.1f}".format),
+        ])
+    trials = 1 + max(int(row[2]) for row in rows)
+    head = ["method", *problems, "seconds of a fit"]
+    return f"{trials} trials.\n\n{markdown(head, cells)}"
