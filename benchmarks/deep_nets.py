@@ -244,7 +244,10 @@ def measure(
     options: argparse.Namespace,
 ) -> tuple[str, ...]:
     """Return accuracy, negative log likelihood, and the seconds of training."""
-    net, batches = NETS[options.net](), Images(*images, BATCH_SIZES[options.net])
+    net, batches = (
+        NETS[options.net](),
+        Images(*images, min(BATCH_SIZES[options.net], len(images[0]))),
+    )
     start = time.perf_counter()
     predict = method(net, batches, options)
     seconds = time.perf_counter() - start

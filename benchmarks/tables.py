@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import league_tables, paper_tables, uci_priors_table, uci_tables
+from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_table
 from benchmarks.markdown import markdown
+from benchmarks.optimization_table import OPTIMIZATION, optimization_table
 from benchmarks.rows import read_rows
 
 # A posterior, and one that contains it, whose best ELBO is at least as high.
@@ -34,6 +36,8 @@ PAGES = [
         ROOT / "docs" / name
         for name in (
             "benchmarks.md",
+            "deep_nets.md",
+            "gallery/bayesian_optimization.md",
             "league.md",
             "one_pass.md",
             "sampling.md",
@@ -86,6 +90,10 @@ def render(text: str) -> str:
 def tables_of(path: Path) -> str:
     """Return the tables of a file of rows, by its columns."""
     header = tuple(path.read_text().splitlines()[0].split(","))
+    if header == DEEP_NETS:
+        return deep_nets_table(read_rows(path, header))
+    if header == OPTIMIZATION:
+        return optimization_table(read_rows(path, header))
     if header == uci_tables.DECOMPOSED:
         return markdown(header, [list(row) for row in read_rows(path, header)])
     if header == uci_tables.ESTIMATORS:

@@ -62,6 +62,15 @@ SCRIPTS = {
         *("--data", "{folder}/regression.npz", "--steps", "5", "--map-steps", "5"),
         *("--chain-steps", "20", "--output", "{folder}/decomposition.csv"),
     ],
+    "benchmarks/bayesian_optimization.py": [
+        *("--problem", "Branin", "--method", "matrix normal", "--quick"),
+        *("--output", "{folder}/optimization.csv"),
+    ],
+    "benchmarks/deep_nets.py": [
+        *("--data", "{folder}/images.npz", "--net", "LeNet", "--epochs", "1", "--quick"),
+        *("--method", "AdamW", "--method", "k-tied 2 from AdamW"),
+        *("--output", "{folder}/deep_nets.csv"),
+    ],
     "benchmarks/estimators.py": [
         *("--data", "{folder}/regression.npz", "--splits", "1", "--quick"),
         *("--method", "points", "--method", "Gaussian process"),
@@ -125,6 +134,7 @@ SCRIPTS = {
 }
 # What they need of the extra `nets`.
 NEEDS = {
+    "benchmarks/bayesian_optimization.py": ("botorch",),
     "examples/lora.py": ("transformers", "peft"),
     "docs/scripts/local_shares.py": ("transformers",),
 }
