@@ -1,5 +1,6 @@
-"""Scores of predictions, risk against coverage, and distances between posteriors."""
+"""Scores of predictions, conformal intervals, and distances between posteriors."""
 
+from pyro_structvi.metrics.conformal import conformal_interval, conformal_sets
 from pyro_structvi.metrics.distances import (
     PredictiveDistance,
     agreement,
@@ -29,6 +30,9 @@ __all__ = [
     "RiskCoverage",
     "detection_scores",
     "risk_coverage",
+    # coverage on other data
+    "conformal_interval",
+    "conformal_sets",
     # predictions of two posteriors
     "PredictiveDistance",
     "agreement",

@@ -46,7 +46,7 @@ def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> N
 
     Raises:
         TypeError: If an option of the guide is a function, or a state is no tensor.
-        ValueError: If the guide knows no site yet.
+        ValueError: If the guide knows no site yet, or the path is a folder's.
         OSError: If the file cannot be written.
 
     Example:
@@ -76,6 +76,8 @@ def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> N
         "guide": _describe(guide, tensors, "options"),
     }
     path = Path(path)
+    if not path.name or path.is_dir():
+        raise ValueError(f"`path` must be that of a file, but '{path}' is a folder. Add a name.")
     partial = path.with_name(f"{path.name}.partial")
     try:
         save_file(tensors, partial, {KEY: json.dumps(header)})
@@ -183,7 +185,10 @@ def _differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iter
 def _read(path: Path) -> tuple[Json, dict[str, Tensor]]:
     """Return the header and the tensors of a file."""
     if not path.is_file():
-        raise FileNotFoundError(f"`path` must be a file, but there is none at '{path}'.")
+        raise FileNotFoundError(
+            f"`path` must be a file, but got '{path}', where there is none. Write it by "
+            "`pyro_structvi.save`."
+        )
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

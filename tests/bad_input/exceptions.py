@@ -32,6 +32,9 @@ FINE = {
     "*.num_data": "huge",
     "fit.batch_size": "huge",
     "Checkpoint.path": "text, empty",
+    "save.path": "text",
+    "conformal_sets.probabilities": "longer, float32",
+    "conformal_sets.calibration": "float32",
     "Checkpoint.every": "huge",
     "Validation.every": "huge",
     "Validation.patience": "huge",
@@ -183,6 +186,7 @@ EXCEPTIONS = {
             "unknown key, text as entry, none as entry, class as entry, empty"
         ),
     },
+    "a file that is not there has Python's own class of error": {"load.path": "text"},
     "torch.compile is asked at the first step": {"CompiledSVI.backend": "text"},
 }
 

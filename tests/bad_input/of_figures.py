@@ -26,6 +26,18 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
         "prediction": normal_prediction(torch.zeros(SIZE), 1.0, torch.zeros(SIZE), draws=4),
         "y": torch.randn(SIZE),
     },
+    "conformal_interval": lambda: {
+        "prediction": normal_prediction(torch.zeros(4), 1.0, torch.zeros(4), draws=4),
+        "calibration": normal_prediction(torch.zeros(SIZE), 1.0, torch.zeros(SIZE), draws=4),
+        "y": torch.randn(SIZE),
+        "level": 0.5,
+    },
+    "conformal_sets": lambda: {
+        "probabilities": torch.full((4, 2), 0.5),
+        "calibration": torch.full((SIZE, 2), 0.5),
+        "y": torch.zeros(SIZE, dtype=torch.long),
+        "level": 0.5,
+    },
     "risk_coverage": lambda: {"uncertainty": torch.randn(SIZE), "loss": torch.rand(SIZE)},
     "detection_scores": lambda: {"inside": torch.randn(SIZE), "outside": torch.randn(4)},
     # diagnostics

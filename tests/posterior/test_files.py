@@ -163,7 +163,7 @@ def test_files_of_other_versions_are_refused(tmp_path, change, message):
 
 
 def test_other_files_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is none at"):
+    with pytest.raises(FileNotFoundError, match="where there is none"):
         ps.load(tmp_path / "none", make_model())
     torch.save({"a": torch.zeros(1)}, tmp_path / "saved.pt")
     save_file({"a": torch.zeros(1)}, tmp_path / "plain.safetensors")
@@ -214,6 +214,8 @@ def test_an_option_that_is_a_function_is_refused_and_the_former_file_stays(tmp_p
     model = make_model()
     ps.save(tmp_path / "file", model, ps.KTiedGuide(model))
     before = (tmp_path / "file").read_bytes()
+    with pytest.raises(ValueError, match="is a folder"):
+        ps.save(tmp_path, model, ps.KTiedGuide(model))
     guide = ps.MeanFieldGuide(model, create_plates=lambda *args: pyro.plate("data", 8))
     with pytest.raises(TypeError, match="must have no `create_plates`"):
         ps.save(tmp_path / "file", model, guide)
