@@ -1,7 +1,9 @@
 """The package as a whole: what importing it does."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +15,8 @@ def test_importing_needs_no_optional_package():
     """As ``.ci/run`` looks at the wheel."""
     code = (
         "import sys; import pyro_structvi; "
-        "optional = {'arviz', 'jax', 'matplotlib', 'numpyro', 'scipy', 'scoringrules', 'sklearn', "
-        "'torchmetrics'}; "
+        "optional = {'arviz', 'botorch', 'jax', 'lightning', 'matplotlib', 'numpyro', 'scipy', "
+        "'scoringrules', 'sklearn', 'torchmetrics'}; "
         "assert not optional & set(sys.modules), optional & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -23,6 +25,15 @@ def test_importing_needs_no_optional_package():
 @pytest.mark.parametrize("name", ["diagnostics", "metrics", "plots", "reference"])
 def test_optional_submodules_are_attributes(name):
     assert getattr(ps, name).__name__ == f"pyro_structvi.{name}"
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [("CITATION.cff", r"^version: (\S+)$"), ("README.md", r"^  version = {(\S+)},$")],
+)
+def test_a_citation_has_the_version_of_the_package(file, pattern):
+    text = (Path(__file__).parents[1] / file).read_text()
+    assert re.search(pattern, text, re.MULTILINE)[1] == ps.__version__
 
 
 def test_unknown_attributes_are_attribute_errors():
