@@ -46,7 +46,7 @@ def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> N
 
     Raises:
         TypeError: If an option of the guide is a function, or a state is no tensor.
-        ValueError: If the guide knows no site yet, or the path is a folder's.
+        ValueError: If the guide has no site yet, or the path is a folder's.
         OSError: If the file cannot be written.
 
     Example:
