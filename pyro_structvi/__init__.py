@@ -74,6 +74,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# These need optional packages, so they are imported when they are first asked for.
+_OPTIONAL = (
+    "botorch",
+    "diagnostics",
+    "lightning",
+    "metrics",
+    "plots",
+    "reference",
+    "sklearn",
+    "testing",
+)
+
 __all__ = [
     # models
     "BinaryClassifier",
@@ -133,27 +145,8 @@ __all__ = [
     "families",
     "guides",
     # parts with optional packages
-    "botorch",
-    "diagnostics",
-    "lightning",
-    "metrics",
-    "plots",
-    "reference",
-    "sklearn",
-    "testing",
+    *_OPTIONAL,
 ]
-
-# These need optional packages, so they are imported when they are first asked for.
-_OPTIONAL = (
-    "botorch",
-    "diagnostics",
-    "lightning",
-    "metrics",
-    "plots",
-    "reference",
-    "sklearn",
-    "testing",
-)
 
 
 def __getattr__(name: str) -> ModuleType:
