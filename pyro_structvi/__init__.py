@@ -74,18 +74,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# These need optional packages, so they are imported when they are first asked for.
-_OPTIONAL = (
-    "botorch",
-    "diagnostics",
-    "lightning",
-    "metrics",
-    "plots",
-    "reference",
-    "sklearn",
-    "testing",
-)
-
 __all__ = [
     # models
     "BinaryClassifier",
@@ -145,8 +133,27 @@ __all__ = [
     "families",
     "guides",
     # parts with optional packages
-    *_OPTIONAL,
+    "botorch",
+    "diagnostics",
+    "lightning",
+    "metrics",
+    "plots",
+    "reference",
+    "sklearn",
+    "testing",
 ]
+
+# These need optional packages, so they are imported when they are first asked for.
+_OPTIONAL = (
+    "botorch",
+    "diagnostics",
+    "lightning",
+    "metrics",
+    "plots",
+    "reference",
+    "sklearn",
+    "testing",
+)
 
 
 def __getattr__(name: str) -> ModuleType:
