@@ -7,7 +7,7 @@
 All methods but "random" maximize ``qLogExpectedImprovement`` of BoTorch over batches of inputs, from the
 same random start in each trial. Nets have one hidden layer of 50 tanh units, the prior ``FanIn(2.0)``,
 and learned noise; the guides are those of ``GUIDES``. The Gaussian process is ``SingleTaskGP``. What the
-file of results has is not measured again.
+file of results has is not measured again; give ``--quick`` a file of its own.
 """
 
 import argparse

@@ -4,7 +4,6 @@ from benchmarks.markdown import markdown
 from benchmarks.rows import Row, mean_with_error
 
 DEEP_NETS = ("net", "recipe", "method", "seed", "accuracy", "NLL", "seconds")
-BASE = "AdamW"
 
 
 def deep_nets_table(rows: list[Row]) -> str:

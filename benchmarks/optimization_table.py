@@ -21,6 +21,6 @@ def optimization_table(rows: list[Row]) -> str:
             *regrets,
             mean_with_error((float(row[4]) for row in own), "{:.1f}".format),
         ])
-    trials = 1 + max(int(row[2]) for row in rows)
+    trials = min(len([row for row in rows if row[:2] == key]) for key in {row[:2] for row in rows})
     head = ["method", *problems, "seconds of a fit"]
-    return f"{trials} trials.\n\n{markdown(head, cells)}"
+    return f"At least {trials} trials of each.\n\n{markdown(head, cells)}"

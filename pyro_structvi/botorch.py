@@ -28,7 +28,8 @@ class StructuredModel(EnsembleModel):
     r"""A fitted posterior as a model of BoTorch, for acquisition functions by Monte Carlo.
 
     The posterior at X is a set of S functions, one for each draw of all weights: joint over all inputs,
-    and the same in each call. Samples are differentiable in X.
+    and the same in each call. Samples are differentiable in X. The draws are those of the guide as it is
+    now, on its device.
 
     Args:
         model: The model, such as a :class:`~pyro_structvi.Regressor` of the mean of outcomes ``(n, m)``.
@@ -38,7 +39,8 @@ class StructuredModel(EnsembleModel):
         num_draws: The number S of draws; each member once for an ensemble of points when None, and 128
             for other guides.
         input_transform: BoTorch's transform of inputs, if the guide was fitted to transformed inputs.
-        outcome_transform: Likewise for outcomes. Functions are transformed back.
+        outcome_transform: Likewise for outcomes, after it has seen those of the fit. Functions are
+            transformed back.
 
     Attributes:
         draws: The draws, ``(S, *shape)`` by site.
@@ -86,20 +88,29 @@ class StructuredModel(EnsembleModel):
                 f"{tuple(x.shape)} and {tuple(y.shape)}. Write `y.unsqueeze(-1)` for one outcome."
             )
         check_shape("data[1]", y, (len(x), y.shape[-1]), "that of the inputs")
-        super().__init__(guide.weights if guide.is_of_points and num_draws is None else None)
+        is_whole = guide.is_of_points and num_draws is None
+        super().__init__(guide.weights.clone() if is_whole else None)
         self.model, self.guide, self.data = model, guide, (x, y)
         self.train_inputs = (x,)
         self._num_outputs = y.shape[-1]
-        members = guide.num_members if guide.is_of_points else DEFAULT_DRAWS
-        self.num_draws = num_draws or members
-        self.draws = {
-            name: draws.detach()
-            for name, draws in guide.joint_posterior().draw_many(range(self.num_draws)).items()
-        }
+        if is_whole:
+            members = [member.draw() for member in guide.members]
+            draws = {name: torch.stack([each[name] for each in members]) for name in members[0]}
+        else:
+            draws = guide.joint_posterior().draw_many(range(num_draws or DEFAULT_DRAWS))
+        self.draws = {name: each.detach() for name, each in draws.items()}
+        self.num_draws = len(next(iter(self.draws.values())))
+        self._given_draws = num_draws
         if input_transform is not None:
             self.input_transform = input_transform
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
+        self.eval()  # in training a transform of BoTorch learns its constants anew
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The batch shape of the model, which has none."""
+        return torch.Size([])
 
     def set_train_data(self, inputs: Tensor, strict: bool = True) -> None:
         """Set the inputs that BoTorch transforms in evaluation mode; the posterior has its own data."""
@@ -123,7 +134,10 @@ class StructuredModel(EnsembleModel):
         """Return one function as a deterministic model of BoTorch, for Thompson sampling.
 
         Args:
-            number: The number of the draw; a random one when None.
+            number: The number of the draw; a random one when None, by the weights of an ensemble.
+
+        Raises:
+            ValueError: If there is no such draw.
 
         Example:
             >>> from botorch.acquisition import PosteriorMean
@@ -134,7 +148,14 @@ class StructuredModel(EnsembleModel):
             >>> PosteriorMean(model.sample())(torch.rand(4, 1, 2)).shape
             torch.Size([4])
         """
-        number = int(torch.randint(self.num_draws, ())) if number is None else number
+        if number is None:
+            weights = self.ensemble_weights
+            weights = torch.ones(self.num_draws) if weights is None else weights
+            number = int(weights.multinomial(1))
+        if not 0 <= number < self.num_draws:
+            raise ValueError(
+                f"`number` must be from 0 to {self.num_draws - 1}, that of a draw, but got {number}."
+            )
         draw = {name: draws[number : number + 1] for name, draws in self.draws.items()}
 
         def function(X: Tensor) -> Tensor:
@@ -176,7 +197,7 @@ class StructuredModel(EnsembleModel):
         data = torch.cat([x, X]), torch.cat([y, Y])
         inputs, outcomes = self.transform_inputs(data[0]), data[1]
         if hasattr(self, "outcome_transform"):
-            outcomes, _ = self.outcome_transform.eval()(outcomes, X=data[0])
+            outcomes, _ = self.outcome_transform(outcomes, X=data[0])
         model, guide = deepcopy((self.model, self.guide))
         if hasattr(model, "num_data"):
             model.num_data = len(data[0])
@@ -186,7 +207,7 @@ class StructuredModel(EnsembleModel):
             model,
             guide,
             data,
-            self.num_draws,
-            input_transform=getattr(self, "input_transform", None),
-            outcome_transform=getattr(self, "outcome_transform", None),
+            self._given_draws,
+            input_transform=deepcopy(getattr(self, "input_transform", None)),
+            outcome_transform=deepcopy(getattr(self, "outcome_transform", None)),
         )

@@ -99,9 +99,18 @@ def test_functions_are_those_of_predict():
 
 
 def test_an_ensemble_of_points_has_its_members_and_weights():
-    model = make(lambda regressor: ps.EnsembleGuide(regressor, size=3), num_draws=None)
-    assert model.num_draws == 3
-    assert torch.equal(model.ensemble_weights, model.guide.weights)
+    guide = make(lambda regressor: ps.EnsembleGuide(regressor, size=3), num_draws=None).guide
+    guide.weights.copy_(torch.tensor([0.8, 0.15, 0.05]))
+    model = StructuredModel(guide.model, guide, data())
+    x = torch.rand(4, 2)
+    members = torch.stack([
+        ps.predict(guide.model, member, x, num_samples=1).functions[0] for member in guide.members
+    ])
+    torch.testing.assert_close(model.posterior(x).values, members, rtol=1e-10, atol=1e-12)
+    mean = torch.einsum("k,kno->no", guide.weights, members)
+    torch.testing.assert_close(model.posterior(x).mean, mean, rtol=1e-10, atol=1e-12)
+    other = model.condition_on_observations(x, mean.detach(), num_steps=1, compiled=False)
+    assert torch.equal(other.ensemble_weights, guide.weights)
     assert make(num_draws=None).num_draws == 128
 
 
@@ -131,12 +140,16 @@ def test_transforms_are_applied_to_inputs_and_undone_for_outcomes():
     )
     model.draws = plain.draws
     new = 5 * torch.rand(3, 2) - 2
+    before = normalize.bounds.clone()
+    model.sample(0).posterior(20 * new)
+    assert torch.equal(normalize.bounds, before)
     expected = plain.posterior(normalize(new)).values * y.std(0) + y.mean(0)
     torch.testing.assert_close(model.posterior(new).values, expected)
     torch.testing.assert_close(model.sample(1).posterior(new).mean, expected[1])
-    other = model.condition_on_observations(new, y[:3], num_steps=1, compiled=False)
-    assert torch.equal(other.data[0], torch.cat([x, new]))
-    assert len(other.guide.state_dict()) == len(guide.state_dict())
+    other = model.condition_on_observations(20 * new, y[:3], num_steps=1, compiled=False)
+    assert torch.equal(other.data[0], torch.cat([x, 20 * new]))
+    assert torch.equal(normalize.bounds, before)
+    assert other.input_transform is not normalize
 
 
 def test_conditioning_fits_a_copy_to_all_data():
@@ -153,6 +166,12 @@ def test_conditioning_fits_a_copy_to_all_data():
     assert torch.equal(model.posterior(x).values, values)
     assert all(torch.equal(before[name], each) for name, each in model.guide.state_dict().items())
     assert other.num_draws == 6
+
+
+@pytest.mark.parametrize("number", [-1, 6])
+def test_a_draw_that_does_not_exist_is_refused(number):
+    with pytest.raises(ValueError, match="`number` must be from 0 to 5, that of a draw"):
+        make().sample(number)
 
 
 @pytest.mark.parametrize(

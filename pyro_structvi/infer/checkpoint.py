@@ -25,6 +25,7 @@ from pyro_structvi.infer.states import (
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
 from pyro_structvi.infer.steps.step import Loss
 from pyro_structvi.infer.validation import Measurements
+from pyro_structvi.posterior.files import write_atomically
 
 FORMAT = 2
 
@@ -222,7 +223,7 @@ class CheckpointFile:
             "place": {**self.place, "epoch": run.feed.epoch, "taken": run.feed.taken},
             "random": random_states(self._device),
         }
-        write_atomically(self._path, state)
+        write_atomically("checkpoint", self._path, lambda partial: torch.save(state, partial))
 
     @contextmanager
     def interrupts_between_steps(self) -> Iterator[Callable[[], bool]]:
@@ -298,34 +299,6 @@ class CheckpointFile:
                 f"`checkpoint` must go on with what it was begun with, but {name} is {own!r} here, and "
                 f"{saved!r} in '{self._path}'. Pass the same, or another path."
             )
-
-
-def write_atomically(path: Path, state: Any) -> None:
-    """Write a temporary file, flush it to the disk, and rename it to a path.
-
-    Raises:
-        OSError: If there is no room, say; the file at the path is then what it was.
-    """
-    # One name, so that a killed write leaves one file.
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except Exception as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(
-            f"`checkpoint` could not be written to '{path}', where the last one still is if there was "
-            f"one: {error}"
-        ) from error
-    if os.name == "posix":  # elsewhere folders cannot be opened
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _lists_of(history: History) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._checks import Share, check_finite, check_same_kind, check_shape, checked
-from pyro_structvi.metrics.inputs import checked_classes, checked_probabilities
+from pyro_structvi.metrics.inputs import check_not_empty, checked_classes, checked_probabilities
 from pyro_structvi.posterior.prediction import Prediction
 
 
@@ -32,10 +32,12 @@ def conformal_interval(
         level: The probability.
 
     Returns:
-        Lower and upper ends, each ``(N, *event)``.
+        Lower and upper ends, each ``(N, *event)``. An interval whose lower end is the larger one is
+        empty, as the intervals of too wide predictions may be.
 
     Raises:
-        ValueError: If shapes differ, the level is not between 0 and 1, or predictions are of classes.
+        ValueError: If there is no calibration, shapes differ, the level is not between 0 and 1, or the
+            predictions are of classes.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize, predict
@@ -49,6 +51,7 @@ def conformal_interval(
     References:
         Romano, Patterson and Candes (2019), "Conformalized quantile regression", theorem 1.
     """
+    check_not_empty("y", y)
     lower, upper = calibration.interval(level)
     check_shape("y", y, lower.shape, "that of the predictions", by="calibration.mean")
     check_same_kind("y", y, "calibration.mean", lower)

@@ -1,7 +1,8 @@
 """Files of fitted posteriors, in the format of safetensors."""
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import singledispatch
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import pyro.poutine as poutine
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -45,7 +47,7 @@ def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> N
         guide: The guide.
 
     Raises:
-        TypeError: If an option of the guide is a function, or a state is no tensor.
+        TypeError: If an option of the guide is a function, or an entry of a state dict is not a tensor.
         ValueError: If the guide has no site yet, or the path is a folder's.
         OSError: If the file cannot be written.
 
@@ -68,22 +70,21 @@ def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> N
             "`guide` must know its sites, but its model declares none before it runs. Fit the guide, or "
             "call `guide.initialize(...)` with the model's arguments, first."
         )
-    tensors = _state_of("guide", guide) | _state_of("model", model)
+    tensors = {
+        key: value.clone(memory_format=torch.contiguous_format)  # tied ones are separate in a file
+        for name, part in (("guide", guide), ("model", model))
+        for key, value in _state_of(name, part).items()
+    }
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
-        "model": type(model).__name__,
         "guide": _describe(guide, tensors, "options"),
     }
     path = Path(path)
     if not path.name or path.is_dir():
         raise ValueError(f"`path` must be that of a file, but '{path}' is a folder. Add a name.")
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        save_file(tensors, partial, {KEY: json.dumps(header)})
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    metadata = {KEY: json.dumps(header)}
+    write_atomically("path", path, lambda partial: save_file(tensors, partial, metadata))
 
 
 @checked
@@ -93,7 +94,7 @@ def load(
     """Read a file of :func:`save`: return its guide, and give the model its state.
 
     Nothing in a file is run as code. Files of any version of this package with the same format can be
-    read. On an error nothing has changed.
+    read. Everything is compared before a parameter changes.
 
     Args:
         path: The path of the file.
@@ -102,12 +103,13 @@ def load(
             needs a model that declares its sites, as ``bayesianize`` does.
 
     Returns:
-        The guide.
+        The guide. A guide of a class of the user's has the nearest class of this package, unless it is
+        passed as ``guide``.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is no file of :func:`save`, has another format or an unknown family, or belongs
-            to another model or guide.
+        ValueError: If it was not written by :func:`save`, has another format or an unknown family, or
+            belongs to another model or guide.
         RuntimeError: If ``guide`` has families of other classes or options.
 
     Example:
@@ -123,15 +125,16 @@ def load(
     """
     header, tensors = _read(Path(path))
     if guide is None:
-        guide = _make(header["guide"], model, tensors)
+        guide = _make_or_refuse(header, model, tensors)
     check_options(guide, tensors, "guide.")
-    parts: list[tuple[str, Any]] = [("guide", guide), ("model", model)]
+    parts: list[tuple[str, Any]] = [("model", model), ("guide", guide)]
+    states = {name: _state_of(name, part) for name, part in parts}
+    for name, own in states.items():
+        _check_state(name, own, tensors)
     for name, part in parts:
-        _check_state(name, _state_of(name, part), tensors)
-    for name, part in parts:
-        if isinstance(part, nn.Module):
-            own = {key.removeprefix(f"{name}."): tensors[key] for key in _state_of(name, part)}
-            part.load_state_dict(own)
+        if states[name]:
+            own = {key.removeprefix(f"{name}."): tensors[key] for key in states[name]}
+            poutine.unwrap(part).load_state_dict(own)
     return guide
 
 
@@ -139,18 +142,16 @@ def load(
 
 
 def _state_of(name: str, part: Any) -> dict[str, Tensor]:
-    """Return the state dict of a module, with a prefix, as separate tensors; none of a function."""
-    state = part.state_dict() if isinstance(part, nn.Module) else {}
+    """Return the state dict of a module, with a prefix; none of a function."""
+    module = poutine.unwrap(part)
+    state = module.state_dict() if isinstance(module, nn.Module) else {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"`{name}` must have a state of tensors, but `{name}.state_dict()['{key}']` is "
                 f"{brief(value)}. Keep it out of the state dict, or save the state by `torch.save`."
             )
-    return {
-        f"{name}.{key}": value.detach().clone(memory_format=torch.contiguous_format)
-        for key, value in state.items()
-    }
+    return {f"{name}.{key}": value.detach() for key, value in state.items()}
 
 
 def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -197,7 +198,7 @@ def _read(path: Path) -> tuple[Json, dict[str, Tensor]]:
         number = header["format"]
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`path` must be a file of `pyro_structvi.save`, but '{path}' is none. Read checkpoints and "
+            f"`path` must be a file of `pyro_structvi.save`, but '{path}' is not. Read checkpoints and "
             "files of `torch.save` by `torch.load`."
         ) from error
     if number != FORMAT:
@@ -220,12 +221,7 @@ def _describe(guide: Any, tensors: dict[str, Tensor], prefix: str) -> Json:
 
 @_describe.register
 def _(guide: StructuredGuide, tensors: dict[str, Tensor], prefix: str) -> Json:
-    families = {guide[name].site.name: guide[name].family for name in guide.site_names}
-    chosen = choose_families({name: guide[name].site for name in families}, guide.families)
-    changed = {  # by pruning
-        name: family for name, family in families.items() if family != chosen[name]
-    }
-    return _description(guide, {**changed, **guide.families}, tensors, prefix)
+    return _description(guide, tensors, prefix)
 
 
 @_describe.register
@@ -235,7 +231,7 @@ def _(guide: GlobalInducingGuide, tensors: dict[str, Tensor], prefix: str) -> Js
             "`guide` must have its inducing points, but it takes them from the first batch. Fit the "
             "guide, or call `guide.initialize(...)` with the model's arguments, first."
         )
-    found = _description(guide, guide.families, tensors, prefix)
+    found = _description(guide, tensors, prefix)
     for name in ("inducing_inputs", *OF_GLOBAL_INDUCING):
         found[name] = _encode(getattr(guide, name), tensors, f"{prefix}.{name}")
     return found
@@ -250,22 +246,35 @@ def _(guide: MixtureGuide, tensors: dict[str, Tensor], prefix: str) -> Json:
     return {"class": _class_of(guide), "vectorize": guide.vectorize, "members": members}
 
 
-def _description(
-    guide: StructuredGuide, families: Mapping[str, Family], tensors: dict[str, Tensor], prefix: str
-) -> Json:
+def _changed(guide: StructuredGuide) -> dict[str, Family]:
+    """Return the families that pruning has changed, by site."""
+    sites = {guide[name].site.name: guide[name].site for name in guide.site_names}
+    chosen = choose_families(sites, guide.families)
+    first_layer = getattr(guide, "first_layer", None)  # of sites whose chosen family needs inputs
+    return {
+        name: guide[name].family
+        for name in sites
+        if guide[name].family not in (chosen[name], first_layer)
+    }
+
+
+def _description(guide: StructuredGuide, tensors: dict[str, Tensor], prefix: str) -> Json:
     if guide.create_plates is not None:
         raise TypeError(
             "`guide` must have no `create_plates`, a function that no file holds. Save "
             "`guide.state_dict()` by `torch.save`."
         )
+    families = {"families": guide.families, "changed": _changed(guide)}
     return {
         "class": _class_of(guide),
-        "families": {
-            pattern: _encode(family, tensors, f"{prefix}.{pattern}")
-            for pattern, family in families.items()
-        },
         "init_scale": float(guide.init_scale),
         "local_reparam": guide.local_reparam,
+    } | {
+        kind: {
+            name: _encode(family, tensors, f"{prefix}.{kind}.{name}")
+            for name, family in own.items()
+        }
+        for kind, own in families.items()
     }
 
 
@@ -280,12 +289,29 @@ def _kinds() -> dict[str, type[StructuredGuide]]:
     return {each.__name__: each for each in kinds if each.__module__.startswith(f"{KEY}.")}
 
 
+def _device_of(model: Any) -> torch.device | None:
+    """Return the device of the first tensor of a module; None if there is none."""
+    return next((value.device for value in _state_of("model", model).values()), None)
+
+
+def _make_or_refuse(header: Json, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:
+    """Return the guide of a header, or raise a ``ValueError`` that names what the header lacks."""
+    try:
+        made: StructuredGuide = _make(header["guide"], model, tensors)
+    except (AttributeError, KeyError) as error:
+        raise ValueError(
+            f"`path` must be a file of `pyro_structvi.save`, but its header has no {error}. Make the "
+            "guide and pass it as `guide=`."
+        ) from error
+    return made
+
+
 def _make(description: Json, model: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the guide that a header describes, at its initial parameters."""
     kind = _kinds().get(description["class"])
     if kind is None:
         raise ValueError(
-            f"The guide of the file is a {description['class']}, which this version does not have. "
+            f"The guide of the file has the class {description['class']}, which is unknown here. "
             "Make the guide and pass it as `guide=`."
         )
     made: Any = kind.__new__(kind)
@@ -299,13 +325,15 @@ def _make(description: Json, model: Any, tensors: Mapping[str, Tensor]) -> Any:
             vectorize=description["vectorize"],
         )
         return made
-    families = {
-        pattern: _decode(each, tensors) for pattern, each in description["families"].items()
-    }
+    families, changed = (
+        {name: _decode(each, tensors) for name, each in description[kind].items()}
+        for kind in ("families", "changed")
+    )
     options = {name: description[name] for name in ("init_scale", "local_reparam")}
     if issubclass(kind, GlobalInducingGuide):
         options |= {name: _decode(description[name], tensors) for name in OF_GLOBAL_INDUCING}
-        inputs = _decode(description["inducing_inputs"], tensors)
+        options["join_bias"] = families.pop("*").join_bias
+        inputs = _decode(description["inducing_inputs"], tensors).to(_device_of(model))
         GlobalInducingGuide.__init__(made, model, inputs, families, **options)
     else:
         StructuredGuide.__init__(made, model, families, **options)
@@ -314,6 +342,10 @@ def _make(description: Json, model: Any, tensors: Mapping[str, Tensor]) -> Any:
             "`guide` must be given for a model that declares no site before it runs. Make the guide, "
             "call `guide.initialize(...)` with the model's arguments, and pass `guide=guide`."
         )
+    for name, family in changed.items():
+        posterior = made[name]
+        start = family.init(posterior.site, posterior.value("loc").detach(), made.init_scale)
+        posterior.replace_family(family, **{key: start[key] for key in family.constants})
     return made
 
 
@@ -359,7 +391,11 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"list": entries}:
             return tuple(_decode(each, tensors) for each in entries)
         case {"family": name, "options": options}:
-            kinds = {kind.__name__: kind for kind in _subclasses(Family)}
+            # Classes of this package come last, and win over the user's classes with their names.
+            found = sorted(
+                _subclasses(Family), key=lambda kind: kind.__module__.startswith(f"{KEY}.")
+            )
+            kinds = {kind.__name__: kind for kind in found}
             known = {each.name for each in fields(kinds[name])} if name in kinds else set()
             if name not in kinds or not options.keys() <= known:
                 raise ValueError(
@@ -376,3 +412,38 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write_atomically(name: str, path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a temporary file, flush it to the disk, and rename it to a path.
+
+    Args:
+        name: The name of the argument, for the error.
+        path: The path.
+        write: Writes the file at a path.
+
+    Raises:
+        OSError: If there is no room, say; the file at the path is then what it was.
+    """
+    # One name, so that a killed write leaves one file.
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        write(partial)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except Exception as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            f"`{name}` could not be written to '{path}', where the last one still is if there was "
+            f"one: {error}"
+        ) from error
+    if os.name == "posix":  # elsewhere folders cannot be opened
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -272,7 +272,8 @@ class OwningAutoGuide(AutoGuide):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the parameters.
 
-        The copy is a guide of the same model, or of its copy in ``deepcopy((model, guide))``.
+        The copy is a guide of the same model, or of its copy in ``deepcopy((model, guide))``, where the
+        model comes first.
         """
         new = type(self).__new__(type(self))
         memo[id(self)] = new

@@ -105,9 +105,9 @@ class LatentSite:
         """The typical scale of an unconstrained value, which is the unit of steps in training.
 
         It is the standard deviation of the prior; 1 if that is unknown. For a weight it is at most
-        ``2 / sqrt(fan_in)``, the size of initial weights, and at most ``14 / fan_in`` for a fan-in above
-        50: Adam moves all weights of an output in one direction, so that the output moves by fan-in
-        times the step (Yang et al., 2021).
+        ``2 / sqrt(fan_in)``, about the size of initial weights, and at most ``14 / fan_in`` for a fan-in
+        above 50: Adam moves each weight by about the same amount, so that the moves may add up to fan-in
+        times the step in an output (Yang et al., 2021).
         """
         if not self.is_real or self.prior_scale is None:
             return 1.0

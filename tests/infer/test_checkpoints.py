@@ -206,13 +206,10 @@ def train_and_die(path, where, count):
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def half(state, file):
-        before = file.tell()
-        original["save"](state, file)
-        size = file.tell()
+    def half(state, partial):
+        original["save"](state, partial)
         if left[0] == 1:
-            file.truncate(before + size // 2)
-            file.flush()
+            os.truncate(partial, partial.stat().st_size // 2)
         dies()
 
     def replace(*paths):

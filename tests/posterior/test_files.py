@@ -54,17 +54,25 @@ def test_a_loaded_posterior_is_the_saved_one(tmp_path, name):
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
+def pruned_global_inducing(model):
+    guide = ps.GlobalInducingGuide(model, torch.randn(6, 3), first_layer=MeanField())
+    ps.pruning.prune_mean_field(guide, 0.5)
+    return guide
+
+
 @pytest.mark.parametrize(
     "make",
     [
         *MIXTURE.values(),
         lambda model: ps.GlobalInducingGuide(model, torch.randn(6, 3), train_inputs=True),
+        lambda model: ps.GlobalInducingGuide(model, torch.randn(6, 3), join_bias=False),
+        pruned_global_inducing,
         lambda model: ps.EnsembleGuide(model, size=2),
         lambda model: ps.MixtureGuide(
             model, lambda model: ps.GlobalInducingGuide(model, torch.randn(4, 3)), 2
         ),
     ],
-    ids=["mixture", "global inducing", "ensemble", "mixture of global inducing"],
+    ids=["mixture", "points trained", "biases apart", "pruned", "ensemble", "in a mixture"],
 )
 def test_guides_of_several_parts(tmp_path, make):
     x, y = torch.randn(12, 3), torch.randn(12, 1)
@@ -97,6 +105,10 @@ def test_families_by_patterns_and_what_pruning_changed(tmp_path):
     ps.save(tmp_path / "file", model, pruned)
     loaded = ps.load(tmp_path / "file", make_model())
     assert_equal_states(pruned, loaded)
+    exact = ps.StructuredGuide(model, {"net.0.weight": MeanField(), "*": MeanField()})
+    ps.pruning.prune_mean_field(exact, 0.5)
+    ps.save(tmp_path / "file", model, exact)
+    assert_equal_states(exact, ps.load(tmp_path / "file", make_model()))
     q = loaded["net.0.weight"]()
     assert torch.equal(q.mean, pruned["net.0.weight"]().mean)
     assert (q.variance == 0).any()
@@ -121,6 +133,32 @@ def test_a_guide_that_a_function_needs_is_passed(tmp_path):
     assert_equal_states(*guides)
 
 
+def test_the_state_of_a_model_under_handlers_is_kept(tmp_path):
+    models = [make_model() for _ in range(2)]
+    handled = [pyro.poutine.block(model, hide=[]) for model in models]
+    models[0].net[1].running_mean += 1.0
+    ps.save(tmp_path / "file", handled[0], ps.KTiedGuide(models[0]))
+    ps.load(tmp_path / "file", handled[1], ps.KTiedGuide(models[1]))
+    assert torch.equal(models[1].net[1].running_mean, models[0].net[1].running_mean)
+
+
+class OtherMeanField(MeanField):
+    """A family of a user's, with the name of another."""
+
+
+def test_families_of_the_package_win_over_others_of_their_names(tmp_path):
+    OtherMeanField.__name__ = "MeanField"
+    model = make_model()
+    ps.save(tmp_path / "file", model, ps.MeanFieldGuide(model))
+    assert type(ps.load(tmp_path / "file", model)["net.0.weight"].family) is MeanField
+
+
+def test_a_folder_that_is_missing_is_an_error(tmp_path):
+    model = make_model()
+    with pytest.raises(OSError, match="`path` could not be written to"):
+        ps.save(tmp_path / "none" / "file", model, ps.KTiedGuide(model))
+
+
 def write(path, change):
     """Write a valid file whose header is changed."""
     model = make_model()
@@ -143,6 +181,14 @@ def rename_family(header):
     header["guide"]["families"]["*"]["family"] = "Other"
 
 
+def drop_guide(header):
+    del header["guide"]
+
+
+def drop_families(header):
+    del header["guide"]["families"]
+
+
 def add_option(header):
     header["guide"]["families"]["*"]["options"]["more"] = 1
 
@@ -150,8 +196,13 @@ def add_option(header):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_format, "must be a file of format 1, but .* has format 99, by pyro-structvi 0.1.0"),
-        (rename_guide, "is a OtherGuide, which this version does not have"),
+        (
+            set_format,
+            f"must be a file of format 1, but .* has format 99, by pyro-structvi {ps.__version__}",
+        ),
+        (drop_guide, "its header has no 'guide'"),
+        (drop_families, "its header has no 'families'"),
+        (rename_guide, "has the class OtherGuide, which is unknown here"),
         (rename_family, r"has the family Other\(join_bias, rank\), which is unknown"),
         (add_option, r"has the family KTied\(join_bias, rank, more\), which is unknown"),
     ],
@@ -182,16 +233,14 @@ def larger_model():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            larger_model,
-            r"'guide\.posteriors\.net/0/weight\.loc' is \(5, 4\) torch.float64 in the file",
-        ),
+        (larger_model, r"'model\.net\.1\.weight' is \(5,\) torch.float64 in the file and \(6,\)"),
         (lambda: make_model().float(), "torch.float64 in the file and .* torch.float32 here"),
-        (make_regressor, "only the file has"),
+        (make_regressor, "the file has no 'model.noise_scale'"),
     ],
 )
 def test_another_model_is_refused_and_nothing_changes(tmp_path, make, message):
     model = make_model()
+    model.net[1].running_mean += 1.0
     ps.save(tmp_path / "file", model, ps.KTiedGuide(model))
     other = make()
     before = {name: value.clone() for name, value in other.state_dict().items()}

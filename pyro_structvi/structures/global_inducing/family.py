@@ -50,9 +50,9 @@ class GlobalInducing(MatrixFamily):
                 "The number of parameters of a GlobalInducingGuide depends on its points. Make the "
                 "guide with its points, and count `guide.parameters()`."
             )
-        log_scale = loc.new_full((loc[0].numel(),), math.log(_scale(site, site.prior_scale)))
+        log_scale = loc.new_full((loc[0].numel(),), math.log(_scale(site.prior_scale)))
         if site.bias is not None:
-            log_scale[-1] = math.log(_scale(site, site.bias.prior_scale))
+            log_scale[-1] = math.log(_scale(site.bias.prior_scale))
         return {"loc": loc.clone(), "log_scale": log_scale}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> NormalGivenInputs:
@@ -69,9 +69,9 @@ class GlobalInducing(MatrixFamily):
         return 1.0 if name == "target" else super().unit(site, name, value)
 
 
-def _scale(site: LatentSite, prior_scale: float | None) -> float:
-    """Return the prior's standard deviation, or the unit of the site if there is none."""
-    return site.unit if prior_scale is None else prior_scale
+def _scale(prior_scale: float | None) -> float:
+    """Return the prior's standard deviation, or 1 if there is none."""
+    return 1.0 if prior_scale is None else prior_scale
 
 
 class Propagation(Coupling):
