@@ -49,6 +49,8 @@ SLOW = {
     "docs/which_weights.md",
     "docs/write_your_own_family.md",
     "docs/reference_posteriors.md",
+    "docs/sampling.md",
+    "docs/tables.md",
     "docs/priors_and_models.md",
     "docs/real_nets.md",
     "docs/speed.md",
@@ -56,7 +58,7 @@ SLOW = {
         f"docs/guides/{name}.md"
         for name in (
             *("subnetwork", "inducing_weights", "matrix_normal", "full_covariance"),
-            *("rowwise", "points", "walsh_hadamard", "k_tied", "rank_one"),
+            *("rowwise", "points", "walsh_hadamard", "k_tied", "rank_one", "mixtures"),
         )
     ),
     *(page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/gallery/*.md")),
