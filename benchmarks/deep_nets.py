@@ -1,4 +1,4 @@
-"""Deep nets by AdamW, by IVON, and by guides of this package: accuracy, likelihood, cost of a step.
+"""Deep nets by AdamW, by IVON, and by guides of this package: accuracy, likelihood, seconds.
 
     python -m benchmarks.deep_nets --data mnist.npz --net MLP --epochs 10 --output FILE.csv
     python -m benchmarks.deep_nets --data cifar10.npz --net ResNet-20 --num-train 5000 --epochs 60
@@ -6,11 +6,10 @@
 
 A file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``: classes, and images of bytes of the shape
 ``(n, height, width)`` or ``(n, height, width, 3)``. Color images are shifted and flipped in training.
-Guides are trained by ``fit`` with its default optimizer and rate, and the KL weight of ``--kl-weight``;
-"from AdamW" has the rate 0.03 in the second half of the epochs.
-"AdamW" has the rate 0.001 and "IVON" (``pip install ivon-opt``) 0.2 with the initial Hessian 0.1; both
-fall along a cosine.
-What the file of results has is not measured again.
+Guides are trained by ``fit`` with its default optimizer, the rate of ``--lr`` and the KL weight of
+``--kl-weight``; "from AdamW" always has the rate 0.03 in the second half of the epochs. "AdamW" has the
+rate 0.001 and "IVON" (``pip install ivon-opt``) 0.2 with the initial Hessian 0.1; both fall along a
+cosine. What the file of results has is not measured again; give ``--quick`` a file of its own.
 """
 
 import argparse
@@ -216,9 +215,9 @@ def main() -> None:
     test = tuple(part[:100] for part in test) if options.quick else test
     results = ResultsFile(options.output, DEEP_NETS)
     for seed, name in product(range(options.seeds), options.method or OWN):
-        recipe = (
-            f"{len(images[0])} images, {options.epochs} epochs, KL weight {options.kl_weight:g}"
-        )
+        recipe = f"{len(images[0])} images, {options.epochs} epochs"
+        recipe += f", KL weight {options.kl_weight:g}"
+        recipe += "" if options.lr is None else f", rate {options.lr:g}"
         if not results.has(options.net, recipe, name, str(seed)):
             torch.manual_seed(seed)
             row = measure(METHODS[name], images, test, options)
