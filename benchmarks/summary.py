@@ -87,7 +87,7 @@ def main() -> None:
         path = options.output / page.relative_to(ROOT)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(page.read_text(), page))
-    draw_figure(rows, options.output / "docs" / "choosing.svg")
+    draw_figure(rows, options.output / "docs" / "start" / "choosing.svg")
     print(table(rows, "docs/"))
 
 
@@ -95,7 +95,7 @@ def render(text: str, page: Path) -> str:
     """Put tables and captions in the places that a page has for them."""
     rows = read_rows(RESULTS / "league.csv", HEADER)
     parts: dict[str, Callable[..., str]] = {
-        "guides": lambda: table(rows, "docs/" if page.parent == ROOT else ""),
+        "guides": lambda: table(rows, "docs/" if page.parent == ROOT else "../"),
         "closest": lambda: closest(rows),
         "bands": lambda: deviations(rows),
         "nets": lambda: by_net(rows, CHOICES),

@@ -33,18 +33,9 @@ NESTED = [
 ROOT = REPOSITORY = Path(__file__).parents[1]
 PAGES = [
     *(
-        ROOT / "docs" / name
-        for name in (
-            "benchmarks.md",
-            "deep_nets.md",
-            "gallery/bayesian_optimization.md",
-            "league.md",
-            "one_pass.md",
-            "sampling.md",
-            "tables.md",
-            "training.md",
-            "uci.md",
-        )
+        page
+        for page in sorted((ROOT / "docs").glob("**/*.md"))
+        if "<!-- from benchmarks/results/" in page.read_text()
     ),
     *sorted((ROOT / "examples" / "papers").glob("*/README.md")),
 ]

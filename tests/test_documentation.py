@@ -43,17 +43,17 @@ TOCTREE = re.compile(r"^```{toctree}\n(?P<entries>.*?)^```", re.DOTALL | re.MULT
 LONGEST_LEVEL = 9  # entries on a level of the navigation
 # Pages that train for some seconds; a sample of them runs in CI.
 SLOW = {
-    "docs/is_it_any_good.md",
-    "docs/losing_nothing.md",
-    "docs/training.md",
-    "docs/which_weights.md",
-    "docs/write_your_own_family.md",
-    "docs/reference_posteriors.md",
-    "docs/sampling.md",
-    "docs/tables.md",
-    "docs/priors_and_models.md",
-    "docs/real_nets.md",
-    "docs/speed.md",
+    "docs/how_to/is_it_any_good.md",
+    "docs/how_to/checkpoints.md",
+    "docs/how_to/training.md",
+    "docs/how_to/which_weights.md",
+    "docs/develop/write_your_own_family.md",
+    "docs/how_to/reference_posteriors.md",
+    "docs/how_to/sampling.md",
+    "docs/how_to/tables.md",
+    "docs/how_to/priors_and_models.md",
+    "docs/how_to/real_nets.md",
+    "docs/how_to/speed.md",
     *(
         f"docs/guides/{name}.md"
         for name in (

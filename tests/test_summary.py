@@ -41,7 +41,7 @@ ROWS = [
     ("stuck", MEAN_FIELD, "0", "far: Wasserstein", "1"),
     ("stuck", GOOD, "0", "far: Wasserstein", "100"),
 ]
-ADVICE = (summary.ROOT / "docs" / "choosing_a_guide.md").read_text()
+ADVICE = (summary.ROOT / "docs/start/choosing_a_guide.md").read_text()
 
 
 def test_a_summary_is_a_geometric_mean_of_ratios_to_mean_field():
@@ -128,7 +128,7 @@ def test_every_guide_of_the_tables_has_its_cost():
 
 COSTS = re.compile(r"\d+(?:\.\d+)? \(\d+(?:\.\d+)? - \d+(?:\.\d+)?\)")
 WRITTEN = {
-    ("training.md", "A step of 20-50-10 takes {} times", "small", "full covariance"),
+    ("how_to/training.md", "A step of 20-50-10 takes {} times", "small", "full covariance"),
 }
 
 
@@ -143,7 +143,7 @@ def test_costs_that_are_written_by_hand_are_those_of_the_results():
     known = {f"{middle} ({low} - {high})" for low, middle, high in ratios}
     speed, others, _ = re.split(
         "^## (?:Nets of other libraries|Compiled steps)$",
-        (summary.ROOT / "docs" / "speed.md").read_text(),
+        (summary.ROOT / "docs/how_to/speed.md").read_text(),
         flags=re.MULTILINE,
     )
     assert set(COSTS.findall(speed)) <= known

@@ -1,4 +1,4 @@
-"""The figures of the gallery: runs the code of its pages, which writes them, and draws measured results.
+"""The figures of pages whose code writes them: runs that code, and draws measured results.
 
     python docs/scripts/gallery_figures.py                          # all
     python docs/scripts/gallery_figures.py --page two_moons         # one
@@ -27,7 +27,7 @@ from benchmarks import league_tables
 from pyro_structvi.plots.figures import figure_of, make_panels
 
 ROOT = Path(__file__).parents[2]
-GALLERY = ROOT / "docs" / "gallery"
+DOCS = ROOT / "docs"
 Results = Mapping[str, Mapping[str, Sequence[float]]]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LONG_NUMBER = re.compile(r"(\d\.\d)\d+")
@@ -37,19 +37,26 @@ TAG = re.compile(r"<[^>]*>")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", action="append", help="a page's name; all when left out")
-    parser.add_argument("--folder", type=Path, default=GALLERY, help="of the figures")
+    parser.add_argument("--folder", type=Path, help="of the figures; that of each page when left out")
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "gallery"
     matplotlib.rcParams["svg.fonttype"] = "none"
-    names = options.page or sorted(page.stem for page in GALLERY.glob("*.md"))
-    for name in names:
+    pages = {page.stem: page for page in sorted(DOCS.glob("**/*.md")) if has_figure(page)}
+    for name in options.page or pages:
+        page = pages[name]
         print(f"{name}, with local reparameterization where its guide has it")
-        run(GALLERY / f"{name}.md", options.folder.resolve())
+        folder = (options.folder or page.parent).resolve()
+        run(page, folder)
         if name in MEASURED:
-            path = options.folder.resolve() / f"{name}.svg"
+            path = folder / f"{name}.svg"
             draw_results(*MEASURED[name](), path)
             shorten(path)
             print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
+
+
+def has_figure(page: Path) -> bool:
+    """Whether a page's code writes a figure, or one of measured results belongs to it."""
+    return "_build" not in page.parts and (page.stem in MEASURED or ".savefig(" in page.read_text())
 
 
 def run(page: Path, folder: Path) -> None:

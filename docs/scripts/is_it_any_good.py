@@ -27,7 +27,7 @@ Data = tuple[Tensor, Tensor]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1])
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "how_to")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--nuts", type=int, default=1000, help="draws of NUTS; 0 leaves it out")
     options = parser.parse_args()
