@@ -36,8 +36,8 @@ def test_every_picture_is_drawn_by_one_command(pictures):
     of_pages = {
         (page.parent / name).relative_to(DOCS).as_posix()
         for page in DOCS.glob("**/*.md")
-        for name in saved.findall(text := page.read_text())
-        if f"]({name})" in text
+        for name in saved.findall(page.read_text())
+        if f"]({name})" in page.read_text()
     }
     measured = {"gallery/digits.svg", "gallery/lora.svg", "gallery/regression.png"}
     shown = {

@@ -37,7 +37,9 @@ TAG = re.compile(r"<[^>]*>")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", action="append", help="a page's name; all when left out")
-    parser.add_argument("--folder", type=Path, help="of the figures; that of each page when left out")
+    parser.add_argument(
+        "--folder", type=Path, help="of the figures; that of each page when left out"
+    )
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "gallery"
     matplotlib.rcParams["svg.fonttype"] = "none"
