@@ -31,6 +31,13 @@ from benchmarks.league_tables import (
     mixes,
 )
 from benchmarks.markdown import markdown
+from benchmarks.recommendation import (
+    Recommendation,
+    recommendation_table,
+    recommendations,
+    recommended_for,
+    step_costs,
+)
 from benchmarks.rows import Row, read_rows
 from benchmarks.tables import three_digits
 
@@ -94,13 +101,16 @@ def main() -> None:
 def render(text: str, page: Path) -> str:
     """Put tables and captions in the places that a page has for them."""
     rows = read_rows(RESULTS / "league.csv", HEADER)
+    folder = "docs/" if page.parent == ROOT else "../"
+    own = [choice for choice in CHOICES if page.match(choice.page)]
     parts: dict[str, Callable[..., str]] = {
-        "guides": lambda: table(rows, "docs/" if page.parent == ROOT else "../"),
+        "guides": lambda: table(rows, folder),
+        "recommendation": lambda: recommendation_table(recommended(rows), folder),
         "closest": lambda: closest(rows),
         "bands": lambda: deviations(rows),
         "nets": lambda: by_net(rows, CHOICES),
         "steps": lambda names: steps(names.split("; ")),
-        "page": lambda: by_net(rows, [own for own in CHOICES if page.match(own.page)]),
+        "page": lambda: of_page(rows, own),
     }
 
     def replace(found: re.Match[str]) -> str:
@@ -167,12 +177,6 @@ def relative_error(values: list[float]) -> float:
 def standard_error(values: list[float]) -> float:
     """Return the standard error of a mean; zero of a single value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-def step_costs(net: str) -> dict[str, float]:
-    """Return the time of a step of ``fit`` in units of the net's own, by the guides' calls."""
-    methods = json.loads((RESULTS / "costs.json").read_text())["nets"][net]["methods"]
-    return {name: float(own["step"]["ratio"][1]) for name, own in methods.items()}
 
 
 def steps(names: Sequence[str]) -> str:
@@ -253,6 +257,19 @@ def by_net(rows: Iterable[Row], choices: Iterable[Choice]) -> str:
         for choice in choices
     ]
     return markdown(head, body)
+
+
+def recommended(rows: Iterable[Row]) -> list[Recommendation]:
+    """Return the recommendations, by the results of the league and others."""
+    distances = {name: own.distance for name, own in summarize(rows).items()}
+    return recommendations(distances, distances[CEILING])
+
+
+def of_page(rows: Iterable[Row], choices: Sequence[Choice]) -> str:
+    """Return the distances of the guides of a page, and the nets that they are recommended for."""
+    rows = list(rows)
+    sentences = [recommended_for(choice, recommended(rows)) for choice in choices]
+    return "\n\n".join([by_net(rows, choices), *filter(None, sentences)])
 
 
 def closest(rows: Iterable[Row]) -> str:
