@@ -29,7 +29,9 @@ from pyro_structvi.plots.figures import figure_of, make_panels
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 Results = Mapping[str, Mapping[str, Sequence[float]]]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?P<raises>\s*^```text\n\w+Error: )?", re.DOTALL | re.MULTILINE
+)
 LONG_NUMBER = re.compile(r"(\d\.\d)\d+")
 TAG = re.compile(r"<[^>]*>")
 
@@ -57,18 +59,22 @@ def main() -> None:
 
 
 def has_figure(page: Path) -> bool:
-    """Whether a page's code writes a figure, or one of measured results belongs to it."""
+    """Whether a page shows a figure that its code writes, or one of measured results belongs to it."""
     return "_build" not in page.parts and (page.stem in MEASURED or ".savefig(" in page.read_text())
 
 
 def run(page: Path, folder: Path) -> None:
-    """Run a page's code in a folder that is then removed, and keep the figures that it writes."""
+    """Run a page's code in a folder that is then removed, and keep the figures that it shows."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    text = page.read_text()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
-        for code in BLOCK.findall(page.read_text()):
-            exec(compile(code, page, "exec"), namespace)
+        for block in BLOCK.finditer(text):
+            if not block["raises"]:
+                exec(compile(block["code"], page, "exec"), namespace)
         for path in (path for path in Path().iterdir() if path.suffix in {".svg", ".png"}):
+            if f"]({path.name})" not in text:
+                continue
             if path.suffix == ".svg":
                 shorten(path)
             print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
