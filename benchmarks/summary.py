@@ -180,7 +180,10 @@ def standard_error(values: list[float]) -> float:
 
 
 def steps(names: Sequence[str]) -> str:
-    """Return the table of ordinary and traced steps over the net's own, by names of the benchmarks."""
+    """Return the table of ordinary and traced steps over the net's own, by names of the benchmarks.
+
+    Nets without a measurement of them have no row.
+    """
     nets = json.loads((RESULTS / "bench.json").read_text())["nets"]
     measured = [nets[name] for name in ("small", "mnist", "wide")]
     kinds = [
@@ -190,17 +193,16 @@ def steps(names: Sequence[str]) -> str:
         if any(kind in net["methods"] for net in measured)
     ]
     body = [
-        [net["title"], *(step_cell(net["methods"].get(kind)) for kind in kinds)] for net in measured
+        [net["title"], *(step_cell(net["methods"].get(kind)) for kind in kinds)]
+        for net in measured
+        if any(kind in net["methods"] for kind in kinds)
     ]
     return markdown(["time of a step over the net's own", *kinds], body)
 
 
 def step_cell(method: Mapping[str, Any] | None) -> str:
-    """Return the median of a ratio with its quartiles, or that there is none."""
-    if method is None:
-        return "not measured"
-    low, middle, high = map(three_digits, method["step"]["ratio"])
-    return f"{middle} ({low} - {high})"
+    """Return the median of a ratio, or that there is none."""
+    return "not measured" if method is None else three_digits(method["step"]["ratio"][1])
 
 
 # ---- table and figure ----------------------------------------------------------------------------

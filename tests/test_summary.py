@@ -87,6 +87,15 @@ def test_a_list_in_words(parts, text):
     assert summary.listed(parts) == text
 
 
+def test_a_table_of_steps_has_medians_and_the_nets_that_were_measured():
+    title = "time of a step over the net's own"
+    head, _, *body = summary.steps(["rowwise"]).splitlines()
+    assert head == f"| {title} | rowwise | rowwise, traced |"
+    assert re.fullmatch(r"\| MLP 20-50-10, batch 128 \| [\d.]+ \| [\d.]+ \|", "\n".join(body))
+    *_, wide = summary.steps(["global inducing", "mean field"]).splitlines()
+    assert "| not measured | not measured |" in wide
+
+
 def test_the_pages_show_the_summary():
     for page in summary.PAGES:
         text = page.read_text()
@@ -111,7 +120,10 @@ def test_recommended_guides_are_those_that_won(found):
     costs = summary.step_costs("wide")
     choice = next(choice for choice in summary.CHOICES if f"`{choice.code}`" in wide.call)
     assert costs[choice.code] < costs[summary.MEASURE]
-    assert f"{costs[next(c.code for c in summary.CHOICES if c.code in smaller.call)]:.1f}" in smaller.cost
+    assert (
+        f"{costs[next(c.code for c in summary.CHOICES if c.code in smaller.call)]:.1f}"
+        in smaller.cost
+    )
 
 
 def test_the_recommendation_of_a_page(found):
