@@ -58,8 +58,7 @@ SLOW = {
     *(
         f"docs/guides/{name}.md"
         for name in (
-            *("subnetwork", "inducing_weights", "matrix_normal", "full_covariance"),
-            *("rowwise", "points", "walsh_hadamard", "k_tied", "rank_one", "mixtures"),
+            *("subnetwork", "mixtures", "global_inducing", "points", "rank_one", "k_tied"),
         )
     ),
     *(page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/gallery/*.md")),
