@@ -57,9 +57,7 @@ SLOW = {
     "docs/how_to/speed.md",
     *(
         f"docs/guides/{name}.md"
-        for name in (
-            *("subnetwork", "mixtures", "global_inducing", "points", "rank_one", "k_tied"),
-        )
+        for name in ("subnetwork", "mixtures", "global_inducing", "points", "rank_one", "k_tied")
     ),
     *(page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/gallery/*.md")),
     "pyro_structvi.reference.sampling",
