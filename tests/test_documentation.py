@@ -50,7 +50,7 @@ SLOW = {
     "docs/how_to/which_weights.md",
     "docs/develop/write_your_own_family.md",
     "docs/how_to/reference_posteriors.md",
-    "docs/how_to/sampling.md",
+    "docs/how_to/one_pass.md",
     "docs/how_to/tables.md",
     "docs/how_to/priors_and_models.md",
     "docs/how_to/real_nets.md",
