@@ -122,7 +122,7 @@ def recommendations(distances: Mapping[str, float], second_run: float) -> list[R
             "a net that barely fits into memory",
             linked(smaller),
             f"{of_wide[smaller.code]:.1f} times the net's step (1024-2048-2048-10)",
-            f"fewer parameters than the net; {distances[smaller.code]:.2f} of mean field's distance to NUTS",
+            f"fewer parameters than the net, at {distances[smaller.code]:.2f} of mean field's distance",
         ),
         Recommendation(
             "some hundred weights",

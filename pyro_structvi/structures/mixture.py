@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from pyro_structvi._checks import Count, Program, brief, checked
 from pyro_structvi._torch import inside_jit_trace
-from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
 from pyro_structvi.sites.family import GuideOptions
 from pyro_structvi.sites.finding import Start, separate_randomness, starting_at

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Count, brief, checked, naming
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.matrices import autocast_off
 from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import median_of
