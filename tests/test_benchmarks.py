@@ -373,7 +373,7 @@ def test_the_table_of_one_pass_has_means_and_largest_errors_over_guides():
     _, _, first, second, *others = moments_table.moments_table(rows).splitlines()
     assert first == "| Untrained a | 0.020 |  | 1.5 % (2.0 %) |  |  |"
     assert second == "| Trained: b |  |  |  | 0.250 | 0.500 |"
-    assert others[-1] == "| 100 draws, normal outputs | 0.080 | 5.6 % |  |  |  |"
+    assert others[-1] == "| 100 samples, normal outputs | 0.080 | 5.6 % |  |  |  |"
 
 
 def test_errors_of_moments_by_draws_of_normal_outputs():
