@@ -77,7 +77,7 @@ ifneq ($(FIGURES),results)
 endif
 
 clean: ## remove .venv and everything built
-	rm -rf .venv build dist demo_output docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist demo_output docs/_build docs/api/generated .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
