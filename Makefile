@@ -73,6 +73,7 @@ ifneq ($(FIGURES),results)
 	$(BIN)/python docs/scripts/bands.py
 	$(BIN)/python docs/scripts/guide_pictures.py
 	$(BIN)/python docs/scripts/is_it_any_good.py
+	$(BIN)/python docs/scripts/gradient_variance.py
 	$(BIN)/python docs/scripts/gallery_figures.py
 endif
 
