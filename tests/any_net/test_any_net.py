@@ -69,7 +69,6 @@ def test_it_learns_a_few_examples_by_heart_and_is_saved(name, guide):
         posterior,
         [(x, y)],
         num_steps=200,
-        lr=0.03,
         kl_weight=1e-4,
         progress=False,
         compiled=False,
