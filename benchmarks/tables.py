@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from benchmarks import league_tables, paper_tables, uci_priors_table, uci_tables
 from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_table
 from benchmarks.markdown import markdown
 from benchmarks.optimization_table import OPTIMIZATION, optimization_table
-from benchmarks.rows import read_rows
+from benchmarks.rows import Row, read_rows
 
 # A posterior, and one that contains it, whose best ELBO is at least as high.
 NESTED = [
@@ -106,9 +107,14 @@ def tables_of(path: Path) -> str:
     kind, write = {
         uci_priors_table.HEADER: (uci_priors_table, uci_priors_table.priors_tables),
         uci_tables.HEADER: (uci_tables, uci_tables.uci_tables),
-        league_tables.HEADER: (league_tables, league_tables.league_tables),
+        league_tables.HEADER: (league_tables, guides_of_the_league),
     }[header]
     return write(read_rows(path, kind.HEADER))
+
+
+def guides_of_the_league(rows: Iterable[Row]) -> str:
+    """Return the tables of the league without other packages, see ``benchmarks/summary.py``."""
+    return league_tables.league_tables(league_tables.without_peers(rows))
 
 
 def machine_line(results: dict[str, Any]) -> str:
