@@ -7,8 +7,8 @@ What is done with a package is said where it is done, in ``pyro_peers.py`` and `
 maker is called with a problem and the league's options, and returns a model, a posterior of it (a guide,
 or draws by site), and what was measured of the fit.
 
-TyXe has no rows: version 0.0.2, which PyPI has, calls ``pyro.util.deep_getattr``, which Pyro 1.9 does not
-have, so its own guide raises an ``AttributeError`` at the first step. That guide, independent normals
+TyXe has no rows: version 0.0.2 on PyPI calls ``pyro.util.deep_getattr``, which Pyro 1.9 does not have,
+so its own guide raises an ``AttributeError`` at the first step. That guide, independent normals
 with local reparameterization, is the posterior of ``MeanFieldGuide``.
 """
 

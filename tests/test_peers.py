@@ -3,7 +3,6 @@
 import sys
 from types import SimpleNamespace
 
-import pyro
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
@@ -161,6 +160,7 @@ def test_draws_of_functions_have_the_moments_that_the_package_predicts(
 # ---- Pyro ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_guide_with_the_better_bound_is_kept(monkeypatch):
     """Parameters of the worse one, which have the same names, are not read in its place."""
     monkeypatch.setattr(pyro_peers, "RATES", (0.01, 20.0))
