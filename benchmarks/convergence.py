@@ -8,7 +8,8 @@ The ELBO is that of all examples, averaged over many particles after a fit of so
 number; beside it is its standard error over these particles. Then, for each recipe and pair of a
 posterior and one that contains it, whether the larger one ends at least as high, within twice the
 standard error of the difference. A file of data has ``x``, ``y`` and ``train_idx (splits, examples)``;
-its first split is taken. Seconds are those of the steps alone.
+its first split is taken. Seconds are those of the steps alone. ``python -m benchmarks.figures``
+draws the results.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import pyro_structvi as ps
 from benchmarks.measure import describe_machine
 from benchmarks.problems import PROBLEMS, Problem, from_file
 from benchmarks.recipes import GUIDES, RECIPES, TOO_LARGE, Recipe
-from benchmarks.tables import convergence_tables, write_results
+from benchmarks.tables import convergence_table, write_results
 
 SHARES = (0.1, 0.3, 1.0)  # of the steps, for each of which there is a fit
 BLOCK = 10  # particles that run in one pass
@@ -72,7 +73,8 @@ def main() -> None:
                 print(f"{name} | {recipe} | {guide} | {row}", flush=True)
                 if options.output:
                     write_results(results, options.output)
-    print(convergence_tables(results))
+    for recipe in options.recipe or RECIPES:
+        print(f"{recipe}\n\n{convergence_table(results, recipe)}\n")
 
 
 def train(

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from benchmarks.markdown import markdown
 from benchmarks.peers import PEERS
@@ -104,6 +104,36 @@ def league_tables(rows: Iterable[Row]) -> str:
         title = TITLES.get(problem, problem)
         parts.append(f"### {title}\n\n{markdown(['posterior', *shown], body)}{line}")
     return "\n\n".join(parts)
+
+
+def distance_table(rows: Iterable[Row]) -> str:
+    """Return the distance away from the data of each method on each problem, the closest first."""
+    problems = by_problem(without_peers(rows))
+    mains = {problem: headline(cells) for problem, cells in problems.items()}
+    methods = {method for cells in problems.values() for method in cells}
+    found = {
+        method: {
+            problem: problems[problem][method][main]
+            for problem, main in mains.items()
+            if main in problems[problem].get(method, {})
+        }
+        for method in sorted(methods)
+    }
+    order = sorted(
+        found, key=lambda own: geometric_mean(fmean(values) for values in found[own].values())
+    )
+    body = [
+        [
+            {CEILING: "NUTS, a second run"}.get(method, method),
+            *(mean_with_error(found[method].get(problem, []), digits) for problem in problems),
+        ]
+        for method in order
+    ]
+    titles = [
+        f"{TITLES.get(problem, problem).split(', ')[0]}: {main.split(': ')[1]}"
+        for problem, main in mains.items()
+    ]
+    return markdown(["posterior", *titles], body)
 
 
 def shows(quantity: str) -> bool:

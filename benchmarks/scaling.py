@@ -164,9 +164,9 @@ def make_loss(
 
 
 LEGEND: dict[str, Any] = {
-    "title": "exponents: measured, Table 1",
-    "fontsize": 6,
-    "title_fontsize": 6,
+    "title": "exponents: measured, published",
+    "fontsize": 8,
+    "title_fontsize": 8,
     "loc": "center left",
     "bbox_to_anchor": (1, 0.5),
     "frameon": False,
@@ -175,17 +175,18 @@ LEGEND: dict[str, Any] = {
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw a panel for each sweep: times of loss and gradients, and the lines that are fitted."""
-    rc: Any = {"svg.fonttype": "none", "svg.hashsalt": "scaling", "font.size": 8}
+    rc: Any = {"svg.fonttype": "none", "svg.hashsalt": "scaling", "font.size": 9}
     colors = {title: f"C{index}" for index, title in enumerate(METHODS)}
     sweeps = results["sweeps"]
     with matplotlib.rc_context(rc):
-        figure = Figure(figsize=(4.8 * min(2, len(sweeps)), 3.2 * math.ceil(len(sweeps) / 2)))
+        figure = Figure(figsize=(5.2 * min(2, len(sweeps)), 3.2 * math.ceil(len(sweeps) / 2)))
         for index, sweep in enumerate(sweeps.values()):
             axes = figure.add_subplot(math.ceil(len(sweeps) / 2), min(2, len(sweeps)), index + 1)
             for title, method in sweep["methods"].items():
                 draw_line(axes, title, method, colors[title])
             axes.set_xscale("log", base=2)
-            axes.set(yscale="log", xlabel=sweep["title"], ylabel="loss and gradients, ms")
+            title = sweep["title"].replace("; ", ";\n")
+            axes.set(yscale="log", xlabel=title, ylabel="loss and gradients, ms")
             axes.legend(**LEGEND)
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -32,6 +32,13 @@ from benchmarks.league_tables import (
 )
 from benchmarks.markdown import markdown
 from benchmarks.peers import PEERS
+from benchmarks.recommendation import (
+    Recommendation,
+    recommendation_table,
+    recommendations,
+    recommended_for,
+    step_costs,
+)
 from benchmarks.rows import Row, read_rows
 from benchmarks.tables import three_digits
 
@@ -89,21 +96,24 @@ def main() -> None:
         path = options.output / page.relative_to(ROOT)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(page.read_text(), page))
-    draw_figure(rows, options.output / "docs" / "choosing.svg")
+    draw_figure(rows, options.output / "docs" / "start" / "choosing.svg")
     print(table(rows, "docs/"))
 
 
 def render(text: str, page: Path) -> str:
     """Put tables and captions in the places that a page has for them."""
     rows = read_rows(RESULTS / "league.csv", HEADER)
+    folder = "docs/" if page.parent == ROOT else "../"
+    own = [choice for choice in CHOICES if page.match(choice.page)]
     parts: dict[str, Callable[..., str]] = {
-        "guides": lambda: table(rows, "docs/" if page.parent == ROOT else ""),
+        "guides": lambda: table(rows, folder),
+        "recommendation": lambda: recommendation_table(recommended(rows), folder),
         "closest": lambda: closest(rows),
         "bands": lambda: deviations(rows),
         "nets": lambda: by_net(rows, CHOICES),
         "peers": lambda: peers(rows),
         "steps": lambda names: steps(names.split("; ")),
-        "page": lambda: by_net(rows, [own for own in CHOICES if page.match(own.page)]),
+        "page": lambda: of_page(rows, own),
     }
 
     def replace(found: re.Match[str]) -> str:
@@ -172,14 +182,11 @@ def standard_error(values: list[float]) -> float:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def step_costs(net: str) -> dict[str, float]:
-    """Return the time of a step of ``fit`` in units of the net's own, by the guides' calls."""
-    methods = json.loads((RESULTS / "costs.json").read_text())["nets"][net]["methods"]
-    return {name: float(own["step"]["ratio"][1]) for name, own in methods.items()}
-
-
 def steps(names: Sequence[str]) -> str:
-    """Return the table of ordinary and traced steps over the net's own, by names of the benchmarks."""
+    """Return the table of ordinary and traced steps over the net's own, by names of the benchmarks.
+
+    Nets without a measurement of them have no row.
+    """
     nets = json.loads((RESULTS / "bench.json").read_text())["nets"]
     measured = [nets[name] for name in ("small", "mnist", "wide")]
     kinds = [
@@ -189,17 +196,16 @@ def steps(names: Sequence[str]) -> str:
         if any(kind in net["methods"] for net in measured)
     ]
     body = [
-        [net["title"], *(step_cell(net["methods"].get(kind)) for kind in kinds)] for net in measured
+        [net["title"], *(step_cell(net["methods"].get(kind)) for kind in kinds)]
+        for net in measured
+        if any(kind in net["methods"] for kind in kinds)
     ]
     return markdown(["time of a step over the net's own", *kinds], body)
 
 
 def step_cell(method: Mapping[str, Any] | None) -> str:
-    """Return the median of a ratio with its quartiles, or that there is none."""
-    if method is None:
-        return "not measured"
-    low, middle, high = map(three_digits, method["step"]["ratio"])
-    return f"{middle} ({low} - {high})"
+    """Return the median of a ratio, or that there is none."""
+    return "not measured" if method is None else three_digits(method["step"]["ratio"][1])
 
 
 # ---- table and figure ----------------------------------------------------------------------------
@@ -273,6 +279,19 @@ def peers(rows: Iterable[Row]) -> str:
         for name in sorted(titles, key=lambda name: found[name].distance)
     ]
     return markdown([*net_head(), "linear"], body)
+
+
+def recommended(rows: Iterable[Row]) -> list[Recommendation]:
+    """Return the recommendations, by the results of the league and others."""
+    distances = {name: own.distance for name, own in summarize(rows).items()}
+    return recommendations(distances, distances[CEILING])
+
+
+def of_page(rows: Iterable[Row], choices: Sequence[Choice]) -> str:
+    """Return the distances of the guides of a page, and the nets that they are recommended for."""
+    rows = list(rows)
+    sentences = [recommended_for(choice, recommended(rows)) for choice in choices]
+    return "\n\n".join([by_net(rows, choices), *filter(None, sentences)])
 
 
 def closest(rows: Iterable[Row]) -> str:

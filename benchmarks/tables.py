@@ -4,15 +4,15 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks import league_tables, paper_tables, uci_priors_table, uci_tables
+from benchmarks import league_tables, moments_table, paper_tables, uci_priors_table, uci_tables
 from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_table
 from benchmarks.markdown import markdown
 from benchmarks.optimization_table import OPTIMIZATION, optimization_table
-from benchmarks.rows import Row, read_rows
+from benchmarks.rows import read_rows
 
 # A posterior, and one that contains it, whose best ELBO is at least as high.
 NESTED = [
@@ -34,18 +34,9 @@ NESTED = [
 ROOT = REPOSITORY = Path(__file__).parents[1]
 PAGES = [
     *(
-        ROOT / "docs" / name
-        for name in (
-            "benchmarks.md",
-            "deep_nets.md",
-            "gallery/bayesian_optimization.md",
-            "league.md",
-            "one_pass.md",
-            "sampling.md",
-            "tables.md",
-            "training.md",
-            "uci.md",
-        )
+        page
+        for page in sorted((ROOT / "docs").glob("**/*.md"))
+        if "<!-- from benchmarks/results/" in page.read_text()
     ),
     *sorted((ROOT / "examples" / "papers").glob("*/README.md")),
 ]
@@ -96,25 +87,19 @@ def tables_of(path: Path) -> str:
     if header == OPTIMIZATION:
         return optimization_table(read_rows(path, header))
     if header == uci_tables.DECOMPOSED:
-        return markdown(header, [list(row) for row in read_rows(path, header)])
+        return markdown(list(header[2:]), [list(row[2:]) for row in read_rows(path, header)])
     if header == uci_tables.ESTIMATORS:
         return uci_tables.estimators_table(read_rows(path, header))
-    if header == uci_tables.SAMPLED:
-        guides = read_rows(path.with_name("uci.csv"), uci_tables.HEADER)
-        return uci_tables.sampling_table(read_rows(path, header), guides)
+    if path.name == "moments.csv":
+        return moments_table.moments_table(read_rows(path, header))
     if header == paper_tables.HEADER:
         return paper_tables.paper_tables(path)
-    kind, write = {
-        uci_priors_table.HEADER: (uci_priors_table, uci_priors_table.priors_tables),
-        uci_tables.HEADER: (uci_tables, uci_tables.uci_tables),
-        league_tables.HEADER: (league_tables, guides_of_the_league),
+    write = {
+        uci_priors_table.HEADER: uci_priors_table.learned_table,
+        uci_tables.HEADER: uci_tables.likelihood_table,
+        league_tables.HEADER: league_tables.distance_table,
     }[header]
-    return write(read_rows(path, kind.HEADER))
-
-
-def guides_of_the_league(rows: Iterable[Row]) -> str:
-    """Return the tables of the league without other packages, see ``benchmarks/summary.py``."""
-    return league_tables.league_tables(league_tables.without_peers(rows))
+    return write(read_rows(path, header))
 
 
 def machine_line(results: dict[str, Any]) -> str:
@@ -125,15 +110,46 @@ def machine_line(results: dict[str, Any]) -> str:
 
 # ---- of nets -------------------------------------------------------------------------------------
 
+SHOWN_NETS = ("small", "mnist", "wide", "lenet", "resnet18", "lstm")
+VARIANTS = (", traced", ", compiled", ", one pass")
 
-def all_nets(results: dict[str, Any]) -> str:
-    tables = [f"### {net['title']}\n\n{net_table(net)}" for net in results["nets"].values()]
-    line = f"{machine_line(results)}; predictions of S = {results['samples']} draws."
-    return "\n\n".join([line, *tables])
+
+def cost_table(results: dict[str, Any]) -> str:
+    """Return the table of ordinary and traced steps, over the net's own step, and how they vary."""
+    nets = [results["nets"][name] for name in SHOWN_NETS]
+    guides = dict.fromkeys(
+        title for net in nets for title in net["methods"] if not title.endswith(VARIANTS)
+    )
+    base, *others = guides
+    own = [f"{three_digits(net['methods'][base]['step']['milliseconds'][1])} ms" for net in nets]
+    body = [[title, *(step_medians(net, title) for net in nets)] for title in others]
+    table = markdown(["step", *(net["title"] for net in nets)], [["the net's own", *own], *body])
+    return f"{spread_line(results, nets)}\n\n{table}"
+
+
+def step_medians(net: dict[str, Any], title: str) -> str:
+    """Return the median ratios of an ordinary and a traced step, where they were measured."""
+    kinds = [net["methods"][kind] for kind in (title, f"{title}, traced") if kind in net["methods"]]
+    return " / ".join(three_digits(kind["step"]["ratio"][1]) for kind in kinds)
+
+
+def spread_line(results: dict[str, Any], nets: list[dict[str, Any]]) -> str:
+    """Return the line on the processor, and how far quartiles are from medians."""
+    spreads = [
+        max(high / middle, middle / low) - 1
+        for net in nets
+        for method in net["methods"].values()
+        for low, middle, high in (task["ratio"] for task in method.values())
+    ]
+    return (
+        f"{machine_line(results)}. Medians of {min(net['rounds'] for net in nets)} to "
+        f"{max(net['rounds'] for net in nets)} rounds; quartiles are typically within "
+        f"{100 * median(spreads):.0f} % of the median, and at most {100 * max(spreads):.0f} % from it."
+    )
 
 
 def net_table(net: dict[str, Any]) -> str:
-    """Return the markdown table of one net: ratios to the first row, which is given in words."""
+    """Return the table of one net: ratios to the first row, which is given in words."""
     base, *_ = net["methods"].values()
     rows = []
     for title, method in net["methods"].items():
@@ -183,35 +199,64 @@ def exponents_row(title: str, fit: dict[str, Any]) -> list[str]:
 
 # ---- of training ---------------------------------------------------------------------------------
 
+DEFAULT, FULL_KL = "default", "whole KL"
 
-def convergence_tables(results: dict[str, Any]) -> str:
-    """Return a table for each problem, the ELBO after numbers of steps, and the pairs out of order."""
-    parts = [f"{machine_line(results)}; ELBOs of {results['particles']} particles."]
-    head = ["guide", "recipe", *(f"{steps:,} steps" for steps in results["steps"]), "seconds"]
-    for problem in results["convergence"].values():
-        recipes = problem["recipes"]
-        rows = [
-            [guide, recipe, *training_cells(recipes[recipe][guide], len(results["steps"]))]
-            for guide in dict.fromkeys(guide for rows in recipes.values() for guide in rows)
-            for recipe in recipes
-            if guide in recipes[recipe]
+
+def convergence_table(results: dict[str, Any], recipe: str = DEFAULT) -> str:
+    """Return the ELBO of each guide on each problem after all steps, and a line for each problem."""
+    problems = [own for own in results["convergence"].values() if recipe in own["recipes"]]
+    found = {net_of(own): own["recipes"][recipe] for own in problems}
+    guides = dict.fromkeys(guide for rows in found.values() for guide in rows)
+    steps = len(results["steps"])
+    body = [
+        [guide, *(last_elbo(rows.get(guide), steps) for rows in found.values())] for guide in guides
+    ]
+    body.append(["log evidence", *(evidence(own["evidence"]) for own in problems)])
+    errors = [row["error"][-1] for rows in found.values() for row in rows.values() if row["error"]]
+    line = (
+        f"{machine_line(results)}. ELBOs of {results['particles']} particles after "
+        f"{results['steps'][-1]:,} steps; standard errors are at most {max(errors, default=0):.1f} nats."
+    )
+    lines = [f"- {net}: {out_of_order(rows)}." for net, rows in found.items()]
+    head = "Nested pairs whose larger posterior ends lower"
+    if recipe == DEFAULT:
+        head += "; then guides that end elsewhere with the full KL from the first step"
+        lines = [
+            f"{pairs[:-1]}; {gains(own['recipes'])}."
+            for pairs, own in zip(lines, problems, strict=True)
         ]
-        known = problem["evidence"]
-        line = "" if known is None else f"\n\nThe log evidence is {known:.2f}."
-        lines = "".join(
-            f"\n- {recipe}: {out_of_order(own)}"
-            for recipe, own in recipes.items()
-            if violations(own)[1]
-        )
-        pairs = f"Nested pairs whose larger posterior ends lower:\n{lines}"
-        parts.append(f"### {problem['title']}\n\n{markdown(head, rows)}{line}\n\n{pairs}")
-    return "\n\n".join(parts)
+    return "\n\n".join([line, markdown(["guide", *found], body), f"{head}:", "\n".join(lines)])
 
 
-def training_cells(row: dict[str, list[float]], count: int) -> list[str]:
-    cells = [f"{a:.1f} ± {b:.1f}" for a, b in zip(row["elbo"], row["error"], strict=True)]
-    cells += ["diverged"] * (count - len(cells))
-    return [*cells, f"{row['seconds'][-1]:.1f}" if row["seconds"] else ""]
+def net_of(problem: dict[str, Any]) -> str:
+    """Return the sizes of a problem's net, from its title."""
+    return str(problem["title"].split(", ")[1])
+
+
+def last_elbo(row: dict[str, list[float]] | None, steps: int) -> str:
+    if row is None:
+        return ""
+    return f"{row['elbo'][-1]:.1f}" if len(row["elbo"]) == steps else "diverged"
+
+
+def evidence(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def gains(recipes: dict[str, Any]) -> str:
+    """Return how many guides end higher and lower with the full KL than by default, in words."""
+    ours, theirs = recipes[DEFAULT], recipes.get(FULL_KL, {})
+    shared = [guide for guide in ours if theirs.get(guide, {}).get("elbo")]
+    differences = []
+    for guide in shared:
+        gain = theirs[guide]["elbo"][-1] - ours[guide]["elbo"][-1]
+        noise = 2 * math.hypot(theirs[guide]["error"][-1], ours[guide]["error"][-1])
+        differences.append(gain if abs(gain) > max(noise, 0.1) else 0.0)
+    parts = []
+    for word, sign in (("higher", 1), ("lower", -1)):
+        own = [abs(value) for value in differences if sign * value > 0]
+        parts += [f"{len(own)} {word} by up to {max(own):.1f}"] if own else []
+    return f"{', '.join(parts) or 'none'} (of {len(shared)})"
 
 
 def out_of_order(rows: dict[str, Any]) -> str:
@@ -239,7 +284,7 @@ def violations(rows: dict[str, Any]) -> tuple[list[tuple[str, str, float]], int]
     return found, len(pairs)
 
 
-WRITERS = {"sweeps": scaling_tables, "nets": all_nets, "convergence": convergence_tables}
+WRITERS = {"nets": cost_table, "convergence": convergence_table}
 
 
 if __name__ == "__main__":

@@ -35,6 +35,45 @@ def one_table(title: str, rows: list[Row]) -> str:
     return "\n\n".join([f"### Held out: {title}", table, f"Splits: {numbers}.", *lines])
 
 
+def learned_table(rows: Iterable[Row]) -> str:
+    """Return differences in log likelihood: what is learned less the best fixed value, and annealing."""
+    rows = list(rows)
+    sets = list(dict.fromkeys(row[0] for row in rows))
+    body = []
+    for guide, noise in dict.fromkeys((row[2], row[4] == HETEROSCEDASTIC) for row in rows):
+        own = [r for r in rows if (r[2], r[4] == HETEROSCEDASTIC) == (guide, noise)]
+        what = "prior's scale" if noise else "noise"
+        learned = [best_difference(own, name) for name in sets]
+        annealed = [annealing_difference(own, name) for name in sets]
+        body += [[f"{guide}: learned {what} less the best fixed", *learned]] if any(learned) else []
+        body += [[f"{guide}: KL annealed less not", *annealed]] if any(annealed) else []
+    return markdown(["difference in log likelihood", *sets], body)
+
+
+def best_difference(rows: list[Row], name: str) -> str:
+    found = learned_and_best(rows, name)
+    return f"{written(found[1], 2, '+')} ({fixed_value(found[0])})" if found else ""
+
+
+def fixed_value(setting: Setting) -> str:
+    """Return the number that a setting fixes."""
+    prior, noise, _ = setting
+    return prior if prior != LEARNED else noise
+
+
+def annealing_difference(rows: list[Row], name: str) -> str:
+    """Return by how much the KL's annealing changes the log likelihood of what is learned."""
+    settings = dict.fromkeys((r[3], r[4], r[5]) for r in rows if r[0] == name)
+    own: dict[bool, dict[str, float]] = {}
+    for each in settings:
+        if set(each[:2]) <= {LEARNED, HETEROSCEDASTIC}:
+            own[float(each[2]) > 0] = values_of(rows, name, each, "log likelihood")
+    if set(own) != {True, False}:
+        return ""
+    shared = own[True].keys() & own[False].keys()
+    return written([own[True][s] - own[False][s] for s in sorted(shared)], 2, "+")
+
+
 def label(setting: Setting) -> str:
     """Return the name of a row: its prior scale, the noise where that is one number, and annealing."""
     prior, noise, annealed = setting
@@ -64,10 +103,23 @@ def cell(rows: list[Row], name: str, setting: Setting) -> str:
 
 def distance_from_best(rows: list[Row], name: str) -> str:
     """Return a line on the learned value and the best fixed value, of splits that both have."""
+    found = learned_and_best(rows, name)
+    if not found:
+        return ""
+    best, differences = found
+    is_near = fmean(differences) + 2 * standard_error(differences) >= 0
+    return (
+        f"{name}: the learned value is {'' if is_near else 'not '}within two standard errors of the "
+        f"best fixed value ({label(best)}) or above it: {written(differences, 2, '+')}, paired by split."
+    )
+
+
+def learned_and_best(rows: list[Row], name: str) -> tuple[Setting, list[float]] | None:
+    """Return the best fixed setting, and by how much the learned one is better on each split."""
     settings: list[Setting] = [(r[3], r[4], r[5]) for r in rows if r[0] == name and float(r[5])]
     own = next((each for each in settings if set(each[:2]) <= {LEARNED, HETEROSCEDASTIC}), None)
     if own is None:
-        return ""
+        return None
     learned = values_of(rows, name, own, "log likelihood")
     grid = {
         each: found
@@ -76,11 +128,6 @@ def distance_from_best(rows: list[Row], name: str) -> str:
         and (found := values_of(rows, name, each, "log likelihood")).keys() >= learned.keys()
     }
     if len(learned) < 2 or not grid:
-        return ""
+        return None
     best = max(grid, key=lambda each: fmean(grid[each][split] for split in learned))
-    differences = [value - grid[best][split] for split, value in learned.items()]
-    is_near = fmean(differences) + 2 * standard_error(differences) >= 0
-    return (
-        f"{name}: the learned value is {'' if is_near else 'not '}within two standard errors of the "
-        f"best fixed value ({label(best)}) or above it: {written(differences, 2, '+')}, paired by split."
-    )
+    return best, [value - grid[best][split] for split, value in learned.items()]

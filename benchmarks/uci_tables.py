@@ -18,7 +18,6 @@ LOG_LIKELIHOOD, ERROR = (HEADER.index(name) for name in ("log likelihood", "RMSE
 SETS = ("boston", "concrete", "energy", "kin8nm", "power", "protein")
 HETEROSCEDASTIC = "heteroscedastic"
 BASE = "mean field"
-DEFAULT = "chains"  # of the estimators
 STRUCTURED = ("k-tied, k = 2", "matrix normal", "rowwise", "low rank, full diagonal", "FFG-U")
 SAMPLED_VI = "sampled VI, heteroscedastic, learned prior (Wu et al. 2019, Table 2)"
 DVI = "DVI (there)"
@@ -60,55 +59,82 @@ def uci_tables(rows: Iterable[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def sampling_table(rows: Iterable[Row], others: Iterable[Row] = ()) -> str:
-    """Return means over splits of sampled posteriors, with guides on the same splits.
+def likelihood_table(rows: Iterable[Row]) -> str:
+    """Return published and measured log likelihoods with heteroscedastic noise, and what is reached.
+
+    A guide without all splits of a set has no number there; gap splits are columns of their own.
+    """
+    rows = [row for row in rows if row[2] == HETEROSCEDASTIC]
+    random, gaps = ([r for r in rows if r[1].startswith("gap") == is_gap] for is_gap in (0, 1))
+    sets = [name for name in SETS if any(row[0] == name for row in random)]
+    between = sorted({row[0] for row in gaps})
+    body = [
+        [title, *(f"{values[SETS.index(name)][0]:.2f}" for name in sets), *("" for _ in between)]
+        for title, values in PUBLISHED.items()
+    ]
+    for guide in dict.fromkeys(row[3] for row in rows):
+        cells = [*(whole(random, name, guide) for name in sets)]
+        cells += [whole(gaps, name, guide) for name in between]
+        body += [[guide, *cells]] if any(cells) else []
+    head = ["log likelihood", *sets, *(f"gaps of {name}" for name in between)]
+    numbers = [f"{name} {splits_of(random, name)}" for name in sets]
+    numbers += [f"gaps of {name} {splits_of(gaps, name)}" for name in between]
+    return (
+        f"{markdown(head, body)}\n\nSplits: {', '.join(numbers)}. {what_is_reached(random, sets)}"
+    )
+
+
+def whole(rows: list[Row], name: str, guide: str) -> str:
+    """Return the mean log likelihood of a guide that has all splits of a set."""
+    values = list(values_of(rows, name, guide, LOG_LIKELIHOOD).values())
+    return written(values, 2) if values and len(values) == splits_of(rows, name) else ""
+
+
+def sampling_table(rows: Iterable[Row]) -> str:
+    """Return means over splits of sampled posteriors and of their points.
 
     Args:
         rows: Rows of :data:`SAMPLED`.
-        others: Rows of guides, of :data:`HEADER`.
     """
     rows, table = list(rows), []
     for data in dict.fromkeys(row[0] for row in rows):
-        own = [row for row in rows if row[0] == data]
-        names = {row[1] for row in own}
-        found = {"points": [r for r in own if r[2] == "points"]}
-        found["chains from points"] = [r for r in own if r[2] == "draws"]
-        for name, each in found.items():
-            if not each:
-                continue
+        for name, kind in (("points", "points"), ("chains from points", "draws")):
+            each = [row for row in rows if row[0] == data and row[2] == kind]
             columns = [[float(row[i]) for row in each] for i in (3, 4, 5, 6, 8)]
-            table.append([data, str(len(each)), name, *(within(column) for column in columns)])
-        guides = [r for r in others if r[0] == data and r[1] in names and r[2] == HETEROSCEDASTIC]
-        for name in dict.fromkeys(row[3] for row in guides):
-            each = [row for row in guides if row[3] == name]
-            columns = [[float(row[i]) for row in each] for i in (4, 5)]
-            if len(each) == len(names):
-                cells = [*(within(column) for column in columns), "", "", ""]
-                table.append([data, str(len(each)), f"{name}, one layer", *cells])
+            if each:
+                table.append([data, str(len(each)), name, *(within(column) for column in columns)])
     header = ["data", "splits", "posterior", "log likelihood", "RMSE"]
     return markdown([*header, "standardized", "its RMSE", "seconds"], table)
 
 
 def estimators_table(rows: Iterable[Row]) -> str:
-    """Return means over splits of estimators, with paired differences from the default.
+    """Return log likelihood and RMSE of estimators on each set, of the splits that all of them have.
 
     Args:
         rows: Rows of :data:`ESTIMATORS`.
     """
-    rows, table = list(rows), []
-    for data in dict.fromkeys(row[0] for row in rows):
-        own = [row for row in rows if row[0] == data]
-        base = {row[1]: row for row in own if row[2] == DEFAULT}
-        for method in dict.fromkeys(row[2] for row in own):
-            each = [row for row in own if row[2] == method]
-            columns = [[float(row[i]) for row in each if row[i]] for i in (3, 4, 5)]
-            pairs = [(row, base[row[1]]) for row in each if row[1] in base and row[3]]
-            gains = [float(one[3]) - float(other[3]) for one, other in pairs]
-            difference = within(gains) if gains and method != DEFAULT else ""
-            cells = [within(column) if column else "" for column in columns]
-            table.append([data, str(len(each)), method, cells[0], difference, *cells[1:]])
-    header = ["data", "splits", "method", "log likelihood", f"minus {DEFAULT}"]
-    return markdown([*header, "RMSE", "seconds"], table)
+    rows = list(rows)
+    sets = list(dict.fromkeys(row[0] for row in rows))
+    shared = {}
+    for name in sets:
+        splits = [
+            {row[1] for row in rows if row[0] == name and row[2] == method}
+            for method in dict.fromkeys(row[2] for row in rows if row[0] == name)
+        ]
+        shared[name] = set.intersection(*splits)
+    body = []
+    for method in dict.fromkeys(row[2] for row in rows):
+        own = [row for row in rows if row[2] == method and row[1] in shared[row[0]]]
+        cells = []
+        for name in sets:
+            columns = [[float(r[i]) for r in own if r[0] == name and r[i]] for i in (3, 4)]
+            cells.append(
+                "; ".join(within(c) if c else "-" for c in columns) if any(columns) else ""
+            )
+        seconds = within([float(row[5]) for row in own])
+        body.append([method, *cells, seconds])
+    head = ["log likelihood; RMSE", *(f"{name} ({len(shared[name])})" for name in sets)]
+    return markdown([*head, "seconds"], body)
 
 
 def within(values: Sequence[float]) -> str:

@@ -1,6 +1,7 @@
 """What the benchmarks compute from times and memory, and that the page shows the committed results."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ import pyro_structvi as ps
 from benchmarks import (
     bench,
     convergence,
+    deep_nets_table,
+    figures,
     measure,
     methods,
+    moments_table,
     natural,
     nets,
     problems,
@@ -20,9 +24,11 @@ from benchmarks import (
     sweeps,
     tables,
 )
-from pyro_structvi import _torch_steps
+from pyro_structvi import _torch
 from pyro_structvi.infer.steps.replayed import ReplayedStep
 from tests.infer.compiled_steps import compiles
+
+MACHINE = {"torch": "2", "pyro": "1", "device": "cpu", "threads": 1}
 
 
 def test_the_exponent_of_a_power_law_is_exact():
@@ -119,7 +125,15 @@ def test_the_table_of_a_net():
             "k-tied": {"step": task(1.5, 5), "prediction": task(12.34, 1000)},
         },
     }
-    _, _, base, row, _, foot = tables.net_table(net).splitlines()
+    assert tables.step_medians(net, "k-tied") == "1.50"
+    net["methods"]["k-tied, traced"] = {"step": task(1.25, 5)}
+    assert tables.step_medians(net, "k-tied") == "1.50 / 1.25"
+    line = tables.spread_line({"machine": MACHINE}, [net | {"rounds": 5}, net])
+    assert line.endswith(
+        "Medians of 5 to 9 rounds; quartiles are typically within 67 % of the median, and at most 100 % "
+        "from it."
+    )
+    _, _, base, row, _, _, foot = tables.net_table(net).splitlines()
     assert base.startswith("| deterministic | 1.00 | 0.50 - 1.50 | 1.00 |")
     assert row == "| k-tied | 1.50 | 1.00 - 2.00 | 1.25 | 12.3 | 11.8 - 12.8 | 500 |"
     assert foot == "1.00 is: step 1.00 ms, 4.00 MiB; prediction 1.00 ms, 2.00 MiB. 9 rounds."
@@ -145,7 +159,7 @@ def test_all_is_compiled_after_the_warm_up(title, monkeypatch):
     method = methods.COMPILED_METHODS[f"{title}, compiled"](made, *batch)
     for _ in range(method.warm_up):
         method.step()
-    monkeypatch.setattr(_torch_steps, "by_inductor", None)
+    monkeypatch.setattr(_torch, "by_inductor", None)
     monkeypatch.setattr(ReplayedStep, "_make_record", None)
     with torch.compiler.set_stance("fail_on_recompile"):
         method.step()
@@ -161,23 +175,37 @@ def test_results_come_back_from_their_file(tmp_path):
 
 
 def test_the_pages_show_the_committed_results():
-    texts = [page.read_text() for page in tables.PAGES]
-    for text in texts:
+    for page in tables.PAGES:
+        text = page.read_text()
         assert tables.render(text) == text, "python -m benchmarks.tables writes the tables"
-    shown = {match["file"] for text in texts for match in tables.GENERATED.finditer(text)}
+
+
+def test_every_file_of_results_is_named_on_a_page():
+    pages = [*tables.ROOT.glob("docs/**/*.md"), *tables.ROOT.glob("examples/papers/*/README.md")]
+    texts = [page.read_text() for page in pages]
     results = {
         str(path.relative_to(tables.ROOT))
         for pattern in ("benchmarks/results/*", "examples/papers/*/results.csv")
         for path in tables.ROOT.glob(pattern)
     }
-    assert shown == results
+    assert {name for name in results if not any(name in text for text in texts)} == set()
+    shown = {match["file"] for text in texts for match in tables.GENERATED.finditer(text)}
+    assert shown <= results
 
 
 @pytest.mark.slow
-def test_the_figure_is_drawn_from_results(tmp_path):
-    results = json.loads((tables.ROOT / "benchmarks/results/scaling.json").read_text())
-    scaling.draw(results, tmp_path / "figure.svg")
-    assert "low rank" in (tmp_path / "figure.svg").read_text()
+@pytest.mark.parametrize(
+    ("name", "draw", "text"),
+    [
+        ("scaling", scaling.draw, "low rank"),
+        ("bench", figures.draw_costs, "traced step"),
+        ("convergence", figures.draw_convergence, "2,000 steps"),
+    ],
+)
+def test_a_figure_is_drawn_from_results(name, draw, text, tmp_path):
+    results = json.loads((tables.ROOT / f"benchmarks/results/{name}.json").read_text())
+    draw(results, tmp_path / "figure.svg")
+    assert text in (tmp_path / "figure.svg").read_text()
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -206,21 +234,25 @@ def test_every_pair_is_of_guides_that_are_trained():
     assert {name for pair in tables.NESTED for name in pair} <= set(recipes.GUIDES)
 
 
-def test_a_table_has_a_row_for_each_guide_and_recipe_and_says_what_diverged():
+def test_a_table_has_a_row_for_each_guide_and_marks_those_that_diverged():
     rows = {"mean field": ended(-10.0), "rowwise": {"elbo": [], "error": [], "seconds": []}}
-    problem = {"title": "A problem", "evidence": -9.5, "recipes": {"default": rows}}
-    machine = {"torch": "2", "pyro": "1", "device": "cpu", "threads": 1}
+    full = {"mean field": ended(-7.5)}
+    recipes_of = {"default": rows, "whole KL": full}
+    problem = {"title": "A problem, 3-2 ReLU, 9 examples", "evidence": -9.5, "recipes": recipes_of}
     results = {
-        "machine": machine,
+        "machine": MACHINE,
         "steps": [100, 1000],
         "particles": 50,
         "convergence": {"a": problem},
     }
-    text = tables.convergence_tables(results)
-    assert "| guide | recipe | 100 steps | 1,000 steps | seconds |" in text
-    assert "| mean field | default | -900.0 ± 1.0 | -10.0 ± 0.0 | 2.0 |" in text
-    assert "| rowwise | default | diverged | diverged |  |" in text
-    assert "The log evidence is -9.50." in text
+    text = tables.convergence_table(results)
+    assert "| guide | 3-2 ReLU |" in text
+    assert "ELBOs of 50 particles after 1,000 steps; standard errors are at most 0.0 nats." in text
+    assert "| mean field | -10.0 |\n| rowwise | diverged |\n| log evidence | -9.5 |" in text
+    assert text.endswith("- 3-2 ReLU: none (of 0); 1 higher by up to 2.5 (of 1).")
+    own = tables.convergence_table(results, "whole KL")
+    assert "| mean field | -7.5 |" in own
+    assert own.endswith("- 3-2 ReLU: none (of 0).")
 
 
 def test_the_bound_of_a_fitted_full_covariance_is_the_log_evidence():
@@ -327,3 +359,39 @@ def test_there_is_a_fit_for_each_number_of_steps(recipe):
     results = {"steps": [2, 5, 10], "particles": 20}
     row = convergence.train(problems.linear, "full", recipes.RECIPES[recipe], results, 0)
     assert [len(values) for values in row.values()] == [3, 3, 3]
+
+
+# ---- one pass, deep nets -------------------------------------------------------------------------
+
+
+def test_the_table_of_one_pass_has_means_and_largest_errors_over_guides():
+    untrained = {"diagonal: bias": (0.01, 0.03), "full: ratio of standard deviations": (0.98, 1.01)}
+    rows = [("Trained: b", "k-tied: 100 draws", "0", "total variation", "0.5")]
+    rows += [("Trained: b", "k-tied: one pass", "0", "total variation", "0.25")]
+    for quantity, values in untrained.items():
+        rows += [("Untrained a", f"guide {i}", "0", quantity, str(v)) for i, v in enumerate(values)]
+    _, _, first, second, *others = moments_table.moments_table(rows).splitlines()
+    assert first == "| Untrained a | 0.020 |  | 1.5 % (2.0 %) |  |  |"
+    assert second == "| Trained: b |  |  |  | 0.250 | 0.500 |"
+    assert others[-1] == "| 100 draws, normal outputs | 0.080 | 5.6 % |  |  |  |"
+
+
+def test_errors_of_moments_by_draws_of_normal_outputs():
+    """The table has them in closed form."""
+    torch.manual_seed(0)
+    draws = torch.randn(100, 20_000)
+    mean = math.sqrt(2 / math.pi / 100)
+    assert draws.mean(0).abs().mean().item() == pytest.approx(mean, rel=0.02)
+    assert (draws.std(0) - 1).abs().mean().item() == pytest.approx(mean / 2**0.5, rel=0.02)
+
+
+def test_the_table_of_deep_nets_names_a_net_once():
+    rows = [
+        ("MLP", "10 epochs", "AdamW", "0", "0.98", "0.05", "40"),
+        ("MLP", "10 epochs", "AdamW", "1", "0.96", "0.07", "44"),
+        ("MLP", "10 epochs", "k-tied 2", "0", "0.99", "0.04", "80"),
+    ]
+    assert deep_nets_table.deep_nets_table(rows).splitlines()[2:] == [
+        "| MLP, 10 epochs | AdamW | 97.00 ± 1.00 | 0.060 ± 0.010 | 42 ± 2 |",
+        "|  | k-tied 2 | 99.00 | 0.040 | 80 |",
+    ]

@@ -48,6 +48,9 @@ SCRIPTS = {
         *("--problem", "linear", "--steps", "30", "--particles", "20"),
         *("--guide", "k-tied 1", "--recipe", "default", "--output", "{folder}/convergence.json"),
     ],
+    "benchmarks/figures.py": [
+        *("--costs", "{folder}/costs.svg", "--convergence", "{folder}/convergence.svg"),
+    ],
     "benchmarks/league.py": [
         *("--smoke", "--problem", "linear", "--problem", "cosine", "--references", "{folder}"),
         *("--method", "reference, again", "--method", "KTiedGuide(rank=1)"),
@@ -98,7 +101,7 @@ SCRIPTS = {
         *("--references", "{folder}/league", "--figure", "{folder}/bands.svg"),
     ],
     "docs/scripts/gallery_figures.py": [
-        *("--folder", "{folder}", "--page", "own_family", "--page", "lora"),
+        *("--folder", "{folder}", "--page", "write_your_own_family", "--page", "lora"),
     ],
     "docs/scripts/guide_pictures.py": [
         *("--folder", "{folder}", "--overview", "{folder}/all.svg", "--guide", "k-tied"),
@@ -107,7 +110,7 @@ SCRIPTS = {
     "docs/scripts/gradient_variance.py": ["--gradients", "2", "--figure", "{folder}/figure.png"],
     "docs/scripts/gradients_by_hand.py": ["--net", "small", "--rounds", "2"],
     "docs/scripts/inducing_layers.py": ["--rounds", "1", "--draws", "2"],
-    "docs/scripts/is_it_any_good.py": ["--folder", "{folder}", "--steps", "20", "--nuts", "0"],
+    "docs/scripts/is_it_any_good.py": ["--folder", "{folder}", "--steps", "20"],
     "docs/scripts/kernel_costs.py": ["--rounds", "1", "--size", "64", "--stages", "1"],
     "docs/scripts/layer_cost.py": ["--sizes", "6x5", "64x64", "--rounds", "2", "--ranks", "2"],
     "docs/scripts/local_shares.py": ["--net", "BERT"],

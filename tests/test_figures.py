@@ -13,10 +13,10 @@ from benchmarks.choices import CHOICES
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-OF_RESULTS = {"choosing.svg", "league.svg", "scaling.svg"}
-OF_SCRIPTS = {"bands.svg"} | {
-    f"is_it_any_good_{part}.svg" for part in ("bands", "classes", "coverage")
+OF_RESULTS = {"start/choosing.svg"} | {
+    f"evidence/{name}.svg" for name in ("league", "scaling", "costs", "convergence")
 }
+OF_SCRIPTS = {"bands.svg", "how_to/is_it_any_good_classes.svg"}
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +33,26 @@ def test_every_picture_is_drawn_by_one_command(pictures):
         if part == "regression" or own.has_covariance
     }
     saved = re.compile(r'savefig\(\s*"(\w+\.(?:svg|png))"')
-    gallery = {
-        f"gallery/{name}"
-        for page in DOCS.glob("gallery/*.md")
+    of_pages = {
+        (page.parent / name).relative_to(DOCS).as_posix()
+        for page in DOCS.glob("**/*.md")
         for name in saved.findall(page.read_text())
+        if f"]({name})" in page.read_text()
     }
-    measured = {"gallery/digits.svg", "gallery/lora.svg", "gallery/regression.png"}
+    measured = {"gallery/digits.svg", "how_to/lora.svg", "gallery/regression.png"}
     shown = {
         path.relative_to(DOCS).as_posix()
         for kind in ("svg", "png")
         for path in DOCS.rglob(f"*.{kind}")
         if "_build" not in path.parts and "jupyter_execute" not in path.parts
     }
-    assert shown == named | gallery | measured | OF_RESULTS | OF_SCRIPTS
+    assert shown == named | of_pages | measured | OF_RESULTS | OF_SCRIPTS
     command = re.search(
         r"^figures:.*?\n\n", (ROOT / "Makefile").read_text(), re.DOTALL | re.MULTILINE
     )
     for script in ("guide_pictures", "gallery_figures", "bands", "is_it_any_good"):
         assert f"docs/scripts/{script}.py" in command[0]
-    for name in (*OF_RESULTS - {"choosing.svg"}, "benchmarks.summary"):
+    for name in (*OF_RESULTS - {"start/choosing.svg"}, "benchmarks.summary"):
         assert name in command[0]
 
 

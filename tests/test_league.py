@@ -48,6 +48,18 @@ def test_the_table_is_ordered_by_the_distance_in_the_last_region():
     )
 
 
+def test_the_table_of_distances_has_a_column_for_each_problem():
+    """Geometric means over problems order the rows: 0.01, then 0.2, then 25."""
+    other = [("q", *row[1:]) for row in ROWS if row[1] != "bad"]
+    assert league_tables.distance_table([*ROWS, *other]).splitlines() == [
+        "| posterior | p: Wasserstein | q: Wasserstein |",
+        "| --- | --- | --- |",
+        "| NUTS, a second run | 0.010 | 0.010 |",
+        "| good | 0.200 ± 0.100 | 0.200 ± 0.100 |",
+        "| bad | 25.0 |  |",
+    ]
+
+
 def test_tables_do_not_depend_on_the_order_in_which_problems_were_measured():
     parts = [[(name, *row[1:]) for row in ROWS] for name in ("digits", "cosine", "own")]
     one, other = (league_tables.league_tables(chain(*each)) for each in (parts, parts[::-1]))
@@ -79,7 +91,7 @@ def test_a_page_shows_a_table_of_a_csv_file(tmp_path, monkeypatch):
     ResultsFile(tmp_path / "a.csv", league_tables.HEADER).add(*ROWS)
     page = "# Title\n<!-- from a.csv -->\nold\n<!-- end -->\nrest\n"
     text = tables.render(page)
-    assert league_tables.league_tables(ROWS) in text
+    assert league_tables.distance_table(ROWS) in text
     assert "old" not in text
     assert text.startswith("# Title\n<!-- from a.csv -->\n")
     assert text.endswith("\n<!-- end -->\nrest\n")

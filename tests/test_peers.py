@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector
 
 import pyro_structvi as ps
-from benchmarks import league, league_problems, league_tables, pyro_peers, summary, tables
+from benchmarks import league, league_problems, league_tables, pyro_peers, summary
 from benchmarks.laplace_peers import (
     LinearizedModel,
     each_layer,
@@ -225,7 +225,7 @@ def test_other_packages_have_a_table_of_their_own(monkeypatch):
     assert body[1].endswith("| 0.50 |")
     kept = league_tables.without_peers([*ROWS, *theirs])
     assert kept == ROWS
-    assert name not in tables.guides_of_the_league([*ROWS, *theirs])
+    assert name not in league_tables.distance_table([*ROWS, *theirs])
 
 
 def test_every_peer_can_be_named():

@@ -18,13 +18,13 @@ OPTIONAL = {"botorch", "lightning", "reference", "sklearn", "metrics", "plots", 
 
 # Each part may import those before it.
 ORDER = [
-    *("_checks", "_nested", "_torch", "_torch_steps", "_pyro"),
+    *("_checks", "_nested", "_torch", "_pyro"),
     *("linalg", "maps", "weights", "nn", "sites", "structures", "moments"),
     *("posterior", "infer", "distributions", "families", "guides", "extend"),
     *("botorch", "lightning", "reference", "sklearn", "metrics", "plots", "diagnostics", "testing"),
 ]
 
-PRIVATE_FILES = {"_pyro.py", "_torch.py", "_torch_steps.py"}
+PRIVATE_FILES = {"_pyro.py", "_torch.py"}
 PRIVATE = re.compile(
     r"_PYRO_STACK|_PYRO_PARAM_STORE|\b_pyro_\w+|_functorch|\btorch\._\w+|_make_wrapper_subclass"
     r"|(?<!self)\._(parameters|buffers|modules|forward_hooks|forward_pre_hooks|flat_weights\w*)\b"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import methods, summary
+from benchmarks import methods, recommendation, summary
 from benchmarks.league_tables import HEADER
 from benchmarks.rows import read_rows
 from benchmarks.tables import three_digits
@@ -41,7 +41,6 @@ ROWS = [
     ("stuck", MEAN_FIELD, "0", "far: Wasserstein", "1"),
     ("stuck", GOOD, "0", "far: Wasserstein", "100"),
 ]
-ADVICE = (summary.ROOT / "docs" / "choosing_a_guide.md").read_text()
 
 
 def test_a_summary_is_a_geometric_mean_of_ratios_to_mean_field():
@@ -88,6 +87,15 @@ def test_a_list_in_words(parts, text):
     assert summary.listed(parts) == text
 
 
+def test_a_table_of_steps_has_medians_and_the_nets_that_were_measured():
+    title = "time of a step over the net's own"
+    head, _, *body = summary.steps(["rowwise"]).splitlines()
+    assert head == f"| {title} | rowwise | rowwise, traced |"
+    assert re.fullmatch(r"\| MLP 20-50-10, batch 128 \| [\d.]+ \| [\d.]+ \|", "\n".join(body))
+    *_, wide = summary.steps(["global inducing", "mean field"]).splitlines()
+    assert "| not measured | not measured |" in wide
+
+
 def test_the_pages_show_the_summary():
     for page in summary.PAGES:
         text = page.read_text()
@@ -100,24 +108,29 @@ def found():
     return summary.summarize(read_rows(summary.RESULTS / "league.csv", HEADER))
 
 
-def advised(number):
-    """Return the guide that a line of the list of decisions names first."""
-    line = re.search(rf"^{number}\. (.*?)(?=^\d\. |\n\n)", ADVICE, re.DOTALL | re.MULTILINE)
-    code = re.search(r"`(\w+Guide[^`]*)`", line[1])[1]
-    return next(choice for choice in summary.CHOICES if code in (choice.code, choice.guide))
-
-
-def test_the_first_choice_is_the_closest_to_nuts(found):
+def test_recommended_guides_are_those_that_won(found):
+    distances = {name: own.distance for name, own in found.items()}
+    rows = recommendation.recommendations(distances, 0.1)
+    small, wide, smaller = rows[0], rows[2], rows[4]
     closest = min(summary.CHOICES, key=lambda choice: found[choice.code].distance)
-    assert advised(1) == closest
-
-
-def test_the_choice_for_wide_layers_is_about_as_close_as_mean_field_and_cheaper(found):
-    choice = advised(2)
-    own = found[choice.code]
-    assert abs(own.distance - 1) < max(2 * own.error, 0.1)
+    assert f"`{closest.code}`" in small.call
+    assert f"{found[closest.code].distance:.2f}" in small.evidence
+    accuracies = re.findall(r"([\d.]+) %", wide.evidence)
+    assert [float(each) for each in accuracies] == sorted(map(float, accuracies), reverse=True)
     costs = summary.step_costs("wide")
+    choice = next(choice for choice in summary.CHOICES if f"`{choice.code}`" in wide.call)
     assert costs[choice.code] < costs[summary.MEASURE]
+    assert (
+        f"{costs[next(c.code for c in summary.CHOICES if c.code in smaller.call)]:.1f}"
+        in smaller.cost
+    )
+
+
+def test_the_recommendation_of_a_page(found):
+    rows = recommendation.recommendations({name: own.distance for name, own in found.items()}, 0.1)
+    of_guide = {each.guide: recommendation.recommended_for(each, rows) for each in summary.CHOICES}
+    assert of_guide["KTiedGuide"] == "Recommended for a wide net."
+    assert of_guide["MeanFieldGuide"] == ""
 
 
 def test_every_guide_of_the_tables_has_its_cost():
@@ -126,28 +139,28 @@ def test_every_guide_of_the_tables_has_its_cost():
         assert summary.step_costs(net).keys() - {methods.DETERMINISTIC} == expected
 
 
-COSTS = re.compile(r"\d+(?:\.\d+)? \(\d+(?:\.\d+)? - \d+(?:\.\d+)?\)")
 WRITTEN = {
-    ("training.md", "A step of 20-50-10 takes {} times", "small", "full covariance"),
+    ("how_to/training.md", "A step of 20-50-10 takes {} times", "small", "full covariance"),
 }
+ROW = re.compile(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
 def test_costs_that_are_written_by_hand_are_those_of_the_results():
     nets = json.loads((summary.RESULTS / "bench.json").read_text())["nets"]
-    ratios = [
-        [three_digits(value) for value in task["ratio"]]
-        for net in nets.values()
-        for method in net["methods"].values()
-        for task in method.values()
+    text = (summary.ROOT / "docs/how_to/speed.md").read_text()
+    rows = ROW.findall(text.partition("## Nets of other libraries")[0])
+    small = nets["small"]["methods"]
+    assert rows == [
+        (
+            name,
+            *(
+                three_digits(small[f"{name}{kind}"]["step"]["ratio"][1])
+                for kind in ("", ", traced", ", compiled")
+            ),
+        )
+        for name, *_ in rows
     ]
-    known = {f"{middle} ({low} - {high})" for low, middle, high in ratios}
-    speed, others, _ = re.split(
-        "^## (?:Nets of other libraries|Compiled steps)$",
-        (summary.ROOT / "docs" / "speed.md").read_text(),
-        flags=re.MULTILINE,
-    )
-    assert set(COSTS.findall(speed)) <= known
-    assert COSTS.search(others), "they have no file of results"
+    assert len(rows) >= 4
     for page, sentence, net, method in WRITTEN:
         ratio = nets[net]["methods"][method]["step"]["ratio"][1]
         text = (summary.ROOT / "docs" / page).read_text()

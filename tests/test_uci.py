@@ -70,6 +70,15 @@ def test_what_is_reached_is_counted_from_the_rows():
     assert "to two decimals, on 2 of 2 sets." in uci_tables.uci_tables(better)
 
 
+def test_the_table_of_a_page_has_likelihoods_of_guides_with_all_splits():
+    text = uci_tables.likelihood_table(RANDOM + GAPS)
+    assert text.startswith("| log likelihood | energy | kin8nm | gaps of energy |")
+    assert "| DVI (there) | -1.01 | 1.13 |  |" in text
+    assert "| mean field | -1.10 ± 0.10 | 1.03 ± 0.01 | -6.00 ± 3.00 |" in text
+    assert "matrix normal |" not in text
+    assert "Splits: energy 2, kin8nm 2, gaps of energy 2. Mean field is" in text
+
+
 def test_a_guide_with_fewer_splits_is_not_the_best():
     assert uci_tables.best_structured(RANDOM, "energy") == ("rowwise", pytest.approx(-0.85))
     assert uci_tables.best_structured(RANDOM, "boston") is None
@@ -158,6 +167,31 @@ def test_what_is_learned_is_compared_with_the_best_of_the_grid():
     assert "the learned value is within two standard errors" in uci_priors_table.priors_tables(near)
 
 
+def test_differences_of_learned_values_are_in_one_table():
+    """Less prior 4: -0.3 and -0.34. Less those that are not annealed: -0.5 and -0.7."""
+    assert uci_priors_table.learned_table(PRIORS).splitlines() == [
+        "| difference in log likelihood | boston |",
+        "| --- | --- |",
+        "| mean field: learned prior's scale less the best fixed | -0.32 ± 0.02 (4) |",
+        "| mean field: KL annealed less not | -0.60 ± 0.10 |",
+    ]
+
+
+def test_estimators_are_compared_on_splits_that_all_have():
+    rows = [
+        ("boston", "0", "chains", "-2", "3", "10"),
+        ("boston", "1", "chains", "-9", "9", "30"),
+        ("boston", "0", "trees", "", "4", "2"),
+        ("energy", "0", "chains", "-1", "1", "20"),
+    ]
+    assert uci_tables.estimators_table(rows).splitlines() == [
+        "| log likelihood; RMSE | boston (1) | energy (1) | seconds |",
+        "| --- | --- | --- | --- |",
+        "| chains | -2; 3 | -1; 1 | 15 ± 5 |",
+        "| trees | -; 4 |  | 2 |",
+    ]
+
+
 def test_a_run_that_diverged_is_said_to_have():
     row = (*PRIORS[0][:6], "-9.2", "1741", "-2.3e13", "9")
     text = uci_priors_table.priors_tables([row])
@@ -167,7 +201,7 @@ def test_a_run_that_diverged_is_said_to_have():
 def test_pages_show_tables_of_priors(tmp_path):
     path = tmp_path / "priors.csv"
     ResultsFile(path, uci_priors_table.HEADER).add(*PRIORS)
-    assert tables.tables_of(path) == uci_priors_table.priors_tables(PRIORS)
+    assert tables.tables_of(path) == uci_priors_table.learned_table(PRIORS)
     assert set(uci_priors.PRIORS) == {"learned", "0.5", "1", "2", "4", "8"}
 
 

@@ -1,4 +1,4 @@
-"""The figures of the gallery: runs the code of its pages, which writes them, and draws measured results.
+"""The figures of pages whose code writes them: runs that code, and draws measured results.
 
     python docs/scripts/gallery_figures.py                          # all
     python docs/scripts/gallery_figures.py --page two_moons         # one
@@ -27,9 +27,11 @@ from benchmarks import league_tables
 from pyro_structvi.plots.figures import figure_of, make_panels
 
 ROOT = Path(__file__).parents[2]
-GALLERY = ROOT / "docs" / "gallery"
+DOCS = ROOT / "docs"
 Results = Mapping[str, Mapping[str, Sequence[float]]]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?P<raises>\s*^```text\n\w+Error: )?", re.DOTALL | re.MULTILINE
+)
 LONG_NUMBER = re.compile(r"(\d\.\d)\d+")
 TAG = re.compile(r"<[^>]*>")
 
@@ -37,29 +39,42 @@ TAG = re.compile(r"<[^>]*>")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", action="append", help="a page's name; all when left out")
-    parser.add_argument("--folder", type=Path, default=GALLERY, help="of the figures")
+    parser.add_argument(
+        "--folder", type=Path, help="of the figures; that of each page when left out"
+    )
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "gallery"
     matplotlib.rcParams["svg.fonttype"] = "none"
-    names = options.page or sorted(page.stem for page in GALLERY.glob("*.md"))
-    for name in names:
+    pages = {page.stem: page for page in sorted(DOCS.glob("**/*.md")) if has_figure(page)}
+    for name in options.page or pages:
+        page = pages[name]
         print(f"{name}, with local reparameterization where its guide has it")
-        run(GALLERY / f"{name}.md", options.folder.resolve())
+        folder = (options.folder or page.parent).resolve()
+        run(page, folder)
         if name in MEASURED:
-            path = options.folder.resolve() / f"{name}.svg"
+            path = folder / f"{name}.svg"
             draw_results(*MEASURED[name](), path)
             shorten(path)
             print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 
+def has_figure(page: Path) -> bool:
+    """Whether a page shows a figure that its code writes, or one of measured results belongs to it."""
+    return "_build" not in page.parts and (page.stem in MEASURED or ".savefig(" in page.read_text())
+
+
 def run(page: Path, folder: Path) -> None:
-    """Run a page's code in a folder that is then removed, and keep the figures that it writes."""
+    """Run a page's code in a folder that is then removed, and keep the figures that it shows."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    text = page.read_text()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
-        for code in BLOCK.findall(page.read_text()):
-            exec(compile(code, page, "exec"), namespace)
+        for block in BLOCK.finditer(text):
+            if not block["raises"]:
+                exec(compile(block["code"], page, "exec"), namespace)
         for path in (path for path in Path().iterdir() if path.suffix in {".svg", ".png"}):
+            if f"]({path.name})" not in text:
+                continue
             if path.suffix == ".svg":
                 shorten(path)
             print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")

@@ -1,13 +1,13 @@
-"""Variance of the ELBO's gradient by drawn weights, local reparameterization and flipout.
+"""Variance of the ELBO's gradient by sampled weights, sampled outputs and flipout.
 
     python docs/scripts/gradient_variance.py
-    python docs/scripts/gradient_variance.py --net convolution --figure build/gradient_variance.png
+    python docs/scripts/gradient_variance.py --net dense --batch-size 10 --figure /tmp/small.svg
 
-The batch is fixed, so that only the noise of the weights varies. The table gives the variance of one
-gradient, averaged over the parameters of a kind, and how many times that of drawn weights is larger.
-*Drawn* is the naive estimator, one draw of the weights that all examples share; *local* draws outputs,
-for each example its own; *flipout* gives one draw of a convolution's filters other signs for each
-example. The figure shows the table.
+The batch is fixed: only the noise of the weights varies. The table gives the variance of an element of
+the gradient, averaged over the parameters of a kind, and in brackets the reduction relative to sampled
+weights. *Weights* is one sample of the weights for the batch; *outputs* is local reparameterization,
+with separate samples for each example; *flipout* is one sample of a convolution's filters with
+separate signs for each example. The figure shows the table, a panel for each net.
 """
 
 import argparse
@@ -16,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import pyro_structvi as ps
+from pyro_structvi.plots.figures import figure_of, make_panels
 
 GUIDES: dict[str, Callable[..., ps.StructuredGuide]] = {
     "mean field": ps.MeanFieldGuide,
@@ -43,28 +45,40 @@ NETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     ),
 }
 
-ESTIMATORS: dict[str, Any] = {"drawn": False, "local": True, "flipout": "flipout"}
+ESTIMATORS: dict[str, Any] = {"weights": False, "outputs": True, "flipout": "flipout"}
+TITLES = {"dense": "net 20-50-1", "convolution": "two convolutions and a dense layer"}
+FIGURE = Path(__file__).parents[1] / "understand/gradient_variance.svg"
 
 Row = tuple[str, dict[str, float]]  # guide and kind of parameters, variance by estimator
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--net", choices=NETS, default="dense")
+    parser.add_argument("--net", choices=NETS, action="append", help="default: both")
     parser.add_argument("--gradients", type=int, default=1000, help="gradients an estimate")
     parser.add_argument("--batch-size", type=int, default=100)
-    parser.add_argument("--figure", type=Path, default=Path("gradient_variance.png"))
+    parser.add_argument("--figure", type=Path, default=FIGURE)
     options = parser.parse_args()
+    matplotlib.rcParams.update({"svg.hashsalt": "gradient variance", "svg.fonttype": "none"})
+    nets = options.net or list(NETS)
+    panels = make_panels(1, len(nets), 5.0 * len(nets), 3.2)
+    for ax, net in zip(panels, nets, strict=True):
+        plot(ax, TITLES[net], measure(net, options.gradients, options.batch_size))
+    panels[0].legend(title="samples of")
+    figure_of(panels[0]).savefig(options.figure, dpi=150, metadata={"Date": None})
 
+
+def measure(net_name: str, gradients: int, batch_size: int) -> list[Row]:
+    """Print the table of a net, and return its rows."""
     torch.manual_seed(0)
-    shape, make_net = NETS[options.net]
-    x = torch.randn(options.batch_size, *shape)
+    shape, make_net = NETS[net_name]
+    x = torch.randn(batch_size, *shape)
     y = x.flatten(1)[:, :1].sin()
     net = ps.bayesianize(make_net(), prior=0.3)
     model = ps.Regressor(net, num_data=len(x), noise_scale=0.1)
-    print(f"torch {torch.__version__}, {options.gradients} gradients, batch {options.batch_size}")
+    print(f"{net_name}: torch {torch.__version__}, {gradients} gradients, batch {batch_size}")
     # A dense layer without positions has no use for flipout, nor has a low rank.
-    names = [name for name in ESTIMATORS if options.net == "convolution" or name != "flipout"]
+    names = [name for name in ESTIMATORS if net_name == "convolution" or name != "flipout"]
     print(f"{'guide':<17}{'parameters':<12}" + "".join(f"{name:>18}" for name in names))
     rows: list[Row] = []
     for title, make_guide in GUIDES.items():
@@ -74,13 +88,13 @@ def main() -> None:
                 continue
             torch.manual_seed(1)
             guide = make_guide(model, init_scale=0.05, local_reparam=ESTIMATORS[name])
-            variances[name] = gradient_variances(model, guide, x, y, options.gradients)
-        for kind, drawn in variances["drawn"].items():
+            variances[name] = gradient_variances(model, guide, x, y, gradients)
+        for kind, sampled in variances["weights"].items():
             row = {name: of_kinds[kind] for name, of_kinds in variances.items()}
-            cells = [f"{value:>10.3g} ({drawn / value:>5.1f})" for value in row.values()]
+            cells = [f"{value:>10.3g} ({sampled / value:>5.1f})" for value in row.values()]
             print(f"{title:<17}{kind:<12}" + "".join(cells))
             rows.append((f"{title}: {kind}", row))
-    plot(rows).savefig(options.figure, dpi=150)
+    return rows
 
 
 def gradient_variances(
@@ -110,20 +124,16 @@ def variance(
     return float(gradients.var(0).mean())
 
 
-def plot(rows: list[Row]) -> Figure:
-    figure = Figure(figsize=(7, 0.5 * len(rows) + 1), layout="constrained")
-    axes = figure.subplots()
+def plot(ax: Axes, title: str, rows: list[Row]) -> None:
     for height, (_, row) in enumerate(rows):
-        axes.hlines(height, min(row.values()), max(row.values()), color="0.8", zorder=1)
+        ax.hlines(height, min(row.values()), max(row.values()), color="0.8", zorder=1)
     for name, marker in zip(ESTIMATORS, "os^", strict=True):
         points = [(row[name], height) for height, (_, row) in enumerate(rows) if name in row]
-        if points:
-            axes.scatter(*zip(*points, strict=True), marker=marker, label=name)
-    axes.set(xscale="log", xlabel="variance of an element of the gradient")
-    axes.set_yticks(range(len(rows)), [title for title, _ in rows])
-    axes.invert_yaxis()
-    axes.legend()
-    return figure
+        places = zip(*points, strict=True) if points else ((), ())
+        ax.scatter(*places, marker=marker, label=name)
+    ax.set(title=title, xscale="log", xlabel="variance of an element of the gradient")
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.invert_yaxis()
 
 
 if __name__ == "__main__":

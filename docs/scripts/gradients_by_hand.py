@@ -23,8 +23,7 @@ from tqdm import tqdm
 from benchmarks.measure import describe_machine, quartiles, synchronize
 from benchmarks.methods import METHODS
 from benchmarks.nets import NETS
-from pyro_structvi.linalg.matrices import event_sum
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import event_sum, floored_sqrt
 
 
 def plain_row_gram(factors: Tensor, batch_dim: int) -> Tensor:

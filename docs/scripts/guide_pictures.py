@@ -55,6 +55,7 @@ PICTURES = {
     "mean field": Picture("mean_field"),
     "k-tied, k = 2": Picture("k_tied", lambda m: ps.KTiedGuide(m, join_bias=False)),
     "matrix normal": Picture("matrix_normal", lambda m: ps.MatrixNormalGuide(m, join_bias=True)),
+    "eigenbasis": Picture("eigenbasis", ps.EigenbasisGuide),
     "rowwise": Picture("rowwise", lambda m: ps.RowwiseGuide(m, join_bias=True)),
     "low rank, K = 5, full diagonal": Picture(
         "low_rank", lambda m: ps.AutoLowRankLRT(m, rank=5, diagonal="full", join_bias=True)
@@ -69,6 +70,11 @@ PICTURES = {
     "subnetwork": Picture("subnetwork", ps.MAPGuide, num_chosen=(10, 40)),
     "Walsh-Hadamard": Picture("walsh_hadamard", layer=ps.WalshHadamard()),
     "rank-1": Picture("rank_one", layer=ps.RankOne()),
+    "mixture of 5 matrix normals": Picture(
+        "mixtures",
+        lambda m: ps.MixtureGuide(m, ps.MatrixNormalGuide, size=5),
+        has_covariance=False,
+    ),
     "ensemble of 5": Picture("points", lambda m: ps.EnsembleGuide(m, size=5)),
     "MC dropout": Picture("dropout", ps.MCDropoutGuide),
 }

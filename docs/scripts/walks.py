@@ -1,6 +1,6 @@
 """How many files of the package a value passes on its way, checks and bookkeeping included.
 
-    python docs/scripts/walks.py         # the numbers of docs/design.md
+    python docs/scripts/walks.py         # the numbers of docs/develop/design.md
     python docs/scripts/walks.py --names # and the files
 
 A file counts where a function of it is called with a tensor that depends on the one parameter that is

@@ -14,7 +14,6 @@ import torch
 
 from pyro_structvi._checks import Count, check, naming
 from pyro_structvi.infer.batches import Feed
-from pyro_structvi.infer.history import History
 from pyro_structvi.infer.states import (
     load_parts,
     parts_state,
@@ -23,7 +22,7 @@ from pyro_structvi.infer.states import (
     set_random_states,
 )
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import Loss
+from pyro_structvi.infer.steps.step import History, Loss
 from pyro_structvi.infer.validation import Measurements
 from pyro_structvi.posterior.files import write_atomically
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
-from pyro_structvi._torch import is_recording
-from pyro_structvi._torch_steps import norm_of
+from pyro_structvi._torch import is_recording, norm_of
 from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.structures.low_rank import LowRank

@@ -16,7 +16,7 @@ from torch.distributions import kl_divergence
 
 from pyro_structvi._checks import shape_text
 from pyro_structvi._pyro import site_values
-from pyro_structvi.linalg.precision import at_least_single, autocast_off
+from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.moments.integration import (
     AtNodes,
     excess_of_log_total,

@@ -29,13 +29,11 @@ from pyro_structvi.infer.data_warnings import (
     warn_of_first_batch,
     warn_of_ignored_data,
 )
-from pyro_structvi.infer.elbo import StructuredELBO
-from pyro_structvi.infer.history import History
-from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing, Schedule
+from pyro_structvi.infer.elbo import CosineDecay, LinearAnnealing, Schedule, StructuredELBO
 from pyro_structvi.infer.states import training_mode
 from pyro_structvi.infer.steps.engines import Compiled, engine_of_fit, may_change_modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer
-from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck, StepTerms
+from pyro_structvi.infer.steps.step import CheckedLoss, FiniteCheck, History, StepTerms
 from pyro_structvi.infer.structured_adam import StructuredAdam
 from pyro_structvi.infer.validation import Measurements, Validation
 from pyro_structvi.sites.structured import StructuredGuide

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Size, Tensor
 
-from pyro_structvi.linalg.precision import is_half
+from pyro_structvi.linalg.matrices import is_half
 from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_structvi._pyro import declared_name, declared_samples, site_values
 from pyro_structvi.linalg.factorizations import stable_root
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite, normal_points
 from pyro_structvi.moments.random_tensor import RandomTensor
 from pyro_structvi.nn.classifiers import Classifier

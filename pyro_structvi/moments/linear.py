@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_structvi._torch import without_storage
 from pyro_structvi.linalg.factorizations import stable_root
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.maps.calls import Application, Lookup
 from pyro_structvi.maps.linear_map import BiasColumnMap, LinearMap

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_structvi._torch import inside_forward_derivative
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import floored_sqrt
 from pyro_structvi.linalg.quadrature import gauss_hermite
 from pyro_structvi.moments.random_tensor import RandomTensor
 

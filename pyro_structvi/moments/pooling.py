@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import floored_sqrt
 from pyro_structvi.maps.convolution import for_each_dim
 from pyro_structvi.moments.nonlinear import Moments, in_deviations, normal_cdf, normal_density
 from pyro_structvi.moments.random_tensor import RandomTensor

@@ -34,7 +34,7 @@ from pyro_structvi._pyro import (
     was_called,
 )
 from pyro_structvi._torch import inside_transform, is_recording
-from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.random_module import RandomModule
 from pyro_structvi.weights.site_role import SiteRole
 

@@ -18,7 +18,7 @@ from pyro_structvi._checks import (
     shape_text,
 )
 from pyro_structvi._pyro import declared_samples
-from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.likelihood import Likelihood, Output, Terms, finite_likelihood
 from pyro_structvi.nn.priors import resolve_prior, sample_from
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_structvi._checks import Count, Program, check_no_nan, checked
 from pyro_structvi._nested import map_nested
 from pyro_structvi._pyro import ONE_THREAD
-from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.posterior.passes import as_arguments, as_batches
 from pyro_structvi.posterior.runs import evaluation_mode, find_observation, run_at_draw
 from pyro_structvi.sites.structured import StructuredGuide

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import singledispatch
 from importlib.metadata import version
 from numbers import Integral, Real
 from os import PathLike
@@ -18,17 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, brief, checked, shape_text
-from pyro_structvi.sites.family import Family, check_options, choose_families
+from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
-from pyro_structvi.structures.global_inducing.guide import GlobalInducingGuide
-from pyro_structvi.structures.mixture import MixtureGuide
 
 KEY = "pyro_structvi"  # of the header in the metadata of a file
 FORMAT = 1
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 OPTIONS = "._extra_state"  # of families; of any shape
-OF_GLOBAL_INDUCING = ("first_layer", "train_inputs")
 
 Json = dict[str, Any]
 
@@ -78,7 +74,7 @@ def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> N
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
-        "guide": _describe(guide, tensors, "options"),
+        "guide": _encode(guide, tensors, "options"),
     }
     path = Path(path)
     if not path.name or path.is_dir():
@@ -123,7 +119,7 @@ def load(
         >>> predict(model, loaded, torch.randn(5, 3)).mean.shape
         torch.Size([5, 2])
     """
-    header, tensors = _read(Path(path))
+    header, tensors = _read(Path(path), _device_of(model))
     if guide is None:
         guide = _make_or_refuse(header, model, tensors)
     check_options(guide, tensors, "guide.")
@@ -183,7 +179,7 @@ def _differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iter
             yield f"'{key}' is {kinds[0]} in the file and {kinds[1]} here"
 
 
-def _read(path: Path) -> tuple[Json, dict[str, Tensor]]:
+def _read(path: Path, device: torch.device) -> tuple[Json, dict[str, Tensor]]:
     """Return the header and the tensors of a file."""
     if not path.is_file():
         raise FileNotFoundError(
@@ -191,7 +187,7 @@ def _read(path: Path) -> tuple[Json, dict[str, Tensor]]:
             "`pyro_structvi.save`."
         )
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         header: Json = dict(json.loads(metadata[KEY]))
@@ -213,71 +209,6 @@ def _read(path: Path) -> tuple[Json, dict[str, Tensor]]:
 # ---- guides --------------------------------------------------------------------------------------
 
 
-@singledispatch
-def _describe(guide: Any, tensors: dict[str, Tensor], prefix: str) -> Json:
-    """Return the class and the options of a guide; tensors among them are added under a prefix."""
-    raise NotImplementedError
-
-
-@_describe.register
-def _(guide: StructuredGuide, tensors: dict[str, Tensor], prefix: str) -> Json:
-    return _description(guide, tensors, prefix)
-
-
-@_describe.register
-def _(guide: GlobalInducingGuide, tensors: dict[str, Tensor], prefix: str) -> Json:
-    if guide.inducing_inputs is None:
-        raise ValueError(
-            "`guide` must have its inducing points, but it takes them from the first batch. Fit the "
-            "guide, or call `guide.initialize(...)` with the model's arguments, first."
-        )
-    found = _description(guide, tensors, prefix)
-    for name in ("inducing_inputs", *OF_GLOBAL_INDUCING):
-        found[name] = _encode(getattr(guide, name), tensors, f"{prefix}.{name}")
-    return found
-
-
-@_describe.register
-def _(guide: MixtureGuide, tensors: dict[str, Tensor], prefix: str) -> Json:
-    members = [
-        _describe(member, tensors, f"{prefix}.{number}")
-        for number, member in enumerate(guide.members)
-    ]
-    return {"class": _class_of(guide), "vectorize": guide.vectorize, "members": members}
-
-
-def _changed(guide: StructuredGuide) -> dict[str, Family]:
-    """Return the families that pruning has changed, by site."""
-    sites = {guide[name].site.name: guide[name].site for name in guide.site_names}
-    chosen = choose_families(sites, guide.families)
-    first_layer = getattr(guide, "first_layer", None)  # of sites whose chosen family needs inputs
-    return {
-        name: guide[name].family
-        for name in sites
-        if guide[name].family not in (chosen[name], first_layer)
-    }
-
-
-def _description(guide: StructuredGuide, tensors: dict[str, Tensor], prefix: str) -> Json:
-    if guide.create_plates is not None:
-        raise TypeError(
-            "`guide` must have no `create_plates`, a function that no file holds. Save "
-            "`guide.state_dict()` by `torch.save`."
-        )
-    families = {"families": guide.families, "changed": _changed(guide)}
-    return {
-        "class": _class_of(guide),
-        "init_scale": float(guide.init_scale),
-        "local_reparam": guide.local_reparam,
-    } | {
-        kind: {
-            name: _encode(family, tensors, f"{prefix}.{kind}.{name}")
-            for name, family in own.items()
-        }
-        for kind, own in families.items()
-    }
-
-
 def _class_of(guide: StructuredGuide) -> str:
     """Return the name of a class of this package, the nearest one for a class of the user's."""
     return next(kind.__name__ for kind in type(guide).__mro__ if kind in _kinds().values())
@@ -289,19 +220,20 @@ def _kinds() -> dict[str, type[StructuredGuide]]:
     return {each.__name__: each for each in kinds if each.__module__.startswith(f"{KEY}.")}
 
 
-def _device_of(model: Any) -> torch.device | None:
-    """Return the device of the first tensor of a module; None if there is none."""
-    return next((value.device for value in _state_of("model", model).values()), None)
+def _device_of(model: Any) -> torch.device:
+    """Return the device of the first tensor of a module; the CPU if there is none."""
+    tensors = iter(_state_of("model", model).values())
+    return next((value.device for value in tensors), torch.device("cpu"))
 
 
 def _make_or_refuse(header: Json, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:
-    """Return the guide of a header, or raise a ``ValueError`` that names what the header lacks."""
+    """Return the guide of a header, or raise a ``ValueError`` with the fault of the header."""
     try:
         made: StructuredGuide = _make(header["guide"], model, tensors)
-    except (AttributeError, KeyError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"`path` must be a file of `pyro_structvi.save`, but its header has no {error}. Make the "
-            "guide and pass it as `guide=`."
+            f"`path` must be a file of `pyro_structvi.save`, but its header describes no guide ({error})"
+            ". Make the guide and pass it as `guide=`."
         ) from error
     return made
 
@@ -314,38 +246,15 @@ def _make(description: Json, model: Any, tensors: Mapping[str, Tensor]) -> Any:
             f"The guide of the file has the class {description['class']}, which is unknown here. "
             "Make the guide and pass it as `guide=`."
         )
-    made: Any = kind.__new__(kind)
-    if issubclass(kind, MixtureGuide):
-        rows = iter(description["members"])
-        MixtureGuide.__init__(
-            made,
-            model,
-            lambda model: _make(next(rows), model, tensors),
-            len(description["members"]),
-            vectorize=description["vectorize"],
-        )
-        return made
-    families, changed = (
-        {name: _decode(each, tensors) for name, each in description[kind].items()}
-        for kind in ("families", "changed")
-    )
-    options = {name: description[name] for name in ("init_scale", "local_reparam")}
-    if issubclass(kind, GlobalInducingGuide):
-        options |= {name: _decode(description[name], tensors) for name in OF_GLOBAL_INDUCING}
-        options["join_bias"] = families.pop("*").join_bias
-        inputs = _decode(description["inducing_inputs"], tensors).to(_device_of(model))
-        GlobalInducingGuide.__init__(made, model, inputs, families, **options)
-    else:
-        StructuredGuide.__init__(made, model, families, **options)
+    options = {
+        name: _decode(value, model, tensors) for name, value in description["options"].items()
+    }
+    made = kind.from_options(model, **options)
     if not made.site_names:
         raise ValueError(
             "`guide` must be given for a model that declares no site before it runs. Make the guide, "
             "call `guide.initialize(...)` with the model's arguments, and pass `guide=guide`."
         )
-    for name, family in changed.items():
-        posterior = made[name]
-        start = family.init(posterior.site, posterior.value("loc").detach(), made.init_scale)
-        posterior.replace_family(family, **{key: start[key] for key in family.constants})
     return made
 
 
@@ -361,6 +270,12 @@ def _encode(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
     if isinstance(value, Tensor):
         tensors[prefix] = value.detach().clone(memory_format=torch.contiguous_format)
         return {"tensor": prefix}
+    if isinstance(value, StructuredGuide):
+        own = {
+            name: _encode(option, tensors, f"{prefix}.{name}")
+            for name, option in value.options().items()
+        }
+        return {"class": _class_of(value), "options": own}
     if isinstance(value, Family):
         options = {
             each.name: _encode(getattr(value, each.name), tensors, f"{prefix}.{each.name}")
@@ -377,8 +292,8 @@ def _encode(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
     )
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return an option from JSON.
+def _decode(value: Any, model: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return an option from JSON; guides among options are of the model.
 
     Raises:
         ValueError: If a family or one of its options is unknown.
@@ -387,9 +302,11 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"tensor": key}:
             return tensors[key]
         case {"mapping": entries}:
-            return {key: _decode(each, tensors) for key, each in entries.items()}
+            return {key: _decode(each, model, tensors) for key, each in entries.items()}
         case {"list": entries}:
-            return tuple(_decode(each, tensors) for each in entries)
+            return tuple(_decode(each, model, tensors) for each in entries)
+        case {"class": _}:
+            return _make(value, model, tensors)
         case {"family": name, "options": options}:
             # Classes of this package come last, and win over the user's classes with their names.
             found = sorted(
@@ -403,7 +320,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
                     "Import the module that defines it, or read the file with the version that wrote "
                     "it."
                 )
-            decoded = {key: _decode(each, tensors) for key, each in options.items()}
+            decoded = {key: _decode(each, model, tensors) for key, each in options.items()}
             return kinds[name](**decoded)
     return value
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pyro_structvi._checks import Count, Positive, Program, check, checked, shape_text
 from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples
 from pyro_structvi._torch import take_apart
-from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.priors import matches
 from pyro_structvi.posterior.passes import (

@@ -16,7 +16,7 @@ from pyro_structvi._checks import (
     checked,
     warn_user,
 )
-from pyro_structvi.linalg.precision import at_least_single, autocast_off, floored_sqrt
+from pyro_structvi.linalg.matrices import at_least_single, autocast_off, floored_sqrt
 from pyro_structvi.moments.integration import (
     AtNodes,
     class_expectations,

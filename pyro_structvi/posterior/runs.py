@@ -14,7 +14,7 @@ from torch.distributions import Bernoulli
 
 from pyro_structvi._checks import check_no_nan, check_same_kind, check_shape, shape_text
 from pyro_structvi._torch import inside_transform, own_tensors, take_apart
-from pyro_structvi.linalg.precision import at_least_single, autocast_off
+from pyro_structvi.linalg.matrices import at_least_single, autocast_off
 from pyro_structvi.sites.autoguide import warn_of_local_latents
 from pyro_structvi.weights.placeholders import CountedWeight
 from pyro_structvi.weights.site_role import SiteRole, SiteUse

@@ -1,7 +1,7 @@
 """A guide with a family for each latent site of a model."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import pyro.poutine as poutine
 import torch
@@ -293,6 +293,48 @@ class StructuredGuide(OwningAutoGuide):
         return self.joint_posterior(*args, **kwargs).quantiles(quantiles)
 
     report, to_net, sampled = report, to_net, sampled
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`from_options` that make an equal guide with other parameters.
+
+        Raises:
+            TypeError: If the guide has ``create_plates``, a function that no file holds.
+        """
+        if self.create_plates is not None:
+            raise TypeError(
+                "`guide` must have no `create_plates`, a function that no file holds. Save "
+                "`guide.state_dict()` by `torch.save`."
+            )
+        sites = {self[name].site.name: self[name].site for name in self.site_names}
+        chosen = choose_families(sites, self.families)
+        own = {name: self[name].family for name in sites}
+        return {
+            "families": self.families,
+            "changed": {name: family for name, family in own.items() if family != chosen[name]},
+            "init_scale": float(self.init_scale),
+            "local_reparam": self.local_reparam,
+        }
+
+    @classmethod
+    def from_options(cls, model: Any, changed: Mapping[str, Family], **options: Any) -> Self:
+        """Return a guide of this class for another model.
+
+        Args:
+            model: The model.
+            changed: The families of sites that pruning has changed.
+            **options: Those of :class:`StructuredGuide`, which differ from those of a short form.
+        """
+        guide = cls.__new__(cls)
+        StructuredGuide.__init__(guide, model, **options)
+        guide.change_families(changed)
+        return guide
+
+    def change_families(self, changed: Mapping[str, Family]) -> None:
+        """Give sites families with the same parameters, as pruning does."""
+        for name, family in changed.items():
+            posterior = self[name]
+            start = family.init(posterior.site, posterior.value("loc").detach(), self.init_scale)
+            posterior.replace_family(family, **{key: start[key] for key in family.constants})
 
     def __getitem__(self, name: str) -> SitePosterior:
         """Return the posterior of a site; of a joined bias, the posterior of its weight."""

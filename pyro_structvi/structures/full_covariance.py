@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_structvi.linalg.matrices import solve_lower, standard_normal
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import floored_sqrt, solve_lower, standard_normal
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MemoryLimitedFamily
 from pyro_structvi.sites.latent_site import LatentSite

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import Count, checked
-from pyro_structvi.linalg.reductions import sum_of_logs
+from pyro_structvi.linalg.matrices import sum_of_logs
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily

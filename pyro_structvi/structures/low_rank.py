@@ -19,9 +19,14 @@ from pyro_structvi._checks import (
     shape_text,
 )
 from pyro_structvi.linalg.factorizations import log_det, tril_or_nan
-from pyro_structvi.linalg.matrices import identity_like, shrink, standard_normal
-from pyro_structvi.linalg.precision import floored_sqrt, grad_cached_property
-from pyro_structvi.linalg.reductions import row_gram
+from pyro_structvi.linalg.matrices import (
+    floored_sqrt,
+    grad_cached_property,
+    identity_like,
+    row_gram,
+    shrink,
+    standard_normal,
+)
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily

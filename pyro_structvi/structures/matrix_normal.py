@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import checked
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import floored_sqrt
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import GuideOptions, MatrixFamily

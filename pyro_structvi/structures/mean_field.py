@@ -16,8 +16,7 @@ from pyro_structvi._checks import (
     check_shape,
     checked,
 )
-from pyro_structvi.linalg.matrices import shrink
-from pyro_structvi.linalg.precision import grad_cached_property
+from pyro_structvi.linalg.matrices import grad_cached_property, shrink
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.sites.family import DEFAULTS, Family, GuideOptions

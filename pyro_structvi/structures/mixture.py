@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from pyro_structvi._checks import Count, Program, brief, checked
 from pyro_structvi._torch import inside_jit_trace
-from pyro_structvi.linalg.precision import at_least_single
+from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
 from pyro_structvi.sites.family import GuideOptions
 from pyro_structvi.sites.finding import Start, separate_randomness, starting_at
@@ -116,6 +116,21 @@ class MixtureGuide(StructuredGuide):
             self.members.append(member)
         like = next((value for _, value in self.named_parameters()), torch.empty(0))
         self.register_buffer("weights", like.new_full((size,), 1 / size).detach())
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`from_options`."""
+        return {"members": tuple(self.members), "vectorize": self.vectorize}
+
+    @classmethod
+    def from_options(  # type: ignore[override]
+        cls, model: Any, members: Sequence[StructuredGuide], vectorize: bool
+    ) -> Self:
+        """Return a mixture of given members, which are guides of the model."""
+        guide, given = cls.__new__(cls), iter(members)
+        MixtureGuide.__init__(
+            guide, model, lambda _: next(given), len(members), vectorize=vectorize
+        )
+        return guide
 
     @property
     def num_members(self) -> int:

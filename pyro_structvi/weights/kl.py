@@ -9,8 +9,7 @@ from torch.distributions import Distribution, Independent, Laplace, Normal, regi
 from torch.distributions.kl import kl_divergence
 
 from pyro_structvi._checks import check_shape, checked
-from pyro_structvi.linalg.matrices import event_sum, shrink
-from pyro_structvi.linalg.reductions import squared_distance
+from pyro_structvi.linalg.matrices import event_sum, shrink, squared_distance
 from pyro_structvi.weights.arguments import check_value
 from pyro_structvi.weights.torch_distributions import base_of
 from pyro_structvi.weights.weight_distribution import (

@@ -9,7 +9,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_structvi._torch import METADATA, inside_backward, tree_map, without_storage
-from pyro_structvi.linalg.precision import autocasts
+from pyro_structvi.linalg.matrices import autocasts
 from pyro_structvi.maps.calls import (
     Application,
     Arrangement,

@@ -11,8 +11,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 from pyro_structvi._torch import inside_transform
 from pyro_structvi.linalg.factorizations import tril_or_nan
-from pyro_structvi.linalg.matrices import event_sum, standard_normal
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import event_sum, floored_sqrt, standard_normal
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap, shape_per_example
 
 

@@ -12,8 +12,7 @@ from torch.distributions import Distribution, Normal, constraints, kl_divergence
 from torch.special import ndtri
 
 from pyro_structvi._checks import check_finite, check_shape, checked, validates
-from pyro_structvi.linalg.matrices import event_sum
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.matrices import autocast_off, event_sum
 from pyro_structvi.weights.arguments import as_expanded, as_size, check_parameters, check_value
 from pyro_structvi.weights.kl import expected_neg_log_prob, normal_cross_entropy
 from pyro_structvi.weights.torch_distributions import base_of

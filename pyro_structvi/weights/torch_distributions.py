@@ -12,7 +12,7 @@ from torch.distributions import Distribution, Independent, TransformedDistributi
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ReshapeTransform
 
-from pyro_structvi.linalg.precision import at_least_single, is_half
+from pyro_structvi.linalg.matrices import at_least_single, is_half
 
 DRAWS = 99
 

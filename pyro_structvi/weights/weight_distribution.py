@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi._checks import check, checked, validates
-from pyro_structvi.linalg.matrices import event_sum, standard_normal
-from pyro_structvi.linalg.precision import autocast_off, autocasts
+from pyro_structvi.linalg.matrices import autocast_off, autocasts, event_sum, standard_normal
 from pyro_structvi.maps.calls import Arrangement
 from pyro_structvi.maps.linear_map import DenseMap, FactoredDraw, LinearMap
 from pyro_structvi.weights import arguments

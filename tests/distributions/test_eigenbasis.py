@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_structvi.distributions import EigenbasisNormal, MatrixNormal, MeanFieldNormal
-from pyro_structvi.linalg.rotations import block_rotation, num_angles
+from pyro_structvi.structures.eigenbasis import block_rotation, num_angles
 from tests.distributions.cases import make_eigenbasis, make_matrix_normal
 
 SHAPE = (4, 3)

@@ -7,8 +7,7 @@ from pyro.distributions import Normal
 from torch.distributions import kl_divergence
 
 from pyro_structvi.distributions import KTiedNormal
-from pyro_structvi.linalg.matrices import blocks_of_rows
-from pyro_structvi.linalg.reductions import sum_of_logs
+from pyro_structvi.linalg.matrices import blocks_of_rows, sum_of_logs
 from pyro_structvi.maps import ConvolutionMap
 from tests.distributions.cases import make_k_tied
 from tests.recorded_sizes import RecordsSizes

@@ -8,7 +8,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from pyro_structvi.distributions import JoinedPrior, LowRankNormal, MeanFieldNormal
 from pyro_structvi.linalg.factorizations import log_det
-from pyro_structvi.linalg.reductions import RowGram, SquaredDistance
+from pyro_structvi.linalg.matrices import RowGram, SquaredDistance
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES
 from tests.distributions.subject import named_arguments, rebuilt

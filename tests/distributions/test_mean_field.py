@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Normal
 
 from pyro_structvi.distributions import MeanFieldNormal
-from pyro_structvi.linalg.precision import floored_sqrt
+from pyro_structvi.linalg.matrices import floored_sqrt
 
 
 def test_scale_broadcasts_to_loc():

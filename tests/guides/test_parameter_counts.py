@@ -15,7 +15,7 @@ from pyro_structvi.families import MeanField
 from pyro_structvi.testing import GUIDES, LAYERED, POINTS
 
 M, N = 12, 9
-TABLE = Path(__file__).parents[2] / "docs/choosing_a_guide.md"
+TABLE = Path(__file__).parents[2] / "docs/start/choosing_a_guide.md"
 ROW = re.compile(r"^\| \[`(?P<guide>\w+)[^|]*\|[^|]*\| (?P<count>[\d,]+) ", re.MULTILINE)
 
 

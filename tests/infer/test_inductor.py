@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_structvi import _torch_steps
+from pyro_structvi import _torch
 from pyro_structvi.infer.steps.recording import Record
 from tests.infer.compiled_steps import GUIDE_CASES, compiles, image_model, make_k_tied, train
 from tests.models import make_classifier
@@ -13,13 +13,13 @@ from tests.models import make_classifier
 @pytest.fixture
 def compiled_graphs(monkeypatch):
     """Return the graphs that inductor is given in a test."""
-    graphs, original = [], _torch_steps.by_inductor
+    graphs, original = [], _torch.by_inductor
 
     def compile_graph(graph, *args):
         graphs.append(graph)
         return original(graph, *args)
 
-    monkeypatch.setattr(_torch_steps, "by_inductor", compile_graph)
+    monkeypatch.setattr(_torch, "by_inductor", compile_graph)
     return graphs
 
 
@@ -66,7 +66,7 @@ def test_inductor_gives_the_same(name, compiled_graphs):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_images_are_compiled_as_they_lie(channels_last, monkeypatch):
     asked = []
-    monkeypatch.setattr(_torch_steps, "by_inductor", lambda graph, inputs, last: asked.append(last))
+    monkeypatch.setattr(_torch, "by_inductor", lambda graph, inputs, last: asked.append(last))
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
     x = torch.randn(2, 2, 8, 8)
     x = x.to(memory_format=torch.channels_last) if channels_last else x

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_structvi.linalg.precision import grad_cached_property
+from pyro_structvi.linalg.matrices import grad_cached_property
 
 
 class Squares:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pyro_structvi.linalg.precision import floored_sqrt
-from pyro_structvi.linalg.reductions import SumOfLogs
+from pyro_structvi.linalg.matrices import SumOfLogs, floored_sqrt
 from pyro_structvi.weights.outputs import draw_normal
 
 SHAPE = (2, 3, 4)

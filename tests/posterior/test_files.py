@@ -178,7 +178,7 @@ def rename_guide(header):
 
 
 def rename_family(header):
-    header["guide"]["families"]["*"]["family"] = "Other"
+    header["guide"]["options"]["families"]["mapping"]["*"]["family"] = "Other"
 
 
 def drop_guide(header):
@@ -186,11 +186,11 @@ def drop_guide(header):
 
 
 def drop_families(header):
-    del header["guide"]["families"]
+    del header["guide"]["options"]["families"]
 
 
 def add_option(header):
-    header["guide"]["families"]["*"]["options"]["more"] = 1
+    header["guide"]["options"]["families"]["mapping"]["*"]["options"]["more"] = 1
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def add_option(header):
             set_format,
             f"must be a file of format 1, but .* has format 99, by pyro-structvi {ps.__version__}",
         ),
-        (drop_guide, "its header has no 'guide'"),
-        (drop_families, "its header has no 'families'"),
+        (drop_guide, r"its header describes no guide \('guide'\)"),
+        (drop_families, r"its header describes no guide \(.* 'families'\)"),
         (rename_guide, "has the class OtherGuide, which is unknown here"),
         (rename_family, r"has the family Other\(join_bias, rank\), which is unknown"),
         (add_option, r"has the family KTied\(join_bias, rank, more\), which is unknown"),

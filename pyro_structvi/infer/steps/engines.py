@@ -27,7 +27,7 @@ STEPS_FOR_TRACING = 100  # to come; a record costs two to four eager steps
 MOST_KINDS = MANY_KINDS - 1  # the engine warns at one more
 
 # Seconds that inductor takes. Its gain is estimated by that of the record: operations are small where
-# Python was most of an eager step, and fusing them saves most of a traced one (docs/speed.md).
+# Python was most of an eager step, and fusing them saves most of a traced one (docs/how_to/speed.md).
 COMPILING_AT_LEAST, COMPILING_PER_OPERATION = 5.0, 0.008
 SAVED_PER_TRACING = 0.7  # share of a traced step, per share of an eager one
 

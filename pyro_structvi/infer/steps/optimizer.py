@@ -11,7 +11,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
 from pyro_structvi._pyro import gradient_clip, has_stepped, optimizer_options
-from pyro_structvi._torch_steps import can_skip_updates, keep_from_warning, runs_hooks
+from pyro_structvi._torch import can_skip_updates, keep_from_warning, runs_hooks
 
 
 class OneOptimizer:

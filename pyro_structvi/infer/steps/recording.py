@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from pyro_structvi import _torch, _torch_steps
-from pyro_structvi._torch import tree_leaves, tree_map
-from pyro_structvi._torch_steps import (
+from pyro_structvi import _torch
+from pyro_structvi._torch import (
     DispatchMode,
     TensorKeyDictionary,
     is_profiler_mark,
     is_random,
+    tree_leaves,
+    tree_map,
     written_arguments,
 )
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.matrices import autocast_off
 
 CONVOLUTION = torch.ops.aten.convolution.default
 LARGEST = 2**16  # elements of a constant that is kept
@@ -223,7 +224,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 def _refuse_sizes(operation: Any, args: tuple[Any, ...]) -> None:
     """Refuse operations whose result has as many elements as values determine."""
     has_size_of_values = torch.Tag.dynamic_output_shape in operation.tags
-    has_size_of_values |= operation is _torch_steps.PACKING
+    has_size_of_values |= operation is _torch.PACKING
     if operation is torch.ops.aten.index.Tensor:
         indexes = [index for index in args[1] if index is not None]
         has_size_of_values = any(index.dtype in (torch.bool, torch.uint8) for index in indexes)
@@ -292,7 +293,7 @@ class Record:
     @property
     def can_be_compiled(self) -> bool:
         """Whether compilers take all operations."""
-        return all(each.function not in _torch_steps.LSTM_LAYERS for each in self._operations)
+        return all(each.function not in _torch.LSTM_LAYERS for each in self._operations)
 
     def holds(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the values that Python read are the same for these inputs."""
@@ -316,7 +317,7 @@ class Record:
         graph = _graph(self._inputs + self._found, self._operations, self._returned)
         if backend == "inductor":
             tensors = [*inputs, *self._tensors]
-            self._run = _torch_steps.by_inductor(graph, tensors, self.has_channels_last)
+            self._run = _torch.by_inductor(graph, tensors, self.has_channels_last)
         else:
             self._run = torch.compile(graph, backend=backend, dynamic=False)
 
@@ -434,7 +435,7 @@ def _python_function(
     kept = {*inputs, *returned}
     lines = [f"def run({', '.join(names.values())}):"]
     for each in operations:
-        function = text(_torch_steps.fast_call(each.function))
+        function = text(_torch.fast_call(each.function))
         arguments = [text(argument) for argument in each.args]
         arguments += [f"{name}={text(argument)}" for name, argument in each.kwargs.items()]
         names |= {value: f"t{len(names) + i}" for i, value in enumerate(each.results)}
@@ -480,7 +481,7 @@ def explain(error: BaseException) -> str:
 
 def _origin_of(error: BaseException) -> str | None:
     libraries = tuple(f"{Path(str(library.__file__)).parent}{os.sep}" for library in (torch, pyro))
-    own = __file__, str(_torch.__file__), str(_torch_steps.__file__)
+    own = __file__, str(_torch.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith((*libraries, *own, "<"))]
     if not outside:

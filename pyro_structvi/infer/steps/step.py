@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyro.poutine as poutine
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import brief
 from pyro_structvi._pyro import ONE_THREAD, random_subsample
-from pyro_structvi._torch import inside_transform, is_recording, put_together, take_apart
-from pyro_structvi._torch_steps import norm_of
+from pyro_structvi._torch import inside_transform, is_recording, norm_of, put_together, take_apart
 from pyro_structvi.infer.batches import Arguments
 from pyro_structvi.infer.elbo import StructuredELBO
 from pyro_structvi.infer.steps.modules import Modules
@@ -342,3 +341,44 @@ class FiniteCheck:
             kind: [name for name, value in values.items() if is_bad(value)]
             for kind, values in kinds.items()
         }
+
+
+@dataclass(repr=False)
+class History:
+    """The history of a fit: lists with one entry a step, and of validations one entry each.
+
+    Attributes:
+        elbo: The estimated evidence lower bound, in nats, with the KL at full weight.
+        log_likelihood: Its expected log likelihood, scaled to all data.
+        kl: Its KL divergence.
+        kl_weight: The weight of the KL in the step's loss.
+        lr: The learning rate of the first parameter group.
+        validation: The values of the metric on the validation data.
+        validation_steps: After how many steps each was measured.
+        interrupted: Whether the fit was stopped from the keyboard.
+        compilation: Notes on tracing and compilation, with the step and the reason, a line each.
+    """
+
+    elbo: list[float] = field(default_factory=list)
+    log_likelihood: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    kl_weight: list[float] = field(default_factory=list)
+    lr: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    validation_steps: list[int] = field(default_factory=list)
+    interrupted: bool = False
+    compilation: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the number of steps and the last bound."""
+        return (
+            f"History({len(self.elbo)} steps{''.join(f', elbo={e:.6g}' for e in self.elbo[-1:])})"
+        )
+
+    def add(self, terms: StepTerms, lr: float) -> None:
+        """Write down a step."""
+        self.log_likelihood.append(terms.log_likelihood)
+        self.kl.append(terms.kl)
+        self.elbo.append(terms.log_likelihood - terms.kl)
+        self.kl_weight.append(terms.kl_weight)
+        self.lr.append(lr)

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_structvi.linalg.factorizations import tril_or_nan
-from pyro_structvi.linalg.matrices import identity_like
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.matrices import autocast_off, identity_like
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Count, brief, checked, naming
-from pyro_structvi.linalg.precision import autocast_off
+from pyro_structvi.linalg.matrices import autocast_off
 from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.finding import separate_randomness
 from pyro_structvi.sites.joint_posterior import median_of
@@ -121,6 +121,37 @@ class GlobalInducingGuide(StructuredGuide):
             points = inputs if isinstance(inputs, Tensor) else self._first_of_batch(inputs, args)
             with self.warning_of_new_parameters():
                 self._place(points)
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`from_options`, with the inducing points.
+
+        Raises:
+            ValueError: If the guide has no inducing points yet.
+        """
+        if self.inducing_inputs is None:
+            raise ValueError(
+                "`guide` must have its inducing points, but it takes them from the first batch. Fit the "
+                "guide, or call `guide.initialize(...)` with the model's arguments, first."
+            )
+        options = super().options()
+        families, changed = dict(options["families"]), options["changed"]
+        own = families.pop("*")
+        return options | {
+            "families": families,
+            "changed": {name: each for name, each in changed.items() if each != self.first_layer},
+            "inputs": self.inducing_inputs,
+            "first_layer": self.first_layer,
+            "train_inputs": self.train_inputs,
+            "join_bias": own.join_bias,
+        }
+
+    @classmethod
+    def from_options(cls, model: Any, changed: Mapping[str, Family], **options: Any) -> Self:
+        """Return a guide of this class for another model; see :meth:`StructuredGuide.from_options`."""
+        guide = cls.__new__(cls)
+        GlobalInducingGuide.__init__(guide, model, **options)
+        guide.change_families(changed)
+        return guide
 
     @staticmethod
     def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:

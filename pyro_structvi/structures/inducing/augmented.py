@@ -20,11 +20,12 @@ from pyro_structvi._checks import (
 from pyro_structvi.linalg.matrices import (
     KroneckerLogDet,
     KroneckerQuadratic,
+    autocast_off,
+    grad_cached_property,
     identity_like,
     kronecker,
     standard_normal,
 )
-from pyro_structvi.linalg.precision import autocast_off, grad_cached_property
 from pyro_structvi.maps.linear_map import LinearMap
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.outputs import (

@@ -16,8 +16,13 @@ from pyro_structvi._checks import (
     validates,
 )
 from pyro_structvi._torch import can_read
-from pyro_structvi.linalg.matrices import event_sum, identity_like, kronecker, shrink
-from pyro_structvi.linalg.precision import grad_cached_property
+from pyro_structvi.linalg.matrices import (
+    event_sum,
+    grad_cached_property,
+    identity_like,
+    kronecker,
+    shrink,
+)
 from pyro_structvi.linalg.quadrature import bisect
 from pyro_structvi.structures.ensemble import PointMixture
 from pyro_structvi.structures.inducing.augmented import (

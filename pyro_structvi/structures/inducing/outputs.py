@@ -8,8 +8,13 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_structvi.linalg.factorizations import OrthonormalRows
-from pyro_structvi.linalg.matrices import identity_like, standard_normal
-from pyro_structvi.linalg.precision import autocast_off, floored_sqrt, grad_cached_property
+from pyro_structvi.linalg.matrices import (
+    autocast_off,
+    floored_sqrt,
+    grad_cached_property,
+    identity_like,
+    standard_normal,
+)
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap
 from pyro_structvi.weights.outputs import GaussianOutputs, meet_channels
 from pyro_structvi.weights.weight_distribution import IndependentWeight, WeightDistribution

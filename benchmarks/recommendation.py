@@ -1,0 +1,154 @@
+"""The table of recommended calls, with costs and evidence from results.
+
+``python -m benchmarks.summary`` writes it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+from benchmarks.choices import CHOICES, FAMILIES, Choice
+from benchmarks.deep_nets_table import DEEP_NETS
+from benchmarks.markdown import markdown
+from benchmarks.rows import read_rows
+from benchmarks.uci_tables import ESTIMATORS
+
+RESULTS = Path(__file__).parent / "results"
+WIDE_RECIPE = ("MLP", "60000 images, 10 epochs, KL weight 0.01")
+OF_DEEP_NETS = {
+    "k-tied 2": "KTiedGuide",
+    "mean field": "MeanFieldGuide",
+    "matrix normal": "MatrixNormalGuide",
+}
+
+
+class Recommendation(NamedTuple):
+    """A call for a kind of net.
+
+    Attributes:
+        case: The kind of net or data.
+        call: The call, as markdown with a link from ``docs/``.
+        cost: Its cost.
+        evidence: The result that recommends it.
+    """
+
+    case: str
+    call: str
+    cost: str
+    evidence: str
+
+
+def step_costs(net: str) -> dict[str, float]:
+    """Return the time of a step of ``fit`` in units of the net's own, by the guides' calls."""
+    methods = json.loads((RESULTS / "costs.json").read_text())["nets"][net]["methods"]
+    return {name: float(own["step"]["ratio"][1]) for name, own in methods.items()}
+
+
+def for_small_nets(distances: Mapping[str, float]) -> Choice:
+    """Return the guide whose predictions are closest to those of NUTS, over the nets of the league."""
+    return min(FAMILIES, key=lambda choice: distances[choice.code])
+
+
+def for_wide_nets() -> tuple[Choice, float, float]:
+    """Return the posterior of highest accuracy on MNIST, with its accuracy and AdamW's in percent."""
+    rows = read_rows(RESULTS / "deep_nets.csv", DEEP_NETS)
+    accuracies = {
+        method: 100 * fmean(float(r[4]) for r in rows if r[:3] == (*WIDE_RECIPE, method))
+        for method in [*OF_DEEP_NETS, "AdamW"]
+    }
+    best = max(OF_DEEP_NETS, key=lambda method: accuracies[method])
+    choice = next(choice for choice in CHOICES if choice.guide == OF_DEEP_NETS[best])
+    return choice, accuracies[best], accuracies["AdamW"]
+
+
+def for_tables() -> tuple[float, float, float]:
+    """Return the least and largest mean gain of the default estimator, and its usual seconds.
+
+    The gain is the log likelihood of an example over that of a deep ensemble, by sets of data.
+    """
+    rows = read_rows(RESULTS / "estimators.csv", ESTIMATORS)
+    found = {row[:3]: row[3:] for row in rows if row[3]}
+    gains = {
+        data: [
+            float(found[data, split, "chains"][0]) - float(other[0])
+            for (own, split, method), other in found.items()
+            if own == data and method == "deep ensemble" and (data, split, "chains") in found
+        ]
+        for data in dict.fromkeys(row[0] for row in rows)
+    }
+    means = [fmean(values) for values in gains.values() if values]
+    return min(means), max(means), median(float(row[5]) for row in rows if row[2] == "chains")
+
+
+def recommendations(distances: Mapping[str, float], second_run: float) -> list[Recommendation]:
+    """Return the recommendations.
+
+    Args:
+        distances: Of predictions to those of NUTS, by calls, in units of mean field's.
+        second_run: The distance of a second run of NUTS.
+    """
+    small, (wide, accuracy, by_adamw) = for_small_nets(distances), for_wide_nets()
+    least, largest, seconds = for_tables()
+    smaller = next(choice for choice in FAMILIES if choice.guide == "InducingWeightGuide")
+    of_small, of_wide = step_costs("small"), step_costs("wide")
+    return [
+        Recommendation(
+            "a small net, up to some ten thousand weights",
+            linked(small),
+            f"{of_small[small.code]:.1f} times the net's step (20-50-10)",
+            f"closest to NUTS, at {distances[small.code]:.2f} of mean field's distance",
+        ),
+        Recommendation(
+            "a table of numbers",
+            "[`BayesianMLPRegressor()`](how_to/tables.md), which samples",
+            f"{seconds:.0f} s for a fit of some hundred rows",
+            f"{least:.2f} to {largest:.2f} nats an example above a deep ensemble",
+        ),
+        Recommendation(
+            "a wide net",
+            f"{linked(wide)} with [`kl_weight=0.01`](how_to/deep_nets.md)",
+            f"{of_wide[wide.code]:.1f} times the net's step (1024-2048-2048-10)",
+            f"{accuracy:.2f} % of MNIST correct; AdamW {by_adamw:.2f} %",
+        ),
+        Recommendation(
+            "a trained net",
+            "[`FullCovarianceGuide`](how_to/which_weights.md) on its last layer",
+            "a step of that layer",
+            "all other layers are frozen",
+        ),
+        Recommendation(
+            "a net that barely fits into memory",
+            linked(smaller),
+            f"{of_wide[smaller.code]:.1f} times the net's step (1024-2048-2048-10)",
+            f"fewer parameters than the net, at {distances[smaller.code]:.2f} of mean field's distance",
+        ),
+        Recommendation(
+            "some hundred weights",
+            "[`reference.nuts`](how_to/reference_posteriors.md)",
+            "minutes",
+            f"exact; two runs differ by {second_run:.2f} of mean field's distance",
+        ),
+    ]
+
+
+def linked(choice: Choice) -> str:
+    return f"[`{choice.code}`]({choice.page})"
+
+
+def recommendation_table(rows: Sequence[Recommendation], folder: str) -> str:
+    """Return the table of recommendations.
+
+    Args:
+        rows: The recommendations.
+        folder: The path to ``docs/`` from the page.
+    """
+    body = [[row.case, row.call.replace("](", f"]({folder}"), *row[2:]] for row in rows]
+    return markdown(["you have", "take", "cost", "evidence"], body)
+
+
+def recommended_for(choice: Choice, rows: Sequence[Recommendation]) -> str:
+    """Return a sentence with the case that a guide is recommended for; empty if there is none."""
+    cases = [row.case for row in rows if row.call.startswith(linked(choice))]
+    return f"Recommended for {' and '.join(cases)}." if cases else ""
