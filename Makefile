@@ -73,11 +73,12 @@ ifneq ($(FIGURES),results)
 	$(BIN)/python docs/scripts/bands.py
 	$(BIN)/python docs/scripts/guide_pictures.py
 	$(BIN)/python docs/scripts/is_it_any_good.py
+	$(BIN)/python docs/scripts/gradient_variance.py
 	$(BIN)/python docs/scripts/gallery_figures.py
 endif
 
 clean: ## remove .venv and everything built
-	rm -rf .venv build dist demo_output docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist demo_output docs/_build docs/api/generated .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,5 +1,7 @@
 """The table of deep nets, of a file of results."""
 
+from statistics import fmean
+
 from benchmarks.markdown import markdown
 from benchmarks.rows import Row, mean_with_error
 
@@ -17,7 +19,7 @@ def deep_nets_table(rows: list[Row]) -> str:
             method,
             mean_with_error((100 * value for value in accuracy), "{:.2f}".format),
             mean_with_error(loss, "{:.3f}".format),
-            mean_with_error(seconds, "{:.0f}".format),
+            f"{fmean(seconds):.0f}",
         ])
         last = (net, recipe)
     head = ["net", "method", "accuracy, %", "negative log likelihood", "seconds"]

@@ -13,7 +13,7 @@ FULL, DRAWS, PASS = "one pass, full", "100 draws", "one pass"
 HEAD = [
     "net",
     *("mean", "standard deviation", 'standard deviation, `covariance="full"`'),
-    *("probabilities", "probabilities, 100 draws"),
+    *("probabilities", "probabilities, 100 samples"),
 ]
 
 
@@ -23,7 +23,7 @@ def moments_table(rows: Sequence[Row]) -> str:
     for number in (10, 100):
         # Of normal outputs: the mean of the absolute error of their moments by so many draws.
         mean = math.sqrt(2 / math.pi / number)
-        body.append([f"{number:,} draws, normal outputs", f"{mean:.3f}", percent(mean / 2**0.5)])
+        body.append([f"{number:,} samples, normal outputs", f"{mean:.3f}", percent(mean / 2**0.5)])
     return markdown(HEAD, [row + [""] * (len(HEAD) - len(row)) for row in body])
 
 

@@ -122,7 +122,10 @@ def cost_table(results: dict[str, Any]) -> str:
     )
     base, *others = guides
     own = [f"{three_digits(net['methods'][base]['step']['milliseconds'][1])} ms" for net in nets]
-    body = [[title, *(step_medians(net, title) for net in nets)] for title in others]
+    body = [
+        [title.replace("drawn", "weights sampled"), *(step_medians(net, title) for net in nets)]
+        for title in others
+    ]
     table = markdown(["step", *(net["title"] for net in nets)], [["the net's own", *own], *body])
     return f"{spread_line(results, nets)}\n\n{table}"
 

@@ -14,9 +14,11 @@ release = version = pyro_structvi.__version__
 
 extensions = [
     *("myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx.ext.napoleon"),
-    "sphinx-mathjax-offline",
+    *("sphinx.ext.autosummary", "sphinx.ext.viewcode"),
+    *("sphinx_copybutton", "sphinx-mathjax-offline"),
 ]
 exclude_patterns = ["_build", "jupyter_execute", "scripts"]
+templates_path = ["_templates"]
 
 # Looked up only where a network is asked for: a build must not fail for want of one.
 intersphinx_mapping = {
@@ -34,6 +36,9 @@ intersphinx_mapping = {
 # Pages
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
+myst_html_meta = {
+    "description": "Structured variational posteriors for Bayesian neural networks in Pyro",
+}
 
 # Notebooks are executed at every build, and an error in one fails it.
 nb_execution_mode = "force"
@@ -56,3 +61,4 @@ html_copy_source = False
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
+html_favicon = "_static/favicon.svg"

@@ -373,7 +373,7 @@ def test_the_table_of_one_pass_has_means_and_largest_errors_over_guides():
     _, _, first, second, *others = moments_table.moments_table(rows).splitlines()
     assert first == "| Untrained a | 0.020 |  | 1.5 % (2.0 %) |  |  |"
     assert second == "| Trained: b |  |  |  | 0.250 | 0.500 |"
-    assert others[-1] == "| 100 draws, normal outputs | 0.080 | 5.6 % |  |  |  |"
+    assert others[-1] == "| 100 samples, normal outputs | 0.080 | 5.6 % |  |  |  |"
 
 
 def test_errors_of_moments_by_draws_of_normal_outputs():
@@ -392,6 +392,6 @@ def test_the_table_of_deep_nets_names_a_net_once():
         ("MLP", "10 epochs", "k-tied 2", "0", "0.99", "0.04", "80"),
     ]
     assert deep_nets_table.deep_nets_table(rows).splitlines()[2:] == [
-        "| MLP, 10 epochs | AdamW | 97.00 ± 1.00 | 0.060 ± 0.010 | 42 ± 2 |",
+        "| MLP, 10 epochs | AdamW | 97.00 ± 1.00 | 0.060 ± 0.010 | 42 |",
         "|  | k-tied 2 | 99.00 | 0.040 | 80 |",
     ]

@@ -16,7 +16,11 @@ DOCS = ROOT / "docs"
 OF_RESULTS = {"start/choosing.svg"} | {
     f"evidence/{name}.svg" for name in ("league", "scaling", "costs", "convergence")
 }
-OF_SCRIPTS = {"bands.svg", "how_to/is_it_any_good_classes.svg"}
+OF_SCRIPTS = {
+    "bands.svg",
+    "how_to/is_it_any_good_classes.svg",
+    "understand/gradient_variance.svg",
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +48,14 @@ def test_every_picture_is_drawn_by_one_command(pictures):
         path.relative_to(DOCS).as_posix()
         for kind in ("svg", "png")
         for path in DOCS.rglob(f"*.{kind}")
-        if "_build" not in path.parts and "jupyter_execute" not in path.parts
+        if not {"_build", "_static", "jupyter_execute"} & {*path.parts}
     }
     assert shown == named | of_pages | measured | OF_RESULTS | OF_SCRIPTS
     command = re.search(
         r"^figures:.*?\n\n", (ROOT / "Makefile").read_text(), re.DOTALL | re.MULTILINE
     )
-    for script in ("guide_pictures", "gallery_figures", "bands", "is_it_any_good"):
+    scripts = "guide_pictures", "gallery_figures", "bands", "is_it_any_good", "gradient_variance"
+    for script in scripts:
         assert f"docs/scripts/{script}.py" in command[0]
     for name in (*OF_RESULTS - {"start/choosing.svg"}, "benchmarks.summary"):
         assert name in command[0]

@@ -94,6 +94,7 @@ def test_it_is_an_estimator_as_others(table):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.slow
 def test_points_stop_where_held_out_data_are_predicted_best():
     """A table of noise: each further step fits it more closely."""
     generator = np.random.default_rng(0)

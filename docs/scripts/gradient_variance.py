@@ -46,6 +46,7 @@ NETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
 }
 
 ESTIMATORS: dict[str, Any] = {"weights": False, "outputs": True, "flipout": "flipout"}
+LABELS = {"weights": "sampled weights", "outputs": "sampled outputs", "flipout": "flipout"}
 TITLES = {"dense": "net 20-50-1", "convolution": "two convolutions and a dense layer"}
 FIGURE = Path(__file__).parents[1] / "understand/gradient_variance.svg"
 
@@ -61,10 +62,11 @@ def main() -> None:
     options = parser.parse_args()
     matplotlib.rcParams.update({"svg.hashsalt": "gradient variance", "svg.fonttype": "none"})
     nets = options.net or list(NETS)
-    panels = make_panels(1, len(nets), 5.0 * len(nets), 3.2)
+    panels = make_panels(1, len(nets), 2 + 3.7 * len(nets), 3.4, sharey=True)
     for ax, net in zip(panels, nets, strict=True):
         plot(ax, TITLES[net], measure(net, options.gradients, options.batch_size))
-    panels[0].legend(title="samples of")
+    panels[0].invert_yaxis()
+    panels[0].legend(loc="lower left", fontsize="small")
     figure_of(panels[0]).savefig(options.figure, dpi=150, metadata={"Date": None})
 
 
@@ -130,10 +132,9 @@ def plot(ax: Axes, title: str, rows: list[Row]) -> None:
     for name, marker in zip(ESTIMATORS, "os^", strict=True):
         points = [(row[name], height) for height, (_, row) in enumerate(rows) if name in row]
         places = zip(*points, strict=True) if points else ((), ())
-        ax.scatter(*places, marker=marker, label=name)
+        ax.scatter(*places, marker=marker, label=LABELS[name])
     ax.set(title=title, xscale="log", xlabel="variance of an element of the gradient")
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])
-    ax.invert_yaxis()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def classification(steps: int, folder: Path) -> None:
     guide = ps.KTiedGuide(model, join_bias=False)
     ps.fit(model, guide, (x[:400], y[:400]), num_steps=steps, progress=False)
     inside, outside = ps.predict(model, guide, x[400:]), ps.predict(model, guide, others)
-    show("digits", asdict(metrics.classification_scores(inside.mean, y[400:])))
+    show("k-tied", asdict(metrics.classification_scores(inside.mean, y[400:])))
     for name in ("entropy", "mutual_information"):
         scores = metrics.detection_scores(getattr(inside, name), getattr(outside, name))
         show(name, asdict(scores))

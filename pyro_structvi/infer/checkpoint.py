@@ -39,7 +39,7 @@ class Checkpoint:
 
     The file is written before the first step, every so many steps, at the end, and at an interrupt from
     the keyboard, which then waits for the end of a step. It is whole at any time: each write goes to a
-    temporary file, which then replaces it. See "Training that loses nothing" in the documentation.
+    temporary file, which then replaces it. See "Resume and stop training" in the documentation.
 
     Args:
         path: The path of the file, in a folder that exists.

@@ -35,6 +35,8 @@ METHODS_BETWEEN_PARTS = {
     "named_parameters",
     # of families, for guides
     *("check_memory", "distribution", "fits", "init", "prior_scales", "unit"),
+    # of guides, for files
+    *("change_families", "from_options"),
     # of guides, for objectives
     *("begin_pass", "in_pass", "joint_posterior", "make_plates"),
     # of guides, with the model's arguments as `initialize` has them

@@ -146,6 +146,7 @@ def test_groups_of_an_optimizer_keep_their_ratio_under_a_function():
     assert rates == [[0.5e-4, 1e-4]]
 
 
+@pytest.mark.slow
 def test_deep_posteriors_do_not_collapse():
     """With the whole KL from the first step this one ends at a constant function."""
     torch.manual_seed(0)

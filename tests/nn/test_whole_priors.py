@@ -63,7 +63,13 @@ def test_the_site_has_the_prior(name):
     assert torch.equal(start, model.net.get_submodule("0").initial_values["weight"])
 
 
-@pytest.mark.parametrize("name", ["matrix normal", "full", "multivariate", "rows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matrix normal",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "multivariate", "rows")),
+    ],
+)
 def test_the_kl_of_a_joined_weight_is_estimated_by_draws(name):
     prior, data = PRIORS[name](), regression_data()
     model = make_model(prior)

@@ -35,7 +35,17 @@ def linear_regression(prior=PRIOR):
     return model, (x, y), (covariance @ (x.mT @ y) / NOISE**2).squeeze(), covariance
 
 
-@pytest.mark.parametrize("make_guide", [ps.MeanFieldGuide, ps.RowwiseGuide, ps.MAPGuide])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "make_guide",
+    [
+        ps.RowwiseGuide,
+        pytest.param(ps.MeanFieldGuide, marks=SLOW),
+        pytest.param(ps.MAPGuide, marks=SLOW),
+    ],
+)
 def test_draws_of_a_gaussian_posterior_have_its_moments(make_guide):
     """4,000 draws, which are nearly independent: 5 standard errors are a false alarm in 2e6."""
     model, data, mean, covariance = linear_regression()
@@ -52,6 +62,7 @@ def test_draws_of_a_gaussian_posterior_have_its_moments(make_guide):
     assert draws.r_hat < 1.02
 
 
+@SLOW
 def test_without_acceptance_small_steps_have_the_exact_moments():
     """Within 5 standard errors of a quarter as many effective draws."""
     model, data, mean, covariance = linear_regression()
