@@ -163,7 +163,7 @@ def test_draws_of_functions_have_the_moments_that_the_package_predicts(
 @pytest.mark.slow
 def test_the_guide_with_the_better_bound_is_kept(monkeypatch):
     """Parameters of the worse one, which have the same names, are not read in its place."""
-    monkeypatch.setattr(pyro_peers, "RATES", (0.01, 20.0))
+    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.01, 0.1), (20.0, 0.1)))
     torch.manual_seed(0)
     problem = league_problems.linear_regression()
     options = SimpleNamespace(steps=30, smoke=True)
@@ -185,7 +185,7 @@ def test_mini_batches_have_different_examples():
 @pytest.mark.slow
 def test_autonormal_finds_the_best_independent_normals(monkeypatch):
     """Of a normal posterior: its means, and the diagonal of its precision; so does mean field."""
-    monkeypatch.setattr(pyro_peers, "RATES", (0.03,))
+    monkeypatch.setattr(pyro_peers, "SETTINGS", ((0.03, 0.01),))
     torch.manual_seed(0)
     problem = league_problems.linear_regression()
     mean, covariance = conjugate_posterior(problem)
