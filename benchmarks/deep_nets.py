@@ -6,10 +6,11 @@
 
 A file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``: classes, and images of bytes of the shape
 ``(n, height, width)`` or ``(n, height, width, 3)``. Color images are shifted and flipped in training.
-Guides are trained by ``fit`` with its default optimizer, the rate of ``--lr`` and the KL weight of
-``--kl-weight``; "from AdamW" always has the rate 0.03 in the second half of the epochs. "AdamW" has the
-rate 0.001 and "IVON" (``pip install ivon-opt``) 0.2 with the initial Hessian 0.1; both fall along a
-cosine. What the file of results has is not measured again; give ``--quick`` a file of its own.
+Guides are trained by ``fit`` with its default optimizer, the rate of ``--lr``, the KL weight of
+``--kl-weight`` and the initial standard deviation of ``--init-scale``; "from AdamW" always has the rate
+0.03 in the second half of the epochs. "AdamW" has the rate 0.001 unless its name has another, and "IVON"
+(``pip install ivon-opt``) 0.2 with the initial Hessian 0.1; both fall along a cosine. What the file of
+results has is not measured again; give ``--quick`` a file of its own.
 """
 
 import argparse
@@ -107,8 +108,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 Probabilities = Callable[[Tensor], Tensor]  # of classes, for a batch of images
 
 
-def by_adamw(net: nn.Module, batches: Images, options: Any) -> Probabilities:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
+def by_adamw(net: nn.Module, batches: Images, options: Any, lr: float = 1e-3) -> Probabilities:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.01)
 
     def step(x: Tensor, y: Tensor) -> None:
         F.cross_entropy(net(x), y).backward()
@@ -156,7 +157,7 @@ def by_guide(make_guide: Callable[..., ps.StructuredGuide], **own: Any) -> Calla
     def method(net: nn.Module, batches: Images, options: Any) -> Probabilities:
         bayesian = ps.bayesianize(net, prior=PRIOR, normalization=False)
         model = ps.Classifier(bayesian, num_data=len(batches.x))
-        guide = make_guide(model)
+        guide = make_guide(model, init_scale=options.init_scale)
         arguments = {"kl_weight": options.kl_weight, "num_epochs": options.epochs}
         arguments |= {"lr": options.lr, **own}
         ps.fit(model, guide, batches, **arguments)
@@ -179,6 +180,7 @@ def from_adamw(make_guide: Callable[..., ps.StructuredGuide]) -> Callable[..., P
 
 METHODS: dict[str, Callable[..., Probabilities]] = {
     "AdamW": by_adamw,
+    "AdamW, rate 0.002": partial(by_adamw, lr=2e-3),
     "IVON": by_ivon,
     "point": by_guide(ps.MAPGuide),
     "ensemble of 5": by_guide(partial(ps.EnsembleGuide, vectorize=False)),
@@ -190,7 +192,7 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
         partial(ps.MeanFieldGuide, local_reparam="exact"), kl_weight="annealed"
     ),
 }
-OWN = [name for name in METHODS if name != "IVON"]
+OWN = [name for name in METHODS if name not in {"IVON", "AdamW, rate 0.002"}]
 
 
 # ---- measurement ---------------------------------------------------------------------------------
@@ -200,11 +202,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="an .npz file")
     parser.add_argument("--net", choices=NETS, required=True)
-    parser.add_argument("--method", choices=METHODS, action="append", help="default: all but IVON")
+    parser.add_argument(
+        "--method", choices=METHODS, action="append", help=f"default: {', '.join(OWN)}"
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--num-train", type=int, help="how many of the first images; default: all")
     parser.add_argument("--kl-weight", type=float, default=0.01)
     parser.add_argument("--lr", type=float, help="of guides; default: that of `fit`")
+    parser.add_argument("--init-scale", type=float, default=0.01, help="of guides")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a few images")
@@ -218,6 +223,7 @@ def main() -> None:
         recipe = f"{len(images[0])} images, {options.epochs} epochs"
         recipe += f", KL weight {options.kl_weight:g}"
         recipe += "" if options.lr is None else f", rate {options.lr:g}"
+        recipe += "" if options.init_scale == 0.01 else f", initial scale {options.init_scale:g}"
         if not results.has(options.net, recipe, name, str(seed)):
             torch.manual_seed(seed)
             row = measure(METHODS[name], images, test, options)

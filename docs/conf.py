@@ -47,7 +47,10 @@ nb_execution_timeout = 600
 nb_merge_streams = True
 
 # The reference, from docstrings in Google's style
-autodoc_default_options = {"show-inheritance": True}
+autodoc_default_options = {
+    "show-inheritance": True,
+    "exclude-members": "set_fit_request, set_predict_request, set_score_request",  # of scikit-learn
+}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 80

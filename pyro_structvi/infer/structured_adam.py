@@ -17,6 +17,7 @@ from pyro_structvi.structures.low_rank import LowRank
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's
+SHALLOW = 3  # a number of weights above which all steps are shorter
 
 
 class StructuredAdam(torch.optim.Optimizer):
@@ -29,6 +30,9 @@ class StructuredAdam(torch.optim.Optimizer):
     rows of n. A parameter that no
     posterior holds has the root mean square of its start as its unit where it has two dimensions, and
     0.1 otherwise.
+
+    The moves of all layers of a net may add up in its output. In a model of more than three weights of
+    two or more dimensions, random or not, all rates are multiplied by ``3 / number``.
 
     A posterior :math:`\mu + A e` with correlations moves its mean besides in its own coordinates,
     by Adam for the gradient by the noise e:
@@ -110,13 +114,17 @@ class StructuredAdam(torch.optim.Optimizer):
             for name, value in each.named_parameters()
         }
         groups = defaultdict(list)
+        points = []
         for value in parameters:
             check("parameters", value, Tensor)
             groups[own[value] if value in own else (_unit_of_point(value), 0)].append(value)
+            points += [] if value in own else [value]
+        share = _share_of_layer(posteriors, points)
+        posterior_lr = share * posterior_lr
         options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr, "clip": clip}
         super().__init__(
             [
-                {"params": each, "unit": unit, "warm_up": steps}
+                {"params": each, "unit": share * unit, "warm_up": steps}
                 for (unit, steps), each in sorted(groups.items())
             ],
             options | {"unit": 1.0, "warm_up": 0, "fused": True},
@@ -299,6 +307,16 @@ def _at_most(size: float | Tensor, move: Tensor) -> Tensor:
     """Return a move, or one of that root mean square in its direction if it is larger."""
     own = move.square().mean().sqrt().clamp_min(torch.finfo(move.dtype).tiny)
     return move * (size / own).clamp_max(1.0)
+
+
+def _share_of_layer(posteriors: list[SitePosterior], points: Iterable[Tensor]) -> float:
+    """Return the share of the rate that one of many layers has, by the number of weights."""
+    # Members of an ensemble have the same sites, and are no layers of one net.
+    sites = {each.site.name: each.site for each in posteriors}
+    shapes = [each.shape for each in sites.values() if each.is_real and not each.is_batch]
+    shapes += [each.shape for each in points]
+    number = sum(len(shape) > 1 for shape in shapes)
+    return min(1.0, SHALLOW / number) if number else 1.0
 
 
 def _unit_of_point(value: Tensor) -> float:

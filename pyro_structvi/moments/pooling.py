@@ -52,7 +52,7 @@ def _max_pool(
         )
     loc, variance = input.loc, input.variance
     if any(padding):
-        low = (loc.amin() - 40 * floored_sqrt(variance.amax())).detach()
+        low = (loc.min() - 40 * floored_sqrt(variance.max())).detach()
         width = [size for size in reversed(padding) for _ in range(2)]
         pads = F.pad(torch.zeros_like(loc), width, value=1.0).bool()
         loc, variance = torch.where(pads, low, F.pad(loc, width)), F.pad(variance, width)

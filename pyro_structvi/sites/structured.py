@@ -36,6 +36,7 @@ from pyro_structvi.sites.joint_posterior import (
 )
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.report import report
+from pyro_structvi.sites.sampled_functions import sample_functions
 from pyro_structvi.sites.sampled_net import sampled, to_net
 from pyro_structvi.sites.site_posterior import (
     Coupling,
@@ -292,7 +293,7 @@ class StructuredGuide(OwningAutoGuide):
         """
         return self.joint_posterior(*args, **kwargs).quantiles(quantiles)
 
-    report, to_net, sampled = report, to_net, sampled
+    report, to_net, sampled, sample_functions = report, to_net, sampled, sample_functions
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of :meth:`from_options` that make an equal guide with other parameters.

@@ -61,6 +61,7 @@ OF_METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
         method: lambda guide: {"draw": make("MeanFieldGuide").draw()}
         for method in ("to_net", "sampled")
     },
+    "sample_functions": lambda guide: {"num_samples": 2},
     "load_state_dict": lambda guide: {
         "state_dict": guide.state_dict(),
         "strict": True,

@@ -134,6 +134,7 @@ EXCEPTIONS = {
     "a number of passes: it runs for as long as was asked, and can be interrupted": {
         "fit.num_steps": "huge",
         "predict.num_samples": "huge",
+        "*.sample_functions.num_samples": "huge",
         "gradient_snr.num_samples": "huge",
         "pareto_k.num_samples": "huge",
         "weigh_by_bound.num_particles": "huge",

@@ -169,9 +169,57 @@ def test_parameters_of_no_posterior_have_the_size_of_their_start():
     _, guide = make(ps.MAPGuide)
     weight, bias = nn.Parameter(torch.full((3, 2), 0.25)), nn.Parameter(torch.full((3,), 5.0))
     zeros = nn.Parameter(torch.zeros(2, 2))
-    optimizer = ps.StructuredAdam([weight, bias, zeros], guide, lr=2.0)
-    rates = rates_of(optimizer)
+    rates = {}
+    for own in ([weight, bias], [zeros]):  # with the guide's two at most three weights
+        rates |= rates_of(ps.StructuredAdam(own, guide, lr=2.0))
     assert [rates[each] for each in (weight, bias, zeros)] == pytest.approx([0.5, 0.2, 0.2])
+
+
+def deep_guide(make_guide, num_weights, num_points=0):
+    """A guide of a model with these numbers of random weights and of points, and its parameters."""
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(num_weights)]
+    net = ps.bayesianize(nn.Sequential(*layers), prior=0.25, normalization=False)
+    points = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_points)])
+    for value in points.parameters():
+        nn.init.constant_(value, 0.5)
+    model = ps.Regressor(nn.Sequential(net, points), 10, 0.3)
+    guide = make_guide(model)
+    return guide, [*guide.named_parameters(), *model.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("num_weights", "num_points", "share"),
+    [(1, 0, 1.0), (3, 0, 1.0), (2, 1, 1.0), (4, 0, 0.75), (12, 0, 0.25), (2, 10, 0.25)],
+)
+def test_all_rates_fall_with_the_number_of_weights(num_weights, num_points, share):
+    """Biases, and scales and shifts of normalization, are no weights of two dimensions."""
+    guide, named = deep_guide(ps.MeanFieldGuide, num_weights, num_points)
+    rates = rates_of(ps.StructuredAdam([value for _, value in named], guide, lr=1.0))
+    units = {"log_scale": 1.0, "loc": 0.25}
+    for name, value in named:
+        unit = units.get(name.rpartition(".")[2], 0.5 if value.dim() > 1 else 0.1)
+        assert rates[value] == pytest.approx(share * unit), name
+
+
+@pytest.mark.parametrize(
+    "make_guide",
+    [
+        lambda model: ps.MixtureGuide(model, ps.MeanFieldGuide, 4),
+        lambda model: ps.EnsembleGuide(model, size=4),
+        lambda model: ps.EnsembleGuide(model, size=4, vectorize=False),
+    ],
+)
+def test_members_are_not_layers(make_guide):
+    guide, _ = deep_guide(make_guide, 3)
+    rates = rates_of(ps.StructuredAdam(guide.parameters(), guide, lr=1.0))
+    assert {rates[value] for name, value in guide.named_parameters() if ".loc" in name} <= {0.25}
+    assert max(rates.values()) >= 0.25
+
+
+def test_moves_along_the_posterior_fall_with_the_number_of_weights():
+    guide, _ = deep_guide(ps.MatrixNormalGuide, 12)
+    optimizer = ps.StructuredAdam(guide.parameters(), guide, posterior_lr=3.0)
+    assert {group["posterior_lr"] for group in optimizer.param_groups} == {0.75}
 
 
 # ---- what waits -----------------------------------------------------------------------------------

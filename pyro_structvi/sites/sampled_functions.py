@@ -1,0 +1,83 @@
+"""Functions of a net at fixed samples of its weights, as a module of torch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
+
+from pyro_structvi._checks import Count, checked
+from pyro_structvi.sites.sampled_net import to_net
+from pyro_structvi.sites.site_posterior import module_key
+
+
+class SampledFunctions(nn.Module):
+    """S functions of one net, each with a sample of all weights, in one pass of ``vmap``.
+
+    The weights are buffers, so the module moves between devices and has a state dict. It is
+    differentiable in its inputs, and ``torch.export`` takes it as one graph. The graph has any batch
+    size if the net has no batch normalization.
+
+    Args:
+        nets: Plain nets of one class and one mode, with separate weights.
+
+    Example:
+        >>> SampledFunctions([nn.Linear(3, 1), nn.Linear(3, 1)])(torch.zeros(5, 3)).shape
+        torch.Size([2, 5, 1])
+    """
+
+    def __init__(self, nets: Sequence[nn.Module]) -> None:
+        super().__init__()
+        parameters, buffers = stack_module_state([*nets])
+        self._net = (nets[0],)  # in a tuple, so that its weights are no state of this module
+        self._names = [*parameters, *buffers]
+        for name, value in {**parameters, **buffers}.items():
+            self.register_buffer(module_key(name), value.detach())
+
+    def __len__(self) -> int:
+        """The number S of functions."""
+        return len(self.get_buffer(module_key(self._names[0])))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the outputs of each function, ``(S, *output)``.
+
+        Args:
+            *args: The arguments of the net.
+            **kwargs: Its keyword arguments.
+        """
+        stacked = {name: self.get_buffer(module_key(name)) for name in self._names}
+
+        def output(state: Mapping[str, Tensor]) -> Any:
+            return functional_call(self._net[0], dict(state), args, kwargs)
+
+        outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
+        return outputs
+
+
+@checked
+def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
+    """Return functions of the net at samples of the posterior, as a module of torch.
+
+    The functions are outputs of the net as by :meth:`to_net`, in evaluation mode: frozen samples for
+    Thompson sampling, gradients by inputs, or deployment by ``torch.export`` and ONNX.
+
+    Args:
+        self: The guide.
+        num_samples: The number S of functions.
+
+    Returns:
+        A module that returns outputs ``(S, *output)``.
+
+    Raises:
+        TypeError: If the model has no single net that :func:`bayesianize` returned.
+
+    Example:
+        >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize
+        >>> guide = MeanFieldGuide(Regressor(bayesianize(nn.Linear(3, 1)), 10, 0.1))
+        >>> functions = guide.sample_functions(4)
+        >>> functions(torch.zeros(5, 3)).shape
+        torch.Size([4, 5, 1])
+    """
+    draws = (self.draw(number=number) for number in range(num_samples))
+    return SampledFunctions([to_net(self, draw).eval() for draw in draws])

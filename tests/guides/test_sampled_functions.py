@@ -1,0 +1,74 @@
+"""Functions of a net at fixed samples of its weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import pyro_structvi as ps
+from tests.models import linear_function, make_regressor
+
+
+def make_guide(make=ps.KTiedGuide, **options):
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
+    model = ps.Regressor(ps.bayesianize(net, normalization=False), num_data=8, noise_scale=0.1)
+    return make(model, init_scale=0.3, **options)
+
+
+@pytest.mark.parametrize("make", [ps.KTiedGuide, ps.MAPGuide, ps.InducingWeightGuide])
+def test_each_function_is_the_net_at_one_draw(make):
+    guide, x = make_guide(make), torch.randn(7, 3)
+    torch.manual_seed(1)
+    functions = guide.sample_functions(4)
+    torch.manual_seed(1)
+    nets = [guide.to_net(guide.draw(number=number)).eval() for number in range(4)]
+    expected = torch.stack([net(x) for net in nets])
+    torch.testing.assert_close(functions(x), expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(functions(x), functions(x))
+    assert len(functions) == 4
+    assert (make is ps.MAPGuide) == bool((expected[0] == expected[1]).all())
+
+
+def test_the_members_of_an_ensemble_take_turns():
+    model = make_regressor(8)
+    guide = ps.EnsembleGuide(model, size=3)
+    functions, x = guide.sample_functions(3), torch.randn(7, 3)
+    expected = torch.stack([member.to_net()(x) for member in guide.members])
+    torch.testing.assert_close(functions(x), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_by_inputs_are_those_of_each_net():
+    guide, x = make_guide(), torch.randn(7, 3, requires_grad=True)
+    functions = guide.sample_functions(2)
+    (found,) = torch.autograd.grad(functions(x)[1].sum(), x)
+    values = {name.replace("/", "."): value[1] for name, value in functions.state_dict().items()}
+    net = guide.to_net().eval()
+    (expected,) = torch.autograd.grad(functional_call(net, values, (x,)).sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert not [*functions.parameters()], "samples are frozen"
+
+
+def test_it_is_a_module_with_a_state():
+    guide, x = make_guide(), torch.randn(7, 3)
+    functions, others = guide.sample_functions(2), guide.sample_functions(2)
+    assert not torch.equal(functions(x), others(x))
+    others.load_state_dict(functions.state_dict())
+    assert torch.equal(functions(x), others(x))
+    assert functions.float()(x.float()).dtype == torch.float32
+
+
+def test_it_is_exported_as_one_graph_for_any_batch():
+    functions, x = ps.KTiedGuide(make_regressor(8)).sample_functions(3), torch.randn(7, 3)
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(functions, (x,), dynamic_shapes={"args": ({0: batch},)})
+    for rows in (x, torch.randn(4, 3)):
+        torch.testing.assert_close(exported.module()(rows), functions(rows), rtol=1e-12, atol=1e-14)
+
+
+def test_a_model_without_one_net_is_refused():
+    guide = ps.KTiedGuide(linear_function)
+    guide.initialize(torch.randn(6, 3), torch.randn(6, 2))
+    with pytest.raises(TypeError, match="needs a model with one net"):
+        guide.sample_functions(2)
+    with pytest.raises(ValueError, match="`num_samples` must be"):
+        make_guide().sample_functions(0)
