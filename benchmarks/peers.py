@@ -1,8 +1,9 @@
 """Posteriors of other packages, measured as the league's guides are: the same nets, data and draws.
 
     pip install laplace-torch
-    make league BENCH="--peers --seeds 1 --output benchmarks/results/league.csv"
+    make league BENCH="--peers --output benchmarks/results/league.csv"
 
+The committed rows are of one seed for Pyro's guides and of two for laplace-torch.
 What is done with a package is said where it is done, in ``pyro_peers.py`` and ``laplace_peers.py``. A
 maker is called with a problem and the league's options, and returns a model, a posterior of it (a guide,
 or draws by site), and what was measured of the fit.
