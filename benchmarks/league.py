@@ -10,7 +10,8 @@ results, a line for each number, and is not measured again; the draws of NUTS ar
 Processes with other problems or methods may add to one file at a time. The ceiling is a second run of
 NUTS with another seed. A file of data has ``x`` and ``y``. Seconds are of CPU.
 
-A method is named by its call; without ``--method`` one of each structure is measured.
+A method is named by its call; without ``--method`` one of each structure is measured. ``--peers``
+measures other packages, see ``peers.py``.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from benchmarks.choices import CHOICES, call_of
 from benchmarks.convergence import bound
 from benchmarks.league_problems import LEAGUE, LeagueProblem, regression_gap
 from benchmarks.league_tables import CEILING, HEADER, PRIOR, draw_figure, league_tables
+from benchmarks.peers import PEERS
 from benchmarks.problems import Problem
 from benchmarks.rows import ResultsFile
 from pyro_structvi.families import Dropout, PointEstimate
@@ -73,7 +75,13 @@ def main() -> None:
     parser.add_argument("--problem", choices=[*LEAGUE, "none"], action="append")
     parser.add_argument("--data", type=Path, action="append", default=[], help="an .npz file")
     parser.add_argument(
-        "--method", choices=[CEILING, PRIOR, SAMPLED, *METHODS], action="append", metavar="CALL"
+        "--method",
+        choices=[CEILING, PRIOR, SAMPLED, *METHODS, *PEERS],
+        action="append",
+        metavar="CALL",
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="posteriors of other packages, in place of guides"
     )
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seeds", type=int, default=3, help="runs, whose mean and error are given")
@@ -93,8 +101,9 @@ def main() -> None:
     makers |= {path.stem: lambda path=path: regression_gap(path) for path in options.data}
     torch.set_num_threads(1)
     results = ResultsFile(options.output, HEADER)
+    default = PEERS if options.peers else [PRIOR, CEILING, SAMPLED, *SHOWN]
     for name, make in makers.items():
-        for method in options.method or [PRIOR, CEILING, SAMPLED, *SHOWN]:
+        for method in options.method or default:
             for seed in range(1 if method in (PRIOR, CEILING) else options.seeds):
                 if results.has(name, method, str(seed)):
                     continue
@@ -118,6 +127,7 @@ def measure(
     problem = make()
     reference, first = reference_draws(name, problem, 0, options)
     torch.manual_seed(seed)
+    model = problem.model
     if method == CEILING:
         posterior, second = reference_draws(name, problem, 1, options)
         found = worse_of(first, second)
@@ -125,15 +135,17 @@ def measure(
         posterior, found = prior_draws(problem, options.draws), {}
     elif method == SAMPLED:
         posterior, found = sampled_draws(problem, seed, options)
+    elif method in PEERS:
+        model, posterior, found = PEERS[method](problem, options)
     else:
-        posterior = METHODS[method](problem.model)
+        posterior = METHODS[method](model)
         found = train(problem, method, posterior, options)
     torch.manual_seed(seed)
     for region, x in problem.regions.items():
         y = problem.scored.get(region)
         ours, theirs = (
-            ps.predict(problem.model, draws, x, num_samples=options.draws, y=y)
-            for draws in (posterior, reference)
+            ps.predict(*own, x, num_samples=options.draws, y=y)
+            for own in ((model, posterior), (problem.model, reference))
         )
         values = distances(problem.compares, ours, theirs)
         if y is not None:

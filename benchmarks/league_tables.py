@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 
 from benchmarks.markdown import markdown
+from benchmarks.peers import PEERS
 from benchmarks.rows import Row, mean_with_error
 
 HEADER = ("problem", "method", "seed", "quantity", "value")
@@ -33,6 +34,14 @@ def by_problem(rows: Iterable[Row]) -> dict[str, Cells]:
     for problem, method, _, quantity, value in known:
         found[problem][method][quantity].append(float(value))
     return found
+
+
+def without_peers(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of this package's posteriors and of the reference.
+
+    Other packages have a table of their own, and their seconds were measured at another time.
+    """
+    return [row for row in rows if row[1] not in PEERS]
 
 
 def headline(cells: Cells) -> str:
@@ -99,7 +108,7 @@ def league_tables(rows: Iterable[Row]) -> str:
 
 def distance_table(rows: Iterable[Row]) -> str:
     """Return the distance away from the data of each method on each problem, the closest first."""
-    problems = by_problem(rows)
+    problems = by_problem(without_peers(rows))
     mains = {problem: headline(cells) for problem, cells in problems.items()}
     methods = {method for cells in problems.values() for method in cells}
     found = {
@@ -155,7 +164,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
 
     from benchmarks.distance_over_cost import plot_distance_over_cost
 
-    found = by_problem(rows)
+    found = by_problem(without_peers(rows))
     columns, count = min(2, len(found)), -(-len(found) // 2)
     with rc_context({"svg.hashsalt": "league", "font.size": 8}):
         # Names are placed by the size of the axes, so nothing may change it afterwards.

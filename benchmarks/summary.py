@@ -31,6 +31,7 @@ from benchmarks.league_tables import (
     mixes,
 )
 from benchmarks.markdown import markdown
+from benchmarks.peers import PEERS
 from benchmarks.recommendation import (
     Recommendation,
     recommendation_table,
@@ -61,6 +62,7 @@ NETS = {
     "digits": "digits",
 }
 MEASURE = MEAN_FIELD.code
+BESIDE_PEERS = {"GlobalInducingGuide", "MatrixNormalGuide", "MeanFieldGuide", "EnsembleGuide"}
 
 
 class Summary(NamedTuple):
@@ -109,6 +111,7 @@ def render(text: str, page: Path) -> str:
         "closest": lambda: closest(rows),
         "bands": lambda: deviations(rows),
         "nets": lambda: by_net(rows, CHOICES),
+        "peers": lambda: peers(rows),
         "steps": lambda names: steps(names.split("; ")),
         "page": lambda: of_page(rows, own),
     }
@@ -248,17 +251,34 @@ def distance_cells(own: Summary) -> list[str]:
 def by_net(rows: Iterable[Row], choices: Iterable[Choice]) -> str:
     """Return the table of guides and nets, the distance of mean field being 1."""
     found = summarize(rows)
-    head = ["distance to NUTS", *NETS.values(), "mean", "deviations"]
-    body = [
-        [
-            f"`{choice.code}`",
-            *(f"{found[choice.code].by_problem[net]:.2f}" for net in NETS),
-            with_error(found[choice.code].distance, found[choice.code].error),
-            with_error(found[choice.code].factor, found[choice.code].factor_error),
-        ]
-        for choice in choices
+    body = [net_cells(f"`{choice.code}`", found[choice.code]) for choice in choices]
+    return markdown(net_head(), body)
+
+
+def net_head() -> list[str]:
+    return ["distance to NUTS", *NETS.values(), "mean", "deviations"]
+
+
+def net_cells(title: str, own: Summary) -> list[str]:
+    """Return the distance on each net, its mean, and the deviations."""
+    return [
+        title,
+        *(f"{own.by_problem[net]:.2f}" for net in NETS),
+        with_error(own.distance, own.error),
+        with_error(own.factor, own.factor_error),
     ]
-    return markdown(head, body)
+
+
+def peers(rows: Iterable[Row]) -> str:
+    """Return the table of other packages beside some guides, the closest to NUTS first."""
+    found = summarize(rows)
+    titles = {choice.code: f"`{choice.code}`" for choice in CHOICES if choice.guide in BESIDE_PEERS}
+    titles |= {name: name for name in PEERS if name in found}
+    body = [
+        [*net_cells(titles[name], found[name]), f"{found[name].exact:.2f}"]
+        for name in sorted(titles, key=lambda name: found[name].distance)
+    ]
+    return markdown([*net_head(), "linear"], body)
 
 
 def recommended(rows: Iterable[Row]) -> list[Recommendation]:

@@ -54,7 +54,7 @@ SCRIPTS = {
     "benchmarks/league.py": [
         *("--smoke", "--problem", "linear", "--problem", "cosine", "--references", "{folder}"),
         *("--method", "reference, again", "--method", "KTiedGuide(rank=1, join_bias=False)"),
-        *("--method", "MAPGuide"),
+        *("--method", "MAPGuide", "--method", "Pyro: AutoNormal"),
         *("--output", "{folder}/league.csv", "--figure", "{folder}/league.svg"),
     ],
     "benchmarks/moments.py": ["--smoke", "--output", "{folder}/moments.csv"],
