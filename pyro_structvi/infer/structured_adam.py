@@ -12,12 +12,13 @@ from torch.optim.adam import adam
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
 from pyro_structvi._torch import is_recording, norm_of
 from pyro_structvi.sites.family import Family
+from pyro_structvi.sites.latent_site import WIDE
 from pyro_structvi.sites.site_posterior import SitePosterior
 from pyro_structvi.structures.low_rank import LowRank
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
 POINT_UNIT = 0.1  # of what is no weight of two dimensions, and not the guide's
-SHALLOW = 3  # a number of weights above which all steps are shorter
+SHALLOW = 3  # a number of wide weights above which their steps are shorter
 
 
 class StructuredAdam(torch.optim.Optimizer):
@@ -31,8 +32,9 @@ class StructuredAdam(torch.optim.Optimizer):
     posterior holds has the root mean square of its start as its unit where it has two dimensions, and
     0.1 otherwise.
 
-    The moves of all layers of a net may add up in its output. In a model of more than three weights of
-    two or more dimensions, random or not, all rates are multiplied by ``3 / number``.
+    The moves of the layers of a net may add up in its output. In a model of more than three wide
+    weights, which are those with a fan-in above 50, random or not, their rates are multiplied by
+    ``3 / number``.
 
     A posterior :math:`\mu + A e` with correlations moves its mean besides in its own coordinates,
     by Adam for the gradient by the noise e:
@@ -105,27 +107,37 @@ class StructuredAdam(torch.optim.Optimizer):
         warm_up: NonNegative = 0,
     ) -> None:
         posteriors = [each for each in guide.modules() if isinstance(each, SitePosterior)]
+        parameters = [*parameters]
+        for value in parameters:
+            check("parameters", value, Tensor)
+        held = {value: each for each in posteriors for value in each.parameters()}
+        points = [value for value in parameters if value not in held]
+        share = _share_of_wide(posteriors, points)
         own = {
             value: (
                 each.family.unit(each.site, name, value),
                 warm_up if name in each.family.delayed else 0,
+                share if each.site.is_wide else 1.0,
             )
             for each in posteriors
             for name, value in each.named_parameters()
         }
+        own |= {
+            value: (_unit_of_point(value), 0, share if _is_wide(value) else 1.0) for value in points
+        }
         groups = defaultdict(list)
-        points = []
         for value in parameters:
-            check("parameters", value, Tensor)
-            groups[own[value] if value in own else (_unit_of_point(value), 0)].append(value)
-            points += [] if value in own else [value]
-        share = _share_of_layer(posteriors, points)
-        posterior_lr = share * posterior_lr
+            groups[own[value]].append(value)
         options = {"lr": lr, "betas": betas, "eps": eps, "posterior_lr": posterior_lr, "clip": clip}
         super().__init__(
             [
-                {"params": each, "unit": share * unit, "warm_up": steps}
-                for (unit, steps), each in sorted(groups.items())
+                {
+                    "params": each,
+                    "unit": factor * unit,
+                    "warm_up": steps,
+                    "posterior_lr": factor * posterior_lr,
+                }
+                for (unit, steps, factor), each in sorted(groups.items())
             ],
             options | {"unit": 1.0, "warm_up": 0, "fused": True},
         )
@@ -309,14 +321,16 @@ def _at_most(size: float | Tensor, move: Tensor) -> Tensor:
     return move * (size / own).clamp_max(1.0)
 
 
-def _share_of_layer(posteriors: list[SitePosterior], points: Iterable[Tensor]) -> float:
-    """Return the share of the rate that one of many layers has, by the number of weights."""
-    # Members of an ensemble have the same sites, and are no layers of one net.
-    sites = {each.site.name: each.site for each in posteriors}
-    shapes = [each.shape for each in sites.values() if each.is_real and not each.is_batch]
-    shapes += [each.shape for each in points]
-    number = sum(len(shape) > 1 for shape in shapes)
+def _share_of_wide(posteriors: list[SitePosterior], points: Iterable[Tensor]) -> float:
+    """Return the factor of the rates of wide weights, by their number."""
+    wide = {each.site.name for each in posteriors if each.site.is_wide}  # members share the names
+    number = len(wide) + sum(map(_is_wide, points))
     return min(1.0, SHALLOW / number) if number else 1.0
+
+
+def _is_wide(point: Tensor) -> bool:
+    """Whether a parameter of no posterior is a weight with a large fan-in."""
+    return point.dim() > 1 and point[0].numel() > WIDE
 
 
 def _unit_of_point(value: Tensor) -> float:

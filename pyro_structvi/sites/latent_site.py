@@ -9,7 +9,7 @@ from pyro.distributions.transforms import ExpTransform
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-WIDE = 50  # a fan-in above which steps of weights are shorter
+WIDE = 50  # a fan-in above which steps of weights are shorter, also by depth
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,11 @@ class LatentSite:
             return self.prior_scale
         initial = 2 / math.sqrt(self.fan_in)
         return min(self.prior_scale, initial, initial * math.sqrt(WIDE / self.fan_in))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the site is a weight with a fan-in above 50."""
+        return self.is_real and bool(self.fan_in) and self.fan_in > WIDE  # type: ignore[operator]
 
     @property
     def is_batch(self) -> bool:

@@ -169,36 +169,47 @@ def test_parameters_of_no_posterior_have_the_size_of_their_start():
     _, guide = make(ps.MAPGuide)
     weight, bias = nn.Parameter(torch.full((3, 2), 0.25)), nn.Parameter(torch.full((3,), 5.0))
     zeros = nn.Parameter(torch.zeros(2, 2))
-    rates = {}
-    for own in ([weight, bias], [zeros]):  # with the guide's two at most three weights
-        rates |= rates_of(ps.StructuredAdam(own, guide, lr=2.0))
+    rates = rates_of(ps.StructuredAdam([weight, bias, zeros], guide, lr=2.0))
     assert [rates[each] for each in (weight, bias, zeros)] == pytest.approx([0.5, 0.2, 0.2])
 
 
-def deep_guide(make_guide, num_weights, num_points=0):
+def deep_guide(make_guide, num_weights, num_points=0, width=56):
     """A guide of a model with these numbers of random weights and of points, and its parameters."""
-    layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(num_weights)]
+    layers = [
+        nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(num_weights)
+    ]
     net = ps.bayesianize(nn.Sequential(*layers), prior=0.25, normalization=False)
-    points = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_points)])
+    points = nn.Sequential(*[nn.Linear(width, width) for _ in range(num_points)])
     for value in points.parameters():
         nn.init.constant_(value, 0.5)
-    model = ps.Regressor(nn.Sequential(net, points), 10, 0.3)
+    model = ps.Regressor(nn.Sequential(net, nn.Linear(width, 5), nn.Linear(5, 4), points), 10, 0.3)
+    model.net[1:3].requires_grad_(False)
     guide = make_guide(model)
-    return guide, [*guide.named_parameters(), *model.named_parameters()]
+    trained = [*guide.named_parameters(), *model.named_parameters()]
+    return guide, [(name, value) for name, value in trained if value.requires_grad]
 
 
 @pytest.mark.parametrize(
     ("num_weights", "num_points", "share"),
     [(1, 0, 1.0), (3, 0, 1.0), (2, 1, 1.0), (4, 0, 0.75), (12, 0, 0.25), (2, 10, 0.25)],
 )
-def test_all_rates_fall_with_the_number_of_weights(num_weights, num_points, share):
-    """Biases, and scales and shifts of normalization, are no weights of two dimensions."""
+def test_rates_of_wide_weights_fall_with_their_number(num_weights, num_points, share):
+    """Biases, and scales and shifts of normalization, keep theirs."""
     guide, named = deep_guide(ps.MeanFieldGuide, num_weights, num_points)
     rates = rates_of(ps.StructuredAdam([value for _, value in named], guide, lr=1.0))
-    units = {"log_scale": 1.0, "loc": 0.25}
     for name, value in named:
-        unit = units.get(name.rpartition(".")[2], 0.5 if value.dim() > 1 else 0.1)
-        assert rates[value] == pytest.approx(share * unit), name
+        if "posteriors" in name:
+            is_wide, unit = "weight" in name, 1.0 if name.endswith("log_scale") else 0.25
+        else:
+            is_wide = value.dim() > 1
+            unit = 0.5 if is_wide else 0.1
+        assert rates[value] == pytest.approx((share if is_wide else 1.0) * unit), name
+
+
+def test_narrow_weights_keep_their_rates():
+    guide, named = deep_guide(ps.MeanFieldGuide, 12, width=50)
+    rates = rates_of(ps.StructuredAdam([value for _, value in named], guide, lr=1.0))
+    assert {rates[value] for name, value in named if name.endswith(".loc")} == {0.25}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +227,7 @@ def test_members_are_not_layers(make_guide):
     assert max(rates.values()) >= 0.25
 
 
-def test_moves_along_the_posterior_fall_with_the_number_of_weights():
+def test_moves_along_the_posterior_fall_with_the_number_of_wide_weights():
     guide, _ = deep_guide(ps.MatrixNormalGuide, 12)
     optimizer = ps.StructuredAdam(guide.parameters(), guide, posterior_lr=3.0)
     assert {group["posterior_lr"] for group in optimizer.param_groups} == {0.75}
