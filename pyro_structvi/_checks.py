@@ -23,7 +23,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Rule:
-    """What an annotation says of an argument beside its type: in words, and as a test."""
+    """The rule of an annotation for an argument: in words, and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -99,7 +99,7 @@ def validates(validate_args: Any) -> bool:
 
 
 def check(name: str, value: Any, hint: Any) -> None:
-    """Raise an error that names the argument unless a value is what an annotation says.
+    """Raise an error that names the argument unless a value follows its annotation.
 
     Raises:
         TypeError: If the value is of another kind.

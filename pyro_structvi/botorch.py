@@ -28,8 +28,7 @@ class StructuredModel(EnsembleModel):
     r"""A fitted posterior as a model of BoTorch, for acquisition functions by Monte Carlo.
 
     The posterior at X is a set of S functions, one for each draw of all weights: joint over all inputs,
-    and the same in each call. Samples are differentiable in X. The draws are those of the guide as it is
-    now, on its device.
+    and the same in each call. Samples are differentiable in X. The guide is sampled once, on its device.
 
     Args:
         model: The model, such as a :class:`~pyro_structvi.Regressor` of the mean of outcomes ``(n, m)``.

@@ -22,52 +22,48 @@ SHALLOW = 3  # a number of wide weights above which their steps are shorter
 
 
 class StructuredAdam(torch.optim.Optimizer):
-    r"""Adam that steps in the units of the prior and of the posterior; what :func:`fit` trains with.
+    r"""Adam with a step size for each parameter, in units of the prior and of the posterior.
 
-    Adam moves each number by about the learning rate, whatever it means. Here the rate is multiplied by
-    the size of a change that matters, the parameter's unit (``Family.unit``): the prior's standard
-    deviation for means, though at most ``2 / sqrt(fan_in)``, and ``14 / fan_in`` above a fan-in of 50; 1
-    for logarithms; the smaller of ``1 / sqrt(n)`` and ``3 / n`` for entries of a Cholesky factor with
-    rows of n. A parameter that no
-    posterior holds has the root mean square of its start as its unit where it has two dimensions, and
-    0.1 otherwise.
+    Adam moves each number by about the learning rate, whatever its scale. Here the rate is multiplied by
+    the parameter's unit (``Family.unit``). The unit of a mean is the prior's standard deviation, though
+    at most ``2 / sqrt(fan_in)`` for a weight, and ``14 / fan_in`` above a fan-in of 50. The unit of a
+    logarithm is 1, and the unit of an entry of a Cholesky factor with rows of n the smaller of
+    ``1 / sqrt(n)`` and ``3 / n``. A parameter without a posterior has the root mean square of its start
+    as its unit if it has two dimensions, and 0.1 otherwise.
 
     The moves of the layers of a net may add up in its output. In a model of more than three wide
-    weights, which are those with a fan-in above 50, random or not, their rates are multiplied by
-    ``3 / number``.
+    weights, with a fan-in above 50, random or not, their rates are multiplied by ``3 / number``.
 
-    A posterior :math:`\mu + A e` with correlations moves its mean besides in its own coordinates,
-    by Adam for the gradient by the noise e:
+    The mean of a posterior :math:`\mu + A e` with correlations makes a second move in the coordinates of
+    the noise e:
 
     .. math:: \mu \leftarrow \mu - A \, \operatorname{Adam}_\rho(A^\top g), \qquad g = \nabla_\mu.
 
-    Without Adam's division this is the natural gradient step :math:`\Sigma g`: a Gaussian posterior
-    has curvature 1 in every direction. Where many elements are as wide as a wide
-    prior, most of their gradients are noise, and so would their moves be: the root mean square of
-    this move over a weight is at most that of Adam's own, the rate in the mean's unit. A low rank with
-    a constant diagonal, which gains little by it, moves once.
+    Without Adam's division this is the natural gradient step :math:`\Sigma g`, because a Gaussian
+    posterior has curvature 1 in every direction of e. The root mean square of this move over a weight is
+    at most the rate in the mean's unit, since most gradients of a posterior near its prior are noise. A
+    low rank with a constant diagonal has no second move.
 
-    A rare example or draw can have a gradient far larger than is usual. Adam would move
-    everything in its direction for some ten steps, and hardly anything for hundreds after. So where the
-    norm of all gradients together exceeds ``clip`` times its usual size, the root of the running average
-    of its squares, they are divided by what exceeds it.
+    A rare example or sample can have a gradient far above the usual size, and Adam would then move all
+    parameters in its direction for about ten steps, and hardly at all for hundreds of steps. Gradients
+    are divided by a common factor if their norm exceeds ``clip`` times its usual size, which is the root
+    of the running average of its squares.
 
-    Correlations that come before the means have found their place can keep them from it: on some
-    problems rowwise posteriors ended far below the mean field that they contain. With ``warm_up`` what
-    correlates the elements of rowwise, full and low-rank posteriors (``Family.delayed``) moves slowly
-    first: at step t its rate is multiplied by the smaller of 1 and the square of ``t / warm_up``.
+    Correlations that are learned before the means can lead to worse optima. With ``warm_up`` the
+    correlations of rowwise, full and low-rank posteriors (``Family.delayed``) move slowly at first. Their
+    rate at step t is multiplied by the smaller of 1 and the square of ``t / warm_up``.
 
     Args:
-        parameters: The trained parameters: those of the guide, and others.
+        parameters: The trained parameters of the guide, and others.
         guide: The guide, initialized: a :class:`~pyro_structvi.guides.StructuredGuide` or a module with
             such guides in it.
         lr: Learning rate, a share of the unit.
         betas: Decay rates of the averages of gradients and of their squares.
         eps: Added to the root of the average square.
         posterior_lr: Learning rate of the second move of means as a multiple of ``lr``, a share of the
-            posterior's own scale; none when 0.
-        clip: How many times its usual size the norm of the gradients may be; any when None.
-        warm_up: Steps in which the rate of correlations rises; :func:`fit` takes 15 % of its own.
+            posterior's scale; none when 0.
+        clip: The largest norm of the gradients, as a multiple of its usual size; any norm when None.
+        warm_up: Steps until correlations have their full rate; :func:`fit` takes 15 % of all steps.
 
     Raises:
         TypeError: If the guide is not a module.

@@ -33,7 +33,7 @@ from pyro_structvi.weights.site_role import SiteUse
 
 
 class MixtureGuide(StructuredGuide):
-    r"""A mixture of K guides of the same model, each in a basin of its own.
+    r"""A mixture of K guides of the same model, each in a separate basin.
 
     .. math:: q(W) = \sum_k w_k q_k(W), \qquad
         \mathrm{ELBO}(q) \le \sum_k w_k \mathrm{ELBO}(q_k) - \sum_k w_k \log w_k

@@ -193,7 +193,7 @@ class LazyWeight(WeightPlaceholder):
         use: How the model uses the site.
 
     Attributes:
-        sampled: What was sampled: "outputs", "rows", "factors", "weight", or "" for nothing.
+        sampled: The sampled quantity: "outputs", "rows", "factors", "weight", or "" for nothing.
         reason: Why the weight was sampled, if it was.
 
     Example:
