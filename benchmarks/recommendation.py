@@ -82,33 +82,40 @@ def for_tables() -> tuple[float, float, float]:
     return min(means), max(means), median(float(row[5]) for row in rows if row[2] == "chains")
 
 
-def recommendations(distances: Mapping[str, float], second_run: float) -> list[Recommendation]:
+def recommendations(
+    distances: Mapping[str, float], by_net: Mapping[str, Mapping[str, float]], second_run: float
+) -> list[Recommendation]:
     """Return the recommendations.
 
     Args:
         distances: Of predictions to those of NUTS, by calls, in units of mean field's.
+        by_net: The same by calls and nets.
         second_run: The distance of a second run of NUTS.
     """
     small, (wide, accuracy, by_adamw) = for_small_nets(distances), for_wide_nets()
     least, largest, seconds = for_tables()
     smaller = next(choice for choice in FAMILIES if choice.guide == "InducingWeightGuide")
     of_small, of_wide = step_costs("small"), step_costs("wide")
+    nets = [*by_net[small.code]]
+    others = [choice.code for choice in FAMILIES if choice != small]
+    won = sum(by_net[small.code][net] < min(by_net[code][net] for code in others) for net in nets)
     return [
         Recommendation(
-            "a small net, up to some ten thousand weights",
+            "a small net",
             linked(small),
             f"{of_small[small.code]:.1f} times the net's step (20-50-10)",
-            f"closest to NUTS, at {distances[small.code]:.2f} of mean field's distance",
+            f"closest to NUTS on {won} of {len(nets)} nets of a few hundred weights, at "
+            f"{distances[small.code]:.2f} of mean field's distance",
         ),
         Recommendation(
             "a table of numbers",
             "[`BayesianMLPRegressor()`](how_to/tables.md), which samples",
-            f"{seconds:.0f} s for a fit of some hundred rows",
+            f"{seconds:.0f} s for a fit of a few hundred rows",
             f"{least:.2f} to {largest:.2f} nats an example above a deep ensemble",
         ),
         Recommendation(
             "a wide net",
-            f"{linked(wide)} with [`kl_weight=0.01`](how_to/deep_nets.md)",
+            f"[`{wide.guide}`]({wide.page}) with [`kl_weight=0.01`](how_to/deep_nets.md)",
             f"{of_wide[wide.code]:.1f} times the net's step (1024-2048-2048-10)",
             f"{accuracy:.2f} % of MNIST correct; AdamW {by_adamw:.2f} %",
         ),
@@ -116,7 +123,7 @@ def recommendations(distances: Mapping[str, float], second_run: float) -> list[R
             "a trained net",
             "[`FullCovarianceGuide`](how_to/which_weights.md) on its last layer",
             "a step of that layer",
-            "all other layers are frozen",
+            "a few thousand elements at most",
         ),
         Recommendation(
             "a net that barely fits into memory",
@@ -125,7 +132,7 @@ def recommendations(distances: Mapping[str, float], second_run: float) -> list[R
             f"fewer parameters than the net, at {distances[smaller.code]:.2f} of mean field's distance",
         ),
         Recommendation(
-            "some hundred weights",
+            "a few hundred weights",
             "[`reference.nuts`](how_to/reference_posteriors.md)",
             "minutes",
             f"exact; two runs differ by {second_run:.2f} of mean field's distance",
@@ -145,10 +152,10 @@ def recommendation_table(rows: Sequence[Recommendation], folder: str) -> str:
         folder: The path to ``docs/`` from the page.
     """
     body = [[row.case, row.call.replace("](", f"]({folder}"), *row[2:]] for row in rows]
-    return markdown(["you have", "take", "cost", "evidence"], body)
+    return markdown(["if you have", "use", "cost", "evidence"], body)
 
 
 def recommended_for(choice: Choice, rows: Sequence[Recommendation]) -> str:
     """Return a sentence with the case that a guide is recommended for; empty if there is none."""
-    cases = [row.case for row in rows if row.call.startswith(linked(choice))]
+    cases = [row.case for row in rows if f"]({choice.page})" in row.call]
     return f"Recommended for {' and '.join(cases)}." if cases else ""

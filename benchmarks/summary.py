@@ -283,8 +283,10 @@ def peers(rows: Iterable[Row]) -> str:
 
 def recommended(rows: Iterable[Row]) -> list[Recommendation]:
     """Return the recommendations, by the results of the league and others."""
-    distances = {name: own.distance for name, own in summarize(rows).items()}
-    return recommendations(distances, distances[CEILING])
+    found = summarize(rows)
+    distances = {name: own.distance for name, own in found.items()}
+    by_net = {name: own.by_problem for name, own in found.items()}
+    return recommendations(distances, by_net, distances[CEILING])
 
 
 def of_page(rows: Iterable[Row], choices: Sequence[Choice]) -> str:
@@ -327,8 +329,9 @@ def deviations(rows: Iterable[Row]) -> str:
     """Return the ratios of standard deviations to NUTS between the clusters of the regression."""
     cells = by_problem(rows)["cosine"]
     quantity = f"{last_region(cells)}: ratio of standard deviations"
-    head = [f"`{choice.guide.removesuffix('Guide')}`" for choice in FAMILIES]
-    ratios = [f"{fmean(cells[choice.code][quantity]):.2f}" for choice in FAMILIES]
+    shown = [choice for choice in FAMILIES if choice.guide != "FullCovarianceGuide"]  # no panel
+    head = [f"`{choice.guide.removesuffix('Guide')}`" for choice in shown]
+    ratios = [f"{fmean(cells[choice.code][quantity]):.2f}" for choice in shown]
     return markdown(head, [ratios])
 
 

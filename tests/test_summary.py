@@ -108,26 +108,31 @@ def found():
     return summary.summarize(read_rows(summary.RESULTS / "league.csv", HEADER))
 
 
-def test_recommended_guides_are_those_that_won(found):
+def recommended(found):
+    by_net = {name: own.by_problem for name, own in found.items()}
     distances = {name: own.distance for name, own in found.items()}
-    rows = recommendation.recommendations(distances, 0.1)
+    return recommendation.recommendations(distances, by_net, 0.1)
+
+
+def test_recommended_guides_are_those_that_won(found):
+    rows = recommended(found)
     small, wide, smaller = rows[0], rows[2], rows[4]
     closest = min(summary.CHOICES, key=lambda choice: found[choice.code].distance)
     assert f"`{closest.code}`" in small.call
-    assert f"{found[closest.code].distance:.2f}" in small.evidence
+    assert f"at {found[closest.code].distance:.2f} of" in small.evidence
+    assert "on 4 of 5 nets" in small.evidence, "as the caption of the closest guides names them"
     accuracies = re.findall(r"([\d.]+) %", wide.evidence)
     assert [float(each) for each in accuracies] == sorted(map(float, accuracies), reverse=True)
     costs = summary.step_costs("wide")
-    choice = next(choice for choice in summary.CHOICES if f"`{choice.code}`" in wide.call)
-    assert costs[choice.code] < costs[summary.MEASURE]
-    assert (
-        f"{costs[next(c.code for c in summary.CHOICES if c.code in smaller.call)]:.1f}"
-        in smaller.cost
-    )
+    by_page = {choice.page: choice for choice in summary.CHOICES if choice.guide != "MAPGuide"}
+    for row, bound in ((wide, costs[summary.MEASURE]), (smaller, 1.0)):
+        choice = next(choice for page, choice in by_page.items() if f"({page})" in row.call)
+        assert costs[choice.code] < bound
+        assert f"{costs[choice.code]:.1f} times" in row.cost
 
 
 def test_the_recommendation_of_a_page(found):
-    rows = recommendation.recommendations({name: own.distance for name, own in found.items()}, 0.1)
+    rows = recommended(found)
     of_guide = {each.guide: recommendation.recommended_for(each, rows) for each in summary.CHOICES}
     assert of_guide["KTiedGuide"] == "Recommended for a wide net."
     assert of_guide["MeanFieldGuide"] == ""

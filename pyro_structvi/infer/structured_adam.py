@@ -32,7 +32,8 @@ class StructuredAdam(torch.optim.Optimizer):
     as its unit if it has two dimensions, and 0.1 otherwise.
 
     The moves of the layers of a net may add up in its output. In a model of more than three wide
-    weights, with a fan-in above 50, random or not, their rates are multiplied by ``3 / number``.
+    weights, with a fan-in above 50, their rates are multiplied by ``3 / number``. The fan-in of a
+    parameter without a posterior is the number of elements of a row.
 
     The mean of a posterior :math:`\mu + A e` with correlations makes a second move in the coordinates of
     the noise e:
@@ -50,8 +51,8 @@ class StructuredAdam(torch.optim.Optimizer):
     of the running average of its squares.
 
     Correlations that are learned before the means can lead to worse optima. With ``warm_up`` the
-    correlations of rowwise, full and low-rank posteriors (``Family.delayed``) move slowly at first. Their
-    rate at step t is multiplied by the smaller of 1 and the square of ``t / warm_up``.
+    correlations of rowwise, full and low-rank posteriors (``Family.delayed``) move slowly at first:
+    their rate at step t is multiplied by the smaller of 1 and the square of ``t / warm_up``.
 
     Args:
         parameters: The trained parameters of the guide, and others.
@@ -325,11 +326,12 @@ def _share_of_wide(posteriors: list[SitePosterior], points: Iterable[Tensor]) ->
 
 
 def _is_wide(point: Tensor) -> bool:
-    """Whether a parameter of no posterior is a weight with a large fan-in."""
-    return point.dim() > 1 and point[0].numel() > WIDE
+    """Whether a parameter of no posterior has many numbers in a row, which is the fan-in of most."""
+    return point.dim() > 1 and math.prod(point.shape[1:]) > WIDE
 
 
 def _unit_of_point(value: Tensor) -> float:
     """Return the unit of a parameter that is no posterior's."""
-    size = float(value.detach().square().mean().sqrt()) if value.dim() > 1 else 0.0
+    has_size = value.dim() > 1 and value.numel()
+    size = float(value.detach().square().mean().sqrt()) if has_size else 0.0
     return size or POINT_UNIT

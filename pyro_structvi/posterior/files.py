@@ -21,7 +21,7 @@ from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
 
 KEY = "pyro_structvi"  # of the header in the metadata of a file
-FORMAT = 1
+FORMAT = 2
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 OPTIONS = "._extra_state"  # of families; of any shape
@@ -223,7 +223,8 @@ def _kinds() -> dict[str, type[StructuredGuide]]:
 def _device_of(model: Any) -> torch.device:
     """Return the device of the first tensor of a module; the CPU if there is none."""
     tensors = iter(_state_of("model", model).values())
-    return next((value.device for value in tensors), torch.device("cpu"))
+    devices = (value.device for value in tensors if not value.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def _make_or_refuse(header: Json, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:

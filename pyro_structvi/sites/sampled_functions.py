@@ -45,13 +45,22 @@ class SampledFunctions(nn.Module):
         Args:
             *args: The arguments of the net.
             **kwargs: Its keyword arguments.
+
+        Raises:
+            RuntimeError: If ``torch.func.vmap`` cannot map over the net, as over an LSTM.
         """
         stacked = {name: self.get_buffer(module_key(name)) for name in self._names}
 
         def output(state: Mapping[str, Tensor]) -> Any:
             return functional_call(self._net[0], dict(state), args, kwargs)
 
-        outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
+        try:
+            outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The net must run under `torch.func.vmap`, but it failed there: {error}. Call a net "
+                "for each sample, `guide.to_net(guide.draw())`, unless the arguments are wrong."
+            ) from error
         return outputs
 
 
@@ -71,6 +80,7 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.
+        RuntimeError: If the guide knows no site yet.
 
     Example:
         >>> from pyro_structvi import MeanFieldGuide, Regressor, bayesianize

@@ -140,7 +140,8 @@ def _check_particles(
         return
     (own, own_error), (one, one_error) = map(_log_variance, (several, single))
     excess = own - (one - math.log(PARTICLES))  # log(PARTICLES) if they share their noise
-    if excess > max(math.log(2.2), 3 * math.hypot(own_error, one_error)):
+    limit = max(math.log(2.2), 3 * math.hypot(own_error, one_error))
+    if excess > min(limit, 0.9 * math.log(PARTICLES)):
         rule = "particles in one pass have independent noise: the variance falls with their number"
         contract.fail(rule, f"about {math.exp(one) / PARTICLES:.4g}", f"{math.exp(own):.4g}")
 

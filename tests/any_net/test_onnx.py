@@ -57,3 +57,19 @@ def test_onnx_runtime_has_the_same_outputs(name, way, tmp_path):
     expected = [outputs] if way == "samples" else [*outputs]
     for own, value in zip(run_by_onnx(module, x, tmp_path / "net.onnx"), expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(own), value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.nets_sample
+def test_a_file_takes_any_batch(tmp_path):
+    """As the page of deployment writes it."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = ps.Regressor(ps.bayesianize(make_mlp(3, 10, 2)), num_data=10, noise_scale=0.1)
+    functions, x = ps.MeanFieldGuide(model).sample_functions(3), torch.randn(7, 3)
+    shapes = {"args": ({0: torch.export.Dim("batch")},)}
+    path = tmp_path / "functions.onnx"
+    torch.onnx.export(functions, (x,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    session = runtime.InferenceSession(path)
+    for rows in (x, x[:2]):
+        (found,) = session.run(None, {session.get_inputs()[0].name: rows.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), functions(rows), rtol=1e-5, atol=1e-5)

@@ -72,3 +72,14 @@ def test_a_model_without_one_net_is_refused():
         guide.sample_functions(2)
     with pytest.raises(ValueError, match="`num_samples` must be"):
         make_guide().sample_functions(0)
+
+
+def test_a_net_without_batching_rules_is_refused():
+    class Last(nn.LSTM):
+        def forward(self, x):
+            return super().forward(x)[0][:, -1]
+
+    net = ps.bayesianize(nn.Sequential(Last(3, 4, batch_first=True), nn.Linear(4, 1)))
+    functions = ps.MeanFieldGuide(ps.Regressor(net, 8, 0.1)).sample_functions(2)
+    with pytest.raises(RuntimeError, match=r"must run under `torch.func.vmap`.*guide.to_net"):
+        functions(torch.randn(5, 6, 3))

@@ -198,7 +198,7 @@ def add_option(header):
     [
         (
             set_format,
-            f"must be a file of format 1, but .* has format 99, by pyro-structvi {ps.__version__}",
+            f"must be a file of format 2, but .* has format 99, by pyro-structvi {ps.__version__}",
         ),
         (drop_guide, r"its header describes no guide \('guide'\)"),
         (drop_families, r"its header describes no guide \(.* 'families'\)"),
