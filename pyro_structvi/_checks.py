@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, wraps
-from inspect import Parameter, getfile, signature
+from inspect import Parameter, Signature, getfile, signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -83,7 +83,20 @@ def _without_rules(hint: Any) -> Any:
         return _without_rules(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(map(_without_rules, get_args(hint)))]  # noqa: UP007  (of a tuple)
+    if get_origin(hint) in (tuple, list, Sequence, Mapping, Iterable):
+        return get_origin(hint)[tuple(map(_without_rules, get_args(hint)))]
     return hint
+
+
+class PlainSignature:
+    """The signature of a dataclass with types alone, as the attribute ``__signature__``."""
+
+    def __get__(self, record: Any, kind: type) -> Signature:
+        """Return the signature of a class."""
+        own = signature(kind.__init__)  # type: ignore[misc]
+        _, *parameters = own.parameters.values()
+        plain = [each.replace(annotation=_without_rules(each.annotation)) for each in parameters]
+        return own.replace(parameters=plain)
 
 
 def check_fields(record: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_structvi import _checks as checks
+from tests.bad_input.public import public_callables
 
 
 @pytest.mark.parametrize(
@@ -298,3 +299,11 @@ def test_fields_are_checked():
 def test_tensors_that_do_not_fit(check, arguments, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         getattr(checks, check)("x", *arguments)
+
+
+def test_signatures_of_public_callables_are_types():
+    """As ``help``, a notebook and the reference show them, without the rules of arguments."""
+    shown = {name: str(inspect.signature(value)) for name, value in public_callables().items()}
+    assert len(shown) > 100
+    assert {name: text for name, text in shown.items() if "Annotated" in text} == {}
+    assert shown["KTied"] == "(rank: int = 2, *, join_bias: bool = True) -> None"

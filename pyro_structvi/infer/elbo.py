@@ -18,6 +18,7 @@ from pyro_structvi._checks import (
     NO_CLASS,
     Count,
     NonNegative,
+    PlainSignature,
     Program,
     check_fields,
     checked,
@@ -55,6 +56,8 @@ class LinearAnnealing:
     start: NonNegative = 0.0
     end: NonNegative = 1.0
 
+    __signature__ = PlainSignature()
+
     def __post_init__(self) -> None:
         """Check the arguments."""
         check_fields(self)
@@ -87,6 +90,8 @@ class CosineDecay:
     num_steps: Count
     start: NonNegative = 1.0
     end: NonNegative = 0.0
+
+    __signature__ = PlainSignature()
 
     def __post_init__(self) -> None:
         """Check the arguments."""

@@ -37,6 +37,7 @@ class Classifier(Likelihood):
         torch.Size([3, 5])
     """
 
+    @checked
     def __init__(
         self,
         net: nn.Module,

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_structvi._checks import (
     NO_CLASS,
     NonNegative,
+    PlainSignature,
     Positive,
     brief,
     check,
@@ -59,6 +60,8 @@ class FanIn:
     scale: Positive = 1.0
     vector_scale: Positive = 1.0
     fan_in: Positive | None = None
+
+    __signature__ = PlainSignature()
 
     def __post_init__(self) -> None:
         """Check the scales."""
@@ -116,6 +119,8 @@ class HierarchicalScale:
 
     prior: Any
     fan_in: bool | Positive = False
+
+    __signature__ = PlainSignature()
 
     def __post_init__(self) -> None:
         """Check the prior."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
-from pyro_structvi._checks import Positive, check, check_fields, checked
+from pyro_structvi._checks import PlainSignature, Positive, check, check_fields, checked
 from pyro_structvi.nn.channels import apply_to_batch, is_plain, scale_channels, shift_channels
 from pyro_structvi.nn.priors import Prior, sample_from
 
@@ -192,6 +192,8 @@ class RankOne:
     prior_scale: Positive = 0.1
     start: Start = "ones"
     needs: ClassVar[str] = "an nn.Linear or a convolution, without hooks or reparametrized weights"
+
+    __signature__ = PlainSignature()
 
     def __post_init__(self) -> None:
         """Check the options."""

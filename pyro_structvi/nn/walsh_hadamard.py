@@ -12,6 +12,7 @@ from torch import Size, Tensor, nn
 
 from pyro_structvi._checks import (
     Count,
+    PlainSignature,
     Positive,
     Whole,
     check_fields,
@@ -298,6 +299,8 @@ class WalshHadamard:
         "an nn.Linear or a convolution without groups, with nothing frozen, and without hooks or "
         "reparametrized weights"
     )
+
+    __signature__ = PlainSignature()
 
     def __post_init__(self) -> None:
         """Check the option."""

@@ -10,7 +10,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
-from pyro_structvi._checks import NO_CLASS, Positive, check_fields, shape_text
+from pyro_structvi._checks import NO_CLASS, PlainSignature, Positive, check_fields, shape_text
 from pyro_structvi.nn.priors import matches
 from pyro_structvi.sites.latent_site import LatentSite, bijection_at
 from pyro_structvi.sites.parameterization import unit_of_lower
@@ -34,6 +34,8 @@ class Family:
     needs: ClassVar[str]
     constants: ClassVar[tuple[str, ...]] = ()
     delayed: ClassVar[tuple[str, ...]] = ()
+
+    __signature__ = PlainSignature()
 
     def __post_init__(self) -> None:
         """Check the options against their annotations."""
