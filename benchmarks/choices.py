@@ -70,6 +70,7 @@ FAMILIES = [
     ),
     MEAN_FIELD,
 ]
+PICTURED = [choice for choice in FAMILIES if choice.guide != "FullCovarianceGuide"]  # front page
 POINTS = [
     Choice("EnsembleGuide", "guides/points.md", "several modes, each a point", {"size": 5}),
     Choice("MAPGuide", "guides/points.md", "one point"),

@@ -48,9 +48,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.costs:
         draw_costs(read("bench"), options.costs)
+        print(f"Drawn: {', '.join(GUIDES)}.")
     if options.convergence:
         draw_convergence(read("convergence"), options.convergence)
-    print(f"Drawn: {', '.join(GUIDES)}.")
 
 
 def read(name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.choices import CHOICES, FAMILIES, MEAN_FIELD, Choice
+from benchmarks.choices import CHOICES, MEAN_FIELD, PICTURED, Choice
 from benchmarks.league_tables import (
     CEILING,
     HEADER,
@@ -329,9 +329,8 @@ def deviations(rows: Iterable[Row]) -> str:
     """Return the ratios of standard deviations to NUTS between the clusters of the regression."""
     cells = by_problem(rows)["cosine"]
     quantity = f"{last_region(cells)}: ratio of standard deviations"
-    shown = [choice for choice in FAMILIES if choice.guide != "FullCovarianceGuide"]  # no panel
-    head = [f"`{choice.guide.removesuffix('Guide')}`" for choice in shown]
-    ratios = [f"{fmean(cells[choice.code][quantity]):.2f}" for choice in shown]
+    head = [f"`{choice.guide.removesuffix('Guide')}`" for choice in PICTURED]
+    ratios = [f"{fmean(cells[choice.code][quantity]):.2f}" for choice in PICTURED]
     return markdown(head, [ratios])
 
 

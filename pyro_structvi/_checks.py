@@ -72,8 +72,7 @@ def checked(target: T) -> T:
                     check(name, given[name], hints()[name])
         return target(*args, **kwargs)
 
-    plain = [each.replace(annotation=_without_rules(each.annotation)) for _, each in parameters]
-    checking.__signature__ = own.replace(parameters=plain)  # type: ignore[attr-defined]
+    checking.__signature__ = _of_types(own)  # type: ignore[attr-defined]
     return checking  # type: ignore[return-value]
 
 
@@ -88,22 +87,33 @@ def _without_rules(hint: Any) -> Any:
     return hint
 
 
-class PlainSignature:
-    """The signature of a dataclass with types alone, as the attribute ``__signature__``."""
+def _of_types(own: Signature) -> Signature:
+    """Return a signature with types alone."""
+    parameters = own.parameters.values()
+    return own.replace(
+        parameters=[each.replace(annotation=_without_rules(each.annotation)) for each in parameters]
+    )
+
+
+class _PlainSignature:
+    """The attribute ``__signature__`` of a class, with types alone."""
 
     def __get__(self, record: Any, kind: type) -> Signature:
-        """Return the signature of a class."""
         own = signature(kind.__init__)  # type: ignore[misc]
         _, *parameters = own.parameters.values()
-        plain = [each.replace(annotation=_without_rules(each.annotation)) for each in parameters]
-        return own.replace(parameters=plain)
+        return _of_types(own.replace(parameters=parameters))
 
 
-def check_fields(record: Any) -> None:
-    """Check the fields of a dataclass against their annotations; those in quotes are not read."""
-    for field in fields(record):
-        if not isinstance(field.type, str):
-            check(field.name, getattr(record, field.name), field.type)
+class CheckedFields:
+    """A base of dataclasses that checks fields by their annotations; those in quotes are not read."""
+
+    __signature__ = _PlainSignature()
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        for field in fields(self):  # type: ignore[arg-type]
+            if not isinstance(field.type, str):
+                check(field.name, getattr(self, field.name), field.type)
 
 
 def validates(validate_args: Any) -> bool:

@@ -251,12 +251,9 @@ def test_a_checked_function_says_what_it_takes():
 
 
 @dataclass
-class Options:
+class Options(checks.CheckedFields):
     rank: checks.Count = 1
     name: "str" = 3  # not read, being in quotes
-
-    def __post_init__(self):
-        checks.check_fields(self)
 
 
 def test_fields_are_checked():

@@ -172,3 +172,11 @@ def test_costs_that_are_written_by_hand_are_those_of_the_results():
         number = next(re.finditer(re.escape(sentence).replace(r"\{\}", r"([\d.]+)"), text))[1]
         digits = len(number.partition(".")[2])
         assert number == f"{ratio:.{digits}f}", sentence
+
+
+def test_numbers_that_the_front_page_has_by_hand(found):
+    text = " ".join((summary.ROOT / "README.md").read_text().split())
+    assert f"`FullCovarianceGuide` ({found['FullCovarianceGuide'].distance:.2f})" in text
+    assert f"differ {found['EnsembleGuide(size=5)'].factor:.0f}-fold from NUTS" in text
+    spirals = {own.code: found[own.code].by_problem["spirals"] for own in summary.CHOICES}
+    assert max(spirals, key=spirals.get) == "GlobalInducingGuide"

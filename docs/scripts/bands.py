@@ -17,17 +17,13 @@ from torch import Tensor
 
 import pyro_structvi as ps
 from benchmarks import league
-from benchmarks.choices import CHOICES
+from benchmarks.choices import PICTURED
 from benchmarks.league_problems import LeagueProblem, cosine_regression
 from pyro_structvi.plots.figures import figure_of, make_panels
 
 # By title, the league's name; None is NUTS.
-SHOWN = ("Global", "Matrix", "Rowwise", "Inducing", "AutoLowRank", "KTied", "MeanField")
 PANELS: dict[str, str | None] = {"NUTS (the posterior)": None} | {
-    choice.guide: choice.code
-    for name in SHOWN
-    for choice in CHOICES
-    if choice.guide.startswith(name)
+    choice.guide: choice.code for choice in PICTURED
 }
 WIDTHS = (1, 2)  # of the bands, in standard deviations
 

@@ -29,7 +29,8 @@ from pyro_structvi.infer.data_warnings import (
     warn_of_first_batch,
     warn_of_ignored_data,
 )
-from pyro_structvi.infer.elbo import CosineDecay, LinearAnnealing, Schedule, StructuredELBO
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.schedules import CosineDecay, LinearAnnealing, Schedule
 from pyro_structvi.infer.states import training_mode
 from pyro_structvi.infer.steps.engines import Compiled, engine_of_fit, may_change_modules
 from pyro_structvi.infer.steps.optimizer import OneOptimizer

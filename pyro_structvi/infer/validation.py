@@ -21,7 +21,7 @@ from pyro_structvi._checks import (
     check_tensors,
     naming,
 )
-from pyro_structvi.infer.elbo import LinearAnnealing
+from pyro_structvi.infer.schedules import LinearAnnealing
 from pyro_structvi.infer.states import cloned, load_parts, parts_state, plain
 from pyro_structvi.infer.steps.step import History, Loss
 from pyro_structvi.posterior.prediction import Prediction, predict

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from pyro_structvi._checks import (
     NO_CLASS,
+    CheckedFields,
     NonNegative,
-    PlainSignature,
     Positive,
     brief,
     check,
     check_broadcastable,
-    check_fields,
     check_positive,
     check_positive_number,
 )
@@ -34,7 +33,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 @dataclass(frozen=True)
-class FanIn:
+class FanIn(CheckedFields):
     """Independent normals with a standard deviation scaled by the fan-in.
 
     A weight has the standard deviation ``scale / sqrt(fan_in)``, so that the prior variance of outputs
@@ -61,12 +60,6 @@ class FanIn:
     vector_scale: Positive = 1.0
     fan_in: Positive | None = None
 
-    __signature__ = PlainSignature()
-
-    def __post_init__(self) -> None:
-        """Check the scales."""
-        check_fields(self)
-
     def standard_deviation(self, parameter: Tensor, fan_in: float | None = None) -> float:
         """Return the standard deviation of each element of a parameter.
 
@@ -84,7 +77,7 @@ class FanIn:
 
 
 @dataclass(frozen=True)
-class HierarchicalScale:
+class HierarchicalScale(CheckedFields):
     r"""Independent normals whose standard deviation is a separate latent site.
 
     .. math:: s \sim p(s), \qquad w \mid s \sim N(0, s^2)
@@ -120,11 +113,9 @@ class HierarchicalScale:
     prior: Any
     fan_in: bool | Positive = False
 
-    __signature__ = PlainSignature()
-
     def __post_init__(self) -> None:
         """Check the prior."""
-        check_fields(self)
+        super().__post_init__()
         if not isinstance(self.prior, torch.distributions.Distribution):
             raise TypeError(
                 "`prior` must be a distribution over positive numbers, such as "

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
-from pyro_structvi._checks import PlainSignature, Positive, check, check_fields, checked
+from pyro_structvi._checks import CheckedFields, Positive, check, checked
 from pyro_structvi.nn.channels import apply_to_batch, is_plain, scale_channels, shift_channels
 from pyro_structvi.nn.priors import Prior, sample_from
 
@@ -169,7 +169,7 @@ _LAYERS: dict[type, type[RankOneLinear | RankOneConv]] = {
 
 
 @dataclass(frozen=True)
-class RankOne:
+class RankOne(CheckedFields):
     """Option for the ``layers`` of ``bayesianize``: rank-1 layers in place of a net's layers.
 
     See :class:`RankOneLinear`. Weight and bias start at their values in the net and take no prior.
@@ -192,12 +192,6 @@ class RankOne:
     prior_scale: Positive = 0.1
     start: Start = "ones"
     needs: ClassVar[str] = "an nn.Linear or a convolution, without hooks or reparametrized weights"
-
-    __signature__ = PlainSignature()
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        check_fields(self)
 
     def fits(self, module: nn.Module) -> bool:
         """Whether there is a rank-1 layer for the module."""

@@ -11,11 +11,10 @@ from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
 from pyro_structvi._checks import (
+    CheckedFields,
     Count,
-    PlainSignature,
     Positive,
     Whole,
-    check_fields,
     check_same_kind,
     check_shape,
     checked,
@@ -276,7 +275,7 @@ _CONVOLUTIONS: dict[type, type[WalshHadamardConv]] = {
 
 
 @dataclass(frozen=True)
-class WalshHadamard:
+class WalshHadamard(CheckedFields):
     """Option for the ``layers`` of ``bayesianize``: Walsh-Hadamard layers in place of a net's layers.
 
     See :class:`WalshHadamardLinear`. The prior of a weight must be one normal around zero for all
@@ -299,12 +298,6 @@ class WalshHadamard:
         "an nn.Linear or a convolution without groups, with nothing frozen, and without hooks or "
         "reparametrized weights"
     )
-
-    __signature__ = PlainSignature()
-
-    def __post_init__(self) -> None:
-        """Check the option."""
-        check_fields(self)
 
     def fits(self, module: nn.Module) -> bool:
         """Whether there is a Walsh-Hadamard layer for the module."""

@@ -10,7 +10,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
-from pyro_structvi._checks import NO_CLASS, PlainSignature, Positive, check_fields, shape_text
+from pyro_structvi._checks import NO_CLASS, CheckedFields, Positive, shape_text
 from pyro_structvi.nn.priors import matches
 from pyro_structvi.sites.latent_site import LatentSite, bijection_at
 from pyro_structvi.sites.parameterization import unit_of_lower
@@ -18,7 +18,7 @@ from pyro_structvi.weights.site_role import LocalReparam
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(CheckedFields):
     """A kind of posterior for one site, with its options; a SitePosterior holds the parameters.
 
     A family defines ``fits``, ``init`` and ``distribution``. See "Write your own family" in the
@@ -34,12 +34,6 @@ class Family:
     needs: ClassVar[str]
     constants: ClassVar[tuple[str, ...]] = ()
     delayed: ClassVar[tuple[str, ...]] = ()
-
-    __signature__ = PlainSignature()
-
-    def __post_init__(self) -> None:
-        """Check the options against their annotations."""
-        check_fields(self)
 
     def fits(self, site: LatentSite) -> bool:
         """Whether this family supports the site."""

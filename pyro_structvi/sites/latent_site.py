@@ -119,7 +119,7 @@ class LatentSite:
     @property
     def is_wide(self) -> bool:
         """Whether the site is a weight with a fan-in above 50."""
-        return self.is_real and bool(self.fan_in) and self.fan_in > WIDE  # type: ignore[operator]
+        return self.is_real and (self.fan_in or 0) > WIDE
 
     @property
     def is_batch(self) -> bool:

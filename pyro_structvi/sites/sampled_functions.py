@@ -89,5 +89,6 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
         >>> functions(torch.zeros(5, 3)).shape
         torch.Size([4, 5, 1])
     """
-    draws = (self.draw(number=number) for number in range(num_samples))
-    return SampledFunctions([to_net(self, draw).eval() for draw in draws])
+    draws = self.joint_posterior().draw_many(range(num_samples))
+    each = ({name: draw[i] for name, draw in draws.items()} for i in range(num_samples))
+    return SampledFunctions([to_net(self, draw).eval() for draw in each])

@@ -28,15 +28,6 @@ NETS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    """Nets of these libraries make tensors in single precision here and there."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 def make(name: str, guide: str = "mean field", **options):
     case = CASES[name]
     pytest.importorskip(case.library)

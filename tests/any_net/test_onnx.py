@@ -21,15 +21,6 @@ NETS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    """ONNX Runtime has few kernels of double precision."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 def run_by_onnx(module, x, path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -21,7 +21,8 @@ def test_each_function_is_the_net_at_one_draw(make):
     torch.manual_seed(1)
     functions = guide.sample_functions(4)
     torch.manual_seed(1)
-    nets = [guide.to_net(guide.draw(number=number)).eval() for number in range(4)]
+    draws = guide.joint_posterior().draw_many(range(4))
+    nets = [guide.to_net({name: draw[i] for name, draw in draws.items()}).eval() for i in range(4)]
     expected = torch.stack([net(x) for net in nets])
     torch.testing.assert_close(functions(x), expected, rtol=1e-12, atol=1e-14)
     assert torch.equal(functions(x), functions(x))
