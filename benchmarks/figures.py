@@ -15,6 +15,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.figure_sources import digest, metadata
 from benchmarks.tables import DEFAULT, VARIANTS, net_of
 from pyro_structvi.plots.figures import BLUE, GREY, ORANGE, SKY, VERMILION
 
@@ -57,8 +58,8 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
 
-def save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+def save(figure: Figure, path: Path, results: Any) -> None:
+    figure.savefig(path, metadata=metadata(path, digest(results)))
 
 
 # ---- costs ---------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def draw_costs(results: dict[str, Any], path: Path) -> None:
             axes.tick_params(axis="y", length=0)
             axes.spines[["top", "right"]].set_visible(False)
         figure.legend(*step.get_legend_handles_labels(), loc="outside upper center", ncols=2)
-        save(figure, path)
+        save(figure, path, results)
 
 
 def bars(axes: Axes, net: dict[str, Any], task: str, index: int, color: str) -> None:
@@ -131,7 +132,7 @@ def draw_convergence(results: dict[str, Any], path: Path) -> None:
         axes.set_ylim(len(guides) - 0.5, -0.5)
         axes.set_xticks((0.01, 0.1, 1, 10), ("0.01", "0.1", "1", "10"))
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
-        save(figure, path)
+        save(figure, path, results)
 
 
 def draw_problem(axes: Axes, problem: dict[str, Any], guides: list[str], steps: list[int]) -> None:

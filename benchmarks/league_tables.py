@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, geometric_mean
 
+from benchmarks.figure_sources import digest, metadata
 from benchmarks.markdown import markdown
 from benchmarks.peers import PEERS
 from benchmarks.rows import Row, mean_with_error
@@ -164,6 +165,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
 
     from benchmarks.distance_over_cost import plot_distance_over_cost
 
+    rows = list(rows)
     found = by_problem(without_peers(rows))
     columns, count = min(2, len(found)), -(-len(found) // 2)
     with rc_context({"svg.hashsalt": "league", "font.size": 8}):
@@ -183,4 +185,4 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
             plot_distance_over_cost(points, axis, None, *ends, unit="s of CPU", label=main)
         for axis in list(axes.flat)[len(found) :]:
             axis.remove()
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata=metadata(path, digest(rows)))

@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import pyro_structvi as ps
+from benchmarks.figure_sources import digest, metadata
 from benchmarks.measure import describe_machine, quartiles, time_rounds
 from benchmarks.sweeps import METHODS, SWEEPS, Method, Sizes
 from benchmarks.tables import scaling_tables, write_results
@@ -189,7 +190,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axes.set(yscale="log", xlabel=title, ylabel="loss and gradients, ms")
             axes.legend(**LEGEND)
         figure.tight_layout()
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata=metadata(path, digest(results)))
 
 
 def draw_line(axes: Any, title: str, method: dict[str, Any], color: str) -> None:

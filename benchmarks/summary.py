@@ -18,6 +18,7 @@ from statistics import fmean, geometric_mean, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.choices import CHOICES, MEAN_FIELD, PICTURED, Choice
+from benchmarks.figure_sources import digest, metadata
 from benchmarks.league_tables import (
     CEILING,
     HEADER,
@@ -353,6 +354,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
 
     from benchmarks.label_places import place_labels
 
+    rows = list(rows)
     shown = {choice.code: choice.guide for choice in CHOICES}
     summaries = summarize(rows)
     found = [summaries[name] for name in shown]
@@ -377,7 +379,7 @@ def draw_figure(rows: Iterable[Row], path: Path) -> None:
         axes.set_ylabel("distance to NUTS (mean field = 1)")
         axes.spines[["top", "right"]].set_visible(False)
         place_labels(axes, [*shown.values()], cost, distance, error)
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata=metadata(path, digest(rows)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,12 @@
-"""The pictures of the documentation: each is drawn by a script, of the guide that its page is about."""
+"""The pictures of the documentation: each is drawn by a script, of the guide that its page is about.
 
+A figure carries its source: a digest of the results or of the code that it is drawn from, or the ELBO
+of a short training. `make figures FIGURES=results` draws figures of results anew, and
+`docs/scripts/gallery_figures.py --page NAME` the figures of a page's code, which do not show changes of
+the package.
+"""
+
+import json
 import re
 import runpy
 import sys
@@ -9,24 +16,57 @@ import pytest
 import torch
 
 from benchmarks.choices import CHOICES
+from benchmarks.figure_sources import digest, read_source
+from benchmarks.league_tables import HEADER
+from benchmarks.rows import read_rows
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-OF_RESULTS = {"start/choosing.svg"} | {
-    f"evidence/{name}.svg" for name in ("league", "scaling", "costs", "convergence")
+OF_RESULTS = {
+    "start/choosing.svg": "league.csv",
+    "evidence/league.svg": "league.csv",
+    "evidence/scaling.svg": "scaling.json",
+    "evidence/costs.svg": "bench.json",
+    "evidence/convergence.svg": "convergence.json",
 }
+MEASURED = {"digits": "gallery/digits.svg", "lora": "how_to/lora.svg"}
 OF_SCRIPTS = {
     "bands.svg",
+    "gallery/regression.png",
     "how_to/is_it_any_good_classes.svg",
     "understand/gradient_variance.svg",
 }
 
 
+SAVED = re.compile(r'savefig\(\s*"(\w+\.(?:svg|png))"')
+BY_CODE = {
+    (page.parent / shown).relative_to(ROOT / "docs").as_posix(): page
+    for page in (ROOT / "README.md", *DOCS.glob("**/*.md"))
+    for name in SAVED.findall(page.read_text())
+    for shown in re.findall(rf"\]\(((?:docs/)?{name})\)", page.read_text())
+}
+
+
+def run_script(name):
+    sys.path.insert(0, str(ROOT))
+    return runpy.run_path(str(DOCS / f"scripts/{name}.py"))
+
+
 @pytest.fixture(scope="module")
 def pictures():
-    sys.path.insert(0, str(ROOT))
-    return runpy.run_path(str(DOCS / "scripts/guide_pictures.py"))
+    return run_script("guide_pictures")
+
+
+@pytest.fixture(scope="module")
+def gallery():
+    return run_script("gallery_figures")
+
+
+@pytest.fixture
+def float32_by_default(fresh_state):
+    """Train in the dtype of the scripts."""
+    torch.set_default_dtype(torch.float32)
 
 
 def test_every_picture_is_drawn_by_one_command(pictures):
@@ -36,28 +76,21 @@ def test_every_picture_is_drawn_by_one_command(pictures):
         for part in ("covariance", "regression")
         if part == "regression" or own.has_covariance
     }
-    saved = re.compile(r'savefig\(\s*"(\w+\.(?:svg|png))"')
-    of_pages = {
-        (page.parent / name).relative_to(DOCS).as_posix()
-        for page in DOCS.glob("**/*.md")
-        for name in saved.findall(page.read_text())
-        if f"]({name})" in page.read_text()
-    }
-    measured = {"gallery/digits.svg", "how_to/lora.svg", "gallery/regression.png"}
     shown = {
         path.relative_to(DOCS).as_posix()
         for kind in ("svg", "png")
         for path in DOCS.rglob(f"*.{kind}")
         if not {"_build", "_static", "jupyter_execute"} & {*path.parts}
     }
-    assert shown == named | of_pages | measured | OF_RESULTS | OF_SCRIPTS
+    drawn = {*MEASURED.values(), *OF_RESULTS, *BY_CODE}
+    assert shown == named | drawn | OF_SCRIPTS
     command = re.search(
         r"^figures:.*?\n\n", (ROOT / "Makefile").read_text(), re.DOTALL | re.MULTILINE
     )
     scripts = "guide_pictures", "gallery_figures", "bands", "is_it_any_good", "gradient_variance"
     for script in scripts:
         assert f"docs/scripts/{script}.py" in command[0]
-    for name in (*OF_RESULTS - {"start/choosing.svg"}, "benchmarks.summary"):
+    for name in (*OF_RESULTS.keys() - {"start/choosing.svg"}, "benchmarks.summary"):
         assert name in command[0]
 
 
@@ -73,3 +106,47 @@ def test_a_page_opens_with_the_guide_of_the_tables(choice, pictures):
     for guide in (drawn, named):
         guide.initialize(x.to(torch.get_default_dtype()), y.to(torch.get_default_dtype()))
     assert str(drawn) == str(named)
+
+
+@pytest.mark.parametrize("figure", OF_RESULTS)
+def test_a_figure_shows_the_results_that_are_committed(figure):
+    path = ROOT / "benchmarks" / "results" / OF_RESULTS[figure]
+    is_table = path.suffix == ".csv"
+    results = read_rows(path, HEADER) if is_table else json.loads(path.read_text())
+    assert read_source(DOCS / figure) == digest(results), "make figures FIGURES=results"
+
+
+@pytest.mark.parametrize("page", MEASURED)
+def test_a_figure_of_a_page_shows_the_results_that_are_committed(page, gallery):
+    source = gallery["source_of_results"](page)
+    assert read_source(DOCS / MEASURED[page]) == source, "make figures FIGURES=results"
+
+
+@pytest.mark.parametrize("figure", BY_CODE)
+def test_a_figure_is_drawn_by_the_code_of_its_page(figure, gallery):
+    page = BY_CODE[figure]
+    command = f"python docs/scripts/gallery_figures.py --page {page.stem}"
+    assert read_source(DOCS / figure) == gallery["source_of_code"](page.read_text()), command
+
+
+def elbos(source):
+    """Return the numbers of a source."""
+    return [float(value) for value in re.findall(r"ELBO (\S+) after", source)]
+
+
+def test_pictures_of_guides_are_drawn_with_todays_defaults(pictures, float32_by_default):
+    """The ELBO of a short training changes with any default of a guide, of `fit` or of a prior."""
+    for title, picture in pictures["PICTURES"].items():
+        expected = pytest.approx(elbos(pictures["source_of"](picture)), rel=1e-2)
+        for part in ("covariance", "regression"):
+            if part == "regression" or picture.has_covariance:
+                found = elbos(read_source(DOCS / f"guides/{picture.page}_{part}.svg") or "")
+                command = f'python docs/scripts/guide_pictures.py --guide "{title}"'
+                assert found == expected, command
+
+
+def test_the_picture_of_the_front_page_is_drawn_with_todays_defaults(float32_by_default):
+    found = elbos(read_source(DOCS / "bands.svg") or "")
+    expected = elbos(run_script("bands")["source_of_bands"]())
+    assert len(expected) > 1
+    assert found == pytest.approx(expected, rel=1e-2), "python docs/scripts/bands.py"

@@ -18,6 +18,7 @@ from torch import Tensor
 import pyro_structvi as ps
 from benchmarks import league
 from benchmarks.choices import PICTURED
+from benchmarks.figure_sources import metadata, short_run
 from benchmarks.league_problems import LeagueProblem, cosine_regression
 from pyro_structvi.plots.figures import figure_of, make_panels
 
@@ -75,6 +76,16 @@ def fit(name: str, problem: LeagueProblem, steps: int) -> Any:
     return guide
 
 
+def source_of_bands() -> str:
+    """Return the ELBO of a short training of each guide."""
+    elbos = []
+    for choice in PICTURED:
+        torch.manual_seed(0)
+        problem = cosine_regression()
+        elbos.append(short_run(problem.model, choice.make(problem.model), problem.x, problem.y))
+    return "; ".join(elbos)
+
+
 def draw(
     moments: dict[str, tuple[Tensor, Tensor]], problem: LeagueProblem, grid: Tensor, path: Path
 ) -> None:
@@ -95,7 +106,7 @@ def draw(
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
     )
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata=metadata(path, source_of_bands()))
 
 
 if __name__ == "__main__":

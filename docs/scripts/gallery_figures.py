@@ -9,7 +9,6 @@ What a page prints is printed here too. The pages "lora" and "digits" show what 
 
 import argparse
 import contextlib
-import csv
 import json
 import re
 import shutil
@@ -24,11 +23,14 @@ import matplotlib
 import torch
 
 from benchmarks import league_tables
+from benchmarks.figure_sources import digest, write_source
+from benchmarks.rows import read_rows
 from pyro_structvi.plots.figures import figure_of, make_panels
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 Results = Mapping[str, Mapping[str, Sequence[float]]]
+FIGURES_OF = {"README": "docs"}  # folders of figures, from that of the page
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?P<raises>\s*^```text\n\w+Error: )?", re.DOTALL | re.MULTILINE
 )
@@ -45,16 +47,18 @@ def main() -> None:
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "gallery"
     matplotlib.rcParams["svg.fonttype"] = "none"
-    pages = {page.stem: page for page in sorted(DOCS.glob("**/*.md")) if has_figure(page)}
+    files = ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))
+    pages = {page.stem: page for page in files if has_figure(page)}
     for name in options.page or pages:
         page = pages[name]
         print(f"{name}, with local reparameterization where its guide has it")
-        folder = (options.folder or page.parent).resolve()
+        folder = (options.folder or page.parent / FIGURES_OF.get(name, "")).resolve()
         run(page, folder)
         if name in MEASURED:
             path = folder / f"{name}.svg"
             draw_results(*MEASURED[name](), path)
             shorten(path)
+            write_source(path, source_of_results(name))
             print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 
@@ -73,12 +77,23 @@ def run(page: Path, folder: Path) -> None:
             if not block["raises"]:
                 exec(compile(block["code"], page, "exec"), namespace)
         for path in (path for path in Path().iterdir() if path.suffix in {".svg", ".png"}):
-            if f"]({path.name})" not in text:
+            if f"{path.name})" not in text:
                 continue
             if path.suffix == ".svg":
                 shorten(path)
+            write_source(path, source_of_code(text))
             print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
             shutil.copy(path, folder / path.name)
+
+
+def source_of_code(text: str) -> str:
+    """Return a digest of a page's code."""
+    return digest([block["code"] for block in BLOCK.finditer(text)])
+
+
+def source_of_results(name: str) -> str:
+    """Return a digest of the results that a page's figure shows."""
+    return digest(MEASURED[name]())
 
 
 def adapters() -> tuple[Results, dict[str, str]]:
@@ -95,12 +110,10 @@ def adapters() -> tuple[Results, dict[str, str]]:
 def digits() -> tuple[Results, dict[str, str]]:
     """Return the league's distances to NUTS on digits, by posterior, and what to show of them."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with (ROOT / "benchmarks" / "results" / "league.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row["problem"] == "digits" and row["method"] != "prior":
-                found[league_tables.label(row["method"])][row["quantity"]].append(
-                    float(row["value"])
-                )
+    rows = read_rows(ROOT / "benchmarks" / "results" / "league.csv", league_tables.HEADER)
+    for problem, method, _, quantity, value in league_tables.without_peers(rows):
+        if problem == "digits" and method != league_tables.PRIOR:
+            found[league_tables.label(method)][quantity].append(float(value))
     return found, {
         "turned: total variation": "turned digits: total variation",
         "test: total variation": "test digits: total variation",
@@ -130,10 +143,8 @@ MEASURED: dict[str, Callable[[], tuple[Results, dict[str, str]]]] = {
 
 
 def shorten(path: Path) -> None:
-    """Round the coordinates of a figure, not its texts, and drop the date at which it was made."""
-    text = TAG.sub(lambda tag: LONG_NUMBER.sub(r"\1", tag[0]), path.read_text())
-    text = re.sub(r"<dc:date>.*?</dc:date>", "", text)
-    path.write_text(text)
+    """Round the coordinates of a figure, not its texts."""
+    path.write_text(TAG.sub(lambda tag: LONG_NUMBER.sub(r"\1", tag[0]), path.read_text()))
 
 
 if __name__ == "__main__":

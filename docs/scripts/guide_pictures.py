@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import pyro_structvi as ps
+from benchmarks.figure_sources import metadata, short_run
 from pyro_structvi.plots.figures import DIVERGING, figure_of, make_panels
 from pyro_structvi.plots.predictions import draw_band
 
@@ -101,7 +102,8 @@ def main() -> None:
             torch.manual_seed(0)
             print(title)
             covariance = covariance_of(*fitted(picture, linear_model, 0, options.steps // 3))
-            draw_covariance(title, covariance, options.folder / f"{picture.page}_covariance.svg")
+            path = options.folder / f"{picture.page}_covariance.svg"
+            draw_covariance(title, covariance, path, source_of(picture))
     if options.part != "covariance":
         regressions(titles, options)
 
@@ -117,7 +119,8 @@ def regressions(titles: list[str], options: argparse.Namespace) -> None:
         )
         panels = make_panels(1, 2, 6.6, 2.4, sharey=True)
         draw_regressions(panels, [("NUTS", reference), (title, computed[title])])
-        save(panels[0], options.folder / f"{picture.page}_regression.svg")
+        path = options.folder / f"{picture.page}_regression.svg"
+        save(panels[0], path, source_of(picture))
     if len(titles) == len(PICTURES):
         draw_all(computed, reference, options.overview)
 
@@ -221,6 +224,13 @@ def fitted(picture: Picture, make: Callable[..., Any], index: int, steps: int) -
     return model, guide
 
 
+def source_of(picture: Picture) -> str:
+    """Return the ELBO of a short training of the regression, which any change of a default changes."""
+    torch.manual_seed(0)
+    model, x, y = cosine_model(picture.layer)
+    return short_run(model, picture.make(model), x, y)
+
+
 def exact_covariance() -> Tensor:
     """Return the covariance of the linear layer's exact posterior."""
     x, _, mixing = linear_data()
@@ -252,7 +262,7 @@ def weight_of(layer: Any, draw: dict[str, Tensor]) -> Tensor:
 # ---- what is drawn -------------------------------------------------------------------------------
 
 
-def draw_covariance(title: str, own: Tensor, path: Path) -> None:
+def draw_covariance(title: str, own: Tensor, path: Path, source: str) -> None:
     """Draw the exact covariance, and that of a posterior beside it."""
     panels = make_panels(1, 2, 6.6, 2.8)
     exact = exact_covariance()
@@ -264,7 +274,7 @@ def draw_covariance(title: str, own: Tensor, path: Path) -> None:
         panel.set_title(name, fontsize="medium")
         panel.set(xticks=[0, 5, 10, 15], yticks=[0, 5, 10, 15], xlabel="weight")
     figure_of(panels[0]).colorbar(image, ax=panels, shrink=0.85, label="covariance")
-    save(panels[0], path)
+    save(panels[0], path, source)
 
 
 def draw_all(computed: dict[str, Arrays], reference: Arrays, path: Path) -> None:
@@ -290,11 +300,10 @@ def draw_regressions(panels: Iterable[Any], named: Iterable[tuple[str, Arrays]])
         panel.set_title(title, fontsize="medium")
 
 
-def save(ax: Any, path: Path) -> None:
+def save(ax: Any, path: Path, source: str = "") -> None:
     """Write a figure, its coordinates rounded to two digits, and not its texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    ax.figure.savefig(path, metadata=metadata, facecolor="white", dpi=75)
+    ax.figure.savefig(path, metadata=metadata(path, source), facecolor="white", dpi=75)
     if path.suffix == ".svg":
         text = re.sub(
             r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), path.read_text()
