@@ -379,6 +379,15 @@ def frozen_names(module: nn.Module) -> list[str]:
     return names
 
 
+def frozen_keys(module: nn.Module) -> set[str]:
+    """Return the keys of frozen parameters in the state dict of a module."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name in frozen_names(part)
+    }
+
+
 def buffers_that_change(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of a module, without its children, that a pass may change."""
     frozen = frozen_names(module)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pyro_structvi._checks import Program, brief, checked, shape_text
+from pyro_structvi.nn.random_module import frozen_keys
 from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
 
@@ -30,7 +31,9 @@ Json = dict[str, Any]
 
 
 @checked
-def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> None:
+def save(
+    path: str | PathLike[str], model: Program, guide: StructuredGuide, *, frozen: bool = True
+) -> None:
     """Write a fitted posterior to a file of safetensors, with all that :func:`load` needs.
 
     The file has the state dicts of guide and model, such as running statistics and trained noise. Its
@@ -41,6 +44,8 @@ def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> N
         path: The path of the file.
         model: The model. A function has no state.
         guide: The guide.
+        frozen: Whether to write frozen parameters. False keeps a large base out of the file; the model
+            that loads it must have the same base.
 
     Raises:
         TypeError: If an option of the guide is a function, or an entry of a state dict is not a tensor.
@@ -66,15 +71,18 @@ def save(path: str | PathLike[str], model: Program, guide: StructuredGuide) -> N
             "`guide` must know its sites, but its model declares none before it runs. Fit the guide, or "
             "call `guide.initialize(...)` with the model's arguments, first."
         )
+    left_out = set() if frozen else _frozen_in(model)
     tensors = {
         key: value.clone(memory_format=torch.contiguous_format)  # tied ones are separate in a file
         for name, part in (("guide", guide), ("model", model))
         for key, value in _state_of(name, part).items()
+        if key not in left_out
     }
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
         "guide": _encode(guide, tensors, "options"),
+        "frozen": frozen,
     }
     path = Path(path)
     if not path.name or path.is_dir():
@@ -125,6 +133,8 @@ def load(
     check_options(guide, tensors, "guide.")
     parts: list[tuple[str, Any]] = [("model", model), ("guide", guide)]
     states = {name: _state_of(name, part) for name, part in parts}
+    if not header.get("frozen", True):
+        tensors = {key: states["model"][key] for key in _frozen_in(model)} | tensors
     for name, own in states.items():
         _check_state(name, own, tensors)
     for name, part in parts:
@@ -148,6 +158,14 @@ def _state_of(name: str, part: Any) -> dict[str, Tensor]:
                 f"{brief(value)}. Keep it out of the state dict, or save the state by `torch.save`."
             )
     return {f"{name}.{key}": value.detach() for key, value in state.items()}
+
+
+def _frozen_in(model: Any) -> set[str]:
+    """Return the keys of a model's frozen parameters in a file."""
+    module = poutine.unwrap(model)
+    if not isinstance(module, nn.Module):
+        return set()
+    return {f"model.{name}" for name in frozen_keys(module)}
 
 
 def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

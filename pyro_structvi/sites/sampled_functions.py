@@ -1,11 +1,11 @@
 """Functions of a net at fixed samples of its weights, as a module of torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state
+from torch.func import functional_call
 
 from pyro_structvi._checks import Count, checked
 from pyro_structvi.sites.sampled_net import to_net
@@ -17,30 +17,35 @@ class SampledFunctions(nn.Module):
 
     The weights are buffers, so the module moves between devices and has a state dict. It is
     differentiable in its inputs, and ``torch.export`` takes it as one graph. The graph has any batch
-    size if the net has no batch normalization.
+    size if the net has no batch normalization. Frozen parameters are kept once, and layers before the
+    first sampled weight run once for all functions.
 
     Args:
-        nets: Plain nets of one class and one mode, with separate weights.
+        nets: Plain nets of one class and one mode, with separate weights and equal frozen parameters.
 
     Example:
         >>> SampledFunctions([nn.Linear(3, 1), nn.Linear(3, 1)])(torch.zeros(5, 3)).shape
         torch.Size([2, 5, 1])
     """
 
-    def __init__(self, nets: Sequence[nn.Module]) -> None:
+    def __init__(self, nets: Iterable[nn.Module]) -> None:
         super().__init__()
-        parameters, buffers = stack_module_state([*nets])
-        self._net = (nets[0],)  # in a tuple, so that its weights are no state of this module
-        self._names = [*parameters, *buffers]
-        for name, value in {**parameters, **buffers}.items():
+        rest = iter(nets)
+        net = next(rest)
+        self._net = (net,)  # in a tuple, so that its weights are no state of this module
+        each = [_sampled_weights(net), *map(_sampled_weights, rest)]
+        stacked = {name: torch.stack([own[name] for own in each]) for name in each[0]}
+        shared = {name: value for name, value in net.named_parameters() if name not in stacked}
+        self._stacked, self._shared = [*stacked], [*shared]
+        for name, value in {**stacked, **shared}.items():
             self.register_buffer(module_key(name), value.detach())
 
     def __len__(self) -> int:
         """The number S of functions."""
-        return len(self.get_buffer(module_key(self._names[0])))
+        return len(self.get_buffer(module_key(self._stacked[0])))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the outputs of each function, ``(S, *output)``.
+        """Return the outputs of each function, ``(S, *output)``; of an object its ``logits``.
 
         Args:
             *args: The arguments of the net.
@@ -49,10 +54,14 @@ class SampledFunctions(nn.Module):
         Raises:
             RuntimeError: If ``torch.func.vmap`` cannot map over the net, as over an LSTM.
         """
-        stacked = {name: self.get_buffer(module_key(name)) for name in self._names}
+        stacked, shared = (
+            {name: self.get_buffer(module_key(name)) for name in names}
+            for names in (self._stacked, self._shared)
+        )
 
         def output(state: Mapping[str, Tensor]) -> Any:
-            return functional_call(self._net[0], dict(state), args, kwargs)
+            result = functional_call(self._net[0], {**shared, **state}, args, kwargs)
+            return getattr(result, "logits", result)
 
         try:
             outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
@@ -62,6 +71,12 @@ class SampledFunctions(nn.Module):
                 "for each sample, `guide.to_net(guide.draw())`, unless the arguments are wrong."
             ) from error
         return outputs
+
+
+def _sampled_weights(net: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a net that are not frozen, and its buffers, by name."""
+    values = (*net.named_parameters(), *net.named_buffers())
+    return {n: v.detach() for n, v in values if v.requires_grad or not isinstance(v, nn.Parameter)}
 
 
 @checked
@@ -91,4 +106,4 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
     """
     draws = self.joint_posterior().draw_many(range(num_samples))
     each = ({name: draw[i] for name, draw in draws.items()} for i in range(num_samples))
-    return SampledFunctions([to_net(self, draw).eval() for draw in each])
+    return SampledFunctions(to_net(self, draw).eval() for draw in each)

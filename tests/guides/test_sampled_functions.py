@@ -1,5 +1,7 @@
 """Functions of a net at fixed samples of its weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -56,6 +58,38 @@ def test_it_is_a_module_with_a_state():
     others.load_state_dict(functions.state_dict())
     assert torch.equal(functions(x), others(x))
     assert functions.float()(x.float()).dtype == torch.float32
+
+
+class WithLogits(nn.Module):
+    """A net that returns an object, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(3, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return SimpleNamespace(logits=self.head(self.base(x).tanh()), cache=[])
+
+
+def test_frozen_parameters_are_kept_once_and_logits_are_returned():
+    guide = ps.KTiedGuide(ps.Classifier(ps.bayesianize(WithLogits()), num_data=8))
+    x = torch.randn(7, 3)
+    torch.manual_seed(1)
+    functions = guide.sample_functions(3)
+    torch.manual_seed(1)
+    draws = guide.joint_posterior().draw_many(range(3))
+    nets = [guide.to_net({name: draw[i] for name, draw in draws.items()}) for i in range(3)]
+    expected = torch.stack([net(x).logits for net in nets])
+    torch.testing.assert_close(functions(x), expected, rtol=1e-12, atol=1e-14)
+    shapes = {name: tuple(value.shape) for name, value in functions.state_dict().items()}
+    assert shapes == {
+        "head/weight": (3, 2, 4),
+        "head/bias": (3, 2),
+        "base/weight": (4, 3),
+        "base/bias": (4,),
+    }
+    assert len(functions) == 3
 
 
 def test_it_is_exported_as_one_graph_for_any_batch():

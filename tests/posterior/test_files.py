@@ -54,6 +54,45 @@ def test_a_loaded_posterior_is_the_saved_one(tmp_path, name):
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
+def make_frozen(value):
+    torch.manual_seed(0)
+    net = make_net()
+    net[0].requires_grad_(False).weight.fill_(value)
+    return ps.Regressor(ps.bayesianize(net, normalization=False), num_data=8, noise="learned")
+
+
+def test_a_file_without_frozen_parameters_takes_those_of_the_model(tmp_path):
+    model, path = make_frozen(0.5), tmp_path / "posterior.safetensors"
+    guide = ps.KTiedGuide(model)
+    guide.initialize(torch.randn(8, 3), torch.randn(8, 2))
+    ps.save(path, model, guide, frozen=False)
+    own = {*model.state_dict()} | {*guide.state_dict()}
+    written = {key.split(".", 1)[1] for key in load_file(path)}
+    assert own - written == {"net.0.weight", "net.0.bias"}
+    same, other = make_frozen(0.5), make_frozen(0.25)
+    assert_equal_states(ps.load(path, same), guide)
+    assert_equal_states(same, model)
+    assert_equal_states(ps.load(path, other), guide)
+    assert float(other.net[0].weight[0, 0]) == 0.25
+    with pytest.raises(ValueError, match=r"the file has no 'model.net.0.weight_prior_loc'"):
+        ps.load(path, make_model())
+
+
+def test_a_file_with_frozen_parameters_must_have_all_of_them(tmp_path):
+    model, path = make_frozen(0.5), tmp_path / "posterior.safetensors"
+    ps.save(path, model, ps.KTiedGuide(model))
+    other = make_frozen(0.25)
+    ps.load(path, other)
+    assert float(other.net[0].weight[0, 0]) == 0.5
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    del tensors["model.net.0.weight"]
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=r"the file has no 'model.net.0.weight'"):
+        ps.load(path, other)
+
+
 def pruned_global_inducing(model):
     guide = ps.GlobalInducingGuide(model, torch.randn(6, 3), first_layer=MeanField())
     ps.pruning.prune_mean_field(guide, 0.5)
