@@ -111,7 +111,6 @@ def render(text: str, page: Path) -> str:
         "recommendation": lambda: recommendation_table(recommended(rows), folder),
         "closest": lambda: closest(rows),
         "bands": lambda: deviations(rows),
-        "nets": lambda: by_net(rows, CHOICES),
         "peers": lambda: peers(rows),
         "steps": lambda names: steps(names.split("; ")),
         "page": lambda: of_page(rows, own),
@@ -184,29 +183,37 @@ def standard_error(values: list[float]) -> float:
 
 
 def steps(names: Sequence[str]) -> str:
-    """Return the table of ordinary and traced steps over the net's own, by names of the benchmarks.
+    """Return a line for each name of the benchmarks: medians of steps over the net's own.
 
-    Nets without a measurement of them have no row.
+    Nets without a measurement are left out.
     """
     nets = json.loads((RESULTS / "bench.json").read_text())["nets"]
     measured = [nets[name] for name in ("small", "mnist", "wide")]
-    kinds = [
-        kind
-        for name in names
-        for kind in (name, f"{name}, traced")
-        if any(kind in net["methods"] for net in measured)
-    ]
-    body = [
-        [net["title"], *(step_cell(net["methods"].get(kind)) for kind in kinds)]
-        for net in measured
-        if any(kind in net["methods"] for kind in kinds)
-    ]
-    return markdown(["time of a step over the net's own", *kinds], body)
+    lines = []
+    for name in names:
+        parts = [
+            f"{ratio_of(net, name)}{traced_ratio(net, name)} for {sizes_of(net)}"
+            for net in measured
+            if name in net["methods"]
+        ]
+        lines.append(f"- {name}: {listed(parts)}")
+    return "\n".join(lines)
 
 
-def step_cell(method: Mapping[str, Any] | None) -> str:
-    """Return the median of a ratio, or that there is none."""
-    return "not measured" if method is None else three_digits(method["step"]["ratio"][1])
+def ratio_of(net: Mapping[str, Any], method: str) -> str:
+    """Return the median time of a step over the net's own."""
+    return three_digits(net["methods"][method]["step"]["ratio"][1])
+
+
+def traced_ratio(net: Mapping[str, Any], name: str) -> str:
+    """Return the ratio of a traced step in brackets, if it is measured."""
+    traced = f"{name}, traced"
+    return f" ({ratio_of(net, traced)} traced)" if traced in net["methods"] else ""
+
+
+def sizes_of(net: Mapping[str, Any]) -> str:
+    """Return the widths of a net, of its title."""
+    return str(net["title"]).partition(",")[0].removeprefix("MLP ")
 
 
 # ---- table and figure ----------------------------------------------------------------------------
@@ -249,13 +256,6 @@ def distance_cells(own: Summary) -> list[str]:
     ]
 
 
-def by_net(rows: Iterable[Row], choices: Iterable[Choice]) -> str:
-    """Return the table of guides and nets, the distance of mean field being 1."""
-    found = summarize(rows)
-    body = [net_cells(f"`{choice.code}`", found[choice.code]) for choice in choices]
-    return markdown(net_head(), body)
-
-
 def net_head() -> list[str]:
     return ["distance to NUTS", *NETS.values(), "mean", "deviations"]
 
@@ -293,8 +293,22 @@ def recommended(rows: Iterable[Row]) -> list[Recommendation]:
 def of_page(rows: Iterable[Row], choices: Sequence[Choice]) -> str:
     """Return the distances of the guides of a page, and the nets that they are recommended for."""
     rows = list(rows)
+    found = summarize(rows)
+    lines = [f"- `{choice.code}`: {in_words(found[choice.code])}." for choice in choices]
     sentences = [recommended_for(choice, recommended(rows)) for choice in choices]
-    return "\n\n".join([by_net(rows, choices), *filter(None, sentences)])
+    return "\n\n".join(["\n".join(lines), *filter(None, sentences)])
+
+
+def in_words(own: Summary) -> str:
+    """Return the distance to NUTS, the least and the largest of a net, and the deviations."""
+    (least, closest_net), *_, (largest, farthest) = sorted(
+        (value, NETS[net]) for net, value in own.by_problem.items()
+    )
+    span = f", from {least:.2f} ({closest_net}) to {largest:.2f} ({farthest})"
+    return (
+        f"distance {with_error(own.distance, own.error)}{span if least < largest else ''}; "
+        f"deviations {with_error(own.factor, own.factor_error)}"
+    )
 
 
 def closest(rows: Iterable[Row]) -> str:
