@@ -38,13 +38,16 @@ class Leaf:
 class Contract:
     """Comparisons of a class ``owner`` that raise an ``AssertionError`` with rule, expected and got.
 
-    The gradients of ``leaves`` are compared too. Tolerances depend on ``dtype``.
+    The gradients of ``leaves`` are compared too, of a part together. Tolerances depend on ``dtype``.
     """
 
     def __init__(
         self, owner: str, leaves: tuple[Leaf, ...] = (), dtype: torch.dtype = torch.float64
     ) -> None:
         self.owner, self.leaves, self.tolerance = owner, leaves, TOLERANCE[dtype]
+        self._part: list[tuple[str, Tensor, Tensor]] | None = (
+            None  # rules and projections of values
+        )
 
     def fail(self, rule: str, expected: Any, got: Any) -> None:
         """Raise the error of a violated rule."""
@@ -74,15 +77,22 @@ class Contract:
                 self.fail(rule, f"{expected_value:.8g} {place}", f"{value:.8g}")
         if gradients and self.leaves and expected.requires_grad:
             probe = torch.randn_like(expected)
-            found, wanted = (self._gradients(value, probe) for value in (got, expected))
-            plain = Contract(self.owner)
-            for leaf, mine, exact in zip(self.leaves, found, wanted, strict=True):
-                name = f"{rule}; gradient with respect to `{leaf.name}`"
-                plain.close(name, leaf.along(mine), leaf.along(exact))
+            projected = rule, (probe * got).sum(), (probe * expected).sum()
+            if self._part is None:
+                self._compare_gradients(*projected)
+            else:
+                self._part.append(projected)
 
-    def _gradients(self, value: Tensor, probe: Tensor) -> tuple[Tensor, ...]:
+    def _compare_gradients(self, rule: str, got: Tensor, expected: Tensor) -> None:
+        plain = Contract(self.owner)
+        gradients = zip(self.leaves, self._gradients(got), self._gradients(expected), strict=True)
+        for leaf, mine, exact in gradients:
+            name = f"{rule}; gradient with respect to `{leaf.name}`"
+            plain.close(name, leaf.along(mine), leaf.along(exact))
+
+    def _gradients(self, value: Tensor) -> tuple[Tensor, ...]:
         leaves = [leaf.value for leaf in self.leaves]
-        total = (probe * value).sum() + sum(0 * leaf.sum() for leaf in leaves)
+        total = value + sum(0 * leaf.sum() for leaf in leaves)
         return torch.autograd.grad(total, leaves, retain_graph=True)
 
     def refuses(self, rule: str, call: Callable[[], Any], start: str) -> None:
@@ -97,14 +107,29 @@ class Contract:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the name of the checked part to errors of the checked class itself."""
+        """Compare the gradients of the part, and add its name to errors of the checked class itself."""
+        self._part = []
         try:
             yield
+            self._compare_part(self._part)
         except AssertionError:
             raise
         except Exception as error:
             error.add_note(f"raised by {self.owner} in the check of {name}")
             raise
+        finally:
+            self._part = None
+
+    def _compare_part(self, compared: list[tuple[str, Tensor, Tensor]]) -> None:
+        """Compare the sums of all gradients, and each by itself where the sums differ."""
+        if not compared:
+            return
+        _, got, expected = zip(*compared, strict=True)
+        try:
+            self._compare_gradients("the sum", torch.stack(got).sum(), torch.stack(expected).sum())
+        except AssertionError:
+            for each in compared:
+                self._compare_gradients(*each)
 
 
 def tensors_of(owner: Any) -> dict[str, tuple[Tensor, Any, str]]:

@@ -184,6 +184,7 @@ def train_and_save(path, steps, seed):
     torch.save(found, path.with_name("found.pt"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_is_the_run_in_one_part(path):
     chance = random.Random(3)
     for seed in range(3):

@@ -1,5 +1,6 @@
 """Loops of the user's own over two processes, by torch's ``DistributedDataParallel``."""
 
+import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,7 @@ def own_loop():
     return gradients_of(guide)
 
 
+@pytest.mark.slow
 def test_an_own_loop_gets_the_gradients_of_the_whole_batch(tmp_path):
     model, guide, data = make_fit(ps.MAPGuide)
     ps.StructuredELBO(kl_weight=0.5)(model, guide)(*data).backward()

@@ -254,6 +254,7 @@ def test_a_run_that_goes_on_knows_the_best(stop, tmp_path):
     assert found_drawn == drawn
 
 
+@pytest.mark.slow
 def test_a_run_that_has_stopped_stays_so_and_goes_on_with_more_patience(tmp_path):
     path = tmp_path / "run.pt"
     expected, state, _ = fit_in_part(VALUES, path, None)

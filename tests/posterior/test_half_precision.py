@@ -94,6 +94,7 @@ def test_inference_data_of_a_net_in_half_precision():
     assert data.observed_data["obs"].values.tolist() == y.to(HALF).float().flatten().tolist()
 
 
+@pytest.mark.slow
 def test_laplace_variances_add_up_many_batches():
     """Squares that are added one by one to a sum in bfloat16 are lost when it is 256 times as large."""
     net = nn.Linear(1, 1, bias=False).to(HALF)

@@ -157,7 +157,10 @@ def test_what_is_no_tensor_cannot_be_stacked():
         ps.predict(model, ps.KTiedGuide(model), x, num_samples=6)
 
 
-@pytest.mark.parametrize(("count", "stride", "batch_size"), [(80, 1, None), (250, 3, 5)])
+@pytest.mark.parametrize(
+    ("count", "stride", "batch_size"),
+    [(80, 1, None), pytest.param(250, 3, 5, marks=pytest.mark.slow)],
+)
 def test_intervals_of_a_streamed_prediction_are_those_of_evenly_spaced_draws(
     count, stride, batch_size
 ):

@@ -209,6 +209,7 @@ def test_predictions_of_one_net_in_several_threads():
     assert model.training
 
 
+@pytest.mark.slow
 def test_fits_and_predictions_in_several_threads():
     torch.set_default_dtype(torch.float64)  # a thread has the process's default dtype
     x, y = regression_data()
