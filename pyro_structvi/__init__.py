@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         reference,
         sklearn,
         testing,
+        transformers,
     )
 
 __version__ = "0.1.0"
@@ -141,6 +142,7 @@ __all__ = [
     "reference",
     "sklearn",
     "testing",
+    "transformers",
 ]
 
 # These need optional packages, so they are imported when they are first asked for.
@@ -153,6 +155,7 @@ _OPTIONAL = (
     "reference",
     "sklearn",
     "testing",
+    "transformers",
 )
 
 

@@ -31,6 +31,7 @@ MODULES = [
     "pyro_structvi",
     *(module.name for module in pkgutil.walk_packages(pyro_structvi.__path__, "pyro_structvi.")),
 ]
+MODULES.remove("pyro_structvi.transformers")  # its examples run with the nets of other libraries
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<output>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,

@@ -1,0 +1,310 @@
+"""Training by the ``Trainer`` of transformers, and draws of a posterior as adapters of peft."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+    from transformers import LogitsProcessor, LogitsProcessorList, Trainer, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        'transformers and peft are needed: `pip install "pyro-structvi[transformers]"`.'
+    ) from error
+
+from pyro_structvi._checks import Count, brief, checked
+from pyro_structvi.guides import StructuredGuide
+from pyro_structvi.infer.data_warnings import set_num_data
+from pyro_structvi.infer.elbo import StructuredELBO
+from pyro_structvi.infer.training import Weight, make_optimizer, objective_of
+from pyro_structvi.nn.likelihood import Likelihood
+from pyro_structvi.nn.random_module import frozen_keys
+from pyro_structvi.posterior import predict
+
+__all__ = ["StructuredTrainer", "draws_as_adapters", "generate_from_mixture"]
+
+
+class StructuredTrainer(Trainer):
+    r"""The ``Trainer`` of transformers for the evidence lower bound.
+
+    A mini-batch is a dict with ``labels``, and the rest is the net's input. The loss is minus the bound
+    in nats per label, for a language model per token. With the examples B and the labels T of a step,
+
+    .. math:: \frac{1}{|T|} \sum_{n \in B} \Big( -\mathrm{E}_q[\log p(y_n \mid x_n, W)]
+        + \frac{w}{N} \mathrm{KL}(q \| p) \Big),
+
+    so each of N training examples has an equal share of the KL, and accumulated gradients are those of
+    one large batch. Logs have ``kl``, in nats, and ``kl_weight``.
+
+    ``eval_loss`` is minus the log predictive density per label. ``compute_metrics`` has the predictive
+    mean: probabilities, of ``labels[:, 1:]`` where ``shift=True``. Checkpoints have the state of the
+    guide and of the model, without frozen parameters.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        args: The arguments of training. ``learning_rate``, usually 0.01 to 0.1, is the rate of
+            :class:`~pyro_structvi.StructuredAdam`, unless ``optimizers`` are given.
+        kl_weight: The weight w of the KL, as in :func:`~pyro_structvi.fit`: "annealed" rises to 1 over
+            the first half of the steps.
+        num_samples: Draws of the posterior in evaluation.
+        **options: Further arguments of ``Trainer``, such as ``train_dataset``.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If one process has several GPUs.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> class Net(nn.Linear):
+        ...     def forward(self, pixels):
+        ...         return super().forward(pixels)
+        >>> model = Classifier(bayesianize(Net(3, 2)))
+        >>> data = [{"pixels": torch.randn(3), "labels": n % 2} for n in range(16)]
+        >>> quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+        >>> with TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
+        ...     args = TrainingArguments(folder, max_steps=20, learning_rate=0.05, **quiet)
+        ...     trainer = StructuredTrainer(model, MeanFieldGuide(model), args, train_dataset=data)
+        ...     result = trainer.train()
+        {'train_runtime': ...}
+    """
+
+    optimizer: Any
+
+    @checked
+    def __init__(
+        self,
+        model: Likelihood,
+        guide: StructuredGuide,
+        args: TrainingArguments,
+        *,
+        kl_weight: Weight = "annealed",
+        num_samples: Count = 10,
+        **options: Any,
+    ) -> None:
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"`args` must have one GPU for each process, but got {args.n_gpu}. Start the program "
+                "by `torchrun`, or set CUDA_VISIBLE_DEVICES."
+            )
+        self._kl_weight = kl_weight
+        super().__init__(_Bound(model, guide, num_samples), args, **options)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the optimizer, and the schedule of the KL over the steps of the run."""
+        bound, total = self.model, self.state.max_steps
+        size = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        set_num_data(bound.model, bound.guide, size)
+        bound.elbo = objective_of(None, self._kl_weight, total)
+        if self.optimizer is None:
+            trained = [value for value in bound.parameters() if value.requires_grad]
+            rate = self.args.learning_rate
+            self.optimizer = make_optimizer(None, bound.guide, trained, rate, total)
+        return super().create_optimizer(model)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a mini-batch, with the weight of the KL at this step."""
+        self.model.elbo.step = self.state.global_step
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        """Log the KL and its weight beside the loss."""
+        if "loss" in logs:
+            logs |= {"kl": float(self.model.kl), "kl_weight": self.model.elbo.current_kl_weight}
+        super().log(logs, *args)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        names = signature(self.model.net.forward).parameters
+        self._signature_columns = [*names, "labels", "label", "label_ids"]
+
+
+class _Bound(nn.Module):
+    """Model and guide as a module of transformers: from a mini-batch to its loss."""
+
+    def __init__(self, model: Likelihood, guide: StructuredGuide, num_samples: int) -> None:
+        super().__init__()
+        self.model, self.guide, self.num_samples = model, guide, num_samples
+        self.elbo, self.kl = StructuredELBO(), torch.tensor(0.0)
+        self.shifts = getattr(model, "shift", False)
+        self.loss_type = "ForCausalLM" if self.shifts else None  # by which Trainer counts labels
+        self.register_state_dict_post_hook(_leave_frozen_out)
+        self.register_load_state_dict_post_hook(_need_no_frozen)
+
+    @property
+    def net(self) -> Any:
+        """The net with the names of inputs: inside of a net of peft, which may have none."""
+        base = getattr(self.model.net, "get_base_model", None)
+        return self.model.net if base is None else base()
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        self.net.activation_checkpointing_enable(**options)
+
+    def forward(
+        self, labels: Tensor | None = None, num_items_in_batch: Any = None, **inputs: Any
+    ) -> dict[str, Tensor]:
+        if labels is None:
+            return {"mean": self._predict(inputs, None).mean}
+        predicted = labels[..., 1:] if self.shifts else labels
+        count = predicted.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+        if not self.training:
+            found = self._predict(inputs, predicted)
+            return {"loss": -found.log_density.sum() / count, "mean": found.mean}
+        terms = self.elbo.terms(self.model, self.guide, inputs, labels)
+        self.kl = torch.stack([*terms.kl.values()]).sum().detach()
+        assert self.model.num_data is not None
+        share = len(labels) / self.model.num_data
+        bound = terms.weighted(self.elbo.current_kl_weight) * share
+        if not bool(bound.isfinite()):  # Trainer would log other numbers
+            raise FloatingPointError(
+                "The bound of a mini-batch is not finite. A smaller `learning_rate`, or a smaller "
+                "`init_scale` of the guide, may help."
+            )
+        return {"loss": -bound / count}
+
+    def _predict(self, inputs: Any, y: Tensor | None) -> Any:
+        number = self.num_samples
+        return predict(self.model, self.guide, inputs, num_samples=number, y=y, stream=True)
+
+
+def _leave_frozen_out(bound: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    for key in frozen_keys(bound):
+        state.pop(prefix + key, None)
+
+
+def _need_no_frozen(bound: nn.Module, found: Any) -> None:
+    frozen = frozen_keys(bound)
+    found.missing_keys[:] = [key for key in found.missing_keys if key not in frozen]
+
+
+# ---- draws as adapters ---------------------------------------------------------------------------
+
+
+@checked
+def draws_as_adapters(guide: StructuredGuide, num_draws: Count = 10) -> PeftModel:
+    """Return a net of peft with draws of a posterior as adapters on one base.
+
+    The adapter "default" has the posterior mean, and "draw0", "draw1", ... are draws, for
+    ``set_adapter``, ``save_pretrained``, and batches with ``adapter_names``.
+
+    Args:
+        guide: The guide of a likelihood around a net of peft.
+        num_draws: The number of draws.
+
+    Returns:
+        A copy of the net, in evaluation mode.
+
+    Raises:
+        TypeError: If the net is no net of peft.
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
+        >>> net = get_peft_model(nn.Sequential(nn.Linear(3, 2)), LoraConfig(target_modules=["0"]))
+        >>> guide = MeanFieldGuide(Classifier(bayesianize(net, prior=0.1), num_data=10))
+        >>> list(draws_as_adapters(guide, 2).peft_config)
+        ['default', 'draw0', 'draw1']
+    """
+    net: Any = guide.to_net()
+    if not isinstance(net, PeftModel):
+        raise TypeError(
+            f"`guide` must be of a model around a net of peft, but its net is {brief(net)}. Call "
+            "`peft.get_peft_model(net, config)` before `bayesianize`."
+        )
+    config, states = net.peft_config[net.active_adapter], []
+    own = {name: value.data for name, value in net.named_parameters() if value.requires_grad}
+    mean = {name: value.clone() for name, value in own.items()}
+    draws = guide.joint_posterior().draw_many(range(num_draws))
+    for number in range(num_draws):
+        for name in own:
+            own[name].copy_(draws[f"net.{name}"][number] if f"net.{name}" in draws else mean[name])
+        states.append({key: v.clone() for key, v in get_peft_model_state_dict(net).items()})
+    for name, value in mean.items():
+        own[name].copy_(value)
+    for number, state in enumerate(states):
+        net.add_adapter(f"draw{number}", config)
+        set_peft_model_state_dict(net, state, adapter_name=f"draw{number}")
+    return net.requires_grad_(False).eval()
+
+
+@checked
+def generate_from_mixture(
+    net: PeftModel,
+    inputs: Mapping[str, Tensor],
+    *,
+    sample: bool = False,
+    warpers: Sequence[LogitsProcessor] = (),
+    **options: Any,
+) -> Any:
+    """Generate sequences, each token from the average of the probabilities of all draws.
+
+    The draws are rows of one batch, each with its own cache.
+
+    Args:
+        net: The result of :func:`draws_as_adapters`.
+        inputs: Arguments of ``generate`` with the sequences first: ``input_ids``, ``attention_mask``.
+        sample: Whether to sample tokens, in place of the most probable ones or beams.
+        warpers: Changes of the average, such as ``TemperatureLogitsWarper(0.7)``.
+        **options: Further arguments of ``generate``, such as ``max_new_tokens`` and ``num_beams``.
+
+    Returns:
+        Tokens ``(sequences, length)``; with ``return_dict_in_generate`` an object, with the rows of all
+        draws.
+
+    Raises:
+        ValueError: If the net has no draws.
+        TypeError: If ``options`` has ``do_sample``, which is ``sample`` here.
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pyro_structvi import MeanFieldGuide, TokenClassifier, bayesianize
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+        >>> base = LlamaForCausalLM(LlamaConfig(vocab_size=20, num_attention_heads=2, **sizes))
+        >>> net = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        >>> guide = MeanFieldGuide(TokenClassifier(bayesianize(net, prior=0.1), 10, shift=True))
+        >>> inputs = {"input_ids": torch.ones(3, 4, dtype=torch.long)}
+        >>> net = draws_as_adapters(guide, 2)
+        >>> generate_from_mixture(net, inputs, max_new_tokens=2, min_new_tokens=2).shape
+        torch.Size([3, 6])
+    """
+    draws = [name for name in net.peft_config if name.startswith("draw")]
+    if not draws:
+        raise ValueError(
+            "`net` must have draws as adapters, but has none. Pass `draws_as_adapters(guide)`."
+        )
+    size, count = len(next(iter(inputs.values()))), len(draws)
+    rows = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in inputs.items()}
+    processors = [*warpers, _SameNoise(count)] if sample else [*warpers]
+    with net.get_base_model().register_forward_hook(partial(_average, count)):
+        tokens = net.generate(
+            **rows,
+            **options,
+            do_sample=False,
+            adapter_names=[name for name in draws for _ in range(size)],
+            logits_processor=LogitsProcessorList(processors),
+        )
+    return tokens[: len(tokens) // count] if isinstance(tokens, Tensor) else tokens
+
+
+def _average(count: int, module: nn.Module, args: Any, output: Any) -> Any:
+    """Give the rows of all draws the log of the average of their probabilities."""
+    each = output.logits.float().log_softmax(-1).unflatten(0, (count, -1))
+    output.logits = (each.logsumexp(0) - math.log(count)).repeat(count, 1, 1)
+    return output
+
+
+class _SameNoise(LogitsProcessor):
+    """Gumbel noise, with which the most probable token is a sample, the same for all draws."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        noise = scores.new_empty(len(scores) // self.count, scores.shape[-1]).exponential_()
+        return scores - noise.log().repeat(self.count, 1)
