@@ -17,11 +17,11 @@ class SampledFunctions(nn.Module):
 
     The weights are buffers, so the module moves between devices and has a state dict. It is
     differentiable in its inputs, and ``torch.export`` takes it as one graph. The graph has any batch
-    size if the net has no batch normalization. Frozen parameters are kept once, and layers before the
-    first sampled weight run once for all functions.
+    size if the net has no batch normalization. Frozen parameters and buffers are kept once, and layers
+    before the first sampled weight run once for all functions.
 
     Args:
-        nets: Plain nets of one class and one mode, with separate weights and equal frozen parameters.
+        nets: Plain nets of one class, with separate weights, and equal frozen parameters and buffers.
 
     Example:
         >>> SampledFunctions([nn.Linear(3, 1), nn.Linear(3, 1)])(torch.zeros(5, 3)).shape
@@ -35,7 +35,8 @@ class SampledFunctions(nn.Module):
         self._net = (net,)  # in a tuple, so that its weights are no state of this module
         each = [_sampled_weights(net), *map(_sampled_weights, rest)]
         stacked = {name: torch.stack([own[name] for own in each]) for name in each[0]}
-        shared = {name: value for name, value in net.named_parameters() if name not in stacked}
+        others = (*net.named_parameters(), *net.named_buffers())
+        shared = {name: value for name, value in others if name not in stacked}
         self._stacked, self._shared = [*stacked], [*shared]
         for name, value in {**stacked, **shared}.items():
             self.register_buffer(module_key(name), value.detach())
@@ -74,9 +75,8 @@ class SampledFunctions(nn.Module):
 
 
 def _sampled_weights(net: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a net that are not frozen, and its buffers, by name."""
-    values = (*net.named_parameters(), *net.named_buffers())
-    return {n: v.detach() for n, v in values if v.requires_grad or not isinstance(v, nn.Parameter)}
+    """Return the parameters of a net that are not frozen, by name."""
+    return {name: own.detach() for name, own in net.named_parameters() if own.requires_grad}
 
 
 @checked
