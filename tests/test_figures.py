@@ -1,10 +1,10 @@
 """The pictures of the documentation: each is drawn by a script, of the guide that its page is about.
 
-A figure carries its source: a digest of results (`make figures FIGURES=results` draws it anew), a digest
-of its page's code (`docs/scripts/gallery_figures.py --page NAME`; changes of the package do not show), or
-the ELBO of a short training (`docs/scripts/guide_pictures.py --guide NAME`, `docs/scripts/bands.py`).
-Without a source are `gallery/regression.png`, which `guide_pictures.py` draws with all pictures, and the
-figures of `docs/scripts/is_it_any_good.py` and `docs/scripts/gradient_variance.py`.
+A figure carries its source: a digest of results (`make figures FIGURES=results` draws it anew), a
+digest of its page's code (`docs/scripts/gallery_figures.py --page NAME`; changes of the package do not
+show), or the ELBO of a short training (`docs/scripts/guide_pictures.py --guide NAME`,
+`docs/scripts/bands.py`). Without a source are `gallery/regression.png`, which `guide_pictures.py` draws
+with all pictures, and figures of `docs/scripts/is_it_any_good.py` and of `gradient_variance.py` there.
 """
 
 import json
