@@ -9,8 +9,8 @@ A file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``: classes, and ima
 Guides are trained by ``fit`` with its default optimizer, the rate of ``--lr``, the KL weight of
 ``--kl-weight`` and the initial standard deviation of ``--init-scale``; "from AdamW" always has the rate
 0.03 in the second half of the epochs. "AdamW" has the rate 0.001 unless its name has another, and "IVON"
-(``pip install ivon-opt``) 0.2 with the initial Hessian 0.1; both fall along a cosine. What the file of
-results has is not measured again; give ``--quick`` a file of its own.
+(``pip install ivon-opt``) 0.2 with the initial Hessian 0.1, or 0.1 with 0.5; both fall along a cosine.
+What the file of results has is not measured again; give ``--quick`` a file of its own.
 """
 
 import argparse
@@ -55,10 +55,11 @@ class Images:
 
 
 def augment(x: Tensor) -> Tensor:
-    """Return images shifted by at most 4 pixels, every other one mirrored."""
+    """Return images shifted by at most an eighth of their size, every other one mirrored."""
     size = x.shape[-1]
-    padded = F.pad(x, (4, 4, 4, 4))
-    corners = torch.randint(9, (len(x), 2)).tolist()
+    shift = size // 8
+    padded = F.pad(x, (shift,) * 4)
+    corners = torch.randint(2 * shift + 1, (len(x), 2)).tolist()
     cut = [
         image[:, top : top + size, left : left + size]
         for image, (top, left) in zip(padded, corners, strict=True)
@@ -118,11 +119,13 @@ def by_adamw(net: nn.Module, batches: Images, options: Any, lr: float = 1e-3) ->
     return lambda x: net(x).softmax(-1)
 
 
-def by_ivon(net: nn.Module, batches: Images, options: Any) -> Probabilities:
+def by_ivon(
+    net: nn.Module, batches: Images, options: Any, lr: float = 0.2, hessian: float = 0.1
+) -> Probabilities:
     from ivon import IVON
 
     size = len(batches.x)
-    optimizer = IVON(net.parameters(), lr=0.2, ess=size, hess_init=0.1, weight_decay=1e-4)
+    optimizer = IVON(net.parameters(), lr=lr, ess=size, hess_init=hessian, weight_decay=1e-4)
 
     def step(x: Tensor, y: Tensor) -> None:
         with optimizer.sampled_params(train=True):
@@ -181,7 +184,9 @@ def from_adamw(make_guide: Callable[..., ps.StructuredGuide]) -> Callable[..., P
 METHODS: dict[str, Callable[..., Probabilities]] = {
     "AdamW": by_adamw,
     "AdamW, rate 0.002": partial(by_adamw, lr=2e-3),
+    "AdamW, rate 0.004": partial(by_adamw, lr=4e-3),
     "IVON": by_ivon,
+    "IVON, rate 0.1": partial(by_ivon, lr=0.1, hessian=0.5),
     "point": by_guide(ps.MAPGuide),
     "ensemble of 5": by_guide(partial(ps.EnsembleGuide, vectorize=False)),
     "mean field": by_guide(partial(ps.MeanFieldGuide, local_reparam="exact")),
@@ -192,7 +197,7 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
         partial(ps.MeanFieldGuide, local_reparam="exact"), kl_weight="annealed"
     ),
 }
-OWN = [name for name in METHODS if name not in {"IVON", "AdamW, rate 0.002"}]
+OWN = [name for name in METHODS if "IVON" not in name and "rate" not in name]
 
 
 # ---- measurement ---------------------------------------------------------------------------------
@@ -207,6 +212,7 @@ def main() -> None:
     )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--num-train", type=int, help="how many of the first images; default: all")
+    parser.add_argument("--size", type=int, help="of images, which are averaged down to it")
     parser.add_argument("--kl-weight", type=float, default=0.01)
     parser.add_argument("--lr", type=float, help="of guides; default: that of `fit`")
     parser.add_argument("--init-scale", type=float, default=0.01, help="of guides")
@@ -216,11 +222,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a CSV file; what it has is not measured again")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    images, test = load(options.data, 200 if options.quick else options.num_train)
+    images, test = load(options.data, 200 if options.quick else options.num_train, options.size)
     test = tuple(part[:100] for part in test) if options.quick else test
     results = ResultsFile(options.output, DEEP_NETS)
     for seed, name in product(range(options.seeds), options.method or OWN):
-        recipe = f"{len(images[0])} images, {options.epochs} epochs"
+        pixels = "" if options.size is None else f" of {options.size} x {options.size}"
+        recipe = f"{len(images[0])} images{pixels}, {options.epochs} epochs"
         recipe += f", KL weight {options.kl_weight:g}"
         recipe += "" if options.lr is None else f", rate {options.lr:g}"
         recipe += "" if options.init_scale == 0.01 else f", initial scale {options.init_scale:g}"
@@ -231,13 +238,15 @@ def main() -> None:
     print(deep_nets_table(results.rows))
 
 
-def load(path: Path, num_train: int | None) -> list[tuple[Tensor, Tensor]]:
+def load(path: Path, num_train: int | None, size: int | None) -> list[tuple[Tensor, Tensor]]:
     """Return the images and classes for training and test, standardized by the former."""
     with np.load(path) as file:
         parts = [[file[f"{kind}_{name}"] for kind in "xy"] for name in ("train", "test")]
     parts[0] = [part[:num_train] for part in parts[0]]
     x = [torch.tensor(images).float() / 255 for images, _ in parts]
     x = [each.movedim(-1, 1) if each.dim() == 4 else each.unsqueeze(1) for each in x]
+    if size is not None:
+        x = [F.avg_pool2d(each, each.shape[-1] // size) for each in x]
     std, mean = torch.std_mean(x[0], (0, 2, 3), keepdim=True)
     y = [torch.tensor(classes).long() for _, classes in parts]
     return [((images - mean) / std, classes) for images, classes in zip(x, y, strict=True)]
