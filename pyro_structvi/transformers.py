@@ -39,7 +39,7 @@ class StructuredTrainer(Trainer):
         + \frac{w}{N} \mathrm{KL}(q \| p) \Big),
 
     so each of N training examples has an equal share of the KL, and accumulated gradients are those of
-    one large batch. Logs have ``kl``, in nats, and ``kl_weight``.
+    one large batch. Processes have separate noise. Logs have ``kl``, in nats, and ``kl_weight``.
 
     ``eval_loss`` is minus the log predictive density per label. ``compute_metrics`` has the predictive
     mean: probabilities, of ``labels[:, 1:]`` where ``shift=True``. Checkpoints have the state of the
@@ -102,6 +102,8 @@ class StructuredTrainer(Trainer):
         size = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
         set_num_data(bound.model, bound.guide, size)
         bound.elbo = objective_of(None, self._kl_weight, total)
+        if self.args.world_size > 1:  # processes whose generators have one seed
+            torch.manual_seed(torch.initial_seed() + self.args.process_index)
         if self.optimizer is None:
             trained = [value for value in bound.parameters() if value.requires_grad]
             rate = self.args.learning_rate

@@ -1,11 +1,18 @@
 """Posteriors in transformers and peft: the page "Posteriors in transformers" as tests."""
 
 import doctest
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import pyro_structvi as ps
+from benchmarks import adapter_draws
 
 pytestmark = [pytest.mark.nets, pytest.mark.filterwarnings("default")]
 peft = pytest.importorskip("peft")
@@ -200,6 +207,40 @@ def test_accumulated_gradients_are_those_of_one_large_batch(guide, tmp_path):
     for name, gradient in found[0].items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-6)
+
+
+ON_PROCESSES = """
+import sys
+import torch
+import pyro_structvi as ps
+from tests.any_net import test_transformers as own
+
+folder = sys.argv[1]
+model, guide = own.make(ps.MAPGuide)
+sgd = torch.optim.SGD(guide.parameters(), lr=1.0)
+steps = {"max_steps": 1, "max_grad_norm": 0.0, "per_device_train_batch_size": own.SIZE // 2}
+steps |= {"train_sampling_strategy": "sequential", "optimizers": (sgd, None), "kl_weight": 1.0}
+trainer = own.train(model, guide, folder, own.rows(hidden=3), **steps)
+torch.save((own.state_of(guide), torch.randn(3)), f"{folder}/{trainer.args.process_index}.pt")
+"""
+
+
+def test_two_processes_have_the_gradient_of_one_and_separate_noise(tmp_path):
+    (tmp_path / "run.py").write_text(ON_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--standalone", str(tmp_path / "run.py"), str(tmp_path)]
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
+    (first, noise), (second, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert not torch.equal(noise, other)
+    model, guide = make(ps.MAPGuide)
+    sgd = torch.optim.SGD(guide.parameters(), lr=1.0)
+    options = {"max_steps": 1, "max_grad_norm": 0.0, "per_device_train_batch_size": SIZE}
+    options |= {"optimizers": (sgd, None), "kl_weight": 1.0}
+    train(model, guide, tmp_path, rows(hidden=3), **options)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, state_of(guide), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.nets_sample
@@ -449,6 +490,34 @@ def test_functions_share_the_frozen_base():
 
 
 # ---- examples ------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "transformers.md"
+
+
+def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_cpu = functools.partial(transformers.TrainingArguments, use_cpu=True)
+    monkeypatch.setattr(transformers, "TrainingArguments", on_cpu)
+    labels = texts().clone()
+    labels[0, -2:] = -100
+    given = {"load_base": base, "train": rows(), "test": rows(), "prompts": inputs(3)}
+    given |= {"texts": inputs(), "labels": labels}
+    blocks = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 8
+    exec("\n".join(blocks), given)
+    assert given["tokens"].shape == (3, LENGTH + 20) or 2 in given["tokens"]  # the end of a text
+    assert given["scores"].shape == (10, SIZE)
+    assert {file.name for file in tmp_path.glob("draws/draw*")} >= {"draw0", "draw9"}
+
+
+def test_the_benchmark_of_draws_runs(monkeypatch, capsys):
+    options = ["--hidden", "16", "--layers", "2", "--repeats", "1", "--batch", "1", "--length", "4"]
+    monkeypatch.setattr(sys, "argv", ["adapter_draws", *options])
+    adapter_draws.main()
+    header, _, first, *others = capsys.readouterr().out.splitlines()
+    assert header == "| adapters on | all layers, 1 x 4 tokens | the last layer, 1 x 4 tokens |"
+    assert first == "| one pass | 1 | 1 |"
+    assert len(others) == 5
 
 
 def test_docstring_examples():
