@@ -13,7 +13,7 @@ ALL ?=
 ONLINE ?=
 FIGURES ?=
 
-.PHONY: help demo test test-all test-nets mutation lint docs bench bench-scaling convergence league figures clean
+.PHONY: help demo test test-all test-nets test-versions mutation lint docs bench bench-scaling convergence league figures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ test-all: ## every test
 
 test-nets: $(INSTALLED_NETS) ## unmodified nets of transformers, peft, timm and others; NETS=sample for a few
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 tests/any_net --nets $(or $(NETS),all) $(PYTEST)
+
+test-versions: $(INSTALLED) ## the tests with the oldest and the newest dependencies; NOX="--session oldest -- --co"
+	$(BIN)/nox $(or $(NOX),--session oldest newest)
 
 mutation: $(INSTALLED_MUTATION) ## whether a test sees a change in the code; MUTATION="--mutants 40 --only maps"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run $(MUTATION)
@@ -78,7 +81,7 @@ ifneq ($(FIGURES),results)
 endif
 
 clean: ## remove .venv and everything built
-	rm -rf .venv build dist demo_output docs/_build docs/api/generated .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .nox build dist demo_output docs/_build docs/api/generated .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

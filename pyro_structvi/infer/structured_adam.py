@@ -5,15 +5,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from pyro_structvi._checks import NonNegative, Positive, Program, Share, check, checked
 from pyro_structvi._torch import is_recording, norm_of
+from pyro_structvi.nn.conversion import find_layouts
 from pyro_structvi.sites.family import Family
 from pyro_structvi.sites.latent_site import WIDE
 from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.low_rank import LowRank
 from pyro_structvi.weights.weight_distribution import GaussianWeight, IndependentWeight
 
@@ -32,8 +35,8 @@ class StructuredAdam(torch.optim.Optimizer):
     as its unit if it has two dimensions, and 0.1 otherwise.
 
     The moves of the layers of a net may add up in its output. In a model of more than three wide
-    weights, with a fan-in above 50, their rates are multiplied by ``3 / number``. The fan-in of a
-    parameter without a posterior is the number of elements of a row.
+    weights, with a fan-in above 50, their rates are multiplied by ``3 / number``. Parameters of the
+    model without a posterior count, too.
 
     The mean of a posterior :math:`\mu + A e` with correlations makes a second move in the coordinates of
     the noise e:
@@ -109,7 +112,8 @@ class StructuredAdam(torch.optim.Optimizer):
             check("parameters", value, Tensor)
         held = {value: each for each in posteriors for value in each.parameters()}
         points = [value for value in parameters if value not in held]
-        share = _share_of_wide(posteriors, points)
+        wide = _wide_points(points, guide)
+        share = _share_of_wide(posteriors, len(wide))
         own = {
             value: (
                 each.family.unit(each.site, name, value),
@@ -120,7 +124,7 @@ class StructuredAdam(torch.optim.Optimizer):
             for name, value in each.named_parameters()
         }
         own |= {
-            value: (_unit_of_point(value), 0, share if _is_wide(value) else 1.0) for value in points
+            value: (_unit_of_point(value), 0, share if value in wide else 1.0) for value in points
         }
         groups = defaultdict(list)
         for value in parameters:
@@ -318,16 +322,20 @@ def _at_most(size: float | Tensor, move: Tensor) -> Tensor:
     return move * (size / own).clamp_max(1.0)
 
 
-def _share_of_wide(posteriors: list[SitePosterior], points: Iterable[Tensor]) -> float:
+def _share_of_wide(posteriors: list[SitePosterior], num_points: int) -> float:
     """Return the factor of the rates of wide weights, by their number."""
     wide = {each.site.name for each in posteriors if each.site.is_wide}  # members share the names
-    number = len(wide) + sum(map(_is_wide, points))
+    number = len(wide) + num_points
     return min(1.0, SHALLOW / number) if number else 1.0
 
 
-def _is_wide(point: Tensor) -> bool:
-    """Whether a parameter of no posterior has many numbers in a row, which is the fan-in of most."""
-    return point.dim() > 1 and math.prod(point.shape[1:]) > WIDE
+def _wide_points(points: Iterable[Tensor], guide: nn.Module) -> set[Tensor]:
+    """Return the parameters without a posterior that are weights with a fan-in above 50."""
+    guides = (each for each in guide.modules() if isinstance(each, StructuredGuide))
+    models = (poutine.unwrap(each.model) for each in guides if each.model is not None)
+    layouts = [find_layouts(model) for model in models if isinstance(model, nn.Module)]
+    fan_ins = {key: layout.fan_in or 0 for own in layouts for key, layout in own.items()}
+    return {value for value in points if fan_ins.get(id(value), 0) > WIDE}
 
 
 def _unit_of_point(value: Tensor) -> float:

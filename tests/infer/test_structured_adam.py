@@ -206,6 +206,21 @@ def test_rates_of_wide_weights_fall_with_their_number(num_weights, num_points, s
         assert rates[value] == pytest.approx((share if is_wide else 1.0) * unit), name
 
 
+def test_wide_points_are_those_with_a_large_fan_in():
+    """A row of an embedding is one input; a ``Conv1D`` of GPT-2 has the weight ``(in, out)``."""
+    table, transposed = nn.Embedding(5, 60), nn.Linear(60, 4)
+    transposed.weight, transposed.nf = nn.Parameter(torch.ones(60, 4)), 4
+    wide = [nn.Linear(60, 60) for _ in range(5)]
+    points = nn.Sequential(table, transposed, *wide)
+    for each in points:
+        nn.init.constant_(each.weight, 0.5)
+    model = ps.Regressor(nn.Sequential(ps.bayesianize(nn.Linear(4, 1)), points), 10, 0.3)
+    guide = ps.MeanFieldGuide(model)
+    rates = rates_of(ps.StructuredAdam([*guide.parameters(), *model.parameters()], guide, lr=1.0))
+    assert rates[table.weight] == 0.5
+    assert {rates[each.weight] for each in (transposed, *wide)} == {0.25}
+
+
 def test_narrow_weights_keep_their_rates():
     guide, named = deep_guide(ps.MeanFieldGuide, 12, width=50)
     rates = rates_of(ps.StructuredAdam([value for _, value in named], guide, lr=1.0))
