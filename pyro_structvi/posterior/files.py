@@ -1,6 +1,7 @@
 """Files of fitted posteriors, in the format of safetensors."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -22,7 +23,7 @@ from pyro_structvi.sites.family import Family, check_options
 from pyro_structvi.sites.structured import StructuredGuide
 
 KEY = "pyro_structvi"  # of the header in the metadata of a file
-FORMAT = 2
+FORMAT = 3
 PACKAGES = ("pyro-structvi", "torch", "pyro-ppl")
 MOST_NAMED = 5
 OPTIONS = "._extra_state"  # of families; of any shape
@@ -44,8 +45,8 @@ def save(
         path: The path of the file.
         model: The model. A function has no state.
         guide: The guide.
-        frozen: Whether to write frozen parameters. False keeps a large base out of the file; the model
-            that loads it must have the same base.
+        frozen: Whether to write frozen parameters. False keeps a large base out of the file, which has
+            only its sums; :func:`load` refuses another base.
 
     Raises:
         TypeError: If an option of the guide is a function, or an entry of a state dict is not a tensor.
@@ -71,7 +72,7 @@ def save(
             "`guide` must know its sites, but its model declares none before it runs. Fit the guide, or "
             "call `guide.initialize(...)` with the model's arguments, first."
         )
-    left_out = set() if frozen else _frozen_in(model)
+    left_out = {} if frozen else _frozen_in(model)
     tensors = {
         key: value.clone(memory_format=torch.contiguous_format)  # tied ones are separate in a file
         for name, part in (("guide", guide), ("model", model))
@@ -82,7 +83,7 @@ def save(
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
         "guide": _encode(guide, tensors, "options"),
-        "frozen": frozen,
+        "left_out": {key: _sum_of(value) for key, value in left_out.items()},
     }
     path = Path(path)
     if not path.name or path.is_dir():
@@ -133,8 +134,7 @@ def load(
     check_options(guide, tensors, "guide.")
     parts: list[tuple[str, Any]] = [("model", model), ("guide", guide)]
     states = {name: _state_of(name, part) for name, part in parts}
-    if not header.get("frozen", True):
-        tensors = {key: states["model"][key] for key in _frozen_in(model)} | tensors
+    tensors |= _left_out(header["left_out"], model)
     for name, own in states.items():
         _check_state(name, own, tensors)
     for name, part in parts:
@@ -160,12 +160,41 @@ def _state_of(name: str, part: Any) -> dict[str, Tensor]:
     return {f"{name}.{key}": value.detach() for key, value in state.items()}
 
 
-def _frozen_in(model: Any) -> set[str]:
-    """Return the keys of a model's frozen parameters in a file."""
+def _frozen_in(model: Any) -> dict[str, Tensor]:
+    """Return the frozen parameters of a model, by their keys in a file."""
     module = poutine.unwrap(model)
-    if not isinstance(module, nn.Module):
-        return set()
-    return {f"model.{name}" for name in frozen_keys(module)}
+    keys = frozen_keys(module) if isinstance(module, nn.Module) else set()
+    return {
+        key: value
+        for key, value in _state_of("model", model).items()
+        if key.removeprefix("model.") in keys
+    }
+
+
+def _left_out(sums: Mapping[str, float], model: Any) -> dict[str, Tensor]:
+    """Return the parameters of a model that a file left out.
+
+    Raises:
+        ValueError: If the file is of other parameters.
+    """
+    own = _frozen_in(model) if sums else {}
+    wrong = [
+        key
+        for key, expected in sums.items()
+        if key not in own or not math.isclose(_sum_of(own[key]), expected, rel_tol=1e-3)
+    ]
+    if wrong:
+        raise ValueError(
+            "`model` must have the frozen parameters beside which the file was saved, but "
+            f"{', '.join(repr(key) for key in wrong[:MOST_NAMED])} differ. Make the model from the same "
+            "base. Nothing was loaded."
+        )
+    return own
+
+
+def _sum_of(value: Tensor) -> float:
+    """Return the sum of absolute values, which hardly depends on the dtype."""
+    return float(value.abs().sum(dtype=torch.float64))
 
 
 def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
