@@ -126,21 +126,26 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 BATCH_SIZES = {"MLP": 200, "LeNet": 200, "ResNet-20": 50, "LSTM": 50, "GPT": 100}
 
 
-def load(path: Path, net: str, num_train: int | None, size: int | None) -> tuple[Data, Data]:
-    """Return the data for training and test, images standardized by the former."""
+def load(
+    path: Path, net: str, num_train: int | None, size: int | None, foreign: Path | None
+) -> tuple[Data, Data, Tensor | None]:
+    """Return the data for training and test, and foreign images; standardized by those for training."""
     with np.load(path) as file:
         if net in VOCABULARY:
-            found = [_load_texts(file, net, name) for name in ("train", "test")]
-            return tuple((x[:num_train], y[:num_train]) for x, y in found)
-        parts = [[file[f"{kind}_{name}"] for kind in "xy"] for name in ("train", "test")]
-    parts[0] = [part[:num_train] for part in parts[0]]
-    x = [torch.tensor(images).float() / 255 for images, _ in parts]
+            train, test = (_load_texts(file, net, name) for name in ("train", "test"))
+            return (train[0][:num_train], train[1][:num_train]), test, None
+        images = [file["x_train"][:num_train], file["x_test"]]
+        classes = [torch.tensor(file[name]).long() for name in ("y_train", "y_test")]
+    if foreign is not None:
+        with np.load(foreign) as file:
+            images.append(file["x_test"])
+    x = [torch.tensor(each).float() / 255 for each in images]
     x = [each.movedim(-1, 1) if each.dim() == 4 else each.unsqueeze(1) for each in x]
     if size is not None:
         x = [F.avg_pool2d(each, each.shape[-1] // size) for each in x]
     std, mean = torch.std_mean(x[0], (0, 2, 3), keepdim=True)
-    y = [torch.tensor(classes).long() for _, classes in parts]
-    return tuple(((images - mean) / std, classes) for images, classes in zip(x, y, strict=True))
+    train, test, *others = ((each - mean) / std for each in x)
+    return (train, classes[0][:num_train]), (test, classes[1]), others[0] if others else None
 
 
 def _load_texts(file: Any, net: str, name: str) -> Data:

@@ -7,9 +7,11 @@
 
 A file of images has ``x_train``, ``y_train``, ``x_test`` and ``y_test``: classes, and images of bytes of
 the shape ``(n, height, width)`` or ``(n, height, width, 3)``. Color images are shifted and flipped in
-training. A file of texts has ``tokens_train`` (integers from 3 on in order of frequency, all texts one
+training, and the entropies of the predictions tell the test images of ``--foreign`` from those of the
+file. A file of texts has ``tokens_train`` (integers from 3 on in order of frequency, all texts one
 after another), ``offsets_train`` (where they begin and end) and ``y_train``, and likewise the test. The
 net "LSTM" predicts the class of a text, and "GPT" the next token.
+
 Guides are trained by ``fit`` with its default optimizer, the rate of ``--lr``, the KL weight of
 ``--kl-weight`` and the initial standard deviation of ``--init-scale``; "from AdamW" always has the rate
 0.03 in the second half of the epochs. "AdamW" has the rate 0.001 unless its name has another, and "IVON"
@@ -34,6 +36,7 @@ import pyro_structvi as ps
 from benchmarks.deep_data import BATCH_SIZES, NETS, VOCABULARY, Batches, Data, load
 from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_table
 from benchmarks.rows import ResultsFile
+from pyro_structvi import metrics
 
 NUM_DRAWS = 20
 PRIOR = ps.FanIn(2**0.5)
@@ -133,6 +136,7 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
     "k-tied 2": by_guide(partial(ps.KTiedGuide, local_reparam="exact")),
     "k-tied 2 from AdamW": from_adamw(partial(ps.KTiedGuide, local_reparam="exact")),
     "matrix normal": by_guide(partial(ps.MatrixNormalGuide, local_reparam="exact")),
+    "eigenbasis": by_guide(partial(ps.EigenbasisGuide, local_reparam="exact")),
     "mean field, whole KL": by_guide(
         partial(ps.MeanFieldGuide, local_reparam="exact"), kl_weight="annealed"
     ),
@@ -153,6 +157,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--num-train", type=int, help="how many of the first images or texts")
     parser.add_argument("--size", type=int, help="of images, which are averaged down to it")
+    parser.add_argument("--foreign", type=Path, help="an .npz file whose test images to detect")
     parser.add_argument("--kl-weight", type=float, default=0.01)
     parser.add_argument("--lr", type=float, help="of guides; default: that of `fit`")
     parser.add_argument("--init-scale", type=float, default=0.01, help="of guides")
@@ -163,8 +168,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     num_train = 200 if options.quick else options.num_train
-    data, test = load(options.data, options.net, num_train, options.size)
-    test = (test[0][:100], test[1][:100]) if options.quick else test
+    data, test, foreign = load(options.data, options.net, num_train, options.size, options.foreign)
+    if options.quick:
+        test = test[0][:100], test[1][:100]
     results = ResultsFile(options.output, DEEP_NETS)
     for seed, name in product(range(options.seeds), options.method or OWN):
         pixels = "" if options.size is None else f" of {options.size} x {options.size}"
@@ -175,30 +181,42 @@ def main() -> None:
         recipe += "" if options.init_scale == 0.01 else f", initial scale {options.init_scale:g}"
         if not results.has(options.net, recipe, name, str(seed)):
             torch.manual_seed(seed)
-            row = measure(METHODS[name], data, test, options)
+            row = measure(METHODS[name], data, test, foreign, options)
             results.add((options.net, recipe, name, str(seed), *row))
     print(deep_nets_table(results.rows))
 
 
 def measure(
-    method: Callable[..., Probabilities], data: Data, test: Data, options: argparse.Namespace
+    method: Callable[..., Probabilities],
+    data: Data,
+    test: Data,
+    foreign: Tensor | None,
+    options: argparse.Namespace,
 ) -> tuple[str, ...]:
-    """Return accuracy, negative log likelihood, and the seconds of training."""
+    """Return accuracy, negative log likelihood, seconds of training, and the AUROC of foreign images."""
     net = NETS[options.net]()
     batches = Batches(*data, min(BATCH_SIZES[options.net], len(data[0])))
     start = time.perf_counter()
     predict = method(net, batches, options)
     seconds = time.perf_counter() - start
     net.eval()
-    are_right, losses = [], []
-    with torch.no_grad():
-        for x, y in zip(*(part.split(250) for part in test), strict=True):
-            probabilities = predict(x).double().flatten(0, -2)
-            are_right.append((probabilities.argmax(-1) == y.flatten()).double())
-            logarithms = probabilities.clamp_min(1e-12).log()
-            losses.append(F.nll_loss(logarithms, y.flatten(), reduction="none"))
-    accuracy, loss = torch.cat(are_right).mean(), torch.cat(losses).mean()
-    return f"{accuracy:.4f}", f"{loss:.4f}", f"{seconds:.0f}"
+    predict = torch.no_grad()(predict)
+    scores = [score(predict(x), y) for x, y in zip(*(v.split(250) for v in test), strict=True)]
+    are_right, losses, entropies = map(torch.cat, zip(*scores, strict=True))
+    auroc = ""
+    if foreign is not None:
+        others = [score(predict(x), torch.zeros(len(x)).long())[2] for x in foreign.split(250)]
+        auroc = f"{metrics.detection_scores(entropies, torch.cat(others)).auroc:.4f}"
+    return f"{are_right.mean():.4f}", f"{losses.mean():.4f}", f"{seconds:.0f}", auroc
+
+
+def score(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each class to predict whether it is right, its loss, and the entropy."""
+    probabilities, y = probabilities.double().flatten(0, -2), y.flatten()
+    logarithms = probabilities.clamp_min(1e-12).log()
+    losses = F.nll_loss(logarithms, y, reduction="none")
+    is_right = (probabilities.argmax(-1) == y).double()
+    return is_right, losses, -(probabilities * logarithms).sum(-1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pyro_structvi as ps
 from benchmarks import (
     bench,
     convergence,
+    deep_data,
     deep_nets_table,
     figures,
     measure,
@@ -385,13 +386,36 @@ def test_errors_of_moments_by_draws_of_normal_outputs():
     assert (draws.std(0) - 1).abs().mean().item() == pytest.approx(mean / 2**0.5, rel=0.02)
 
 
+@pytest.fixture
+def texts(tmp_path):
+    """Return a file of two texts, of 40 tokens and of 3."""
+    tokens = np.arange(43, dtype=np.int32) + 3
+    parts = {"tokens": tokens, "offsets": np.array([0, 40, 43]), "y": np.array([0, 1])}
+    own = {f"{name}_{part}": value for name, value in parts.items() for part in ("train", "test")}
+    np.savez(tmp_path / "texts.npz", **own)
+    return tmp_path / "texts.npz"
+
+
+def test_a_language_model_predicts_the_next_token(texts):
+    (x, y), _, _ = deep_data.load(texts, "GPT", None, None, None)
+    assert x.tolist() == [[*range(3, 35)]]
+    assert y.tolist() == [[*range(4, 36)]]
+
+
+def test_a_short_text_is_at_the_end_of_its_row(texts):
+    (x, y), _, _ = deep_data.load(texts, "LSTM", None, None, None)
+    short, long = x[y == 1][0], x[y == 0][0]
+    assert short[-4:].tolist() == [0, 43, 44, 45]
+    assert long[-41:].tolist() == [0, *range(3, 43)]
+
+
 def test_the_table_of_deep_nets_names_a_net_once():
     rows = [
-        ("MLP", "10 epochs", "AdamW", "0", "0.98", "0.05", "40"),
-        ("MLP", "10 epochs", "AdamW", "1", "0.96", "0.07", "44"),
-        ("MLP", "10 epochs", "k-tied 2", "0", "0.99", "0.04", "80"),
+        ("MLP", "10 epochs", "AdamW", "0", "0.98", "0.05", "40", "0.9"),
+        ("MLP", "10 epochs", "AdamW", "1", "0.96", "0.07", "44", ""),
+        ("MLP", "10 epochs", "k-tied 2", "0", "0.99", "0.04", "80", ""),
     ]
     assert deep_nets_table.deep_nets_table(rows).splitlines()[2:] == [
-        "| MLP, 10 epochs | AdamW | 97.00 ± 1.00 | 0.060 ± 0.010 | 42 |",
-        "|  | k-tied 2 | 99.00 | 0.040 | 80 |",
+        "| MLP, 10 epochs | AdamW | 97.00 ± 1.00 | 0.060 ± 0.010 | 0.900 | 42 |",
+        "|  | k-tied 2 | 99.00 | 0.040 |  | 80 |",
     ]

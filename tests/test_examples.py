@@ -71,6 +71,7 @@ SCRIPTS = {
     ],
     "benchmarks/deep_nets.py": [
         *("--data", "{folder}/images.npz", "--net", "LeNet", "--epochs", "1", "--quick"),
+        *("--foreign", "{folder}/images.npz"),
         *("--method", "AdamW", "--method", "k-tied 2 from AdamW"),
         *("--output", "{folder}/deep_nets.csv"),
     ],
