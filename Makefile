@@ -70,7 +70,7 @@ figures: $(INSTALLED) ## every picture and generated table of README and docs; F
 	$(BIN)/python -m benchmarks.summary > /dev/null
 	$(BIN)/python -m benchmarks.league --problem none --output benchmarks/results/league.csv --figure docs/evidence/league.svg > /dev/null
 	$(BIN)/python -m benchmarks.scaling --drawn-from benchmarks/results/scaling.json --figure docs/evidence/scaling.svg
-	$(BIN)/python -m benchmarks.figures --costs docs/evidence/costs.svg --convergence docs/evidence/convergence.svg > /dev/null
+	$(BIN)/python -m benchmarks.figures --costs docs/evidence/costs.svg --convergence docs/evidence/convergence.svg --active docs/gallery/active_learning.svg > /dev/null
 	$(BIN)/python docs/scripts/gallery_figures.py --page digits --page lora
 ifneq ($(FIGURES),results)
 	$(BIN)/python docs/scripts/bands.py

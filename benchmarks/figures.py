@@ -1,7 +1,8 @@
-"""Figures of committed results: what a step and a prediction cost, and how the ELBO rises.
+"""Figures of committed results: costs of steps and predictions, ELBOs, and active learning.
 
 python -m benchmarks.figures --costs docs/evidence/costs.svg
 python -m benchmarks.figures --convergence docs/evidence/convergence.svg
+python -m benchmarks.figures --active docs/gallery/active_learning.svg
 """
 
 import argparse
@@ -15,7 +16,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.active_table import ACTIVE, curve
 from benchmarks.figure_sources import digest, metadata
+from benchmarks.rows import Row, read_rows
 from benchmarks.tables import DEFAULT, VARIANTS, net_of
 from pyro_structvi.plots.figures import BLUE, GREY, ORANGE, SKY, VERMILION
 
@@ -46,7 +49,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--costs", type=Path, help="an image file for times of steps")
     parser.add_argument("--convergence", type=Path, help="an image file for ELBOs against steps")
+    parser.add_argument("--active", type=Path, help="an image file for errors against labels")
     options = parser.parse_args()
+    if options.active:
+        draw_active(read_rows(RESULTS / "active_learning.csv", ACTIVE), options.active)
     if options.costs:
         draw_costs(read("bench"), options.costs)
         print(f"Drawn: {', '.join(GUIDES)}.")
@@ -60,6 +66,29 @@ def read(name: str) -> dict[str, Any]:
 
 def save(figure: Figure, path: Path, results: Any) -> None:
     figure.savefig(path, metadata=metadata(path, digest(results)))
+
+
+# ---- active learning -----------------------------------------------------------------------------
+
+
+def draw_active(rows: list[Row], path: Path) -> None:
+    """Draw errors against labels, a panel for each set; dashed where labels are random."""
+    sets = list(dict.fromkeys(row[0] for row in rows))
+    methods = list(dict.fromkeys(row[1] for row in rows))
+    with rc_context({"svg.hashsalt": "active"} | STYLE):
+        figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+        for axes, name in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets, strict=True):
+            for method, color in zip(methods, (BLUE, VERMILION, GREY, SKY), strict=False):
+                for choice, line in (("variance", "-"), ("random", ":")):
+                    errors = curve(rows, name, method, choice)
+                    label = f"{method}, {choice}"
+                    axes.plot([*errors], [*errors.values()], line, color=color, label=label)
+            axes.set(title=name, xlabel="labels", yscale="log")
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.axes[0].set_ylabel("root mean squared error")
+        handles = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=len(methods))
+        save(figure, path, rows)
 
 
 # ---- costs ---------------------------------------------------------------------------------------

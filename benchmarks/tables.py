@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import league_tables, moments_table, paper_tables, uci_priors_table, uci_tables
+from benchmarks.active_table import ACTIVE, active_table
 from benchmarks.deep_nets_table import DEEP_NETS, deep_nets_table
 from benchmarks.markdown import markdown
 from benchmarks.optimization_table import OPTIMIZATION, optimization_table
@@ -84,6 +85,8 @@ def tables_of(path: Path) -> str:
     header = tuple(path.read_text().splitlines()[0].split(","))
     if header == DEEP_NETS:
         return deep_nets_table(read_rows(path, header))
+    if header == ACTIVE:
+        return active_table(read_rows(path, header))
     if header == OPTIMIZATION:
         return optimization_table(read_rows(path, header))
     if header == uci_tables.DECOMPOSED:

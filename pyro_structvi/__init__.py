@@ -61,7 +61,7 @@ from pyro_structvi.posterior import (
 )
 
 if TYPE_CHECKING:
-    from pyro_structvi import (
+    from pyro_structvi import (  # noqa: F401, for `pyro_structvi.plots` and its kin
         botorch,
         diagnostics,
         lightning,
@@ -133,16 +133,6 @@ __all__ = [
     "extend",
     "families",
     "guides",
-    # parts with optional packages
-    "botorch",
-    "diagnostics",
-    "lightning",
-    "metrics",
-    "plots",
-    "reference",
-    "sklearn",
-    "testing",
-    "transformers",
 ]
 
 # These need optional packages, so they are imported when they are first asked for.

@@ -9,6 +9,7 @@ import torch
 
 import pyro_structvi as ps
 from benchmarks import (
+    active_table,
     bench,
     convergence,
     deep_data,
@@ -407,6 +408,17 @@ def test_a_short_text_is_at_the_end_of_its_row(texts):
     short, long = x[y == 1][0], x[y == 0][0]
     assert short[-4:].tolist() == [0, 43, 44, 45]
     assert long[-41:].tolist() == [0, *range(3, 43)]
+
+
+def test_labels_are_saved_where_their_choice_reaches_the_error_sooner():
+    rows = [
+        ("energy", "mean field", choice, "0", str(count), str(error))
+        for choice, errors in {"random": (4.0, 3.0, 2.0), "variance": (4.0, 1.0, 1.0)}.items()
+        for count, error in zip((20, 30, 40), errors, strict=True)
+    ]
+    table = active_table.active_table(rows)
+    assert table.splitlines()[-1] == "| energy | mean field | 2 | 1 | 27 of 40 |"
+    assert active_table.labels_needed({20: 4.0, 30: 3.0}, 2.0) is None
 
 
 def test_the_table_of_deep_nets_names_a_net_once():

@@ -65,6 +65,10 @@ SCRIPTS = {
         *("--data", "{folder}/regression.npz", "--steps", "5", "--map-steps", "5"),
         *("--chain-steps", "20", "--output", "{folder}/decomposition.csv"),
     ],
+    "benchmarks/active_learning.py": [
+        *("--data", "{folder}/regression.npz", "--method", "mean field", "--quick"),
+        *("--output", "{folder}/active.csv"),
+    ],
     "benchmarks/bayesian_optimization.py": [
         *("--problem", "Branin", "--method", "matrix normal", "--quick"),
         *("--output", "{folder}/optimization.csv"),
