@@ -69,6 +69,9 @@ SCRIPTS = {
         *("--data", "{folder}/regression.npz", "--method", "mean field", "--quick"),
         *("--output", "{folder}/active.csv"),
     ],
+    "benchmarks/adapter_draws.py": [
+        *("--hidden", "16", "--layers", "1", "--batch", "1", "--length", "4", "--repeats", "1"),
+    ],
     "benchmarks/bayesian_optimization.py": [
         *("--problem", "Branin", "--method", "matrix normal", "--quick"),
         *("--output", "{folder}/optimization.csv"),
@@ -142,6 +145,7 @@ SCRIPTS = {
 }
 # What they need of the extra `nets`.
 NEEDS = {
+    "benchmarks/adapter_draws.py": ("transformers", "peft"),
     "benchmarks/bayesian_optimization.py": ("botorch",),
     "examples/lora.py": ("transformers", "peft"),
     "docs/scripts/local_shares.py": ("transformers",),
@@ -200,4 +204,4 @@ def test_a_script_runs(script, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     guides = "k-tied|KTiedGuide|low rank|inducing|local|mean field|matrix normal|FFG-U"
-    assert re.search(f"{guides}|family|chains|points", result.stdout)
+    assert re.search(f"{guides}|family|chains|points|adapters", result.stdout)
