@@ -1,5 +1,6 @@
 """The tests with the oldest and with the newest dependencies, by nox: `make test-versions`."""
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -31,7 +32,7 @@ def newest(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Test with the nightly build of torch, from the index in `NIGHTLY_INDEX`."""
     session.install("--editable", ".[test]")
-    options = ["--pre", "--upgrade", "--index-url", session.env["NIGHTLY_INDEX"]]
+    options = ["--pre", "--upgrade", "--index-url", os.environ["NIGHTLY_INDEX"]]
     session.install(*options, "torch", "torchvision")
     run_tests(session)
 

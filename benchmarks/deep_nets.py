@@ -205,7 +205,7 @@ def measure(
     are_right, losses, entropies = map(torch.cat, zip(*scores, strict=True))
     auroc = ""
     if foreign is not None:
-        others = [score(predict(x), torch.zeros(len(x)).long())[2] for x in foreign.split(250)]
+        others = [entropy(predict(x)) for x in foreign.split(250)]
         auroc = f"{metrics.detection_scores(entropies, torch.cat(others)).auroc:.4f}"
     return f"{are_right.mean():.4f}", f"{losses.mean():.4f}", f"{seconds:.0f}", auroc
 
@@ -216,7 +216,11 @@ def score(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logarithms = probabilities.clamp_min(1e-12).log()
     losses = F.nll_loss(logarithms, y, reduction="none")
     is_right = (probabilities.argmax(-1) == y).double()
-    return is_right, losses, -(probabilities * logarithms).sum(-1)
+    return is_right, losses, entropy(probabilities)
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    return torch.special.entr(probabilities.double()).sum(-1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pyro.poutine as poutine
@@ -329,10 +329,10 @@ def _share_of_wide(posteriors: list[SitePosterior], num_points: int) -> float:
     return min(1.0, SHALLOW / number) if number else 1.0
 
 
-def _wide_points(points: Iterable[Tensor], guide: nn.Module) -> set[Tensor]:
+def _wide_points(points: Sequence[Tensor], guide: nn.Module) -> set[Tensor]:
     """Return the parameters without a posterior that are weights with a fan-in above 50."""
     guides = (each for each in guide.modules() if isinstance(each, StructuredGuide))
-    models = (poutine.unwrap(each.model) for each in guides if each.model is not None)
+    models = {poutine.unwrap(each.model) for each in guides if points and each.model is not None}
     layouts = [find_layouts(model) for model in models if isinstance(model, nn.Module)]
     fan_ins = {key: layout.fan_in or 0 for own in layouts for key, layout in own.items()}
     return {value for value in points if fan_ins.get(id(value), 0) > WIDE}

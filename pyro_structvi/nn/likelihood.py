@@ -78,7 +78,7 @@ class Likelihood(RandomModule):
         super().__init__()
         self.net = _check_net(net)
         self._register_standard("input", standardize)
-        self._output = output
+        self.output = output
         self.is_num_data_given = num_data is not None
         self.num_data = num_data
 
@@ -138,7 +138,7 @@ class Likelihood(RandomModule):
 
     def run_net(self, x: Any) -> tuple[Tensor, int]:
         """Return the output in at least single precision, and its number of plate dimensions."""
-        net, output = self.net, self._output
+        net, output = self.net, self.output
         x = self._standardized(x)
         found, plates = run_in_plates(net, lambda: read_output(call_net(net, x), output))
         shape = found.shape[plates:]

@@ -1,7 +1,7 @@
 """Files of fitted posteriors, in the format of safetensors."""
 
+import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -46,7 +46,7 @@ def save(
         model: The model. A function has no state.
         guide: The guide.
         frozen: Whether to write frozen parameters. False keeps a large base out of the file, which has
-            only its sums; :func:`load` refuses another base.
+            only digests of its bytes; :func:`load` refuses another base.
 
     Raises:
         TypeError: If an option of the guide is a function, or an entry of a state dict is not a tensor.
@@ -83,7 +83,7 @@ def save(
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
         "guide": _encode(guide, tensors, "options"),
-        "left_out": {key: _sum_of(value) for key, value in left_out.items()},
+        "left_out": {key: _digest(value) for key, value in left_out.items()},
     }
     path = Path(path)
     if not path.name or path.is_dir():
@@ -171,30 +171,27 @@ def _frozen_in(model: Any) -> dict[str, Tensor]:
     }
 
 
-def _left_out(sums: Mapping[str, float], model: Any) -> dict[str, Tensor]:
+def _left_out(digests: Mapping[str, str], model: Any) -> dict[str, Tensor]:
     """Return the parameters of a model that a file left out.
 
     Raises:
         ValueError: If the file is of other parameters.
     """
-    own = _frozen_in(model) if sums else {}
-    wrong = [
-        key
-        for key, expected in sums.items()
-        if key not in own or not math.isclose(_sum_of(own[key]), expected, rel_tol=1e-3)
-    ]
+    own = _frozen_in(model) if digests else {}
+    wrong = [key for key in digests if key not in own or _digest(own[key]) != digests[key]]
     if wrong:
         raise ValueError(
             "`model` must have the frozen parameters beside which the file was saved, but "
             f"{', '.join(repr(key) for key in wrong[:MOST_NAMED])} differ. Make the model from the same "
             "base. Nothing was loaded."
         )
-    return own
+    return {key: own[key] for key in digests}
 
 
-def _sum_of(value: Tensor) -> float:
-    """Return the sum of absolute values, which hardly depends on the dtype."""
-    return float(value.abs().sum(dtype=torch.float64))
+def _digest(value: Tensor) -> str:
+    """Return a digest of the bytes of a tensor."""
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(content.numpy().data).hexdigest()
 
 
 def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -1,13 +1,15 @@
 """Functions of a net at fixed samples of its weights, as a module of torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from pyro_structvi._checks import Count, checked
+from pyro_structvi.nn.likelihood import read_output
 from pyro_structvi.sites.sampled_net import to_net
 from pyro_structvi.sites.site_posterior import module_key
 
@@ -22,14 +24,18 @@ class SampledFunctions(nn.Module):
 
     Args:
         nets: Plain nets of one class, with separate weights, and equal frozen parameters and buffers.
+        output: From the return value of a net to a tensor, as of a likelihood.
 
     Example:
         >>> SampledFunctions([nn.Linear(3, 1), nn.Linear(3, 1)])(torch.zeros(5, 3)).shape
         torch.Size([2, 5, 1])
     """
 
-    def __init__(self, nets: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, nets: Iterable[nn.Module], output: Callable[[Any], Tensor] | None = None
+    ) -> None:
         super().__init__()
+        self._output = output
         rest = iter(nets)
         net = next(rest)
         self._net = (net,)  # in a tuple, so that its weights are no state of this module
@@ -46,7 +52,7 @@ class SampledFunctions(nn.Module):
         return len(self.get_buffer(module_key(self._stacked[0])))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the outputs of each function, ``(S, *output)``; of an object its ``logits``.
+        """Return the outputs of each function, ``(S, *output)``.
 
         Args:
             *args: The arguments of the net.
@@ -60,9 +66,9 @@ class SampledFunctions(nn.Module):
             for names in (self._stacked, self._shared)
         )
 
-        def output(state: Mapping[str, Tensor]) -> Any:
+        def output(state: Mapping[str, Tensor]) -> Tensor:
             result = functional_call(self._net[0], {**shared, **state}, args, kwargs)
-            return getattr(result, "logits", result)
+            return read_output(result, self._output)
 
         try:
             outputs: Tensor = torch.func.vmap(output, randomness="different")(stacked)
@@ -106,4 +112,5 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
     """
     draws = self.joint_posterior().draw_many(range(num_samples))
     each = ({name: draw[i] for name, draw in draws.items()} for i in range(num_samples))
-    return SampledFunctions(to_net(self, draw).eval() for draw in each)
+    output = getattr(poutine.unwrap(self.model), "output", None)
+    return SampledFunctions((to_net(self, draw).eval() for draw in each), output)

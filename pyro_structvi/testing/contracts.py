@@ -15,6 +15,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import orthogonal
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+Projected = tuple[str, Tensor, Tensor]  # a rule, and projections of the values got and expected
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,7 @@ class Contract:
         self, owner: str, leaves: tuple[Leaf, ...] = (), dtype: torch.dtype = torch.float64
     ) -> None:
         self.owner, self.leaves, self.tolerance = owner, leaves, TOLERANCE[dtype]
-        self._part: list[tuple[str, Tensor, Tensor]] | None = (
-            None  # rules and projections of values
-        )
+        self._part: list[Projected] | None = None  # comparisons of the present part
 
     def fail(self, rule: str, expected: Any, got: Any) -> None:
         """Raise the error of a violated rule."""
@@ -120,7 +119,7 @@ class Contract:
         finally:
             self._part = None
 
-    def _compare_part(self, compared: list[tuple[str, Tensor, Tensor]]) -> None:
+    def _compare_part(self, compared: list[Projected]) -> None:
         """Compare the sums of all gradients, and each by itself where the sums differ."""
         if not compared:
             return

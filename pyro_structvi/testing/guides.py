@@ -21,7 +21,7 @@ from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.testing.contracts import Contract, differences, draws, elbo_gradients, fixed_seed
 from pyro_structvi.testing.noise import assert_mean
 
-PASSES = 100
+PASSES = 200
 PARTICLES = 4
 MakeGuide = Callable[[Any], StructuredGuide]
 

@@ -9,6 +9,8 @@ FINE = {
     "HierarchicalScale.fan_in": "two",
     "FanIn*.fan_in": "number",
     "*Dropout.input_dim": "zero",
+    "Dropout.input_dim": "zero, huge",  # a guide compares it with the dimensions of its weights
+    "Eigenbasis*.block_size": "huge",  # the largest size of a block
     "prune_*.amount": "zero",
     "PointMass.variance": "zero",
     "StructuredAdam.eps": "zero",

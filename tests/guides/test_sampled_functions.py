@@ -94,6 +94,27 @@ def test_frozen_parameters_are_kept_once_and_logits_are_returned():
     assert len(functions) == 3
 
 
+class WithState(nn.Linear):
+    """A net that returns a tuple."""
+
+    def forward(self, x):
+        return x, super().forward(x)
+
+
+def test_outputs_are_those_that_the_likelihood_reads():
+    net, x = ps.bayesianize(WithState(3, 2)), torch.randn(7, 3)
+    guide = ps.KTiedGuide(ps.Classifier(net, num_data=8, output=lambda pair: pair[1]))
+    torch.manual_seed(1)
+    functions = guide.sample_functions(2)
+    torch.manual_seed(1)
+    draws = guide.joint_posterior().draw_many(range(2))
+    nets = [guide.to_net({name: draw[i] for name, draw in draws.items()}) for i in range(2)]
+    expected = torch.stack([net(x)[1] for net in nets])
+    torch.testing.assert_close(functions(x), expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(TypeError, match="The net must return a tensor"):
+        ps.KTiedGuide(ps.Classifier(net, num_data=8)).sample_functions(2)(x)
+
+
 def test_it_is_exported_as_one_graph_for_any_batch():
     functions, x = ps.KTiedGuide(make_regressor(8)).sample_functions(3), torch.randn(7, 3)
     batch = torch.export.Dim("batch")

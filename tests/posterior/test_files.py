@@ -80,6 +80,45 @@ def test_a_file_without_frozen_parameters_takes_those_of_the_model(tmp_path):
         ps.load(path, make_model())
 
 
+def flip_a_sign(weight):
+    weight[0, 0] *= -1
+
+
+def swap_rows(weight):
+    weight.copy_(weight.flip(0))
+
+
+@pytest.mark.parametrize("change", [flip_a_sign, swap_rows])
+def test_another_base_is_seen_by_any_change_of_its_numbers(change, tmp_path):
+    model, path = make_frozen(0.5), tmp_path / "posterior.safetensors"
+    model.net[0].weight[0] = torch.linspace(1, 2, model.net[0].weight.shape[1])
+    ps.save(path, model, ps.KTiedGuide(model), frozen=False)
+    ps.load(path, model)
+    change(model.net[0].weight)
+    with pytest.raises(ValueError, match=r"file was saved, but 'model.net.0.weight' differ. "):
+        ps.load(path, model)
+
+
+def test_a_parameter_that_is_frozen_later_is_loaded_from_the_file(tmp_path):
+    def make(is_frozen):
+        net = make_net()
+        net[0].requires_grad_(False)
+        torch.nn.init.constant_(net[0].weight, 0.5)
+        torch.nn.init.constant_(net[0].bias, 0.5)
+        net[-1].bias.requires_grad_(not is_frozen)
+        net = ps.bayesianize(net, {"*.bias": None, "*": 1.0}, normalization=False)
+        return ps.Regressor(net, num_data=8, noise_scale=0.5)
+
+    model, path = make(is_frozen=False), tmp_path / "posterior.safetensors"
+    bias = f"net.{len(model.net) - 1}.bias"
+    with torch.no_grad():
+        model.get_parameter(bias).fill_(7.0)
+    ps.save(path, model, ps.KTiedGuide(model), frozen=False)
+    other = make(is_frozen=True)
+    ps.load(path, other)
+    assert float(other.state_dict()[bias][0]) == 7.0
+
+
 def test_a_file_with_frozen_parameters_must_have_all_of_them(tmp_path):
     model, path = make_frozen(0.5), tmp_path / "posterior.safetensors"
     ps.save(path, model, ps.KTiedGuide(model))
