@@ -125,7 +125,7 @@ def distance_table(rows: Iterable[Row]) -> str:
     )
     body = [
         [
-            {CEILING: "NUTS, a second run"}.get(method, method),
+            {CEILING: "NUTS, a second run", PRIOR: PRIOR}.get(method, f"`{method}`"),
             *(mean_with_error(found[method].get(problem, []), digits) for problem in problems),
         ]
         for method in order

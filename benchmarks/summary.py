@@ -344,9 +344,8 @@ def deviations(rows: Iterable[Row]) -> str:
     """Return the ratios of standard deviations to NUTS between the clusters of the regression."""
     cells = by_problem(rows)["cosine"]
     quantity = f"{last_region(cells)}: ratio of standard deviations"
-    head = [f"`{choice.guide.removesuffix('Guide')}`" for choice in PICTURED]
-    ratios = [f"{fmean(cells[choice.code][quantity]):.2f}" for choice in PICTURED]
-    return markdown(head, [ratios])
+    ratios = [(f"`{each.guide}`", f"{fmean(cells[each.code][quantity]):.2f}") for each in PICTURED]
+    return markdown(["guide", "standard deviation, divided by NUTS"], ratios)
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -55,8 +55,8 @@ def test_the_table_of_distances_has_a_column_for_each_problem():
         "| posterior | p: Wasserstein | q: Wasserstein |",
         "| --- | --- | --- |",
         "| NUTS, a second run | 0.010 | 0.010 |",
-        "| good | 0.200 ± 0.100 | 0.200 ± 0.100 |",
-        "| bad | 25.0 |  |",
+        "| `good` | 0.200 ± 0.100 | 0.200 ± 0.100 |",
+        "| `bad` | 25.0 |  |",
     ]
 
 
