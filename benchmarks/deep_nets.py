@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from tqdm.auto import trange
 
@@ -124,8 +125,38 @@ def from_adamw(make_guide: Callable[..., ps.StructuredGuide]) -> Callable[..., P
     return method
 
 
+def with_temperature(method: Callable[..., Probabilities]) -> Callable[..., Probabilities]:
+    """Return the method with logits divided by a temperature (Guo et al., 2017).
+
+    The method trains on nine tenths of the examples, and the others determine the temperature.
+    """
+
+    def scaled(net: nn.Module, batches: Batches, options: Any) -> Probabilities:
+        is_held_out = torch.arange(len(batches.x)) % 10 == 0
+        x, y = batches.x[is_held_out], batches.y[is_held_out]
+        kept = batches.x[~is_held_out], batches.y[~is_held_out]
+        predict = method(net, Batches(*kept, min(batches.batch_size, len(kept[0]))), options)
+        net.eval()
+        with torch.no_grad():
+            logits = torch.cat([logits_of(predict(part)) for part in x.split(250)])
+
+        def loss(temperature: float) -> float:
+            return cross_entropy(logits / temperature, y).item()
+
+        temperature = minimize_scalar(loss, bounds=(0.1, 10.0), method="bounded").x
+        return lambda x: (logits_of(predict(x)) / temperature).softmax(-1)
+
+    return scaled
+
+
+def logits_of(probabilities: Tensor) -> Tensor:
+    return probabilities.clamp_min(1e-12).log()
+
+
 METHODS: dict[str, Callable[..., Probabilities]] = {
     "AdamW": by_adamw,
+    "AdamW, temperature scaling": with_temperature(by_adamw),
+    "AdamW, rate 0.002, temperature scaling": with_temperature(partial(by_adamw, lr=2e-3)),
     "AdamW, rate 0.002": partial(by_adamw, lr=2e-3),
     "AdamW, rate 0.004": partial(by_adamw, lr=4e-3),
     "IVON": by_ivon,
@@ -141,7 +172,8 @@ METHODS: dict[str, Callable[..., Probabilities]] = {
         partial(ps.MeanFieldGuide, local_reparam="exact"), kl_weight="annealed"
     ),
 }
-OWN = [name for name in METHODS if "IVON" not in name and "rate" not in name]
+OTHERS = ("IVON", "rate", "temperature")
+OWN = [name for name in METHODS if not any(word in name for word in OTHERS)]
 
 
 # ---- measurement ---------------------------------------------------------------------------------
@@ -213,8 +245,7 @@ def measure(
 def score(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each class to predict whether it is right, its loss, and the entropy."""
     probabilities, y = probabilities.double().flatten(0, -2), y.flatten()
-    logarithms = probabilities.clamp_min(1e-12).log()
-    losses = F.nll_loss(logarithms, y, reduction="none")
+    losses = F.nll_loss(logits_of(probabilities), y, reduction="none")
     is_right = (probabilities.argmax(-1) == y).double()
     return is_right, losses, entropy(probabilities)
 

@@ -79,7 +79,7 @@ SCRIPTS = {
     "benchmarks/deep_nets.py": [
         *("--data", "{folder}/images.npz", "--net", "LeNet", "--epochs", "1", "--quick"),
         *("--foreign", "{folder}/images.npz"),
-        *("--method", "AdamW", "--method", "k-tied 2 from AdamW"),
+        *("--method", "AdamW, temperature scaling", "--method", "k-tied 2 from AdamW"),
         *("--output", "{folder}/deep_nets.csv"),
     ],
     "benchmarks/estimators.py": [
