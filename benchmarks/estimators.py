@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, action="append", required=True, help="an .npz file")
     parser.add_argument("--splits", type=int, default=20, help="how many of them")
+    parser.add_argument("--gaps", action="store_true", help="gap splits in place of random ones")
     parser.add_argument("--method", choices=METHODS, action="append", help="default: ours and GP")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a few steps")
@@ -45,7 +46,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     results = ResultsFile(options.output, ESTIMATORS)
-    found = {path.stem: list(splits(path, gaps=False))[: options.splits] for path in options.data}
+    title = "gaps of {}" if options.gaps else "{}"
+    found = {
+        title.format(path.stem): list(splits(path, options.gaps))[: options.splits]
+        for path in options.data
+    }
     for number, data in product(range(options.splits), found):
         for method in options.method or OWN:
             if number < len(found[data]) and not results.has(data, str(number), method):
