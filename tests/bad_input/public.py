@@ -80,7 +80,8 @@ def user_methods(cls):
     return {
         name: method
         for name in names - METHODS_BETWEEN_PARTS
-        if inspect.isroutine(method := getattr(cls, name))
+        if callable(method := getattr(cls, name))
+        and inspect.isroutine(method)  # so is a cached property, since Python 3.13
         and (getattr(method, "__module__", "") or "").startswith("pyro_structvi")
         and has_arguments(method, skip=not inspect.ismethod(method))
     }
