@@ -99,11 +99,9 @@ class ConvolutionMap(LinearMap):
 
     @property
     def channel_dim(self) -> int:
-        """The dimension before the dimensions of space."""
         return -len(self.kernel_shape)
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Convolve ``x`` with ``matrix (out, in)`` seen as filters."""
         return self._convolve(x, matrix.reshape(-1, *self.kernel_shape), bias)
 
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -181,11 +179,9 @@ class ConvolutionMap(LinearMap):
         return BiasColumnMap(self), x
 
     def event_dim(self, outputs: Tensor) -> int:
-        """Return the number of dimensions of channels and space."""
         return len(self.kernel_shape)
 
     def has_positions(self, x: Tensor) -> bool:
-        """Return True."""
         return True
 
     def _convolve(self, x: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:

@@ -203,12 +203,10 @@ class DenseMap(LinearMap):
 
     @property
     def channel_dim(self) -> int:
-        """The last dimension."""
         return -1
 
     @property
     def is_dense(self) -> bool:
-        """True."""
         return True
 
     def without_positions(self) -> "DenseMap":
@@ -216,18 +214,15 @@ class DenseMap(LinearMap):
         return DenseMap(positions=False)
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply ``matrix (*b, out, in)`` to ``x (*batch, in)``, giving ``(*batch, out)``."""
         if matrix.dim() == 2:
             return F.linear(x, matrix, bias)
         image = _stacked_product(x, matrix)
         return image if bias is None else image + bias
 
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply filters ``(M, in)`` as a weight with ``M`` outputs."""
         return self(x, matrix, bias)
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply ``matrix (out, M)`` to the channels."""
         return self(hidden, matrix, bias)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
@@ -271,7 +266,6 @@ class DenseMap(LinearMap):
         return max(outputs.dim() - 1, 1) if self.positions else 1
 
     def has_positions(self, x: Tensor) -> bool:
-        """Return whether an input has dimensions of positions."""
         return self.positions and x.dim() > 2
 
 
@@ -300,33 +294,26 @@ class BiasColumnMap(LinearMap):
 
     @property
     def channel_dim(self) -> int:
-        """The channel dimension of the map without the column."""
         return self.linear_map.channel_dim
 
     @property
     def groups(self) -> int:
-        """The groups of the map without the column."""
         return self.linear_map.groups
 
     @property
     def has_bias_column(self) -> bool:
-        """True."""
         return True
 
     def without_positions(self) -> "BiasColumnMap":
-        """Return the map with a column of a map without positions."""
         return BiasColumnMap(self.linear_map.without_positions())
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply ``matrix (out, in + 1)``, its last column as the bias."""
         return self.linear_map(x, *_split(matrix, bias))
 
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply filters ``(M, in + 1)``, their last column as biases."""
         return self.linear_map.bank(x, *_split(matrix, bias))
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Recombine the channels by the map without the column."""
         return self.linear_map.mix(hidden, matrix, bias)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
@@ -334,7 +321,6 @@ class BiasColumnMap(LinearMap):
         return self.linear_map.squared_norm(x, out) + 1
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Apply ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""
         return self.linear_map.stack(x, *_split(matrices, biases))
 
     def combine(
@@ -345,7 +331,6 @@ class BiasColumnMap(LinearMap):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Add the outputs of ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""
         matrices, biases = _split(matrices, biases)
         return self.linear_map.combine(x, coefficients, matrices, onto, biases)
 
@@ -354,11 +339,9 @@ class BiasColumnMap(LinearMap):
         return BiasColumnMap(self), x
 
     def event_dim(self, outputs: Tensor) -> int:
-        """Return the number of the map without the column."""
         return self.linear_map.event_dim(outputs)
 
     def has_positions(self, x: Tensor) -> bool:
-        """Return whether the map without the column has positions."""
         return self.linear_map.has_positions(x)
 
 

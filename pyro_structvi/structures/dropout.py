@@ -127,7 +127,6 @@ class BernoulliDropout(WeightDistribution):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance."""
         return self._odds * self.loc.square().sum()
 
     @property
@@ -140,7 +139,6 @@ class BernoulliDropout(WeightDistribution):
         return self._odds * same * flat * flat.unsqueeze(-1)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *event_shape)``."""
         sample = as_size("sample_shape", sample_shape)
         masks = _masks([*sample, self.num_channels], self.rate, self.loc)
         return self.loc * self._spread(masks)
@@ -225,7 +223,6 @@ class _DropoutOutputs(OutputDistribution):
         return self._map(x, self._weight.as_matrix(self._weight.loc), self._bias_loc)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
         if sample_shape:
             count = torch.Size(sample_shape).numel()
             draws = torch.stack([self.rsample() for _ in range(count)])
@@ -258,12 +255,10 @@ class _DropoutOutputs(OutputDistribution):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output."""
         return self._columns.square().sum(0)
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` of E outputs; for small sizes."""
         columns = self._columns.flatten(-len(self.event_shape)).movedim(0, -2)
         return columns.mT @ columns
 
@@ -330,16 +325,13 @@ class Dropout(Family):
     needs: ClassVar[str] = "a continuous site, and `input_dim` where that of a weight is not known"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous, and the input channels of a weight are known."""
         is_known = self.input_dim is not None or site.input_dim is not None
         return has_bijection(site.support) and (is_known or not _has_inputs(site))
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``."""
         return {"loc": bijection_onto(site.support).inv(loc).clone()}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> TorchDistribution:
-        """Return the weight with dropout, or a point for a site without input channels."""
         loc = parameters["loc"]
         if not _has_inputs(site):
             value = bijection_onto(site.support)(loc)

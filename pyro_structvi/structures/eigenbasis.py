@@ -79,7 +79,6 @@ class EigenbasisNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.as_weight(
             self.row_basis.square() @ self.scale.square() @ self.column_basis.square().mT
         )
@@ -91,7 +90,6 @@ class EigenbasisNormal(GaussianWeight):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale.log().sum((-2, -1))
 
     def scale_noise(self, noise: Tensor) -> Tensor:
@@ -183,7 +181,6 @@ class Eigenbasis(MatrixFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> EigenbasisNormal:
-        """Return the normal in the bases of these angles."""
         scale = parameters["log_scale"].exp()
         rows, columns = (
             block_rotation(parameters[name], size, self.block_size)

@@ -94,7 +94,6 @@ class PointMixture(WeightDistribution):
         return deviations.mT @ deviations / deviations.shape[-2]
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw members ``(*sample_shape, *batch_shape, *event_shape)``."""
         sample = as_size("sample_shape", sample_shape)
         shape = self._extended_shape(sample)
         batch, count = self.batch_shape.numel(), self.members.shape[self._member_dim]
@@ -135,7 +134,6 @@ class _MixtureOutputs(OutputDistribution):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         variance = self._points.variance
         if self._bias_variance is None:
             return variance
@@ -143,7 +141,6 @@ class _MixtureOutputs(OutputDistribution):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
         covariance = self._points.covariance_matrix
         if self._bias_variance is None:
             return covariance
@@ -151,7 +148,6 @@ class _MixtureOutputs(OutputDistribution):
         return covariance + biases.mT @ biases
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         draws = self._points.rsample(sample_shape)
         if self._bias_variance is None:
             return draws
@@ -184,7 +180,6 @@ class Members(Family):
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous, with a bijection onto its support."""
         return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -199,7 +194,6 @@ class Members(Family):
         return {"members": members.reshape(self.size, *first.shape)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMixture:
-        """Return the mixture."""
         return _MembersOf(site, bijection_onto(site.support)(parameters["members"]))
 
 

@@ -64,17 +64,14 @@ class FullNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.scale_tril.tril().square().sum(-1).reshape(self.loc.shape)
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
         return self.scale_tril.tril().square().sum((-2, -1))
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     @property
@@ -132,7 +129,6 @@ class _FullOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         variance = self._columns.square().sum(-3)
         if self._bias_variance is not None:
             variance = variance + self._bias_variance.unsqueeze(-2)
@@ -140,7 +136,6 @@ class _FullOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
         columns = self._columns.flatten(-2)
         covariance = columns.mT @ columns
         if self._bias_variance is not None:
@@ -151,7 +146,6 @@ class _FullOutputs(GaussianOutputs):
         return covariance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         lead = torch.Size(sample_shape) + self.batch_shape
         noise = standard_normal((*lead, self._weight.scale_tril.shape[-1]), self.loc)
         if torch.is_grad_enabled() and self.event_shape.numel() < noise.shape[-1]:
@@ -234,7 +228,6 @@ class FullCovariance(MemoryLimitedFamily):
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is a weight or a vector."""
         return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -249,7 +242,6 @@ class FullCovariance(MemoryLimitedFamily):
         return unit_of_across(value) if name == "across" else super().unit(site, name, value)
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:
-        """Return the normal."""
         factor = factor_of_rows if "across" in parameters else cholesky_factor
         scale_tril = factor(**{name: parameters[name] for name in parameters if name != "loc"})
         return FullNormal(parameters["loc"], scale_tril, validate_args=False)

@@ -75,7 +75,6 @@ class KTiedNormal(IndependentWeight):
 
     @property
     def stddev(self) -> Tensor:
-        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return (self.row_scale @ self.column_scale.mT).reshape(self.loc.shape)
 
     @property
@@ -96,7 +95,6 @@ class KTiedNormal(IndependentWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
-        """Return the distribution of the outputs: independent normals."""
         # For groups of few outputs, as in depthwise convolutions, one call with the dense variances is
         # faster than two calls with factors.
         products = self.rank * (self.rank + 1) // 2
@@ -109,7 +107,6 @@ class KTiedNormal(IndependentWeight):
         return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
-        """Return the distribution of rows ``W[index]``: independent normals."""
         check_index(self, index)
         loc, row_scale = (F.embedding(index, table) for table in (self.loc, self.row_scale))
         scale = row_scale @ self.column_scale.mT
@@ -172,7 +169,6 @@ class KTied(MatrixFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> KTiedNormal:
-        """Return the k-tied Normal."""
         return KTiedNormal(
             parameters["loc"],
             parameters["log_row_scale"].exp(),

@@ -114,12 +114,10 @@ class LowRankNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.alpha * self.factors.square().sum(len(self.batch_shape)) + self.scale.square()
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
         low_rank = self._gram.diagonal(dim1=-2, dim2=-1).sum(-1).to(self.loc.dtype)
         return self.alpha * low_rank + self._diagonal_sum(self.scale.square())
 
@@ -195,7 +193,6 @@ class LowRankNormal(GaussianWeight):
         return torch.addcmul(low_rank.reshape(shape), of_diagonal.reshape(shape), self.scale)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """Return this distribution with a larger batch shape, sharing memory."""
         new = super().expand(batch_shape, _instance)
         new.alpha = self.alpha
         return new
@@ -203,7 +200,6 @@ class LowRankNormal(GaussianWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> GaussianOutputs:
-        """Return the distribution of the outputs: low rank plus diagonal."""
         if self.is_isotropic:
             variance = self._isotropic_image_variance(linear_map, x, bias_variance)
         else:
@@ -219,7 +215,6 @@ class LowRankNormal(GaussianWeight):
         return self.alpha * low_rank + torch.diag_embed(diagonal)
 
     def rows(self, index: Tensor) -> "LowRankNormal":
-        """Return the distribution of rows ``W[index]``: low rank plus diagonal."""
         check_index(self, index)
         loc = F.embedding(index, self.loc)
         scale = self.scale if self.is_isotropic else F.embedding(index, self.scale)
@@ -267,19 +262,16 @@ class _LowRankOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         low_rank = self.factors.square().sum(len(self.batch_shape))
         return self._alpha * low_rank + self._diagonal
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
         factors = self.factors.flatten(len(self.batch_shape) + 1)
         diagonal = torch.diag_embed(self._diagonal.flatten(len(self.batch_shape)))
         return self._alpha * factors.mT @ factors + diagonal
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         shape = self._extended_shape(torch.Size(sample_shape))
         lead = shape[: len(shape) - len(self.event_shape)]
         rank = self._matrices.shape[-3]
@@ -367,7 +359,6 @@ class LowRank(MatrixFamily):
         return ("diagonal_scale",) if follows else ()
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         if self.diagonal_variance is not None and self.diagonal != "constant":
             raise ValueError(
@@ -376,7 +367,6 @@ class LowRank(MatrixFamily):
             )
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is a weight or a vector."""
         return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -399,7 +389,6 @@ class LowRank(MatrixFamily):
         return parameters
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> LowRankNormal:
-        """Return the low-rank normal."""
         loc = parameters["loc"]
         if self.constants:
             scale = parameters["diagonal_scale"]

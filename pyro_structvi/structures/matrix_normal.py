@@ -81,7 +81,6 @@ class MatrixNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         rows, columns = self._diagonals
         return (rows.unsqueeze(-1) * columns.unsqueeze(-2)).reshape(self.loc.shape)
 
@@ -93,7 +92,6 @@ class MatrixNormal(GaussianWeight):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         factors = self.scale_tril_row, self.scale_tril_column
         rows, columns = (factor.diagonal(dim1=-2, dim2=-1).log() for factor in factors)
         return 2 * (columns.shape[-1] * rows.sum(-1) + rows.shape[-1] * columns.sum(-1))
@@ -175,7 +173,6 @@ class MatrixNormalFamily(MatrixFamily):
         return parameters
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> MatrixNormal:
-        """Return the matrix normal."""
         row, column = (
             cholesky_factor(parameters[f"{side}_log_diagonal"], parameters[f"{side}_lower"])
             for side in ("row", "column")

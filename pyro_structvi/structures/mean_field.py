@@ -77,30 +77,25 @@ class MeanFieldNormal(IndependentWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return shrink(self.scale, len(self.event_shape)).square().expand(self.scale.shape)
 
     @property
     def stddev(self) -> Tensor:
-        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return self.scale
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
-        """Return the distribution of the outputs: independent normals."""
         variance = linear_map(x * x, self.as_matrix(self.variance), bias_variance)
         return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> "MeanFieldNormal":
-        """Return the distribution of rows ``W[index]``: independent normals."""
         check_index(self, index)
         loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
         return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "MeanFieldNormal":
-        """Return the distribution of the weight in another order of its dimensions."""
         loc, scale = arrangement(self.loc), arrangement(self.scale)
         return MeanFieldNormal(loc, scale, arrangement.event_dim, validate_args=False)
 
@@ -150,23 +145,19 @@ class LogScaleNormal(MeanFieldNormal):
 
     @grad_cached_property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return (2 * self.log_scale).exp()
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self._event_sum(self.log_scale)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
-        """Return the distribution of rows ``W[index]``: independent normals."""
         check_index(self, index)
         loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
         return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> MeanFieldNormal:
-        """Return the distribution of the weight in another order of its dimensions."""
         loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)
         return LogScaleNormal(loc, log_scale, arrangement.event_dim, validate_args=False)
 
@@ -196,7 +187,6 @@ class MeanField(Family):
     needs: ClassVar[str] = "a site with real values"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site takes every real value."""
         return site.is_real
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -207,7 +197,6 @@ class MeanField(Family):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> LogScaleNormal:
-        """Return the normals, with the site's plates as batch dimensions."""
         log_scale = capped_log(parameters["log_scale"], self.max_scale)
         return LogScaleNormal(parameters["loc"], log_scale, site.event_dim, validate_args=False)
 

@@ -118,7 +118,6 @@ class MixtureGuide(StructuredGuide):
         self.register_buffer("weights", like.new_full((size,), 1 / size).detach())
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`from_options`."""
         return {"members": tuple(self.members), "vectorize": self.vectorize}
 
     @classmethod
@@ -134,7 +133,6 @@ class MixtureGuide(StructuredGuide):
 
     @property
     def num_members(self) -> int:
-        """The number K of members."""
         return len(self.members)
 
     @property
@@ -145,22 +143,18 @@ class MixtureGuide(StructuredGuide):
 
     @property
     def site_names(self) -> list[str]:
-        """The latent sites, in the order of sampling."""
         return self._first.site_names
 
     @property
     def uses(self) -> Mapping[str, SiteUse]:
-        """The uses of each site, equal for all members."""
         return self._first.uses
 
     @property
     def local_site_names(self) -> list[str]:
-        """The sites of single examples."""
         return self._first.local_site_names
 
     @property
     def is_initialized(self) -> bool:
-        """Whether all members have found all sites."""
         return all(member.is_initialized for member in self.members)
 
     @property

@@ -32,15 +32,12 @@ class PointEstimate(Family):
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous, with a bijection onto its support."""
         return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``."""
         return {"loc": bijection_onto(site.support).inv(loc).clone()}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMass:
-        """Return the point."""
         return PointMass(
             bijection_onto(site.support)(parameters["loc"]), site.event_dim, validate_args=False
         )

@@ -60,17 +60,14 @@ class RowwiseNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.scale_tril.square().sum(-1).reshape(self.loc.shape)
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
         return self.scale_tril.square().sum((-3, -2, -1))
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
 
     def scale_noise(self, noise: Tensor) -> Tensor:
@@ -97,7 +94,6 @@ class RowwiseNormal(GaussianWeight):
         return torch.diag_embed(torch.einsum("iab,...ab->...i", covariances, moment))
 
     def rows(self, index: Tensor) -> "RowwiseNormal":
-        """Return the distribution of rows ``W[index]``."""
         check_index(self, index)
         factors = F.embedding(index, self.scale_tril.flatten(1))
         scale_tril = factors.unflatten(-1, self.scale_tril.shape[1:])
@@ -148,7 +144,6 @@ class Rowwise(MemoryLimitedFamily):
         return {"loc": loc.clone(), "log_diagonal": log_diagonal, "lower": lower}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> RowwiseNormal:
-        """Return the row-wise normal."""
         scale_tril = cholesky_factor(parameters["log_diagonal"], parameters["lower"])
         return RowwiseNormal(parameters["loc"], scale_tril, validate_args=False)
 

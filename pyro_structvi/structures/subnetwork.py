@@ -54,7 +54,6 @@ class Subnetwork(Family):
     needs: ClassVar[str] = "a site with real values, in no plate"
 
     def __post_init__(self) -> None:
-        """Check the types of masks."""
         super().__post_init__()
         for name, mask in (self.chosen or {}).items():
             check_mask(f"chosen['{name}']", mask)
@@ -65,11 +64,9 @@ class Subnetwork(Family):
         return ("index",) if self.train_rest else ("rest", "index")
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site takes every real value."""
         return site.is_real and not site.is_batch
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``."""
         if self.chosen is None:
             return {"rest": loc.clone(), "index": torch.arange(loc.numel(), device=loc.device)}
         mask = self.chosen.get(site.name, torch.zeros(loc.shape, dtype=torch.bool))
@@ -77,7 +74,6 @@ class Subnetwork(Family):
         return {"rest": loc.clone(), "index": mask.flatten().nonzero().squeeze(-1).to(loc.device)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> "PartlyChosen":
-        """Return the values of a site without its chosen elements."""
         return PartlyChosen(parameters["rest"], site.event_dim, parameters["index"])
 
 

@@ -106,7 +106,6 @@ class TransformedMeanField(Family):
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous, with a bijection onto its support."""
         return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -118,7 +117,6 @@ class TransformedMeanField(Family):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> Any:
-        """Return the transformed normal, with the site's plates as batch dimensions."""
         loc, scale = parameters["loc"], parameters["log_scale"].exp()
         plates = len(site.shape) - site.event_dim
         base = MeanFieldNormal(loc, scale, loc.dim() - plates, validate_args=False)

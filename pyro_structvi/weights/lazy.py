@@ -132,11 +132,9 @@ class ArrangedView(WeightPlaceholder):
         return f"ArrangedView({self.base!r}, dims={self._dims})"
 
     def draw(self) -> Tensor:
-        """Return the permuted weight."""
         return self.base.draw().permute(self._dims)
 
     def item_of_stack(self, index: int) -> WeightPlaceholder | None:
-        """Return a view of one weight of a stack."""
         item = self.base.item_of_stack(index) if self._dims[0] == 0 else None
         return None if item is None else ArrangedView(item, tuple(d - 1 for d in self._dims[1:]))
 
@@ -284,7 +282,6 @@ class LazyWeight(WeightPlaceholder):
         return format(self.draw(), format_spec) if format_spec else repr(self)
 
     def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor | None:
-        """Evaluate a call without the weight, or return None where it needs the weight."""
         if isinstance(call, Application):
             return self._apply(call)
         if not self._may_sample_outputs(call.x):

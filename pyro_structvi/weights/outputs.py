@@ -102,7 +102,6 @@ class NormalOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         return self._variance
 
     @property
@@ -112,21 +111,17 @@ class NormalOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)``, diagonal."""
         return torch.diag_embed(self._variance.flatten(len(self.batch_shape)))
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         shape = self._extended_shape(torch.Size(sample_shape))
         noise = standard_normal(shape, self.loc)
         return draw_normal(self.loc.expand(shape), self._variance.expand(shape), noise)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
         return event_sum(self._normal.log_prob(value), len(self.event_shape))
 
     def entropy(self) -> Tensor:
-        """Return the differential entropy ``(*batch_shape,)``, in nats."""
         return event_sum(self._normal.entropy(), len(self.event_shape))
 
     @property
@@ -160,7 +155,6 @@ class MixedOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         squares = self._factor.square()
         if self._scales.shape[-1] == 1:
             squares = squares.sum(-1, keepdim=True)
@@ -171,7 +165,6 @@ class MixedOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
         scaled = self._factor * self._scales.unsqueeze(-2)
         blocks = scaled @ scaled.mT
         if self._bias_variance is not None:
@@ -183,7 +176,6 @@ class MixedOutputs(GaussianOutputs):
         return product.flatten(-2).flatten(-3, -2)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         channels_last = list(self._extended_shape(torch.Size(sample_shape)))
         channels_last.append(channels_last.pop(self._channel_dim))
         noise = self._scales * standard_normal(channels_last, self.loc)

@@ -40,7 +40,6 @@ class LazySlice(WeightPlaceholder):
         return piece
 
     def draw(self) -> Tensor:
-        """Return the slice of the joint sample."""
         return self._take(self.whole.draw())
 
     def sample_outputs(self, call: Application | Lookup | FactorApplication) -> Tensor | None:
@@ -117,7 +116,6 @@ class DeferredWeight(WeightPlaceholder):
         return f"DeferredWeight(site='{self._name}', shape={tuple(self.shape)})"
 
     def draw(self) -> Tensor:
-        """Return the ordinary tensor."""
         return self.sample.value(self._name)
 
     def sample_outputs(self, call: Application | Lookup | FactorApplication) -> None:
@@ -152,7 +150,6 @@ class CountedWeight(WeightPlaceholder):
         return weight
 
     def draw(self) -> Tensor:
-        """Return the value, and count."""
         self.add_use(None)
         return self._value
 
@@ -203,6 +200,5 @@ class _CountedItem(WeightPlaceholder):
         return item
 
     def draw(self) -> Tensor:
-        """Return the value, and count."""
         self._stack.add_use(self._index)
         return self._stack._value[self._index]

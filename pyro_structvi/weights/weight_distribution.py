@@ -373,12 +373,10 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
         matrix = noise_columns(self).flatten(1 + len(self.batch_shape)).movedim(0, -1)
         return matrix @ matrix.mT
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         samples = arguments.as_size("sample_shape", sample_shape)
         shape = samples + self.batch_shape + self.noise_shape
         return self.loc + self.scale_noise(standard_normal(shape, self._first_parameter))
@@ -440,25 +438,20 @@ class IndependentWeight(GaussianWeight, abstract=True):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.stddev.square()
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``, diagonal."""
         return torch.diag_embed(self.variance.reshape(*self.batch_shape, -1))
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self._event_sum(self.stddev.log())
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return the noise times the standard deviations."""
         return noise * self.stddev
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         samples = arguments.as_size("sample_shape", sample_shape)
         shape = samples + self.batch_shape + self.event_shape
         noise = standard_normal(shape, self._first_parameter)
@@ -470,7 +463,6 @@ class IndependentWeight(GaussianWeight, abstract=True):
         return torch.diag_embed(diagonal @ self.as_matrix(self.variance).mT)
 
     def whiten(self, difference: Tensor) -> Tensor:
-        """Return the difference in standard deviations."""
         return difference / self.stddev
 
     def _item(self, index: int) -> Self:

@@ -56,7 +56,6 @@ class GlobalInducing(MatrixFamily):
         return {"loc": loc.clone(), "log_scale": log_scale}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> NormalGivenInputs:
-        """Return the distribution of the weight given its inputs."""
         if "target" not in parameters:
             raise RuntimeError(
                 f"The weight at site '{site.name}' has no posterior before the inducing points are "

@@ -320,7 +320,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
         self.conditional_scale = conditional_scale.expand(joint.batch_shape)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """Return this distribution with a larger batch shape, sharing memory."""
         new = super().expand(batch_shape, _instance)
         new.joint = self.joint.expand(new.batch_shape)
         new._inducing = self.inducing.expand(new.batch_shape)
@@ -373,13 +372,11 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         hidden, squared = self.bases.columns.mT, self.joint.column_scale.square().mT
         return self.as_weight(self.bases.variance(self.inducing, hidden, squared).mT)
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
         gain = kronecker(self.bases.rows, self.bases.columns)
         covariance, squared = self.inducing.covariance_matrix, self.bases.squared_scale
         excess = covariance - squared * identity_like(covariance)
@@ -482,7 +479,6 @@ class ConditionalNormal(AugmentedNormal):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         out, size = self.joint.matrix_shape
         prior = self.joint.column_scale.log().expand(*self.batch_shape, 1, size).sum((-2, -1))
         rows, columns = self.joint.rows.complement, self.joint.columns.complement
@@ -491,7 +487,6 @@ class ConditionalNormal(AugmentedNormal):
         return total + log_det.to(total.dtype)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         v, seen = self._seen(difference)
         rows, columns = self.joint.rows.complement, self.joint.columns.complement
         quadratic: Tensor = KroneckerQuadratic.apply(seen, rows.double(), columns.double())

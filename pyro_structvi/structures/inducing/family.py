@@ -79,7 +79,6 @@ class InducingWeights(FactoredFamily):
     prior_scale: Positive | None = None
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         if self.shared and isinstance(self.posterior, (MeanField, Members)):
             raise ValueError(
@@ -115,7 +114,6 @@ class InducingWeights(FactoredFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> InducingNormal:
-        """Return the distribution of the weight."""
         joint = AugmentedMatrixNormal(
             parameters["row_factor"],
             parameters["column_factor"],

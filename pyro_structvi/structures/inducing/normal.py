@@ -145,12 +145,10 @@ class InducingNormal(AugmentedNormal):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         log_det: Tensor = torch.linalg.slogdet(self._seen_covariance).logabsdet
         return self._around_zero.log_det_covariance + log_det.to(self.conditional_scale.dtype)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         v, seen = self._seen(difference)
         k = torch.linalg.solve(self._residual, seen.flatten(-2).unsqueeze(-1))
         covariance = self.inducing.covariance_matrix.double()

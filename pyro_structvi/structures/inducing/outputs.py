@@ -176,7 +176,6 @@ class MatheronOutputs(GaussianOutputs):
         return self._map.mix(inner, self._bases.rows.mT, self._bias_loc)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
         sample, rows = torch.Size(sample_shape), self._bases.rows
         hidden, squared = self._repeat(self._hidden, sample), self._repeat(self._squared, sample)
         mix, scale = self._map.mix, self._bases.conditional_scale.unsqueeze(-1)
@@ -227,7 +226,6 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
         variance = self._bases.variance(self._inducing, hidden, squared)
         if self._bias_variance is not None:
@@ -237,7 +235,6 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs; for small sizes."""
         if len(self.event_shape) == 1:
             return self._covariance_at_one_position
         hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
