@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import inside_transform, is_recording
+from pyro_structvi._torch import is_recording
 from pyro_structvi.linalg.matrices import identity_like
 
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
@@ -17,9 +17,7 @@ def log_det(matrix: Tensor) -> Tensor:
 
     It is NaN for other matrices, since an error would synchronize a GPU at every step.
     """
-    if inside_transform():
-        return _log_det(tril_or_nan(matrix))
-    value: Tensor = LogDet.apply(matrix)
+    value: Tensor = 2 * tril_or_nan(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return value
 
 
@@ -133,34 +131,12 @@ def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
     return matrix + value[..., None, None] * identity_like(matrix)
 
 
-class LogDet(torch.autograd.Function):
-    """The log determinant of positive definite matrices, whose gradient is the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        """Factor the matrices."""
-        tril = tril_or_nan(matrix)
-        ctx.save_for_backward(matrix, tril)
-        return _log_det(tril)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return the gradient with respect to the matrices."""
-        matrix, tril = ctx.saved_tensors
-        again = torch.is_grad_enabled()  # for second derivatives
-        inverse: Tensor = torch.linalg.inv(matrix) if again else torch.cholesky_inverse(tril)
-        return gradient[..., None, None] * inverse
-
-
 def tril_or_nan(matrix: Tensor) -> Tensor:
     """Return Cholesky factors of ``(*batch, M, M)``, NaN for matrices that are not positive definite."""
     tril, info = torch.linalg.cholesky_ex(matrix)
-    factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
+    # A product, since its gradient is NaN too.
+    factor: Tensor = tril * torch.where(info > 0, torch.nan, 1.0).to(tril)[..., None, None]
     return factor
-
-
-def _log_det(tril: Tensor) -> Tensor:
-    return 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 class OrthonormalRows(torch.autograd.Function):

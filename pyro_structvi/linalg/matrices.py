@@ -251,46 +251,6 @@ def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
 _FEW = 2**10  # elements; for fewer, torch's own operations are faster than an autograd function
 
 
-def squared_distance(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
-    """Return ``|mean - loc|^2`` over an event, ``(*batch,)``; ``loc`` broadcasts to the mean."""
-    if inside_transform() or mean.numel() <= _FEW:
-        difference = mean - loc
-        return event_sum(difference * difference, event_dim)
-    distance: Tensor = SquaredDistance.apply(mean, loc, event_dim)
-    return distance
-
-
-class SquaredDistance(torch.autograd.Function):
-    """``|mean - loc|^2`` over an event; its gradient keeps nothing of the weight's size but the mean."""
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
-        """Sum the squares; BLAS dot products lose digits of long sums in single precision."""
-        ctx.event_dim = event_dim
-        ctx.save_for_backward(mean, loc)
-        ctx.save_for_forward(mean, loc)
-        difference = mean - loc
-        return event_sum(difference.mul_(difference), event_dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Return ``2 (mean - loc)``, and its negative sum for ``loc``."""
-        mean, loc = ctx.saved_tensors
-        twice = 2 * gradient.reshape((*gradient.shape, *(1 for _ in range(ctx.event_dim))))
-        of_mean = torch.addcmul(-twice * loc, mean, twice)
-        of_loc = -of_mean.sum_to_size(loc.shape) if ctx.needs_input_grad[1] else None
-        return of_mean, of_loc, None
-
-    @staticmethod
-    def jvp(ctx: Any, of_mean: Tensor | None, of_loc: Tensor | None, _: None) -> Tensor:
-        """Return ``2 (mean - loc)`` times the difference of the tangents."""
-        mean, loc = ctx.saved_tensors
-        tangent = torch.zeros_like(mean) if of_mean is None else of_mean
-        if of_loc is not None:
-            tangent = tangent - of_loc
-        return event_sum(2 * (mean - loc) * tangent, ctx.event_dim)
-
-
 def sum_of_logs(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the sum of ``log (R C')`` for ``R (*batch, out, k)`` and ``C (*batch, in, k)``."""
     if inside_transform() or rows.shape[-2] * columns.shape[-2] <= _FEW:

@@ -9,7 +9,7 @@ from torch.distributions import Distribution, Independent, Laplace, Normal, regi
 from torch.distributions.kl import kl_divergence
 
 from pyro_structvi._checks import check_shape, checked
-from pyro_structvi.linalg.matrices import event_sum, shrink, squared_distance
+from pyro_structvi.linalg.matrices import event_sum, shrink
 from pyro_structvi.weights.arguments import check_value
 from pyro_structvi.weights.torch_distributions import base_of
 from pyro_structvi.weights.weight_distribution import (
@@ -178,7 +178,7 @@ def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     count = scale.shape[scale.dim() - event_dim :].numel()
     if count == 1:
         scale = scale.reshape(q.batch_shape)
-        distance = squared_distance(q.mean, loc, event_dim)
+        distance = event_sum((q.mean - loc).square(), event_dim)
         return (q.variance_sum + distance) / scale.square(), 2 * size * scale.log()
     moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
     return moment, 2 * size / count * event_sum(scale.log(), event_dim)

@@ -1,15 +1,12 @@
 """Distributions of the outputs of a linear map whose weight is random."""
 
-import math
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from pyro_structvi._torch import inside_transform
 from pyro_structvi.linalg.factorizations import tril_or_nan
 from pyro_structvi.linalg.matrices import event_sum, floored_sqrt, standard_normal
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap, shape_per_example
@@ -116,7 +113,7 @@ class NormalOutputs(GaussianOutputs):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         shape = self._extended_shape(torch.Size(sample_shape))
         noise = standard_normal(shape, self.loc)
-        return draw_normal(self.loc.expand(shape), self._variance.expand(shape), noise)
+        return torch.addcmul(self.loc, noise, floored_sqrt(self._variance))
 
     def log_prob(self, value: Tensor) -> Tensor:
         return event_sum(self._normal.log_prob(value), len(self.event_shape))
@@ -184,15 +181,6 @@ class MixedOutputs(GaussianOutputs):
             scale = floored_sqrt(self._bias_variance)
             draws = torch.addcmul(draws, standard_normal(channels_last, self.loc), scale)
         return self.loc + draws.movedim(-1, self._channel_dim)
-
-
-def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-    """Return ``mean + sqrt(variance) * noise``, with the floor of ``floored_sqrt``."""
-    is_narrow = torch.finfo(variance.dtype).bits < 32
-    if is_narrow or inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
-        return mean + floored_sqrt(variance) * noise
-    draws: Tensor = DrawNormal.apply(mean, variance, noise)
-    return draws
 
 
 def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
@@ -278,36 +266,3 @@ def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
 
 def _signs(shape: list[int], like: Tensor) -> Tensor:
     return 2 * torch.randint(2, shape, dtype=like.dtype, device=like.device) - 1
-
-
-class DrawNormal(torch.autograd.Function):
-    """``mean + sqrt(variance) * noise``, without a gradient of the noise."""
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-        """Return the samples, and save noise over deviation, which is zero at the floor."""
-        least = torch.finfo(variance.dtype).tiny
-        scale = variance.clamp_min(least).sqrt_()
-        draws = torch.addcmul(mean, noise, scale)
-        ratio = noise / F.threshold(scale, 1.01 * least**0.5, math.inf, inplace=True)
-        ctx.save_for_backward(variance, ratio)
-        ctx.save_for_forward(variance, ratio)
-        return draws
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Return the gradient, and half of it times the ratio for the variance."""
-        variance, ratio = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
-            return gradient, None, None
-        if torch.is_grad_enabled():  # to be differentiated again
-            scale = floored_sqrt(variance)
-            ratio = (ratio * scale).detach() / scale
-        return gradient, torch.addcmul(ratio.new_zeros(()), gradient, ratio, value=0.5), None
-
-    @staticmethod
-    def jvp(ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None) -> Tensor:
-        """Return the change of the mean, and half of the variance's times the ratio."""
-        _variance, ratio = ctx.saved_tensors
-        tangent = torch.zeros_like(ratio) if of_mean is None else of_mean
-        return tangent if of_variance is None else tangent + 0.5 * ratio * of_variance
