@@ -13,25 +13,16 @@ LEAST_PIVOT = 3e-7  # relative to the largest; smaller pivots may be rounding er
 
 
 def log_det(matrix: Tensor) -> Tensor:
-    """Return the log determinant ``(*batch,)`` of positive definite matrices ``(*batch, M, M)``.
-
-    It is NaN for other matrices, since an error would synchronize a GPU at every step.
-    """
+    """Return log determinants ``(*batch,)``, NaN for matrices that are not positive definite."""
     value: Tensor = 2 * tril_or_nan(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return value
 
 
 def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a Cholesky factor with the smallest jitter that works, and the jitter.
+    """Return a Cholesky factor with the smallest jitter that works, and the jitter ``(*batch,)``.
 
-    The jitter is a multiple of the mean diagonal: 0, 1e-12, 1e-10, ..., or 1e-4. A GPU tries all of them
-    at once, without synchronization.
-
-    Args:
-        matrix: Symmetric, ``(*batch, M, M)``, in double precision.
-
-    Returns:
-        The lower factor, NaN if no jitter works, and the number added to the diagonal ``(*batch,)``.
+    The jitter is a multiple of the mean diagonal: 0, 1e-12, 1e-10, ..., or 1e-4; the factor is NaN if
+    none works. A GPU tries all of them at once, without synchronization. Matrices are double.
     """
     if matrix.device.type != "cpu" or torch.compiler.is_exporting():
         return _best_of_all(matrix)
@@ -60,14 +51,7 @@ def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverse of a Cholesky factor and its jitter, without a gradient.
-
-    Args:
-        matrix: As for :func:`stable_cholesky`.
-
-    Returns:
-        ``L^-1``, lower triangular, ``(*batch, M, M)``, and the jitter ``(*batch,)``.
-    """
+    """Return ``L^-1`` of :func:`stable_cholesky` and its jitter, without a gradient."""
     if matrix.device.type == "cpu" and is_recording() and not torch.compiler.is_exporting():
         inverse, jitter = torch.ops.pyro_structvi.inverse_factor(matrix.detach())
         return inverse, jitter

@@ -222,10 +222,9 @@ def at_least_single(tensor: Tensor) -> Tensor:
 
 
 def floored_sqrt(variance: Tensor) -> Tensor:
-    """Return standard deviations of variances of at least the dtype's smallest normal number.
+    """Return the root of variances of at least the dtype's smallest normal number, at least in single.
 
-    A variance of zero, or one that is negative by rounding, then has a finite gradient. The result is at
-    least in single precision.
+    A variance of zero, or one that is negative by rounding, then has a finite gradient.
     """
     variance = at_least_single(variance)
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
@@ -235,10 +234,7 @@ T = TypeVar("T")
 
 
 def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
-    """Make a method a property that is computed once, with gradients if the object was made with them.
-
-    The object's ``_with_grad`` is the gradient mode of its construction.
-    """
+    """Return a cached property, with gradients if the object was made with them (``_with_grad``)."""
 
     @wraps(form)
     def in_own_mode(owner: Any) -> T:

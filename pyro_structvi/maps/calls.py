@@ -31,7 +31,6 @@ class Arrangement:
         stack: The number of dimensions of the stack.
 
     Example:
-        >>> import torch
         >>> Arrangement.transposed((5, 3))(torch.zeros(5, 3)).shape
         torch.Size([3, 5])
     """
@@ -425,7 +424,6 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         The function.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi.distributions import MeanFieldNormal
         >>> from pyro_structvi.weights.site_role import SiteUse
         >>> from pyro_structvi.weights.lazy import LazyWeight
@@ -455,14 +453,6 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def parse_application(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Reading | None:
-    """Return a call as an application of a weight, or None if there is no rule for the function.
-
-    Example:
-        >>> import torch
-        >>> x, weight = torch.ones(5, 3), torch.ones(2, 3)
-        >>> application = parse_application(F.linear, (x,), {"weight": weight})
-        >>> application.linear_map(x, weight).shape
-        torch.Size([5, 2])
-    """
+    """Return a call as an application of a weight, or None if there is no rule for the function."""
     read = _READERS.get(function)
     return None if read is None else read(*args, **kwargs)

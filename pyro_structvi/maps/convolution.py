@@ -24,19 +24,7 @@ def multiply_each(matrices: Tensor, images: Tensor) -> Tensor:
 def add_shifted(
     parts: Sequence[Tensor], kernel: Sequence[int], stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
-    """Add the contributions of the places of a kernel to the outputs of a convolution.
-
-    Args:
-        parts: The contributions ``(batch, channels, *space)`` of each place, in the order of a flat
-            kernel.
-        kernel: The shape of the kernel.
-        stride: As in the convolution, like ``padding`` and ``dilation``.
-        padding: As above.
-        dilation: As above.
-
-    Returns:
-        Sums ``(batch, channels, *positions)``.
-    """
+    """Add the contributions ``(batch, channels, *space)`` of the places of a kernel to outputs."""
     dims = range(len(kernel))
     steps, strides = (for_each_dim(value, len(kernel)) for value in (dilation, stride))
     ends = [steps[d] * (kernel[d] - 1) for d in dims]
@@ -231,20 +219,8 @@ class ConvolutionMap(LinearMap):
 class TransposedConvolutionMap(ConvolutionMap):
     """The map of a transposed convolution without groups, for a weight seen as ``(out, in, *kernel)``.
 
-    Torch keeps such weights as ``(in, out, *kernel)``.
-
-    Attributes:
-        function: ``F.conv_transpose1d``, ``F.conv_transpose2d`` or ``F.conv_transpose3d``.
-        kernel_shape: ``(c_in, *kernel)``.
-        output_padding: As in ``function``.
-
-    Example:
-        >>> import torch
-        >>> linear_map = TransposedConvolutionMap(
-        ...     torch.nn.functional.conv_transpose1d, (2, 3), stride=2
-        ... )
-        >>> linear_map(torch.ones(5, 2, 7), torch.ones(4, 6)).shape
-        torch.Size([5, 4, 15])
+    Torch keeps such weights as ``(in, out, *kernel)``. See
+    :func:`torch.nn.functional.conv_transpose2d`.
     """
 
     output_padding: Any = 0

@@ -264,7 +264,7 @@ class _DropoutOutputs(OutputDistribution):
 
 
 def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
-    """Return masks: ``1 / (1 - rate)`` with the probability 1 - rate, else zero."""
+    """Return ``1 / (1 - rate)`` with the probability 1 - rate, else zero."""
     kept = torch.rand(shape, device=like.device) >= rate
     return kept.to(like.dtype) / (1 - rate)
 
@@ -311,9 +311,7 @@ class Dropout(Family):
             known.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*": Dropout(rate=0.5)})
         >>> len(guide.draw()["net.weight"].unique()) <= 13
@@ -360,7 +358,6 @@ class MCDropoutGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in MCDropoutGuide(model).parameters())

@@ -46,7 +46,6 @@ class EigenbasisNormal(GaussianWeight):
             orthogonal.
 
     Example:
-        >>> import torch
         >>> basis = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
         >>> scale = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
         >>> q = EigenbasisNormal(torch.zeros(2, 2), scale, torch.eye(2), basis)
@@ -153,9 +152,7 @@ class Eigenbasis(MatrixFamily):
         ValueError: If the block size is not a whole number of at least 1.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": Eigenbasis()})
         >>> sum(parameter.numel() for parameter in guide.parameters())
@@ -210,7 +207,6 @@ class EigenbasisGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> net = torch.nn.Linear(400, 400, bias=False)
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
@@ -235,25 +231,7 @@ def num_angles(size: int, block_size: int) -> int:
 
 
 def block_rotation(angles: Tensor, size: int, block_size: int) -> Tensor:
-    r"""Return an orthogonal matrix of diagonal blocks, the identity for zeros.
-
-    A block is the Cayley transform :math:`(I + A)^{-1} (I - A)` of the skew-symmetric matrix A with half
-    the angles below its diagonal. Small angles rotate by themselves.
-
-    Args:
-        angles: Real numbers, ``(num_angles(size, block_size),)``, block by block.
-        size: The size n of the matrix.
-        block_size: The size of all blocks but the last one.
-
-    Returns:
-        A matrix ``(n, n)`` of determinant 1.
-
-    Example:
-        >>> block_rotation(torch.tensor([2.0]), 3, 2)
-        tensor([[ 0.,  1.,  0.],
-                [-1.,  0.,  0.],
-                [ 0.,  0.,  1.]])
-    """
+    """Return the block diagonal of Cayley transforms of ``angles (num_angles(size, block_size),)``."""
     sizes = _blocks(size, block_size)
     whole = sizes.count(block_size)
     split = whole * block_size * (block_size - 1) // 2

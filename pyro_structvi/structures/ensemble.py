@@ -213,7 +213,6 @@ class SameMember(Coupling):
     """One member for all sites, so that a member of an ensemble is a whole net."""
 
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
-        """Return True: sites that are found late may join."""
         return True
 
     def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Tensor]:
@@ -231,7 +230,6 @@ class SameMember(Coupling):
         }
 
     def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Tensor]:
-        """Return the mean over members."""
         return {name: values.mean(0) for name, values in self._members(at).items()}
 
     def _members(self, at: Mapping[str, Any]) -> dict[str, Tensor]:

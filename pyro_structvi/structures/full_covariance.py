@@ -163,15 +163,12 @@ class _FullOutputs(GaussianOutputs):
 def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
     r"""Return :math:`f = K^\top e` with a gradient of smaller variance.
 
-    The gradient of a function of f with respect to K is :math:`e\,g^\top`. If K has more rows than
-    columns, f does not determine e. The gradient uses the conditional expectation
-    :math:`E[e \mid f] = K (K^\top K)^{-1} f` in place of e (Rao-Blackwell). Its mean is the same.
-    For one output this is local reparameterization. Draws are ``(*sample, *batch, E)`` for ``K (*batch,
-    D, E)`` with E less than D and ``e (*sample, *batch, D)``.
+    The gradient with respect to K is :math:`e\,g^\top`. Where f does not determine e, the conditional
+    expectation :math:`E[e \mid f] = K (K^\top K)^{-1} f` replaces e. Draws are ``(*sample, *batch,
+    E)`` for ``K (*batch, D, E)`` with E less than D and ``e (*sample, *batch, D)``.
 
     References:
-        Kingma, Salimans and Welling (2015), "Variational dropout and the local reparameterization
-        trick"; Casella and Robert (1996), "Rao-Blackwellisation of sampling schemes".
+        Casella and Robert (1996), "Rao-Blackwellisation of sampling schemes".
     """
     noise = noise.unsqueeze(-2)
     with torch.no_grad():
@@ -215,9 +212,7 @@ class FullCovariance(MemoryLimitedFamily):
         MemoryError: When a guide is made, if a site would take more than ``max_memory``.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": FullCovariance()})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
@@ -265,7 +260,6 @@ class FullCovarianceGuide(StructuredGuide):
         MemoryError: If a layer would take more than ``max_memory``.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Regressor, bayesianize
         >>> net = bayesianize(torch.nn.Linear(4, 3), prior=1.0)
         >>> guide = FullCovarianceGuide(Regressor(net, num_data=8, noise_scale=0.1))

@@ -147,9 +147,7 @@ class KTied(MatrixFamily):
         ValueError: If the rank is not a whole number of at least 1.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": KTied(rank=1)})
         >>> sum(parameter.numel() for parameter in guide.parameters())
@@ -188,7 +186,6 @@ class KTiedGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in KTiedGuide(model, rank=2).parameters())

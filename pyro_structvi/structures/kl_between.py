@@ -38,11 +38,7 @@ def kl_between(q: Any, p: Any) -> Tensor:
         + (\mu_q - \mu_p)^\top \Sigma_p^{-1} (\mu_q - \mu_p) - D
         + \log\det\Sigma_p - \log\det\Sigma_q \right]
 
-    Only the trace depends on the pair. Pairs without a rule whiten all columns of ``A_q`` by p, with at
-    least D solves and D x D memory, for small weights.
-
-    Raises:
-        ValueError: If the shapes of the weights differ.
+    Pairs without a rule for the trace whiten all columns of ``A_q`` by p, for small weights.
     """
     if q.event_shape != p.event_shape:
         raise ValueError(
@@ -156,10 +152,9 @@ def _trace_of_low_rank(q: LowRankNormal, p: Any) -> Tensor:
 
 
 def _trace_by_woodbury(q: GaussianWeight, p: LowRankNormal) -> Tensor:
-    r"""Return the trace for p's diagonal part minus the variances of q along K directions.
+    """Return the trace for p's diagonal part minus the variances of q along p's K directions.
 
-    The variance along u is :math:`|A_q^\top u|^2`. Both terms cancel along p's directions, and are in
-    double precision.
+    Both terms cancel along the directions, and are in double precision.
     """
     dtype, event_dim = q.loc.dtype, len(q.event_shape)
     q, p = _in_double(q), _in_double(p)

@@ -336,9 +336,7 @@ class LowRank(MatrixFamily):
         ValueError: If an option is out of its range.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": LowRank(rank=2)})
         >>> guide["net.weight"]().covariance_matrix.shape
@@ -432,7 +430,6 @@ class AutoLowRankLRT(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> net = torch.nn.Linear(400, 400, bias=False)
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)

@@ -155,9 +155,7 @@ class MatrixNormalFamily(MatrixFamily):
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": MatrixNormalFamily()})
         >>> sum(parameter.numel() for parameter in guide.parameters())
@@ -192,7 +190,6 @@ class MatrixNormalGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> net = torch.nn.Linear(400, 400, bias=False)
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)

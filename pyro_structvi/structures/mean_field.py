@@ -212,7 +212,6 @@ class MeanFieldGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Regressor, bayesianize
         >>> model = Regressor(bayesianize(torch.nn.Linear(2, 1), prior=1.0), num_data=8, noise_scale=0.1)
         >>> sum(parameter.numel() for parameter in MeanFieldGuide(model).parameters())

@@ -124,7 +124,6 @@ class MixtureGuide(StructuredGuide):
     def from_options(  # type: ignore[override]
         cls, model: Any, members: Sequence[StructuredGuide], vectorize: bool
     ) -> Self:
-        """Return a mixture of given members, which are guides of the model."""
         guide, given = cls.__new__(cls), iter(members)
         MixtureGuide.__init__(
             guide, model, lambda _: next(given), len(members), vectorize=vectorize
@@ -169,17 +168,12 @@ class MixtureGuide(StructuredGuide):
         return first
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Let all members find the sites of the model; see :meth:`StructuredGuide.initialize`."""
         with self.warning_of_new_parameters():
             for number in self._in_separate_starts(range(self.num_members)):
                 self.members[number].initialize(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Sample every site from a random member, and return the values by name.
-
-        Raises:
-            NotImplementedError: Inside ``torch.jit.trace``, which would keep one member.
-        """
+        """Sample every site from a random member, and return the values by name."""
         if inside_jit_trace():
             raise NotImplementedError(
                 "A mixture draws a member in each call, which `torch.jit.trace` would do once. Take "
@@ -191,13 +185,11 @@ class MixtureGuide(StructuredGuide):
         return values
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
-        """Declare the parameters to Pyro, and return the distributions of the members."""
         self._initialize_if_needed(args, kwargs)
         declare_parameters(self)
         return JointMixture(self)
 
     def joint_posterior(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
-        """Return the distributions of the members at the current parameters."""
         if args or kwargs:
             self._initialize_if_needed(args, kwargs)
         return JointMixture(self)
@@ -207,7 +199,6 @@ class MixtureGuide(StructuredGuide):
         joint: "JointMixture",  # type: ignore[override]
         number: Any,
     ) -> Callable[..., dict[str, Tensor]]:
-        """Return a function that samples every site; see :meth:`JointMixture.at_member`."""
         return lambda *args, **kwargs: joint.at_member(
             number, lambda member, own: member.in_pass(own, None)(*args, **kwargs)
         )
@@ -224,11 +215,6 @@ class MixtureGuide(StructuredGuide):
         return self.joint_posterior().draw(local, member)
 
     def __getitem__(self, name: str) -> SitePosterior:
-        """Refuse, since a site has several posteriors.
-
-        Raises:
-            TypeError: Always.
-        """
         raise TypeError(
             f"A mixture has a posterior of '{name}' for each member. Write "
             f"`guide.members[0]['{name}']`."
@@ -294,11 +280,7 @@ Reader = Callable[[StructuredGuide, JointPosterior], T]
 
 
 class JointMixture:
-    """The distributions of the members of a mixture at their current parameters.
-
-    Args:
-        guide: The mixture.
-    """
+    """The distributions of the members of a mixture at their current parameters."""
 
     def __init__(self, guide: MixtureGuide) -> None:
         self._guide = guide
@@ -316,10 +298,8 @@ class JointMixture:
     def at_member(self, number: int | Mapping[str, Tensor] | None, read: Reader[T]) -> T:
         """Return a function of a member and its distributions.
 
-        Args:
-            number: The member modulo K, a random one when None; or the parameters and buffers of a
-                member.
-            read: The function.
+        The number is modulo K; None is a random member, and a mapping the parameters and buffers of
+        one.
         """
         guide = self._guide
         if number is None:
@@ -336,15 +316,12 @@ class JointMixture:
     def conditionals(
         self, how: How, local: bool = False, number: int | None = None
     ) -> Iterator[tuple[Any, Any]]:
-        """Return each site and its distribution under a member; see :class:`JointPosterior`."""
         return self.at_member(number, lambda _, joint: joint.conditionals(how, local))
 
     def draw(self, local: bool = False, number: Any = None) -> dict[str, Tensor]:
-        """Draw all sites once, from a member; see :meth:`at_member`."""
         return self.at_member(number, lambda _, joint: joint.draw(local))
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
-        """Draw all sites once for each number of a draw, stacked; vectorized if torch supports it."""
         of_draws = _members_of_draws(self._guide.weights, max(numbers) + 1)
         members = [of_draws[number] for number in numbers]
         states = self._states(members)

@@ -21,8 +21,7 @@ class PointEstimate(Family):
 
     Example:
         >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*": PointEstimate()})
         >>> sum(parameter.numel() for parameter in guide.parameters())

@@ -79,7 +79,7 @@ class PrunedNormal(MeanFieldNormal):
 
 @register_kl(PrunedNormal, Normal)
 def _kl_pruned_normal(q: PrunedNormal, p: Any) -> Tensor:
-    """KL of the kept elements to independent normals, in nats, ``(*batch_shape,)``."""
+    """KL of the kept elements."""
     return q._event_sum(kl_divergence(q._normal, p))
 
 
@@ -97,7 +97,6 @@ class PrunedMeanField(MeanField):
     constants: ClassVar[tuple[str, ...]] = ("kept",)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start as :class:`MeanField` does, with nothing pruned."""
         return {**super().init(site, loc, scale), "kept": torch.ones_like(loc, dtype=torch.bool)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PrunedNormal:

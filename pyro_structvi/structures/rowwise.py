@@ -124,9 +124,7 @@ class Rowwise(MemoryLimitedFamily):
         MemoryError: When a guide is made, if a site would take more than ``max_memory``.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": Rowwise()})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
@@ -165,7 +163,6 @@ class RowwiseGuide(StructuredGuide):
         MemoryError: If a layer would take more than ``max_memory``.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> net = torch.nn.Linear(20, 50, bias=False)
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)

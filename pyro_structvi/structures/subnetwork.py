@@ -60,7 +60,6 @@ class Subnetwork(Family):
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names of tensors that are not trained."""
         return ("index",) if self.train_rest else ("rest", "index")
 
     def fits(self, site: LatentSite) -> bool:
@@ -105,10 +104,7 @@ class PartlyChosen(PointMass):
 
 
 class JointSubnetwork(SharedPosterior):
-    """The posterior of the chosen elements of several sites, concatenated to a vector.
-
-    Its auxiliary site counts the entropy; the sites count their priors.
-    """
+    """The joint posterior of chosen elements; its auxiliary site counts the entropy."""
 
     def __init__(
         self, family: Family, posteriors: Mapping[str, SitePosterior], scale: float
@@ -140,7 +136,6 @@ class JointSubnetwork(SharedPosterior):
 
     @property
     def coupled(self) -> tuple[str, ...]:
-        """The sites with chosen elements."""
         return tuple(name for name, size in self.sizes.items() if size)
 
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
@@ -148,7 +143,6 @@ class JointSubnetwork(SharedPosterior):
         return not any(len(post.value("index")) for post in posteriors.values())
 
     def split(self, value: Tensor, q: Any) -> dict[str, Any]:
-        """Return each site's chosen elements, with their means and variances."""
         parts = (vector.split(list(self.sizes.values())) for vector in (value, q.mean, q.variance))
         return {
             name: ChosenPart(*part)
@@ -185,7 +179,6 @@ class SubnetworkGuide(StructuredGuide):
         MemoryError: If the full covariance would take too much.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, MAPGuide, bayesianize, element_scores
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> center = MAPGuide(model)  # to be fitted
@@ -227,7 +220,6 @@ class SubnetworkGuide(StructuredGuide):
         super().__init__(model, {"*": family}, **options)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize as :class:`StructuredGuide`, and check that every mask has a site."""
         super().initialize(*args, **kwargs)
         family = self.families["*"]
         assert isinstance(family, Subnetwork)

@@ -22,29 +22,15 @@ _FAR = 40.0  # standard deviations, at which a normal's density is zero in doubl
 
 
 def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
-    r"""Return :math:`E[-\log p(w)]` of each element of a normal, for normal and Laplace priors.
+    r"""Return :math:`E[-\log p(w)]` of each element of a normal, for normal and Laplace priors, in nats.
 
-    For a normal prior it depends on the moments only. For a Laplace prior with location m it uses, with
-    :math:`d = \mu - m`,
+    For a Laplace prior with location m it uses, with :math:`d = \mu - m`,
 
     .. math:: E|w - m| = \sigma \sqrt{2 / \pi}\, e^{-d^2 / 2 \sigma^2}
         + d\, \mathrm{erf}\left( \frac{d}{\sigma \sqrt 2} \right)
 
-    Args:
-        mean: Means of the elements, ``(*batch, *event)``.
-        variance: Variances, at least zero.
-        prior: Normal, Laplace, or a class with the method ``expected_neg_log_prob``.
-
-    Returns:
-        Nats, of the shape of the mean, with finite gradients also at zero variance.
-
-    Raises:
-        NotImplementedError: If the prior is of another class.
-
-    Example:
-        >>> zero, one = torch.zeros(()), torch.ones(())
-        >>> expected_neg_log_prob(zero, one, Laplace(zero, one))  # log 2 + sqrt(2 / pi)
-        tensor(1.4910)
+    Gradients are finite also at zero variance. Other priors define ``expected_neg_log_prob``, or
+    raise a ``NotImplementedError``.
     """
     prior = base_of(prior)
     if hasattr(prior, "expected_neg_log_prob"):
@@ -156,22 +142,14 @@ def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
 
 
 def normal_cross_entropy(q: Any, p: Any) -> Tensor:
-    """Return ``E[-log p(w)]`` for independent normals p, in nats, ``(*batch_shape,)``.
-
-    Args:
-        q: A distribution with ``mean``, ``variance`` and ``variance_sum``.
-        p: Independent normals.
-    """
+    """Return ``E[-log p(w)]`` for independent normals p, in nats, ``(*batch_shape,)``."""
     moment, log_det = _squares_and_logs(q, p)
     nats: Tensor = 0.5 * (moment + log_det + q.event_shape.numel() * math.log(2 * math.pi))
     return nats
 
 
 def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`\sum_i (\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2` and :math:`\sum_i \log s_i^2`.
-
-    For a prior with one scale the mean is the only tensor of the weight's size in the graph.
-    """
+    r"""Return :math:`\sum_i (\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2` and :math:`\sum_i \log s_i^2`."""
     event_dim, size = len(q.event_shape), q.event_shape.numel()
     loc = shrink(p.loc.expand(q.mean.shape), event_dim)
     scale = shrink(p.scale.expand(q.mean.shape), event_dim)

@@ -31,8 +31,8 @@ from pyro_structvi.weights.weight_distribution import (
 class WeightPlaceholder(Tensor):
     """A tensor without storage that has shape, dtype and device, and is replaced when it is used.
 
-    Linear maps and row lookups may be evaluated without the weight, by ``sample_outputs``; any other
-    function receives the tensor from ``draw``.
+    A call may be evaluated without the weight, by ``sample_outputs``; otherwise it receives
+    ``draw()``.
     """
 
     use: SiteUse
@@ -111,12 +111,7 @@ class WeightPlaceholder(Tensor):
 
 
 class ArrangedView(WeightPlaceholder):
-    """A placeholder with permuted dimensions, such as a transpose.
-
-    Args:
-        base: The weight.
-        dims: Its dimensions in the order of the view.
-    """
+    """A placeholder whose dimensions are those of a weight in another order, such as a transpose."""
 
     base: WeightPlaceholder
     _dims: tuple[int, ...]
@@ -250,11 +245,7 @@ class LazyWeight(WeightPlaceholder):
         return self._items[index]
 
     def draw(self) -> Tensor:
-        """Return the weight, sampled at the first call and kept.
-
-        Raises:
-            RuntimeError: If outputs were sampled in place of the weight.
-        """
+        """Return the weight, sampled at the first call and kept."""
         self._refuse_second_use()
         return self.draw_for_density()
 
@@ -332,8 +323,8 @@ class LazyWeight(WeightPlaceholder):
     ) -> Tensor:
         """Sample outputs of a linear map with a bias.
 
-        A lazy bias with independent elements adds its variance to that of the outputs. A correlated one,
-        and any where an example has several positions, is sampled once for each example.
+        A lazy bias with independent elements adds its variance to that of the outputs. A correlated
+        one, and any where an example has several positions, is sampled once for each example.
         """
         linear_map, x, _, bias, _ = application
         self._refuse_second_use()
@@ -417,7 +408,6 @@ class DelayDraws(Messenger):
 
     Example:
         >>> import pyro
-        >>> import torch
         >>> from pyro_structvi.distributions import MeanFieldNormal
         >>> from pyro_structvi.weights.site_role import SiteUse
         >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))

@@ -132,8 +132,7 @@ class MixedOutputs(GaussianOutputs):
     Args:
         linear_map: The map.
         loc: Means of its outputs.
-        scales: Standard deviations, positive, with channels last, ``(*batch, *positions, out)``, or one
-            for all channels of a position, ``(*batch, *positions, 1)``.
+        scales: Standard deviations with channels last, ``(*batch, *positions, out)`` or ``(..., 1)``.
         factor: The matrix ``F (*batch, out, out)``.
         bias_variance: Variances ``(out,)`` of the bias b, or None.
     """
@@ -190,10 +189,7 @@ def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
 
 
 def bias_columns(linear_map: LinearMap, bias_variance: Tensor, event_shape: torch.Size) -> Tensor:
-    """Return vectors ``(out, *event_shape)`` whose outer products add up to the covariance of a bias.
-
-    All positions share the bias, whose variances are ``(out,)``.
-    """
+    """Return vectors ``(out, *event_shape)`` whose outer products add up to the covariance of a bias."""
     scales = torch.diag(bias_variance.sqrt())
     before = [1 for _ in range(len(event_shape) + linear_map.channel_dim)]
     columns = meet_channels(linear_map, scales).reshape(
@@ -209,14 +205,7 @@ def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) ->
 
 
 def dense_output_variance(out: int, covariance: Tensor, linear_map: LinearMap, x: Tensor) -> Tensor:
-    """Return the variances of outputs by the dense covariance of the weight.
-
-    Args:
-        out: The number of outputs.
-        covariance: The dense covariance ``(D, D)`` of the weight.
-        linear_map: The map.
-        x: Its input.
-    """
+    """Return the variances of outputs by the dense covariance ``(D, D)`` of the weight."""
     channel_dim, size = linear_map.channel_dim, covariance.shape[-1] // out
     rows = covariance.reshape(out, size, out, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
     rows = rows.unflatten(0, (linear_map.groups, -1))

@@ -125,16 +125,7 @@ class DeferredWeight(WeightPlaceholder):
 
 
 class CountedWeight(WeightPlaceholder):
-    """A value that counts the calls it is an argument of.
-
-    Args:
-        value: The value.
-        use: The record that keeps the count, set to zero here.
-
-    Attributes:
-        num_examples: The numbers of examples, by the shapes of inputs of linear maps and row lookups.
-        is_indexed: Whether one weight of a stack was used, whose inputs may be a share of the examples.
-    """
+    """A value that counts the calls it is an argument of, in its use."""
 
     _value: Tensor
     _counts: Counter[int | None]
@@ -183,12 +174,7 @@ class CountedWeight(WeightPlaceholder):
 
 
 class _CountedItem(WeightPlaceholder):
-    """One weight of a counted stack.
-
-    Args:
-        stack: The stack.
-        index: The index of the weight.
-    """
+    """One weight of a counted stack."""
 
     _stack: CountedWeight
     _index: int

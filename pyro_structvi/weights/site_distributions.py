@@ -196,21 +196,12 @@ class Auxiliary(TorchDistribution):
 
 @singledispatch
 def quantiles(distribution: Any, probs: Tensor) -> Tensor:
-    """Return marginal quantiles of each element.
+    """Return marginal quantiles ``(num, *batch_shape, *event_shape)`` of each element of a posterior.
 
-    Quantiles of a transformed distribution are transformed: they are exact for elementwise bijections,
-    and for others, such as a simplex, they are images of unconstrained quantiles. Quantiles of K equally
-    likely points are interpolated, as by :func:`torch.quantile`.
-
-    Args:
-        distribution: A posterior.
-        probs: Numbers from 0 to 1, ``(num,)``.
-
-    Returns:
-        The quantiles, ``(num, *batch_shape, *event_shape)``.
-
-    Raises:
-        NotImplementedError: If there is no rule for this kind of distribution.
+    Quantiles of a transformed distribution are transformed: they are exact for elementwise
+    bijections, and for others, such as a simplex, they are images of unconstrained quantiles.
+    Quantiles of K equally likely points are interpolated, as by :func:`torch.quantile`. Others raise
+    a ``NotImplementedError``.
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal

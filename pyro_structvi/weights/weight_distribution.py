@@ -276,14 +276,7 @@ class FactoredWeight(WeightDistribution, abstract=True):
 
 
 def bias_moments(bias: Tensor | WeightDistribution | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mean and the variance of a bias.
-
-    Args:
-        bias: None, a tensor, or a distribution with independent elements.
-
-    Raises:
-        ValueError: If its elements are correlated.
-    """
+    """Return the mean and the variance of a bias, None, a tensor or with independent elements."""
     if bias is None or isinstance(bias, Tensor):
         return bias, None
     if not isinstance(bias, IndependentWeight):

@@ -30,21 +30,12 @@ class GlobalInducing(MatrixFamily):
     """A Bayesian linear regression of learned pseudo-outputs on a layer's inputs at inducing points.
 
     Parameters are ``target (rows, out)`` and ``log_precision (rows,)``, with a row for each inducing
-    point and position, and ``log_scale (in,)``, the standard deviations without any row. Layers of two
-    to four outputs, such as a mean and a noise scale, have ``log_precision (rows, out)``.
-    :class:`~pyro_structvi.guides.GlobalInducingGuide` makes the parameters, since they depend on the
-    points.
-
-    Args:
-        join_bias: Whether a layer's bias is a further column of its weight, as by default.
+    point and position, and ``log_scale (in,)``, the standard deviations without any row. Layers of
+    two to four outputs, such as a mean and a noise scale, have ``log_precision (rows, out)``.
     """
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Return the initial weight, which determines the targets, and the prior's standard deviations.
-
-        Raises:
-            NotImplementedError: For tensors without values, as in ``estimate_memory``.
-        """
+        """Return the initial weight, which determines the targets, and the prior's scales."""
         if loc.is_meta:
             raise NotImplementedError(
                 "The number of parameters of a GlobalInducingGuide depends on its points. Make the "

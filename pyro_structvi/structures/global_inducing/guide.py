@@ -61,7 +61,6 @@ class GlobalInducingGuide(StructuredGuide):
             convolution.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Regressor, bayesianize
         >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
         >>> net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -105,11 +104,7 @@ class GlobalInducingGuide(StructuredGuide):
             self._place(inputs)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize as :class:`StructuredGuide`, and take the inducing points once.
-
-        Raises:
-            NotImplementedError: As a part of an ``AutoGuideList``.
-        """
+        """Initialize as :class:`StructuredGuide`, and take the inducing points once."""
         if self.master is not None:
             raise NotImplementedError(
                 "A GlobalInducingGuide runs the whole net, and cannot be a part of an AutoGuideList, "
@@ -123,11 +118,7 @@ class GlobalInducingGuide(StructuredGuide):
                 self._place(points)
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`from_options`, with the inducing points.
-
-        Raises:
-            ValueError: If the guide has no inducing points yet.
-        """
+        """Return the arguments of :meth:`from_options`; a ``ValueError`` without inducing points."""
         if self.inducing_inputs is None:
             raise ValueError(
                 "`guide` must have its inducing points, but it takes them from the first batch. Fit the "
@@ -147,7 +138,6 @@ class GlobalInducingGuide(StructuredGuide):
 
     @classmethod
     def from_options(cls, model: Any, changed: Mapping[str, Family], **options: Any) -> Self:
-        """Return a guide of this class for another model; see :meth:`StructuredGuide.from_options`."""
         guide = cls.__new__(cls)
         GlobalInducingGuide.__init__(guide, model, **options)
         guide.change_families(changed)
@@ -199,11 +189,7 @@ class GlobalInducingGuide(StructuredGuide):
     def _rows_of_layers_behind_others(
         self, own: list[SitePosterior], others: Mapping[str, Tensor], inputs: Tensor
     ) -> dict[str, Tensor]:
-        """Run the net with initial weights; return inputs of weights that depend on other weights.
-
-        Raises:
-            RuntimeError: If a weight has no inputs.
-        """
+        """Return the inputs of weights that depend on other weights, in a run with initial weights."""
         assert self.model is not None
         starts = {each.site.name: each.value("loc").detach().requires_grad_() for each in own}
         values = {name: value.detach().requires_grad_() for name, value in others.items()}
@@ -251,11 +237,7 @@ class GlobalInducingGuide(StructuredGuide):
             )
 
     def _check_others(self, others: Iterable[SitePosterior]) -> dict[str, Tensor]:
-        """Return the initial values of sites with other families.
-
-        Raises:
-            ValueError: If they are drawn jointly, or belong to single examples.
-        """
+        """Return the initial values of sites with other families, or raise if these couple sites."""
         together = [name for each in super()._couplings() for name in each.sites]
         if together or self.local_site_names:
             wrong = together or self.local_site_names

@@ -288,14 +288,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     .. math:: W = \sigma B_r^\top (\tilde U - \lambda \bar U) B_c + \lambda \sigma \bar W
 
     with whitened inducing weights :math:`\tilde U`, and :math:`\bar W, \bar U` from the joint prior
-    (Matheron's rule).
-
-    Args:
-        joint: The joint prior.
-        inducing: The distribution of the whitened inducing weights ``(M_out, M_in)``; None if a guide
-            draws them jointly with inducing weights of other layers.
-        conditional_scale: The :math:`\lambda`, ``(*batch,)``, positive.
-        validate_args: Pyro's setting when None.
+    (Matheron's rule). ``inducing`` is None if a guide draws them jointly with those of other layers.
     """
 
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
@@ -342,14 +335,12 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @grad_cached_property
     def bases(self) -> MatheronBases:
-        """The bases of Matheron's rule."""
         rows, columns, scale = self.joint.rows, self.joint.columns, self.joint.column_scale
         return MatheronBases(
             rows.basis, rows.remainder, columns.basis * scale, scale, self.conditional_scale
         )
 
     def factorize(self) -> None:
-        """Factor the joint prior, and the joint priors of nested inducing weights."""
         _ = self.bases
         if isinstance(self._inducing, FactoredWeight):
             self._inducing.factorize()
@@ -365,7 +356,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def mode(self) -> Tensor:
-        """The mode, which is the mean, unless this is a mixture."""
         if self.is_mixture:
             raise NotImplementedError("A mixture of normals has no mode in closed form.")
         return self.mean
@@ -394,7 +384,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
         return self._draw(as_size("sample_shape", sample_shape)).weight()
 
     def draw_factored(self) -> MatheronDraw:
-        """Draw a weight that is not formed."""
         return self._draw(torch.Size())
 
     def _draw(self, sample_shape: torch.Size) -> MatheronDraw:
@@ -406,9 +395,8 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
         """Rank outputs first, unless noise at every position costs more than the products it saves.
 
-        With several positions, drawn outputs drop correlations between positions, and a drawn weight
-        correlates the examples of a batch. A drawn weight is applied in factors if that costs less than
-        the weight's gradient. A convolution with several groups takes a drawn weight.
+        A drawn weight is applied in factors if that costs less than the weight's gradient. A
+        convolution with several groups takes a drawn weight.
         """
         if linear_map.groups > 1:
             return ("weight",)
@@ -425,11 +413,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
     ) -> MatheronOutputs:
-        """Return the distribution of ``linear_map(x, W) + bias`` without forming a weight.
-
-        The positions of an example share inducing weights and have independent conditional noise.
-        Convolutions with several groups are not supported.
-        """
+        """Return outputs whose positions share inducing weights and have independent noise."""
         linear_map, moments = self.map_for_batch(linear_map), bias_moments(bias)
         return MatheronOutputs(self.bases, self.inducing, linear_map, x, *moments)
 
@@ -452,7 +436,6 @@ class ConditionalNormal(AugmentedNormal):
         ValueError: If ``whitened`` has another shape, or ``conditional_scale`` is not positive.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi.distributions import AugmentedMatrixNormal
         >>> one = torch.ones(1)
         >>> joint = AugmentedMatrixNormal(torch.ones(1, 2), torch.ones(1, 3), one, one, scale=0.5)

@@ -185,11 +185,6 @@ class InducingNormal(AugmentedNormal):
         return members
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``.
-
-        Raises:
-            NotImplementedError: If the inducing weights have inducing weights with several points.
-        """
         if not isinstance(self.inducing, PointMixture):
             if self.is_mixture:
                 raise NotImplementedError(
@@ -206,22 +201,16 @@ class InducingNormal(AugmentedNormal):
         return torch.stack(densities).logsumexp(0) - math.log(len(members))
 
     def entropy(self) -> Tensor:
-        """Return the differential entropy of W ``(*batch_shape,)``, in nats.
-
-        Raises:
-            NotImplementedError: For a mixture of several points.
-        """
         if self.is_mixture:
             raise NotImplementedError("A mixture of normals has no entropy in closed form.")
         return super().entropy()
 
 
 class GivenInducing(InducingNormal):
-    r"""A weight given inducing weights that are drawn at another site.
+    r"""A weight given inducing weights that are drawn at another site, with the conditional KL.
 
-    Draws have the conditional distribution, and the KL is the conditional one. ``log_prob`` is the
-    weight's term of the ELBO, :math:`\log p(W) + \log q(W \mid U) - \log p(W \mid U)`, which is not a
-    density; :class:`Auxiliary` has the term of U.
+    ``log_prob`` is the weight's term of the ELBO, :math:`\log p(W) + \log q(W \mid U) - \log p(W \mid
+    U)`, which is not a density; :class:`Auxiliary` has the term of U.
     """
 
     def __init__(
@@ -231,7 +220,6 @@ class GivenInducing(InducingNormal):
         AugmentedNormal.__init__(self, joint, inducing, conditional_scale, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the weight's term of the ELBO, in nats, ``(*sample, *batch_shape)``."""
         scale, whitened = self.conditional_scale, self.inducing.mean
         unscaled = ConditionalNormal(self.joint, whitened, torch.ones_like(scale), False)
         distance = unscaled.mahalanobis(value - self.loc)
@@ -296,11 +284,7 @@ def _kl_to_normals(q: InducingNormal, p: Any) -> Tensor:
 
 @register_kl(InducingNormal, Laplace)
 def _kl_from_moments(q: InducingNormal, p: Any) -> Tensor:
-    """KL to independent priors that are not all normal.
-
-    Raises:
-        NotImplementedError: For a mixture, or if the mean log density of a prior is not known.
-    """
+    """KL to independent priors that are not all normal."""
     if q.is_mixture:
         raise NotImplementedError
     mean, variance, joint = q.mean, q.variance, q.joint.weight_prior()

@@ -84,10 +84,7 @@ class MatheronBases:
         return projected
 
     def variance(self, inducing: WeightDistribution, hidden: Tensor, squared: Tensor) -> Tensor:
-        r"""Return the variances of outputs ``(..., positions, out)``.
-
-        ``hidden (..., positions, M_in)`` is :math:`C x`; ``squared`` is :math:`|\sigma x|^2`.
-        """
+        r"""Return the variances ``(..., positions, out)``, for :math:`C x` and :math:`|\sigma x|^2`."""
         squares = self.rows.square()
         if isinstance(inducing, IndependentWeight):
             spread = hidden.square() @ inducing.variance.mT @ squares
@@ -139,15 +136,14 @@ class MatheronDraw:
 class MatheronOutputs(GaussianOutputs):
     r"""Outputs of a weight with inducing weights, drawn without forming the weight.
 
-    With :math:`h = B_c (\sigma x)`, outputs are
-
     .. math:: y = B_r^\top (\tilde U h) + \lambda n, \qquad n \sim N(0, |\sigma x|^2 I - |h|^2 P_r),
+        \qquad h = B_c (\sigma x),
 
     .. math:: n = a e - \left(a - \sqrt{a^2 - |h|^2}\right) B_r^\top (B_r e - H_r g), \qquad
         a = |\sigma x|,
 
-    with standard normal e of size ``out`` and g of size ``M_out``, for which :math:`B_r e - H_r g` is
-    standard normal. An example takes ``in M_in + M_in M_out + 2 out M_out`` multiplications.
+    with standard normal e of size ``out`` and g of size ``M_out``. An example takes ``in M_in + M_in
+    M_out + 2 out M_out`` multiplications.
     """
 
     def __init__(
