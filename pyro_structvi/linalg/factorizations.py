@@ -50,36 +50,12 @@ def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return as_factored, jitter
 
 
-def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``L^-1`` of :func:`stable_cholesky` and its jitter, without a gradient."""
-    if matrix.device.type == "cpu" and is_recording() and not torch.compiler.is_exporting():
-        inverse, jitter = torch.ops.pyro_structvi.inverse_factor(matrix.detach())
-        return inverse, jitter
-    return _inverse_of(*stable_cholesky(matrix))
-
-
-def _inverse_of(tril: Tensor, jitter: Tensor) -> tuple[Tensor, Tensor]:
-    identity = identity_like(tril).expand_as(tril)
-    inverse = torch.linalg.solve_triangular(tril, identity, upper=False)
-    return inverse.contiguous(), jitter
-
-
-def _define(name: str, function: Any, shapes: Any) -> None:
-    """Define an operation on a matrix that reads values on the CPU inside a recorded step."""
-    torch.library.define(f"pyro_structvi::{name}", "(Tensor matrix) -> (Tensor, Tensor)")
-    torch.library.impl(f"pyro_structvi::{name}", "CPU", function)
-    torch.library.register_fake(f"pyro_structvi::{name}", shapes)
-
-
-_define(
-    "stable_cholesky",
-    _first_that_works,
+# An operation that reads values on the CPU inside a recorded step.
+torch.library.define("pyro_structvi::stable_cholesky", "(Tensor matrix) -> (Tensor, Tensor)")
+torch.library.impl("pyro_structvi::stable_cholesky", "CPU", _first_that_works)
+torch.library.register_fake(
+    "pyro_structvi::stable_cholesky",
     lambda matrix: (torch.linalg.cholesky_ex(matrix).L, matrix.new_empty(matrix.shape[:-2])),
-)
-_define(
-    "inverse_factor",
-    lambda matrix: _inverse_of(*_first_that_works(matrix)),
-    lambda matrix: (matrix.new_empty(matrix.shape), matrix.new_empty(matrix.shape[:-2])),
 )
 
 
@@ -134,7 +110,9 @@ class OrthonormalRows(torch.autograd.Function):
     def forward(factor: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``L^-1 Z``, ``L^-1 D`` and the jitter for ``Z (*b, M, size)`` and ``D (*b, M)``."""
         double, square = factor.double(), diagonal.double().square()
-        inverse, jitter = inverse_factor(double @ double.mT + torch.diag_embed(square))
+        tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
+        identity = identity_like(tril).expand_as(tril)
+        inverse = torch.linalg.solve_triangular(tril, identity, upper=False).contiguous()
         remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
         return (inverse @ double).to(factor.dtype), remainder.to(factor.dtype), jitter
 
@@ -145,7 +123,6 @@ class OrthonormalRows(torch.autograd.Function):
         """Keep the rows and the diagonal, which determine ``L^-1``."""
         (_, diagonal), (basis, remainder, jitter) = inputs, output
         ctx.save_for_backward(basis, remainder, diagonal, jitter)
-        ctx.save_for_forward(basis, remainder, diagonal, jitter)
         ctx.mark_non_differentiable(jitter)
         ctx.set_materialize_grads(False)  # the remainder of columns is rarely used
 
@@ -159,29 +136,14 @@ class OrthonormalRows(torch.autograd.Function):
         products = [gradient @ rows.mT for gradient, rows in given if gradient is not None]
         if not products:
             return None, None
-        inverse, share = _inverse_and_share(remainder, diagonal, jitter)
+        jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
+        inverse, share = remainder / jittered.unsqueeze(-2), diagonal / jittered
         product = sum(products[1:], products[0])
         symmetric = product.tril() + product.tril(-1).mT
         left, right = (
             (0 if gradient is None else gradient) - symmetric @ rows for gradient, rows in given
         )
         return inverse.mT @ left, (inverse * right).sum(-2) * share
-
-    @staticmethod
-    def jvp(
-        ctx: Any, of_factor: Tensor | None, of_diagonal: Tensor | None
-    ) -> tuple[Tensor, Tensor, None]:
-        """Return the tangents of ``L^-1 Z`` and ``L^-1 D``."""
-        basis, remainder, diagonal, jitter = ctx.saved_tensors
-        inverse, share = _inverse_and_share(remainder, diagonal, jitter)
-        left, right = torch.zeros_like(basis), torch.zeros_like(remainder)
-        if of_factor is not None:
-            left = inverse @ of_factor
-        if of_diagonal is not None:
-            right = inverse * (share * of_diagonal).unsqueeze(-2)
-        product = left @ basis.mT + right @ remainder.mT
-        of_tril = product.tril() + product.triu(1).mT
-        return left - of_tril @ basis, right - of_tril @ remainder, None
 
     @staticmethod
     def vmap(
@@ -194,11 +156,3 @@ class OrthonormalRows(torch.autograd.Function):
             for value, dim in values
         )
         return OrthonormalRows.apply(*batches), (0, 0, 0)
-
-
-def _inverse_and_share(
-    remainder: Tensor, diagonal: Tensor, jitter: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return ``L^-1`` from ``L^-1 D``, and the ratio of ``D`` to ``D`` with jitter."""
-    jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
-    return remainder / jittered.unsqueeze(-2), diagonal / jittered

@@ -270,9 +270,7 @@ class SumOfLogs(torch.autograd.Function):
             inverses = products.reciprocal_()
             of_rows.append((transposed @ inverses.mT).mT)
             of_columns = of_columns + block.mT.contiguous() @ inverses
-        kept = rows, columns, torch.cat(of_rows, -2), of_columns.mT
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        ctx.save_for_backward(rows, columns, torch.cat(of_rows, -2), of_columns.mT)
         return total
 
     @staticmethod
@@ -284,19 +282,6 @@ class SumOfLogs(torch.autograd.Function):
             of_rows, of_columns = inverses @ columns, inverses.mT @ rows
         gradient = gradient[..., None, None]
         return gradient * of_rows, gradient * of_columns
-
-    @staticmethod
-    def jvp(ctx: Any, rows_change: Tensor | None, columns_change: Tensor | None) -> Tensor:
-        """Return the sum of the relative changes of the products."""
-        rows, columns, *_ = ctx.saved_tensors
-        products = rows @ columns.mT
-        change = torch.zeros_like(products)
-        if rows_change is not None:
-            change = change + rows_change @ columns.mT
-        if columns_change is not None:
-            change = change + rows @ columns_change.mT
-        total: Tensor = (change / products).sum((-2, -1))
-        return total
 
 
 _SMALL = 2**16  # elements; double precision costs nothing below
@@ -332,7 +317,6 @@ class RowGram(torch.autograd.Function):
         """Return the products, and keep the factors."""
         ctx.batch_dim = batch_dim
         ctx.save_for_backward(factors)
-        ctx.save_for_forward(factors)
         return _gram(factors, batch_dim)
 
     @staticmethod
@@ -344,11 +328,3 @@ class RowGram(torch.autograd.Function):
         with autocast_off(factors):
             product = symmetric * flat if flat.shape[-2] == 1 else symmetric @ flat
         return reshape_without_view(product, factors.shape), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        """Return ``T V' + V T'``."""
-        (factors,) = ctx.saved_tensors
-        flat = factors.flatten(ctx.batch_dim + 1).double()
-        product: Tensor = tangent.flatten(ctx.batch_dim + 1).double() @ flat.mT
-        return product + product.mT

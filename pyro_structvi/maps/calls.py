@@ -66,6 +66,11 @@ class Arrangement:
         """The number of dimensions of one weight."""
         return len(self.shape) - self.stack
 
+    @property
+    def split_shape(self) -> tuple[torch.Size, torch.Size]:
+        """The shapes of the stack and of one weight."""
+        return torch.Size(self.shape[: self.stack]), torch.Size(self.shape[self.stack :])
+
     def __call__(self, weight: Tensor) -> Tensor:
         """Return arranged weights ``(*lead, *shape)``."""
         lead = weight.dim() - len(self.dims)
@@ -181,7 +186,8 @@ class Rewrite(NamedTuple):
     compute: Callable[[], Any]
 
 
-Reading = Application | Lookup | FactorApplication | Rewrite
+Call = Application | Lookup | FactorApplication
+Reading = Call | Rewrite
 
 
 def arranged_linear(
@@ -412,21 +418,18 @@ _READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
 def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate a function of inputs and a factor, so that a lazy factor is sampled for each example.
 
-    For layers whose weight is a function of a small factor: each example then has a separate weight, and
-    the joint distribution of its outputs is exact. A factor that the model uses twice is sampled once,
-    as any :class:`~pyro_structvi.weights.lazy.LazyWeight`.
+    For layers whose weight is a function of a small factor: each example then has a separate weight,
+    and the joint distribution of its outputs is exact. A factor that the model uses twice is sampled
+    once, as any :class:`~pyro_structvi.weights.lazy.LazyWeight`.
 
     Args:
-        function: Called as ``function(x, factor, ...)``. It must take a factor of the sample site's
-            shape, and one with the examples ``x.shape[:1]`` in front.
-
-    Returns:
-        The function.
+        function: Called as ``function(x, factor, ...)``, also with examples ``x.shape[:1]`` in front of
+            the factor.
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.weights.site_role import SiteUse
         >>> from pyro_structvi.weights.lazy import LazyWeight
+        >>> from pyro_structvi.weights.site_role import SiteUse
         >>> scale = drawn_per_example(lambda x, factor: x * factor)
         >>> q = MeanFieldNormal(torch.zeros(3), torch.tensor(1.0))
         >>> outputs = scale(torch.ones(2, 3), LazyWeight(q, SiteUse("factor", count=1)))

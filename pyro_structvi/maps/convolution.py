@@ -65,12 +65,9 @@ class ConvolutionMap(LinearMap):
     Inputs are ``(batch, c_in, *space)`` or ``(c_in, *space)``.
 
     Attributes:
-        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``.
+        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``, whose arguments are those below.
         kernel_shape: ``(c_in / groups, *kernel)``, the trailing dimensions of the weight.
-        stride: As in ``function``.
-        padding: As in ``function``.
-        dilation: As in ``function``.
-        groups: As in ``function``. Each group has separate channels and rows of the matrix.
+        groups: Each group has separate channels and rows of the matrix.
 
     Example:
         >>> linear_map = ConvolutionMap(torch.nn.functional.conv1d, (2, 3), padding=1)
@@ -95,8 +92,8 @@ class ConvolutionMap(LinearMap):
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Convolve with the same filters in every group.
 
-        A few filters are applied at all places of the kernel by one product whose parts are shifted and
-        added, since a convolution takes longer to lay out its input than to apply them.
+        A few filters are applied at all places of the kernel by one product whose parts are shifted
+        and added, since a convolution takes longer to lay out its input than to apply them.
         """
         bias = None if bias is None else bias.repeat(self.groups)
         if not self._multiplies_first(x, matrix):
@@ -105,7 +102,6 @@ class ConvolutionMap(LinearMap):
         return hidden if bias is None else hidden + bias.reshape(-1, *self._ones)
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply the channels at each position by ``matrix (out, M)``."""
         batch, space = self._split(hidden)
         count, pixels = matrix.shape[1], space.numel()
         if count > pixels or not hidden.is_contiguous():
@@ -132,7 +128,6 @@ class ConvolutionMap(LinearMap):
         return repeated
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Convolve once with the filters of all weights, ordered by group."""
         count, out = matrices.shape[:2]
         flat = self(
             x, self._by_group(matrices, -2), None if biases is None else self._by_group(biases, -1)

@@ -95,7 +95,6 @@ class BernoulliDropout(WeightDistribution):
 
     @property
     def num_channels(self) -> int:
-        """The number of input channels, of all groups."""
         size: int = self.event_shape[self.input_dim]
         return self.groups * size
 
@@ -180,11 +179,7 @@ class BernoulliDropout(WeightDistribution):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
     ) -> "_DropoutOutputs":
-        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions.
-
-        Raises:
-            ValueError: If the weight's input channels differ from the map's.
-        """
+        """Return the outputs, exact over positions; a ``ValueError`` if the map has other inputs."""
         if "outputs" not in self.ways_to_apply(linear_map, x):
             raise ValueError(
                 f"The map must have dimension 1 of the weight as inputs and {self.groups} groups, but "

@@ -115,10 +115,7 @@ class EigenbasisNormal(GaussianWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> MixedOutputs:
-        """Return normals that are correlated over channels, and independent over positions.
-
-        The joint distribution of the outputs at one position is exact.
-        """
+        """Return normals that are correlated over channels, and independent over positions."""
         rotated = linear_map.bank(x, self.column_basis.mT).to(self.loc.dtype)
         variance = linear_map.mix(rotated.square(), self.scale.square())
         scales = floored_sqrt(variance).movedim(linear_map.channel_dim, -1)
@@ -138,18 +135,16 @@ class Eigenbasis(MatrixFamily):
     """Normals with independent elements in orthogonal bases of a layer's outputs and inputs.
 
     Parameters are ``loc``, ``log_scale (out, in)``, and the angles of both bases, ``row_angles`` and
-    ``column_angles``. A basis is block diagonal with blocks of at most ``block_size``, each of them the
-    Cayley transform of a skew-symmetric matrix; b (b - 1) / 2 angles for a block of size b.
+    ``column_angles``. A basis is block diagonal with blocks of at most ``block_size``, each of them
+    the Cayley transform :math:`(I + A)^{-1} (I - A)` of the skew-symmetric matrix A with half of its
+    b (b - 1) / 2 angles below the diagonal.
 
     It contains mean field, and the matrix normal if a block covers each side.
 
     Args:
-        block_size: The largest size of a block; blocks of 1 rotate nothing. The cost of a step has a
-            term ``(out + in) * block_size ** 2``.
+        block_size: The largest size of a block, at least 1; blocks of 1 rotate nothing.
+            The cost of a step has a term ``(out + in) * block_size ** 2``.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
-
-    Raises:
-        ValueError: If the block size is not a whole number of at least 1.
 
     Example:
         >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
@@ -186,7 +181,7 @@ class Eigenbasis(MatrixFamily):
         return EigenbasisNormal(parameters["loc"], scale, rows, columns, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the size of a change that matters; for angles that of a row of as many entries."""
+        """Return the unit of steps; for angles that of a row of as many entries."""
         if name not in self.delayed:
             return super().unit(site, name, value)
         out, size = site.shape[0], site.shape[1:].numel()
@@ -198,11 +193,12 @@ class EigenbasisGuide(StructuredGuide):
     """Independent normals in orthogonal bases at every weight, mean field at vectors.
 
     It contains mean field, and the matrix normal of layers with at most ``block_size`` inputs and
-    outputs; see :class:`pyro_structvi.families.Eigenbasis`.
+    outputs.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        block_size: The largest size of the blocks of a basis.
+        block_size: The largest size of the blocks of a basis; see
+            :class:`pyro_structvi.families.Eigenbasis`.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 

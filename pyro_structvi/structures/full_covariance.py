@@ -76,7 +76,6 @@ class FullNormal(GaussianWeight):
 
     @property
     def noise_shape(self) -> torch.Size:
-        """The shape ``(D,)`` of the noise of one weight."""
         return self.scale_tril.shape[-1:]
 
     def scale_noise(self, noise: Tensor) -> Tensor:
@@ -98,8 +97,7 @@ class FullNormal(GaussianWeight):
     ) -> GaussianOutputs:
         """Return the distribution of the outputs of a dense map, exact over positions.
 
-        It has no density if its covariance is singular, as for an input of zeros or for more positions
-        than inputs.
+        It has no density if its covariance is singular, as for more positions than inputs.
         """
         return _FullOutputs(self, x, mean, linear_map.event_dim(mean), bias_variance)
 
@@ -191,8 +189,8 @@ class FullCovariance(MemoryLimitedFamily):
 
     Parameters are ``loc``, ``log_diagonal (D,)`` and the entries of the Cholesky factor below the
     diagonal, divided by the diagonal entry of their row, so that one learning rate suits rows of any
-    size. For a matrix with rows of n elements, these are ``lower (out, n (n - 1) / 2)`` within rows and
-    ``across (out (out - 1) / 2, n, n)`` between rows, with a smaller unit of steps; for a vector,
+    size. For a matrix with rows of n elements, these are ``lower (out, n (n - 1) / 2)`` within rows
+    and ``across (out (out - 1) / 2, n, n)`` between rows, with a smaller unit of steps; for a vector,
     ``lower (D (D - 1) / 2,)``.
 
     In training a site takes
@@ -204,12 +202,9 @@ class FullCovariance(MemoryLimitedFamily):
     few times batch x outputs x D numbers.
 
     Args:
-        max_memory: The maximum for a site by this formula, in GiB.
+        max_memory: The maximum for a site by this formula, a positive number of GiB; a larger site
+            raises a ``MemoryError`` when a guide is made.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
-
-    Raises:
-        ValueError: If ``max_memory`` is not a positive number.
-        MemoryError: When a guide is made, if a site would take more than ``max_memory``.
 
     Example:
         >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
@@ -246,18 +241,15 @@ class FullCovarianceGuide(StructuredGuide):
     """A full covariance over the weight and bias of each layer, for small nets.
 
     A layer of D weights and biases has D + D (D + 1) / 2 parameters and takes about D^2
-    multiplications for each example. Dense layers draw a weight for each example, convolutions one for
-    the batch.
+    multiplications for each example. Dense layers draw a weight for each example, convolutions one
+    for the batch.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         max_memory: The maximum for training one layer, in GiB, by the formula of
-            :class:`pyro_structvi.families.FullCovariance`.
+            :class:`pyro_structvi.families.FullCovariance`; a larger layer raises a ``MemoryError``.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
-
-    Raises:
-        MemoryError: If a layer would take more than ``max_memory``.
 
     Example:
         >>> from pyro_structvi import Regressor, bayesianize
@@ -267,9 +259,8 @@ class FullCovarianceGuide(StructuredGuide):
         135
 
     References:
-        The full-rank row of Table 1 in Tomczak, Swaroop and Turner (2020), "Efficient low rank
-        Gaussian variational inference for neural networks"; FCG-W in Ritter, Kukla, Zhang and Li
-        (2021), "Sparse uncertainty representation in deep learning with inducing weights".
+        FCG-W in Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning
+        with inducing weights".
     """
 
     def __init__(

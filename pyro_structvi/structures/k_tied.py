@@ -140,11 +140,8 @@ class KTied(MatrixFamily):
     Parameters are ``loc``, ``log_row_scale (out, k)`` and ``log_column_scale (in, k)``.
 
     Args:
-        rank: The k of the paper, at least 1.
+        rank: The k of the paper, a whole number of at least 1.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
-
-    Raises:
-        ValueError: If the rank is not a whole number of at least 1.
 
     Example:
         >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
@@ -178,10 +175,11 @@ class KTied(MatrixFamily):
 class KTiedGuide(StructuredGuide):
     """The k-tied Normal (Swiatkowski et al., 2020) at every weight, mean field at vectors.
 
+    In the paper, k = 2 is about as good as mean field, and k = 1 is worse for some nets.
+
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        rank: The rank k of each matrix of standard deviations. In the paper, k = 2 is about as good as
-            mean field, and k = 1 is worse for some nets.
+        rank: The rank k of each matrix of standard deviations.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 

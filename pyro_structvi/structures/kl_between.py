@@ -1,7 +1,7 @@
 """The KL between two Gaussians over a weight, as for a prior that is an earlier posterior."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.pruned import PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
 from pyro_structvi.weights.kl import kl_weight_independent
+from pyro_structvi.weights.torch_distributions import map_tensors
 from pyro_structvi.weights.weight_distribution import (
     GaussianWeight,
     IndependentWeight,
     noise_columns,
 )
-
-W = TypeVar("W", bound=GaussianWeight)
 
 
 @register_kl(GaussianWeight, GaussianWeight)
@@ -157,7 +156,7 @@ def _trace_by_woodbury(q: GaussianWeight, p: LowRankNormal) -> Tensor:
     Both terms cancel along the directions, and are in double precision.
     """
     dtype, event_dim = q.loc.dtype, len(q.event_shape)
-    q, p = _in_double(q), _in_double(p)
+    q, p = map_tensors(q, Tensor.double), map_tensors(p, Tensor.double)
     of_diagonal = event_sum(q.variance / p.scale.square(), event_dim)
     directions = p.precision_directions.movedim(-event_dim - 1, 0)
     noise = directions.new_zeros(len(directions), *q.batch_shape, *q.noise_shape)
@@ -165,14 +164,6 @@ def _trace_by_woodbury(q: GaussianWeight, p: LowRankNormal) -> Tensor:
     of_directions = event_sum(scaled.square(), len(q.noise_shape)).sum(0)
     trace: Tensor = of_diagonal - of_directions
     return trace.to(dtype)
-
-
-def _in_double(q: W) -> W:
-    """Return a distribution of the same arguments in double precision."""
-    new = q.expand(q.batch_shape)
-    for name in q.argument_names:
-        setattr(new, name, getattr(q, name).double())
-    return new
 
 
 def _precision_diagonal(p: MatrixNormal | RowwiseNormal | FullNormal) -> Tensor:

@@ -124,10 +124,7 @@ class MatrixNormal(GaussianWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> MixedOutputs:
-        """Return normals that are correlated over channels, and independent over positions.
-
-        The joint distribution of the outputs at one position is exact.
-        """
+        """Return normals that are correlated over channels, and independent over positions."""
         whitened = linear_map.bank(x, self.scale_tril_column.mT)
         squares = whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
         norms = floored_sqrt(squares).unsqueeze(-1)
@@ -148,8 +145,7 @@ class MatrixNormalFamily(MatrixFamily):
 
     Parameters are ``loc`` and the Cholesky factors of both covariances: ``row_log_diagonal (out,)``
     and ``row_lower (out (out - 1) / 2,)``, the entries below the diagonal divided by the row's
-    diagonal entry; for columns likewise. These are out in + out (out + 1) / 2 + in (in + 1) / 2
-    numbers.
+    diagonal entry; for columns likewise.
 
     Args:
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
@@ -180,9 +176,6 @@ class MatrixNormalFamily(MatrixFamily):
 
 class MatrixNormalGuide(StructuredGuide):
     """The matrix normal (Louizos and Welling, 2016) at every weight, mean field at vectors.
-
-    A layer has one covariance over its outputs and one over its inputs; see
-    :class:`pyro_structvi.families.MatrixNormalFamily`.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.

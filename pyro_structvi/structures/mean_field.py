@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -89,15 +89,15 @@ class MeanFieldNormal(IndependentWeight):
         variance = linear_map(x * x, self.as_matrix(self.variance), bias_variance)
         return NormalOutputs(linear_map, mean, variance)
 
-    def rows(self, index: Tensor) -> "MeanFieldNormal":
+    def rows(self, index: Tensor) -> Self:
         check_index(self, index)
-        loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
-        return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
+        shape = torch.Size([index.shape[-1], self.event_shape[1]])
+        return self._changed(lambda table: F.embedding(index, table), index.shape[:-1], shape)
 
     @checked
-    def rearranged(self, arrangement: Arrangement) -> "MeanFieldNormal":
-        loc, scale = arrangement(self.loc), arrangement(self.scale)
-        return MeanFieldNormal(loc, scale, arrangement.event_dim, validate_args=False)
+    def rearranged(self, arrangement: Arrangement) -> Self:
+        stack, weight = arrangement.split_shape
+        return self._changed(arrangement, self.batch_shape + stack, weight)
 
 
 class LogScaleNormal(MeanFieldNormal):
@@ -151,36 +151,20 @@ class LogScaleNormal(MeanFieldNormal):
     def log_det_covariance(self) -> Tensor:
         return 2 * self._event_sum(self.log_scale)
 
-    def rows(self, index: Tensor) -> MeanFieldNormal:
-        check_index(self, index)
-        loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
-        return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
-
-    @checked
-    def rearranged(self, arrangement: Arrangement) -> MeanFieldNormal:
-        loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)
-        return LogScaleNormal(loc, log_scale, arrangement.event_dim, validate_args=False)
-
 
 @dataclass(frozen=True)
 class MeanField(Family):
     """Independent normals; two parameters for each element, ``loc`` and ``log_scale``.
 
     Args:
-        max_scale: The maximum standard deviation; no bound when None. A bound prevents underfitting
-            with a wide prior.
-
-    Raises:
-        ValueError: If ``max_scale`` is not a positive number.
+        max_scale: The maximum standard deviation, positive; no bound when None. A bound prevents
+            underfitting with a wide prior.
 
     Example:
-        >>> from pyro_structvi.guides import StructuredGuide
-        >>> import pyro
-        >>> model = lambda: pyro.sample("w", pyro.distributions.Normal(torch.zeros(3), 1).to_event())
-        >>> guide = StructuredGuide(model, {"w": MeanField()})
-        >>> guide.initialize()
-        >>> guide.draw()["w"].shape
-        torch.Size([3])
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> StructuredGuide(model, {"*": MeanField()}).draw()["net.weight"].shape
+        torch.Size([3, 4])
     """
 
     max_scale: Positive | None = field(default=None, repr=False)

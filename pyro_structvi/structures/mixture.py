@@ -386,11 +386,7 @@ class EnsembleGuide(MixtureGuide):
         model: A ``PyroModule`` or any callable with latent sites.
         size: The number K of members.
         vectorize: See :class:`MixtureGuide`.
-        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see
-            :class:`~pyro_structvi.guides.StructuredGuide`.
-
-    Raises:
-        RuntimeError: In training, if the net cannot be vectorized.
+        **options: See :class:`~pyro_structvi.guides.StructuredGuide`.
 
     Example:
         >>> from pyro_structvi import Classifier, bayesianize
@@ -400,8 +396,7 @@ class EnsembleGuide(MixtureGuide):
 
     References:
         Lakshminarayanan, Pritzel and Blundell (2017), "Simple and scalable predictive uncertainty
-        estimation using deep ensembles"; the Ensemble-W of Ritter, Kukla, Zhang and Li (2021),
-        "Sparse uncertainty representation in deep learning with inducing weights".
+        estimation using deep ensembles".
     """
 
     def __init__(

@@ -106,22 +106,18 @@ class Rowwise(MemoryLimitedFamily):
 
     Parameters are ``loc``, ``log_diagonal (out, in)`` and ``lower (out, in (in - 1) / 2)``, the
     entries of each Cholesky factor below the diagonal, divided by the diagonal entry of their row.
-    These are P = out in + out in (in + 1) / 2 numbers.
 
-    In training a site takes
+    In training a site takes, for its P = out in + out in (in + 1) / 2 parameters,
 
     .. math:: (4 P + 2\,\text{out}\,\text{in}^2) \times \text{bytes of a number}
 
-    for the parameters, their gradients and Adam's two moments, and for the dense factors and their
-    gradients; 16 out in^2 bytes in float32. Intermediate results of a step are not included.
+    with gradients, Adam's two moments, and the dense factors; 16 out in^2 bytes in float32.
+    Intermediate results of a step are not included.
 
     Args:
-        max_memory: The maximum for a site by this formula, in GiB.
+        max_memory: The maximum for a site by this formula, a positive number of GiB; a larger site
+            raises a ``MemoryError`` when a guide is made.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
-
-    Raises:
-        ValueError: If ``max_memory`` is not a positive number.
-        MemoryError: When a guide is made, if a site would take more than ``max_memory``.
 
     Example:
         >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
@@ -149,18 +145,15 @@ class Rowwise(MemoryLimitedFamily):
 class RowwiseGuide(StructuredGuide):
     """A full covariance over the inputs of each unit for weights, mean field for vectors.
 
-    It is the "column-wise" posterior of Rossi and Filippone. Units are independent, with
-    in (in + 1) / 2 covariance parameters each. A step takes out in numbers for each example.
+    It is the "column-wise" posterior of Rossi and Filippone. Units are independent, with in (in + 1)
+    / 2 covariance parameters each. A step takes out in numbers for each example.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         max_memory: The maximum for training one layer, in GiB, by the formula of
-            :class:`pyro_structvi.families.Rowwise`.
+            :class:`pyro_structvi.families.Rowwise`; a larger layer raises a ``MemoryError``.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
-
-    Raises:
-        MemoryError: If a layer would take more than ``max_memory``.
 
     Example:
         >>> from pyro_structvi import Classifier, bayesianize

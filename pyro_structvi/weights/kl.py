@@ -11,7 +11,7 @@ from torch.distributions.kl import kl_divergence
 from pyro_structvi._checks import check_shape, checked
 from pyro_structvi.linalg.matrices import event_sum, shrink
 from pyro_structvi.weights.arguments import check_value
-from pyro_structvi.weights.torch_distributions import base_of
+from pyro_structvi.weights.torch_distributions import base_of, example_of
 from pyro_structvi.weights.weight_distribution import (
     GaussianWeight,
     IndependentWeight,
@@ -57,21 +57,16 @@ def _mean_distance(difference: Tensor, variance: Tensor) -> Tensor:
 
 
 class JoinedPrior(Distribution):
-    """Independent priors of a weight ``(out, *rest)`` and a bias, over ``(out, in + 1)``.
+    """Independent priors of a weight ``(out, *rest)`` and a bias ``(out,)``, over ``(out, in + 1)``.
 
     The KL has a closed form if both are independent normals or independent Laplace distributions.
-
-    Args:
-        weight: The prior of the weight.
-        bias: The prior of the bias, over ``(out,)``.
 
     Example:
         >>> from pyro.distributions import Normal
         >>> from pyro_structvi.distributions import MeanFieldNormal
         >>> weight = Normal(torch.zeros(2, 3), 1.0).to_event(2)
         >>> prior = JoinedPrior(weight, Normal(torch.zeros(2), 1.0).to_event(1))
-        >>> q = MeanFieldNormal(torch.zeros(2, 4), torch.tensor(1.0))
-        >>> torch.distributions.kl_divergence(q, prior)
+        >>> torch.distributions.kl_divergence(MeanFieldNormal(torch.zeros(2, 4), 1.0), prior)
         tensor(0.)
     """
 
@@ -86,19 +81,13 @@ class JoinedPrior(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of ``(out, in + 1)``, in nats."""
         if self.weight._validate_args:
-            check_value(value, "weight", self._kind(value), self.batch_shape, self.event_shape)
+            check_value(
+                value, "weight", example_of(self.weight), self.batch_shape, self.event_shape
+            )
             check_shape("value", value, self.event_shape, "(out, in + 1)")
         weight, bias = value[..., :-1].reshape(self.weight_shape), value[..., -1]
         total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
         return total
-
-    def _kind(self, value: Tensor) -> Tensor:
-        """Return a tensor of the prior's kind, or the value where the weight's prior has no mean."""
-        try:
-            mean: Tensor = self.weight.mean
-        except NotImplementedError:
-            return value
-        return mean
 
     def expected_neg_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Return :func:`expected_neg_log_prob` of weight and bias, ``(*batch, out, in + 1)``."""
@@ -114,18 +103,6 @@ class JoinedPrior(Distribution):
         if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
             return None
         return weight, bias
-
-    def scalars(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Return mean and scale of both normals as scalars, or None if they have several values."""
-        normals, pairs = self.normals(), []
-        if normals is None:
-            return None
-        for normal in normals:
-            loc, scale = (shrink(value, value.dim()) for value in (normal.loc, normal.scale))
-            if loc.numel() > 1 or scale.numel() > 1:
-                return None
-            pairs.append((loc.reshape(()), scale.reshape(())))
-        return pairs
 
 
 @register_kl(GaussianWeight, Normal)

@@ -15,11 +15,8 @@ from pyro_structvi.maps.linear_map import DenseMap, LinearMap, shape_per_example
 class OutputDistribution(TorchDistribution):
     """The distribution of the outputs of a linear map, independent over the examples of a batch.
 
-    A subclass defines ``variance``, ``covariance_matrix`` and ``rsample``.
-
-    Args:
-        loc: The mean, ``(*batch_shape, *event_shape)``.
-        event_dim: The number of trailing dimensions of one example.
+    A subclass defines ``variance``, ``covariance_matrix`` and ``rsample``. The mean ``loc`` is
+    ``(*batch_shape, *event_shape)`` with ``event_dim`` trailing dimensions of one example.
     """
 
     has_rsample = True
@@ -78,11 +75,7 @@ class GaussianOutputs(OutputDistribution):
 class NormalOutputs(GaussianOutputs):
     """Independent normals over the outputs of a map.
 
-    Args:
-        linear_map: The map.
-        mean: Means of its outputs.
-        variance: Variances, of the same shape.
-        bias_variance: Variances ``(out,)`` to add, or None.
+    ``bias_variance (out,)``, if any, is added to the variances, which have the shape of the mean.
     """
 
     def __init__(
@@ -230,12 +223,8 @@ def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
         x: Its input, with the batch as its first dimension.
         bias: None or a tensor ``(out,)``.
 
-    Returns:
-        The outputs.
-
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.maps import DenseMap
         >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
         >>> y = flipout(q, DenseMap(), torch.ones(4, 1, 3).expand(4, 2, 3))
         >>> bool((y[:, 0] == y[:, 1]).all()), bool((y[0] == y[1]).all())

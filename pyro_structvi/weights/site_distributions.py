@@ -213,13 +213,9 @@ def quantiles(distribution: Any, probs: Tensor) -> Tensor:
     raise NotImplementedError(f"There is no rule for the quantiles of {type(distribution)}.")
 
 
-@quantiles.register
-def _(distribution: GaussianWeight, probs: Tensor) -> Tensor:
-    return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
-
-
-@quantiles.register
-def _(distribution: PointMass, probs: Tensor) -> Tensor:
+@quantiles.register(PointMass)
+@quantiles.register(GaussianWeight)
+def _(distribution: Any, probs: Tensor) -> Tensor:
     return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
 
 

@@ -1,6 +1,7 @@
 """The contract of distributions over weights, and Gaussian ones."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -20,11 +21,11 @@ Way = Literal["outputs", "factors", "weight"]
 
 
 class WeightDistribution(TorchDistribution):
-    r"""The distribution of a weight :math:`W`, with the distribution of :math:`W x`.
+    """The distribution of a weight :math:`W`, with the distribution of :math:`W x`.
 
-    The event shape ``(out, *rest)`` is seen as a matrix ``(out, in)`` with ``in = prod(rest)``; a vector
-    ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in front. All covariances are over the
-    row-major ``vec(W)``, of length ``D = out * in``.
+    The event shape ``(out, *rest)`` is seen as a matrix ``(out, in)`` with ``in = prod(rest)``; a
+    vector ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in front. All covariances are
+    over the row-major ``vec(W)``, of length ``D = out * in``.
 
     **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` of the
     tensor arguments, or annotations with an :class:`Argument` for each of them but ``loc``;
@@ -34,12 +35,7 @@ class WeightDistribution(TorchDistribution):
     ``loc``, ``variance_sum``, ``ways_to_apply``, ``rows``, ``rearranged``, ``spread``, ``expand``;
     ``log_prob`` and ``entropy``.
 
-    **Provided**: ``argument_names``, ``mean``, ``image``, ``image_variance``, ``as_matrix``,
-    ``as_weight``, ``map_for_batch``, ``support``.
-
-    Values and gradients equal the dense computation: the moments of ``rsample`` and ``image``,
-    ``log_prob``, ``entropy``, ``spread``, and the KL divergence from independent normals. They commute
-    with ``expand`` and batches.
+    All members agree with the dense computation, gradients included, and commute with ``expand``.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -115,17 +111,10 @@ class WeightDistribution(TorchDistribution):
     ) -> TorchDistribution:
         """Return the distribution of ``linear_map(x, W) + bias``, independent over examples.
 
-        Called only where :meth:`ways_to_apply` has ``"outputs"``.
-
-        Args:
-            linear_map: A dense map or a convolution.
-            x: Its input.
-            bias: None, a tensor ``(out,)``, or a distribution with independent elements that is
-                independent of ``W``.
-
-        Returns:
-            A distribution over the outputs. The marginal of each output is exact; correlations between
-            the positions of an example that stem from independent elements are dropped.
+        Called only where :meth:`ways_to_apply` has ``"outputs"``. The bias is a tensor ``(out,)``, or
+        an independent distribution with independent elements. The marginal of each output is exact;
+        correlations between the positions of an example that stem from independent elements are
+        dropped.
         """
         raise NotImplementedError
 
@@ -139,42 +128,29 @@ class WeightDistribution(TorchDistribution):
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
         """Return the supported ways of applying the weight, the cheapest first.
 
-        ``"outputs"`` samples the outputs from :meth:`image_under`, ``"weight"`` samples the weight, and
-        ``"factors"``, of a :class:`FactoredWeight`, applies a sample without forming it. The objective
-        takes the first way that it allows; it always allows ``"weight"``.
+        ``"outputs"`` samples the outputs from :meth:`image_under`, ``"weight"`` samples the weight,
+        and ``"factors"``, of a :class:`FactoredWeight`, applies a sample without forming it. The
+        objective takes the first way that it allows; it always allows ``"weight"``.
         """
         return "outputs", "weight"
 
     def rows(self, index: Tensor) -> TorchDistribution | None:
         """Return the distribution of rows of one matrix ``W (num, dim)``, independent over examples.
 
-        Args:
-            index: Indices of rows, integers ``(batch, positions)``.
-
-        Returns:
-            A distribution over ``W[index]`` with the event ``(positions, dim)``, or None if the weight
-            must be sampled. The noise of independent rows is independent over positions, also for a
-            repeated index. Noise that rows share has one sample for each example.
+        For ``index (batch, positions)`` its events are ``(positions, dim)``; None if the weight must
+        be sampled. The noise of independent rows is independent over positions, also for a repeated
+        index. Noise that rows share has one sample for each example.
         """
         arguments.check_index(self, index)
         return None
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "WeightDistribution | None":
-        """Return the distribution with permuted dimensions, or None if its structure is lost.
-
-        A stack of weights becomes batch dimensions.
-        """
+        """Return the distribution with permuted dimensions, a stack as batch, or None."""
         return None
 
     def image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        """Return the variance of each output of ``linear_map(x, W)``, for any supported map.
-
-        Args:
-            linear_map: A dense map or a convolution.
-            x: Its input.
-            mean: The mean of the outputs.
-        """
+        """Return the variance of each output of any map, around outputs with this mean."""
         if "outputs" not in self.ways_to_apply(linear_map, x):
             return dense_output_variance(self.event_shape[0], self.covariance_matrix, linear_map, x)
         return self._image_variance(linear_map, x, mean)
@@ -184,16 +160,10 @@ class WeightDistribution(TorchDistribution):
         return variance
 
     def spread(self, moment: Tensor) -> Tensor:
-        r"""Return :math:`E[(W - M) S (W - M)^\top]`.
+        r"""Return :math:`E[(W - M) S (W - M)^\top]`, ``(*batch, out, out)``.
 
         It is the covariance of :math:`(W - M) x` for an independent input with the second moment
-        :math:`S = E[x x^\top]`. By default the dense covariance is formed.
-
-        Args:
-            moment: Symmetric matrices ``S (*batch, in, in)``.
-
-        Returns:
-            Matrices ``(*batch, out, out)``.
+        :math:`S = E[x x^\top]`, ``(*batch, in, in)``.
         """
         out = self.event_shape[0]
         size = moment.shape[-1]
@@ -204,12 +174,25 @@ class WeightDistribution(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
         batch_shape = arguments.as_expanded(batch_shape, self.batch_shape)
-        new: Self = self._get_checked_instance(type(self), _instance)
+        batch_dim = len(self.batch_shape)
+
+        def expanded(value: Tensor) -> Tensor:
+            return value.expand(batch_shape + value.shape[batch_dim:])
+
+        return self._changed(expanded, batch_shape, self.event_shape, _instance)
+
+    def _changed(
+        self,
+        change: Callable[[Tensor], Tensor],
+        batch_shape: torch.Size,
+        event_shape: torch.Size,
+        instance: Any = None,
+    ) -> Self:
+        """Return a distribution of this class with changed arguments, and without checks."""
+        new: Self = self._get_checked_instance(type(self), instance)
         for name in self.argument_names:
-            value = getattr(self, name)
-            own = value.shape[len(self.batch_shape) :]
-            setattr(new, name, value.expand(batch_shape + own))
-        new._set_shapes(batch_shape, self.event_shape, self._validate_args)
+            setattr(new, name, change(getattr(self, name)))
+        new._set_shapes(batch_shape, event_shape, self._validate_args)
         return new
 
     # ---- provided --------------------------------------------------------------------------------
@@ -225,11 +208,7 @@ class WeightDistribution(TorchDistribution):
         return self.loc
 
     def image(self, x: Tensor) -> TorchDistribution:
-        """Return the distribution of ``W x``, independently for every ``x (*batch, in)``.
-
-        Raises:
-            ValueError: If the last dimension of ``x``, its dtype or device do not fit the weight.
-        """
+        """Return the distribution of ``W x``, independently for every ``x (*batch, in)``."""
         arguments.check_input(self, x)
         return self.image_under(DenseMap(positions=False), x)
 
@@ -261,10 +240,7 @@ class WeightDistribution(TorchDistribution):
 
 
 class FactoredWeight(WeightDistribution, abstract=True):
-    """A weight whose samples can be applied as a product of factors, without forming the weight.
-
-    A joined bias is a further column of its factors.
-    """
+    """A weight, also with a bias column, whose samples are applied as a product of factors."""
 
     def draw_factored(self) -> FactoredDraw:
         """Sample a weight in factors."""
@@ -306,9 +282,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     **Optional**, in addition to :class:`WeightDistribution`: ``noise_shape``, by default the event
     shape; ``variance``, by default the diagonal of the dense covariance.
-
-    **Provided**: ``rsample``, ``covariance_matrix``, ``mahalanobis``, ``log_prob``, ``entropy``,
-    ``image_under``, and the members that :class:`WeightDistribution` provides.
     """
 
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -356,7 +329,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     ) -> TorchDistribution:
         """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
 
-        The mean includes the mean of the bias; ``bias_variance (out,)`` is None for a fixed bias.
+        The mean includes the bias; ``bias_variance (out,)`` is None for a fixed bias.
         """
         return NormalOutputs(linear_map, mean, self.output_variance(linear_map, x), bias_variance)
 
@@ -460,8 +433,4 @@ class IndependentWeight(GaussianWeight, abstract=True):
 
     def _item(self, index: int) -> Self:
         """Return the distribution at an index of the first batch dimension."""
-        new: Self = self._get_checked_instance(type(self))
-        for name in self.argument_names:
-            setattr(new, name, getattr(self, name)[index])
-        new._set_shapes(self.batch_shape[1:], self.event_shape, self._validate_args)
-        return new
+        return self._changed(lambda value: value[index], self.batch_shape[1:], self.event_shape)

@@ -201,7 +201,7 @@ class GlobalInducingGuide(StructuredGuide):
             return starts[name]
 
         with naming("inputs", inputs), separate_randomness(), torch.enable_grad():
-            self._run_at(own, draw, values, inputs)
+            Run(own, draw, values).run(self.model, inputs)
         missing = [name for name in starts if name not in met]
         if missing:
             raise RuntimeError(
@@ -210,31 +210,6 @@ class GlobalInducingGuide(StructuredGuide):
             )
         random = [*starts.values(), *values.values()]
         return {name: rows.detach() for name, rows in met.items() if _depends_on(rows, random)}
-
-    def _run_at(self, own: list[SitePosterior], draw: Any, values: Any, inputs: Tensor) -> None:
-        """Run the net, and repeat it without weights that cause errors, so that an error lists all."""
-        wrong: dict[str, RuntimeError] = {}
-        parts = [each.site.split(each.value("loc").detach()) for each in own]
-        starts = {name: value for part in parts for name, value in part.items()}
-        while True:
-            run = Run((each for each in own if each.site.name not in wrong), draw, starts | values)
-            try:
-                run.run(self.model, inputs)  # type: ignore[arg-type]
-                break
-            except RuntimeError as error:
-                failed = [name for name, each in run.deferred.items() if each.has_failed]
-                if not failed:
-                    raise
-                wrong |= dict.fromkeys(failed, error)
-        if len(wrong) == 1:
-            raise wrong.popitem()[1]
-        if wrong:
-            names, families = [*wrong], ", ".join(f"'{name}': MeanField()" for name in wrong)
-            raise RuntimeError(
-                f"The weights at the sites {names} are drawn given the inputs of a plain linear layer "
-                "or convolution, but the net uses them in another way. Give them another family, "
-                f"`families={{{families}}}`."
-            )
 
     def _check_others(self, others: Iterable[SitePosterior]) -> dict[str, Tensor]:
         """Return the initial values of sites with other families, or raise if these couple sites."""

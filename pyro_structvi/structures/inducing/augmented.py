@@ -157,7 +157,6 @@ class AugmentedMatrixNormal:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """The tensor arguments by name."""
         factors = ("row_factor", "column_factor", "row_diagonal", "column_diagonal")
         values = {name: getattr(self, name) for name in (*factors, "scale", "bias_scale")}
         return {name: value for name, value in values.items() if value is not None}
@@ -175,18 +174,11 @@ class AugmentedMatrixNormal:
 
     @grad_cached_property
     def rows(self) -> InducingSide:
-        """The factored rows."""
         return InducingSide.of(self.row_factor, self.row_diagonal)
 
     @grad_cached_property
     def columns(self) -> InducingSide:
-        """The factored columns."""
         return InducingSide.of(self.column_factor, self.column_diagonal)
-
-    @property
-    def jitter(self) -> tuple[Tensor, Tensor]:
-        """The numbers added to the diagonals of the rows' and the columns' matrix."""
-        return self.rows.jitter, self.columns.jitter
 
     @property
     def column_scale(self) -> Tensor:
@@ -256,9 +248,6 @@ class AugmentedMatrixNormal:
             u: Inducing weights, ``(*batch, M_out, M_in)``, not whitened.
             conditional_scale: The :math:`\lambda` of the paper's Eq. 7, positive, a number or
                 ``(*batch,)``.
-
-        Raises:
-            ValueError: If ``u`` has another shape, or ``conditional_scale`` is not positive.
         """
         check_inducing("u", u, self, True)
         return ConditionalNormal(self, self.whiten(u), conditional_scale)

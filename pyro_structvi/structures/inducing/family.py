@@ -142,8 +142,8 @@ class InducingWeights(FactoredFamily):
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
         """Return the unit of factors with rows of unit length, or of inducing weights.
 
-        Inducing weights have a standard normal prior. Their unit is at most 1, and smaller if the root
-        mean square change of the weight would exceed the weight's unit.
+        Inducing weights have a standard normal prior. Their unit is at most 1, and smaller if the
+        root mean square change of the weight would exceed the weight's unit.
         """
         if name.startswith("inducing_"):
             whole = site.shape[0], site.shape[1:].numel()

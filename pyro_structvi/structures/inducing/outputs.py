@@ -231,8 +231,6 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        if len(self.event_shape) == 1:
-            return self._covariance_at_one_position
         hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
         gain = torch.einsum("...ai,...pb->...piab", self._bases.rows, hidden).flatten(-2)
         own = (self._bases.squared_scale * squared).expand(gain.shape[:-1])
@@ -248,19 +246,6 @@ class MatheronOutputs(GaussianOutputs):
             f"...pim,...mn,...qkn->...{order}", gain, shared, gain
         )
         return covariance.flatten(-2).flatten(-3, -2)
-
-    @property
-    def _covariance_at_one_position(self) -> Tensor:
-        """The covariance of examples with one position."""
-        rows, scale = self._bases.rows, self._bases.squared_scale
-        seen = self._inducing.image_under(DenseMap(False), self._hidden).covariance_matrix
-        overlap = scale * self._hidden.square().sum(-1, keepdim=True).unsqueeze(-1)
-        known = seen - overlap * torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
-        own = (scale[..., 0] * self._squared).expand(*self.batch_shape, rows.shape[-1])
-        if self._bias_variance is not None:
-            own = own + self._bias_variance
-        covariance: Tensor = rows.mT @ known @ rows + torch.diag_embed(own)
-        return covariance
 
     def _at_positions(self, tensor: Tensor) -> Tensor:
         """View ``(*batch, *event)`` as ``(*batch, positions, channels)``."""
