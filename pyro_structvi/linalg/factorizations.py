@@ -14,8 +14,7 @@ LEAST_PIVOT = 3e-7  # relative to the largest; smaller pivots may be rounding er
 
 def log_det(matrix: Tensor) -> Tensor:
     """Return log determinants ``(*batch,)``, NaN for matrices that are not positive definite."""
-    value: Tensor = 2 * tril_or_nan(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return value
+    return 2 * tril_or_nan(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:

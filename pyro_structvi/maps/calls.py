@@ -199,8 +199,7 @@ def arranged_linear(
     """
     tensors = (x, weight, bias)
     if has_torch_function(tensors):
-        outputs: Tensor = handle_torch_function(arranged_linear, tensors, *tensors, arrangement)
-        return outputs
+        return handle_torch_function(arranged_linear, tensors, *tensors, arrangement)
     return DenseMap()(x, arrangement.matrices(weight), bias)
 
 

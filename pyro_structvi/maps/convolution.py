@@ -124,8 +124,7 @@ class ConvolutionMap(LinearMap):
         )
         if self.groups == 1:
             return norms
-        repeated: Tensor = norms.repeat_interleave(out // self.groups, self.channel_dim)
-        return repeated
+        return norms.repeat_interleave(out // self.groups, self.channel_dim)
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
         count, out = matrices.shape[:2]

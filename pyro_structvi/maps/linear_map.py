@@ -175,8 +175,7 @@ class DenseMap(LinearMap):
         image = _stacked_product(x, matrix)
         return image if bias is None else image + bias
 
-    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self(x, matrix, bias)
+    bank = __call__
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         return self(hidden, matrix, bias)

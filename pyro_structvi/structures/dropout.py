@@ -121,7 +121,6 @@ class BernoulliDropout(WeightDistribution):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, of the shape of the weight."""
         return self._odds * self.loc.square()
 
     @property
@@ -163,7 +162,6 @@ class BernoulliDropout(WeightDistribution):
         return torch.where(possible, nats, -math.inf)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "BernoulliDropout":
-        """Raise a ``NotImplementedError``: there are no batches."""
         raise NotImplementedError(
             "Weights with dropout have no batches, so they do not support the plates of Pyro's "
             "`vectorize_particles=True` or `parallel=True`. Draw several with `rsample`, or use "
@@ -171,7 +169,6 @@ class BernoulliDropout(WeightDistribution):
         )
 
     def entropy(self) -> Tensor:
-        """Return the entropy of the masks, in nats."""
         of_one = torch.special.entr(self.loc.new_tensor([self.rate, 1 - self.rate])).sum()
         nats: Tensor = self.num_channels * of_one
         return nats
@@ -206,12 +203,10 @@ class _DropoutOutputs(OutputDistribution):
 
     @property
     def event_shape(self) -> torch.Size:
-        """The shape of an example's outputs."""
         return self.loc.shape[len(self.batch_shape) :]
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean of each output."""
         return self._apply(self._x)
 
     def _apply(self, x: Tensor) -> Tensor:

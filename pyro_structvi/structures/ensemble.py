@@ -78,12 +78,10 @@ class PointMixture(WeightDistribution):
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean, ``(*batch_shape, *event_shape)``."""
         return self.members.mean(self._member_dim)
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.members.var(self._member_dim, correction=0)
 
     @property
@@ -221,9 +219,8 @@ class SameMember(Coupling):
         first = next(iter(members.values()))
         if number is None:
             number = torch.randint(len(first), (), device=first.device)
-        if isinstance(number, int):
-            return {name: values[number % len(values)] for name, values in members.items()}
-        row = number.reshape(1)  # an index on the device needs no synchronization
+        # An index on the device needs no synchronization.
+        row = torch.as_tensor(number, device=first.device).reshape(1)
         return {
             name: values.index_select(0, row % len(values)).squeeze(0)
             for name, values in members.items()

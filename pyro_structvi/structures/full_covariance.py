@@ -228,7 +228,6 @@ class FullCovariance(MemoryLimitedFamily):
         return {"loc": loc.clone()} | parameters_of_rows(factor, loc)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the unit of steps, smaller for the entries between rows."""
         return unit_of_across(value) if name == "across" else super().unit(site, name, value)
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:

@@ -74,25 +74,20 @@ def _in_one_batch(*weights: Any) -> Iterator[Any]:
 # ---- priors of torch ---------------------------------------------------------------------------------
 
 
+@register_kl(GaussianWeight, LowRankMultivariateNormal)
 @register_kl(GaussianWeight, MultivariateNormal)
 def _kl_to_multivariate(q: GaussianWeight, p: Any) -> Tensor:
     """KL to a normal over all elements in row-major order, or over each row."""
-    if _is_over_rows(q, p):
+    if len(q.event_shape) == 2 and p.loc.shape[-2:] == q.event_shape:
         return kl_divergence(q, RowwiseNormal(p.loc, p.scale_tril, validate_args=False))
-    loc = _in_shape_of(q, p)
-    return kl_divergence(q, FullNormal(loc, p.scale_tril, validate_args=False))
-
-
-@register_kl(GaussianWeight, LowRankMultivariateNormal)
-def _kl_to_low_rank(q: GaussianWeight, p: Any) -> Tensor:
-    """KL to a normal of low rank plus diagonal, over all elements or over each row."""
-    if _is_over_rows(q, p):
-        return kl_divergence(q, RowwiseNormal(p.loc, p.scale_tril, validate_args=False))
-    loc, shape = _in_shape_of(q, p), (*p.batch_shape, -1, *q.event_shape)
+    if p.event_shape.numel() != q.event_shape.numel():
+        raise NotImplementedError
+    loc, event_dim = p.loc.reshape(*p.batch_shape, *q.event_shape), len(q.event_shape)
+    if isinstance(p, MultivariateNormal):
+        return kl_divergence(q, FullNormal(loc, p.scale_tril, validate_args=False))
+    factors = p.cov_factor.mT.reshape(*p.batch_shape, -1, *q.event_shape)
     scale = p.cov_diag.sqrt().reshape(loc.shape)
-    factors = p.cov_factor.mT.reshape(shape)
-    prior = LowRankNormal(loc, factors, scale, 1.0, len(q.event_shape), validate_args=False)
-    return kl_divergence(q, prior)
+    return kl_divergence(q, LowRankNormal(loc, factors, scale, 1.0, event_dim, False))
 
 
 @register_kl(GaussianWeight, TransformedDistribution)
@@ -103,17 +98,6 @@ def _kl_to_reshaped(q: GaussianWeight, p: Any) -> Tensor:
     if not (is_reshaped and is_normal and p.event_shape == q.event_shape):
         raise NotImplementedError
     return kl_divergence(q, p.base_dist)
-
-
-def _is_over_rows(q: GaussianWeight, p: Any) -> bool:
-    return len(q.event_shape) == 2 and p.loc.shape[-2:] == q.event_shape
-
-
-def _in_shape_of(q: GaussianWeight, p: Any) -> Tensor:
-    if p.event_shape.numel() != q.event_shape.numel():
-        raise NotImplementedError
-    loc: Tensor = p.loc.reshape(*p.batch_shape, *q.event_shape)
-    return loc
 
 
 # ---- traces of p's precision times q's covariance ----------------------------------------------------

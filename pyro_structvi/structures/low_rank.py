@@ -172,8 +172,7 @@ class LowRankNormal(GaussianWeight):
         directions = self.precision_directions.flatten(-event_dim)
         explained = directions @ difference.flatten(-event_dim).unsqueeze(-1)
         squares = whitened.square().sum(-1) - explained.square().sum((-2, -1))
-        distance: Tensor = squares.to(self.loc.dtype)
-        return distance
+        return squares.to(self.loc.dtype)
 
     @property
     def noise_shape(self) -> torch.Size:

@@ -13,7 +13,7 @@ from pyro_structvi._torch import inside_jit_trace
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
 from pyro_structvi.sites.family import GuideOptions
-from pyro_structvi.sites.finding import Start, separate_randomness, starting_at
+from pyro_structvi.sites.finding import separate_randomness, starting_at
 from pyro_structvi.sites.joint_posterior import (
     JointPosterior,
     are_plain,
@@ -233,8 +233,7 @@ class MixtureGuide(StructuredGuide):
             for number in numbers:
                 torch.randint(2**62, ())  # guides restore the random state, so it moves on here
                 values = {} if self._starts is None else self._starts[number]
-                rest = _in_random_order if number else _as_it_is
-                with starting_at(partial(_one_of, values, rest)):
+                with starting_at(partial(_start_of_member, values, number)):
                     yield number
 
 
@@ -249,15 +248,13 @@ def _members_of_draws(weights: Tensor, count: int) -> list[int]:
     return chosen
 
 
-def _one_of(
-    values: Mapping[str, Tensor], otherwise: Start, site: LatentSite, start: Tensor
+def _start_of_member(
+    values: Mapping[str, Tensor], number: int, site: LatentSite, start: Tensor
 ) -> Tensor:
-    """Return the value of a site if there is one."""
-    return values[site.name] if site.name in values else otherwise(site, start)
-
-
-def _as_it_is(site: LatentSite, start: Tensor) -> Tensor:
-    return start
+    """Return the value of a site if there is one; the start of the first member."""
+    if site.name in values:
+        return values[site.name]
+    return _in_random_order(site, start) if number else start
 
 
 def _in_random_order(site: LatentSite, start: Tensor) -> Tensor:

@@ -224,10 +224,11 @@ class SubnetworkGuide(StructuredGuide):
         family = self.families["*"]
         assert isinstance(family, Subnetwork)
         chosen = family.chosen or {}
-        served = [
-            name for name in chosen if name in self and isinstance(self[name].family, Subnetwork)
+        missing = [
+            name
+            for name in chosen
+            if name not in self or not isinstance(self[name].family, Subnetwork)
         ]
-        missing = [name for name in chosen if name not in served]
         if missing:
             raise ValueError(
                 f"`chosen` has masks for {missing}, but of the model's sites {self.site_names} only "

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Laplace, Normal, register_kl
 from torch.distributions.kl import kl_divergence
@@ -52,8 +53,7 @@ def _mean_distance(difference: Tensor, variance: Tensor) -> Tensor:
     scale = torch.maximum(scale, difference.detach().abs() / _FAR)
     ratio = difference / scale
     spread = math.sqrt(2 / math.pi) * scale * torch.exp(-0.5 * ratio.square())
-    distance: Tensor = spread + difference * torch.erf(ratio / math.sqrt(2))
-    return distance
+    return spread + difference * torch.erf(ratio / math.sqrt(2))
 
 
 class JoinedPrior(Distribution):
@@ -133,7 +133,9 @@ def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     count = scale.shape[scale.dim() - event_dim :].numel()
     if count == 1:
         scale = scale.reshape(q.batch_shape)
-        distance = event_sum((q.mean - loc).square(), event_dim)
+        # Of the weight's size, this loss keeps its inputs only.
+        squares = F.mse_loss(q.mean, loc.expand_as(q.mean), reduction="none")
+        distance = event_sum(squares, event_dim)
         return (q.variance_sum + distance) / scale.square(), 2 * size * scale.log()
     moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
     return moment, 2 * size / count * event_sum(scale.log(), event_dim)

@@ -83,7 +83,6 @@ class PointMass(Delta):
 
     @property
     def mode(self) -> Tensor:
-        """The value itself."""
         value: Tensor = self.v
         return value
 
@@ -106,7 +105,6 @@ class PointMass(Delta):
         return self._variance is None
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
-        """Return this point with a larger batch shape, sharing memory."""
         shape = as_expanded(batch_shape, self.batch_shape) + self.event_shape
         moments = (None if m is None else m.expand(shape) for m in (self._mean, self._variance))
         mean, variance = moments
@@ -151,23 +149,19 @@ class Auxiliary(TorchDistribution):
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
-        """The support of the posterior."""
         return self.posterior.support
 
     @property
     def mean(self) -> Tensor:
-        """The mean of the posterior."""
         mean: Tensor = self.posterior.mean
         return mean
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each element in the posterior."""
         variance: Tensor = self.posterior.variance
         return variance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Sample the posterior."""
         draw: Tensor = self.posterior.rsample(as_size("sample_shape", sample_shape))
         return draw
 
@@ -188,7 +182,6 @@ class Auxiliary(TorchDistribution):
             return kl_divergence(self.posterior, self.prior)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Auxiliary":
-        """Return this with a larger batch shape."""
         batch_shape = as_expanded(batch_shape, self.batch_shape)
         prior = None if self.prior is None else self.prior.expand(batch_shape)
         return Auxiliary(self.posterior.expand(batch_shape), prior)

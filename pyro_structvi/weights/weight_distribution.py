@@ -92,7 +92,6 @@ class WeightDistribution(TorchDistribution):
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
-        """All real tensors of the event shape."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
     # ---- required --------------------------------------------------------------------------------
@@ -168,8 +167,7 @@ class WeightDistribution(TorchDistribution):
         out = self.event_shape[0]
         size = moment.shape[-1]
         covariance = self.covariance_matrix.reshape(out, size, out, size)
-        outputs: Tensor = torch.einsum("iajb,...ab->...ij", covariance, moment)
-        return outputs
+        return torch.einsum("iajb,...ab->...ij", covariance, moment)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """Return this distribution with a larger batch shape, sharing memory."""
@@ -204,7 +202,6 @@ class WeightDistribution(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """The mean, ``(*batch_shape, *event_shape)``."""
         return self.loc
 
     def image(self, x: Tensor) -> TorchDistribution:
@@ -365,11 +362,10 @@ class GaussianWeight(WeightDistribution, abstract=True):
         return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        hooks = ("output_variance", "image_around")
-        if all(getattr(type(self), name) is getattr(GaussianWeight, name) for name in hooks):
+        if type(self).image_under is not GaussianWeight.image_under:
             return super()._image_variance(linear_map, x, mean)
-        linear_map = self.map_for_batch(linear_map)
-        variance: Tensor = self.image_around(mean, linear_map, x, None).variance
+        around = self.image_around(mean, self.map_for_batch(linear_map), x, None)
+        variance: Tensor = around.variance
         return variance
 
     def image_under(

@@ -162,7 +162,6 @@ class AugmentedMatrixNormal:
         return {name: value for name, value in values.items() if value is not None}
 
     def expand(self, batch_shape: torch.Size) -> Self:
-        """Return this joint prior with a larger batch shape, sharing memory."""
         batch_shape = as_expanded(batch_shape, self.batch_shape)
         expanded = {
             name: value.expand(batch_shape + value.shape[len(self.batch_shape) :])
@@ -340,7 +339,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean, ``(*batch_shape, *event_shape)``."""
         return self.as_weight(self.bases.project(self.inducing.mean))
 
     @property

@@ -92,8 +92,7 @@ class MatheronBases:
             seen = inducing.image_under(DenseMap(False), hidden.movedim(-2, 0)).covariance_matrix
             spread = (self.rows * (seen @ self.rows)).sum(-2).movedim(0, -2)
         overlap = hidden.square().sum(-1, keepdim=True) * squares.sum(-2, keepdim=True)
-        variance: Tensor = spread + self.squared_scale * (squared - overlap)
-        return variance
+        return spread + self.squared_scale * (squared - overlap)
 
     def squared_norm(self, linear_map: LinearMap, x: Tensor, squared: Tensor) -> Tensor:
         r"""Return :math:`|\sigma x|^2` from the squared norm of x."""
@@ -167,7 +166,6 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean of each output, ``(*batch_shape, *event_shape)``."""
         inner = self._map.mix(self._hidden, self._inducing.mean)
         return self._map.mix(inner, self._bases.rows.mT, self._bias_loc)
 
@@ -188,8 +186,7 @@ class MatheronOutputs(GaussianOutputs):
         if self._bias_variance is not None:
             spread = meet_channels(self._map, floored_sqrt(self._bias_variance))
             outputs = torch.addcmul(outputs, spread, torch.randn_like(outputs))
-        draws: Tensor = outputs.to(noise.dtype).reshape(self._extended_shape(sample))
-        return draws
+        return outputs.to(noise.dtype).reshape(self._extended_shape(sample))
 
     def _with_channels(self, hidden: Tensor, channels: int) -> torch.Size:
         """Return the shape of ``hidden`` with another number of channels."""
