@@ -23,6 +23,8 @@ from tqdm import tqdm
 from benchmarks.measure import describe_machine, quartiles, synchronize
 from benchmarks.methods import METHODS
 from benchmarks.nets import NETS
+from pyro_structvi.linalg.factorizations import stable_cholesky
+from pyro_structvi.linalg.matrices import identity_like
 
 
 def plain_row_gram(factors: Tensor, batch_dim: int) -> Tensor:
@@ -34,10 +36,21 @@ def plain_sum_of_logs(rows: Tensor, columns: Tensor) -> Tensor:
     return (rows @ columns.mT).log().sum((-2, -1))
 
 
+class PlainRows:
+    @staticmethod
+    def apply(factor: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        double, square = factor.double(), diagonal.double().square()
+        tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
+        inverse = torch.linalg.solve_triangular(tril, identity_like(tril), upper=False)
+        remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
+        return (inverse @ double).to(factor.dtype), remainder.to(factor.dtype), jitter
+
+
 # By name: torch's own operations for a function, and guides whose step calls it.
 PLAIN: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "sum_of_logs": (plain_sum_of_logs, ["k-tied, k = 2"]),
     "row_gram": (plain_row_gram, ["low rank, K = 2"]),
+    "OrthonormalRows": (PlainRows, ["inducing 64"]),
 }
 
 

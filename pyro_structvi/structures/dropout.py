@@ -16,9 +16,14 @@ from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size
-from pyro_structvi.weights.kl import JoinedPrior, normal_cross_entropy
 from pyro_structvi.weights.outputs import OutputDistribution, bias_columns, draw_shared_bias
-from pyro_structvi.weights.site_distributions import PointMass, in_front, quantiles
+from pyro_structvi.weights.site_distributions import (
+    JoinedPrior,
+    PointMass,
+    in_front,
+    normal_cross_entropy,
+    quantiles,
+)
 from pyro_structvi.weights.weight_distribution import Way, WeightDistribution, bias_moments
 
 

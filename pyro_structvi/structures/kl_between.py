@@ -20,7 +20,7 @@ from pyro_structvi.structures.low_rank import LowRankNormal
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.pruned import PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
-from pyro_structvi.weights.kl import kl_weight_independent
+from pyro_structvi.weights.site_distributions import kl_weight_independent
 from pyro_structvi.weights.torch_distributions import map_tensors
 from pyro_structvi.weights.weight_distribution import (
     GaussianWeight,

@@ -194,7 +194,11 @@ class LowRankNormal(GaussianWeight):
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> GaussianOutputs:
         if self.is_isotropic:
-            variance = self._isotropic_image_variance(linear_map, x, bias_variance)
+            unit = meet_channels(linear_map, self.scale.square().reshape(*self.batch_shape, 1))
+            # One channel if all outputs have the same inputs.
+            variance = unit * linear_map.squared_norm(x, self.event_shape[0])
+            if bias_variance is not None:
+                variance = variance + meet_channels(linear_map, shrink(bias_variance, 1))
         else:
             variance = linear_map(x * x, self.as_matrix(self.scale.square()), bias_variance)
         return _LowRankOutputs(self, linear_map, x, mean, variance)
@@ -223,16 +227,6 @@ class LowRankNormal(GaussianWeight):
         scale = self.scale.reshape(()) if self.is_isotropic else arrangement(self.scale)
         event_dim = arrangement.event_dim
         return LowRankNormal(loc, factors, scale, self.alpha, event_dim, validate_args=False)
-
-    def _isotropic_image_variance(
-        self, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
-    ) -> Tensor:
-        """Return the diagonal part's variance, with one channel if all outputs have the same inputs."""
-        unit = meet_channels(linear_map, self.scale.square().reshape(*self.batch_shape, 1))
-        variance = unit * linear_map.squared_norm(x, self.event_shape[0])
-        if bias_variance is None:
-            return variance
-        return variance + meet_channels(linear_map, shrink(bias_variance, 1))
 
 
 class _LowRankOutputs(GaussianOutputs):

@@ -34,8 +34,14 @@ from pyro_structvi.structures.inducing.augmented import (
 from pyro_structvi.structures.kl_between import kl_to_independent, no_closed_form
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
-from pyro_structvi.weights.kl import JoinedPrior, expected_neg_log_prob, kl_weight_joined
-from pyro_structvi.weights.site_distributions import in_front, normal_quantiles, quantiles
+from pyro_structvi.weights.site_distributions import (
+    JoinedPrior,
+    expected_neg_log_prob,
+    in_front,
+    kl_weight_joined,
+    normal_quantiles,
+    quantiles,
+)
 from pyro_structvi.weights.weight_distribution import (
     GaussianWeight,
     IndependentWeight,
