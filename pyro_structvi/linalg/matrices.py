@@ -125,7 +125,6 @@ class KroneckerQuadratic(torch.autograd.Function):
 
 
 def _refuse_second_derivatives() -> None:
-    """Raise an error for second derivatives."""
     # Torch's `once_differentiable` returns zeros in most of these cases.
     if torch.is_grad_enabled():
         raise RuntimeError(

@@ -41,7 +41,6 @@ class Arrangement:
 
     @classmethod
     def of_dims(cls, dims: tuple[int, ...], shape: tuple[int, ...], stack: int = 0) -> Self:
-        """Return an arrangement of a weight that merges no dimensions."""
         return cls(dims, tuple(shape[d] for d in dims), stack)
 
     @classmethod
@@ -51,7 +50,6 @@ class Arrangement:
 
     @property
     def is_transpose(self) -> bool:
-        """Whether it is the transpose of one matrix."""
         return self.dims == (1, 0) and len(self.shape) == 2 and self.stack == 0
 
     @property
@@ -63,7 +61,6 @@ class Arrangement:
 
     @property
     def event_dim(self) -> int:
-        """The number of dimensions of one weight."""
         return len(self.shape) - self.stack
 
     @property
@@ -112,7 +109,6 @@ class Application(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """The number of examples, by the shape of the inputs."""
         stack = 0 if self.arrangement is None else self.arrangement.stack
         lead = self.x.dim() - self.linear_map.event_dim(self.x) - stack
         size: int = self.x.shape[:lead].numel()
@@ -143,12 +139,10 @@ class Lookup(NamedTuple):
 
     @property
     def has_positions(self) -> bool:
-        """Whether one example looks up several rows."""
         return self.indices.shape[1] > 1
 
     @property
     def num_examples(self) -> int:
-        """The number of examples."""
         return len(self.indices)
 
     def share_draws(self, rows: Tensor) -> Tensor:
@@ -176,7 +170,6 @@ class FactorApplication(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """The number of examples."""
         return len(self.x)
 
 

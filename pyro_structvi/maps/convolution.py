@@ -194,7 +194,6 @@ class ConvolutionMap(LinearMap):
         return sums.reshape(*batch, self.groups * count, *sums.shape[2:])
 
     def _split(self, x: Tensor) -> tuple[Size, Size]:
-        """Return the shapes of batch and space."""
         channel = x.dim() + self.channel_dim
         return x.shape[:channel], x.shape[channel + 1 :]
 

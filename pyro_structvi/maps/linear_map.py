@@ -211,7 +211,6 @@ class DenseMap(LinearMap):
         return total.reshape(onto.shape)
 
     def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
-        """Return the map and the input with a column of ones."""
         return self, torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
     def event_dim(self, outputs: Tensor) -> int:

@@ -266,7 +266,6 @@ def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
 
 @register_kl(BernoulliDropout, Normal)
 def _kl_dropout_normal(q: BernoulliDropout, p: Any) -> Tensor:
-    """KL to normal priors: their cross entropy minus the entropy of the masks, in nats."""
     return normal_cross_entropy(q, p) - q.entropy()
 
 
@@ -336,7 +335,6 @@ class Dropout(Family):
 
 
 def _has_inputs(site: LatentSite) -> bool:
-    """Whether a site is a weight that multiplies inputs."""
     return site.is_real and not site.is_batch and len(site.shape) >= 2 and site.fan_in != 0
 
 

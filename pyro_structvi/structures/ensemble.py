@@ -73,7 +73,6 @@ class PointMixture(WeightDistribution):
 
     @property
     def is_mixture(self) -> bool:
-        """Whether there are several weights."""
         return self.members.shape[self._member_dim] > 1
 
     @property
@@ -203,7 +202,6 @@ class _MembersOf(PointMixture):
         self._event_dim = site.event_dim
 
     def condition(self, value: Tensor) -> PointMass:
-        """Return the distribution given the member."""
         return PointMass(value, self._event_dim, validate_args=False)
 
 

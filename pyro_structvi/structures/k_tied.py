@@ -70,7 +70,6 @@ class KTiedNormal(IndependentWeight):
 
     @property
     def rank(self) -> int:
-        """The rank k of the matrix of standard deviations."""
         return self.row_scale.shape[-1]
 
     @property

@@ -92,7 +92,6 @@ def _kl_to_multivariate(q: GaussianWeight, p: Any) -> Tensor:
 
 @register_kl(GaussianWeight, TransformedDistribution)
 def _kl_to_reshaped(q: GaussianWeight, p: Any) -> Tensor:
-    """KL to a normal over all elements that is reshaped to a weight."""
     is_reshaped = all(isinstance(transform, ReshapeTransform) for transform in p.transforms)
     is_normal = isinstance(p.base_dist, (MultivariateNormal, LowRankMultivariateNormal))
     if not (is_reshaped and is_normal and p.event_shape == q.event_shape):
@@ -122,7 +121,6 @@ def _trace_of_rows(q: RowwiseNormal, p: RowwiseNormal) -> Tensor:
 
 
 def _trace_of_diagonal(q: IndependentWeight, p: Any) -> Tensor:
-    """Return the sum of q's variances times the diagonal of p's precision."""
     return event_sum(q.variance * _precision_diagonal(p), len(q.event_shape))
 
 

@@ -108,7 +108,6 @@ class LowRankNormal(GaussianWeight):
 
     @property
     def is_isotropic(self) -> bool:
-        """Whether the diagonal part has one standard deviation."""
         return self.scale.shape[len(self.batch_shape) :].numel() == 1
 
     @property
@@ -391,7 +390,6 @@ class LowRank(MatrixFamily):
 
 
 def _constant_scale(site: LatentSite) -> float:
-    """Return the default standard deviation of a constant diagonal."""
     inputs = site.fan_in or site.shape[1:].numel()
     most = math.inf if site.prior_scale is None else site.prior_scale
     return CONSTANT * min(1 / math.sqrt(inputs), most)

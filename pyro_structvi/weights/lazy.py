@@ -118,7 +118,6 @@ class ArrangedView(WeightPlaceholder):
     _dims: tuple[int, ...]
 
     def __new__(cls, base: WeightPlaceholder, dims: tuple[int, ...]) -> Self:
-        """Make the placeholder."""
         shape = torch.Size(base.shape[d] for d in dims)
         return cls._make(base, shape, base.use, base=base, _dims=dims)
 
@@ -134,7 +133,6 @@ class ArrangedView(WeightPlaceholder):
         return None if item is None else ArrangedView(item, tuple(d - 1 for d in self._dims[1:]))
 
     def sample_outputs(self, call: Call) -> Tensor | None:
-        """Apply the weight in the order of this view."""
         if not isinstance(call, Application):
             return None
         plain = Arrangement.of_dims(tuple(range(self.dim())), tuple(self.shape))
@@ -204,7 +202,6 @@ class LazyWeight(WeightPlaceholder):
     _items: dict[int, "LazyWeight"]
 
     def __new__(cls, distribution: WeightDistribution, use: SiteUse) -> Self:
-        """Make the placeholder."""
         weight = cls._make(distribution._first_parameter, distribution.event_shape, use)
         weight.distribution = distribution
         weight.sampled, weight.reason = "", "a call that is not read as a linear map"
@@ -383,7 +380,6 @@ class LazySlice(WeightPlaceholder):
     def __new__(
         cls, whole: LazyWeight, shape: torch.Size, take: Callable[[Tensor], Tensor], use: SiteUse
     ) -> Self:
-        """Make the placeholder."""
         return cls._make(whole, shape, use, whole=whole, _take=take)
 
     def draw(self) -> Tensor:

@@ -33,7 +33,6 @@ class OutputDistribution(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """The mean, ``(*batch_shape, *event_shape)``."""
         return self.loc
 
     @property
@@ -55,13 +54,11 @@ class GaussianOutputs(OutputDistribution):
     """Normal outputs; the density is NaN if the covariance is singular."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
         flat = value.flatten(value.dim() - len(self.event_shape))
         log_density: Tensor = self._dense.log_prob(flat)
         return log_density
 
     def entropy(self) -> Tensor:
-        """Return the differential entropy ``(*batch_shape,)``, in nats."""
         nats: Tensor = self._dense.entropy()
         return nats
 
@@ -96,7 +93,6 @@ class NormalOutputs(GaussianOutputs):
 
     @property
     def scale(self) -> Tensor:
-        """The standard deviation of each output, at least a tiny positive number."""
         return floored_sqrt(self._variance)
 
     @property

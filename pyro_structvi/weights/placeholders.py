@@ -21,7 +21,6 @@ class CountedWeight(WeightPlaceholder):
     is_indexed: bool
 
     def __new__(cls, value: Tensor, use: SiteUse) -> Self:
-        """Make the placeholder."""
         use.count = 0
         own = {"_counts": Counter(), "num_examples": set(), "is_indexed": False}
         return cls._make(value, value.shape, use, _value=value, **own)
@@ -31,7 +30,6 @@ class CountedWeight(WeightPlaceholder):
         return self._value
 
     def materialize(self) -> Tensor:
-        """Return the value; it may be used again in the backward pass."""
         self.use.eager_reason = "a reader of `parameters()`"
         return self.draw()
 
@@ -55,7 +53,6 @@ class CountedWeight(WeightPlaceholder):
         self.use.count = self._counts[None] + max(items, default=0)
 
     def sample_outputs(self, call: Call) -> None:
-        """Record the number of examples."""
         self.num_examples.add(call.num_examples)
 
 
@@ -66,7 +63,6 @@ class _CountedItem(WeightPlaceholder):
     _index: int
 
     def __new__(cls, stack: CountedWeight, index: int) -> Self:
-        """Make the placeholder."""
         return cls._make(stack, stack.shape[1:], stack.use, _stack=stack, _index=index)
 
     def draw(self) -> Tensor:

@@ -80,13 +80,11 @@ class PointMass(Delta):
         return value.view_as(value) if isinstance(value, nn.Parameter) else value
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Return a copy of the value."""
         draw: Tensor = super().rsample(as_size("sample_shape", sample_shape))
         return draw.clone()
 
     @property
     def mean(self) -> Tensor:
-        """The mean, of the value's shape."""
         return self.v if self._mean is None else self._mean
 
     @property
@@ -101,7 +99,6 @@ class PointMass(Delta):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The sum of the variances, ``(*batch_shape,)``."""
         if self._variance is None:
             known: Tensor = self.v.new_zeros(self.batch_shape)
             return known
@@ -109,7 +106,6 @@ class PointMass(Delta):
 
     @property
     def is_known(self) -> bool:
-        """Whether the value is fixed, not sampled."""
         return self._variance is None
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
@@ -379,7 +375,6 @@ def kl_from_moments(q: GaussianWeight, p: Any) -> Tensor:
 
 @register_kl(WeightDistribution, Independent)
 def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
-    """Apply the rule of the base distribution."""
     return kl_divergence(q, p.base_dist)
 
 

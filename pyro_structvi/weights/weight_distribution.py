@@ -170,7 +170,6 @@ class WeightDistribution(TorchDistribution):
         return torch.einsum("iajb,...ab->...ij", covariance, moment)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """Return this distribution with a larger batch shape, sharing memory."""
         batch_shape = arguments.as_expanded(batch_shape, self.batch_shape)
         batch_dim = len(self.batch_shape)
 
@@ -197,7 +196,6 @@ class WeightDistribution(TorchDistribution):
 
     @property
     def argument_names(self) -> tuple[str, ...]:
-        """The names of the tensor arguments."""
         return tuple(self.arg_constraints)
 
     @property
@@ -228,7 +226,6 @@ class WeightDistribution(TorchDistribution):
 
     @property
     def _first_parameter(self) -> Tensor:
-        """A tensor of this distribution's dtype and device."""
         parameter: Tensor = getattr(self, self.argument_names[0])
         return parameter
 
@@ -317,7 +314,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         diagonal = self.covariance_matrix.diagonal(dim1=-2, dim2=-1)
         return diagonal.reshape(*self.batch_shape, *self.event_shape)
 
@@ -428,5 +424,4 @@ class IndependentWeight(GaussianWeight, abstract=True):
         return difference / self.stddev
 
     def _item(self, index: int) -> Self:
-        """Return the distribution at an index of the first batch dimension."""
         return self._changed(lambda value: value[index], self.batch_shape[1:], self.event_shape)

@@ -60,7 +60,6 @@ class GlobalInducing(MatrixFamily):
 
 
 def _scale(prior_scale: float | None) -> float:
-    """Return the prior's standard deviation, or 1 if there is none."""
     return 1.0 if prior_scale is None else prior_scale
 
 
@@ -72,7 +71,6 @@ class DeferredSample:
         self._values: dict[str, Tensor] | None = None
 
     def sample(self, application: Application) -> None:
-        """Sample at the first call."""
         if self._values is None:
             self._values = self._draw(application)
 
@@ -94,11 +92,9 @@ class DeferredWeight(WeightPlaceholder):
     _name: str
 
     def __new__(cls, sample: DeferredSample, name: str, like: Tensor) -> Self:
-        """Make the placeholder."""
         return cls._make(like, like.shape, SiteUse(name), sample=sample, _name=name)
 
     def __repr__(self, **options: object) -> str:  # type: ignore[override]
-        """Show the site and the shape."""
         return f"DeferredWeight(site='{self._name}', shape={tuple(self.shape)})"
 
     def draw(self) -> Tensor:
@@ -123,7 +119,6 @@ class Propagation(Coupling):
     def condition(
         self, how: How, at: Mapping[str, Any], number: Tensor | int | None
     ) -> dict[str, Any]:
-        """Return each site's distribution given the draws of earlier sites, with its draw."""
         if how == "marginals":
             raise NotImplementedError(
                 f"The weights {list(self.sites)} depend on each other, and have no quantiles or moments "
@@ -172,7 +167,6 @@ class Run(Messenger):
                 self._values[name] = DeferredWeight(sample, name, part)
 
     def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
-        """Run the model outside of Pyro's handlers."""
         self._like = inputs
         with ExitStack() as stack:
             for context in (buffers_kept(model), outside_plates(), poutine.block(), self):
@@ -187,7 +181,6 @@ class Run(Messenger):
         msg["value"] = self._like.new_zeros(msg["fn"].shape()) if value is None else value
 
     def _meet(self, site: LatentSite, application: Application) -> dict[str, Tensor]:
-        """Draw a weight given the inputs of its first call."""
         linear_map, x = application.linear_map, as_drawn(application.x)
         arrangement = application.arrangement
         if linear_map.groups > 1 or not (arrangement is None or arrangement.is_plain):

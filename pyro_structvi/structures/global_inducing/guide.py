@@ -145,7 +145,6 @@ class GlobalInducingGuide(StructuredGuide):
 
     @staticmethod
     def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:
-        """Return the first inputs of the model's arguments."""
         if not (args and isinstance(args[0], Tensor) and args[0].dim()):
             got = brief(args[0]) if args else "no argument"
             raise ValueError(
@@ -225,7 +224,6 @@ class GlobalInducingGuide(StructuredGuide):
         return {name: value for values in medians for name, value in values.items()}
 
     def _make_first(self, posterior: SitePosterior) -> SitePosterior:
-        """Return the posterior of a layer with the net's inputs."""
         family, site = self.first_layer, posterior.site
         if not family.fits(site) or couple(family, {}, self.init_scale) is not None:
             raise TypeError(
@@ -243,7 +241,6 @@ class GlobalInducingGuide(StructuredGuide):
 
 
 def _depends_on(rows: Tensor, values: list[Tensor]) -> bool:
-    """Whether inputs depend on any of these values."""
     if not rows.requires_grad:
         return False
     with torch.enable_grad():

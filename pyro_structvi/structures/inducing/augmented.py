@@ -191,7 +191,6 @@ class AugmentedMatrixNormal:
     # ---- distributions ---------------------------------------------------------------------------
 
     def weight_prior(self) -> MeanFieldNormal:
-        """Return the marginal distribution of W: independent normals."""
         scale = self.column_scale.expand(*self.batch_shape, *self.matrix_shape)
         scale = scale.reshape(*self.batch_shape, *self.event_shape)
         loc = torch.zeros_like(scale)
@@ -318,7 +317,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def is_mixture(self) -> bool:
-        """Whether this is a mixture of several normals."""
         return getattr(self.inducing, "is_mixture", False)
 
     @grad_cached_property

@@ -91,7 +91,6 @@ class InducingWeights(FactoredFamily):
         return "prior_scale", *(f"inducing_{name}" for name in self.posterior.constants)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at the best approximation of ``loc`` by inducing weights."""
         prior_scale = self.prior_scales(site)
         matrix = loc.flatten(1) / prior_scale[0]
         matrix[:, -1] *= prior_scale[0] / prior_scale[-1]
@@ -317,7 +316,6 @@ class InducingWeightGuide(StructuredGuide):
 def _inducing_family(
     posterior: InducingPosterior | Family, ensemble_size: int | None, max_scale: float | None
 ) -> Family:
-    """Return the family of inducing weights with a name."""
     if ensemble_size is not None and posterior != "ensemble":
         raise ValueError(
             f'`ensemble_size` is for inducing_posterior="ensemble", but got {posterior!r}.'

@@ -261,7 +261,6 @@ for pair in (
 
 @register_kl(InducingNormal, Normal)
 def _kl_to_normals(q: InducingNormal, p: Any) -> Tensor:
-    """KL over the weight and its inducing weights, in nats, ``(*batch_shape,)``."""
     loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
     own, (out, size) = q.joint.column_scale, q.joint.matrix_shape
     if scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
@@ -288,7 +287,6 @@ def _kl_from_moments(q: InducingNormal, p: Any) -> Tensor:
 
 @register_kl(InducingNormal, JoinedPrior)
 def _kl_to_joined_priors(q: InducingNormal, p: JoinedPrior) -> Tensor:
-    """KL to priors of a weight and its bias."""
     divergence: Tensor = _kl_from_moments(q, p) if p.normals() is None else kl_weight_joined(q, p)
     return divergence
 

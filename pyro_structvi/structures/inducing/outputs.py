@@ -74,7 +74,6 @@ class MatheronBases:
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether all columns have one prior."""
         return self.prior_scale.shape[-1] == 1
 
     def project(self, inducing: Tensor) -> Tensor:
@@ -114,7 +113,6 @@ class MatheronDraw:
     event_shape: torch.Size
 
     def weight(self) -> Tensor:
-        """Return the weight."""
         coefficient = self.bases.conditional_scale[..., None, None] * self.bases.prior_scale
         weight = torch.addcmul(self.bases.project(self.inducing), coefficient, self.noise)
         return weight.reshape(*weight.shape[:-2], *self.event_shape)
