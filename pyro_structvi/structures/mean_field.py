@@ -111,12 +111,8 @@ class LogScaleNormal(MeanFieldNormal):
         event_dim: How many trailing dimensions are the weight; all of them when None.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 
-    Raises:
-        ValueError: If the shapes of ``log_scale`` and ``loc`` differ.
-
     Example:
-        >>> q = LogScaleNormal(torch.zeros(2, 3), torch.zeros(2, 3))
-        >>> q.scale
+        >>> LogScaleNormal(torch.zeros(2, 3), torch.zeros(2, 3)).scale
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """

@@ -27,20 +27,14 @@ class Subnetwork(Family):
     chosen elements of all sites are one vector, with parameters in the guide's ``couplings``.
 
     Args:
-        chosen: A boolean mask for each site by name; no element is chosen at a site without a mask. All
-            elements of all sites when None.
+        chosen: A boolean mask for each site by name, as for :class:`SubnetworkGuide`; all elements of
+            all sites when None.
         posterior: The family of the vector's posterior.
         train_rest: Whether to train all other elements as point estimates.
 
-    Raises:
-        TypeError: If a mask is not a tensor of booleans, or the posterior is not a family of vectors.
-        ValueError: When a guide is made, if a mask differs from its site's shape, or nothing is chosen.
-        MemoryError: When a guide is made, if a full covariance would take too much.
-
     Example:
-        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> from pyro_structvi.families import PointEstimate
-        >>> from pyro_structvi.guides import StructuredGuide
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
         >>> model = Classifier(bayesianize(net, prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"net.2.*": Subnetwork(), "*": PointEstimate()})
@@ -174,8 +168,7 @@ class SubnetworkGuide(StructuredGuide):
 
     Raises:
         TypeError: If a mask is not a tensor of booleans.
-        ValueError: If a mask differs from its site's shape or, at the first call, has no site; if
-            nothing is chosen; or if both ``center`` and ``init_loc_fn`` are given.
+        ValueError: If a mask fits no site, nothing is chosen, or a center and ``init_loc_fn`` are given.
         MemoryError: If the full covariance would take too much.
 
     Example:

@@ -408,17 +408,14 @@ class ConditionalNormal(AugmentedNormal):
 
     .. math:: \mu = \sigma B_r^\top \tilde U B_c, \qquad \Sigma = \sigma^2 (I - P_r \otimes P_c)
 
-    The covariance is diagonal in the eigenbases of :math:`P_r` and :math:`P_c`, so density and entropy
-    are sums of ``M_out M_in`` terms.
+    The covariance is diagonal in the eigenbases of :math:`P_r` and :math:`P_c`, so density and
+    entropy are sums of ``M_out M_in`` terms.
 
     Args:
         joint: The joint prior; :meth:`AugmentedMatrixNormal.condition` makes one of these.
         whitened: The whitened inducing weights, ``(*batch, M_out, M_in)``.
         conditional_scale: The :math:`\lambda`, ``(*batch,)``, positive.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
-
-    Raises:
-        ValueError: If ``whitened`` has another shape, or ``conditional_scale`` is not positive.
 
     Example:
         >>> from pyro_structvi.distributions import AugmentedMatrixNormal
@@ -429,8 +426,7 @@ class ConditionalNormal(AugmentedNormal):
         tensor(0.2292)
 
     References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", Eq. 7 and 11-12.
+        Ritter et al. (2021), as for :class:`AugmentedMatrixNormal`, Eq. 7 and 11-12.
     """
 
     @checked
