@@ -13,8 +13,7 @@ from pyro_structvi.structures.mean_field import LogScaleNormal, MeanFieldNormal
 from pyro_structvi.structures.pruned import PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
 from pyro_structvi.structures.scale_mixture import ScaleMixtureNormal
-from pyro_structvi.weights.kl import JoinedPrior
-from pyro_structvi.weights.site_distributions import Auxiliary, PointMass
+from pyro_structvi.weights.site_distributions import Auxiliary, JoinedPrior, PointMass
 from pyro_structvi.weights.weight_distribution import GaussianWeight, WeightDistribution
 
 __all__ = [

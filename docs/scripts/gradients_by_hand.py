@@ -23,7 +23,8 @@ from tqdm import tqdm
 from benchmarks.measure import describe_machine, quartiles, synchronize
 from benchmarks.methods import METHODS
 from benchmarks.nets import NETS
-from pyro_structvi.linalg.matrices import event_sum, floored_sqrt
+from pyro_structvi.linalg.factorizations import stable_cholesky
+from pyro_structvi.linalg.matrices import identity_like
 
 
 def plain_row_gram(factors: Tensor, batch_dim: int) -> Tensor:
@@ -35,22 +36,21 @@ def plain_sum_of_logs(rows: Tensor, columns: Tensor) -> Tensor:
     return (rows @ columns.mT).log().sum((-2, -1))
 
 
-def plain_squared_distance(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
-    return event_sum((mean - loc).square(), event_dim)
+class PlainRows:
+    @staticmethod
+    def apply(factor: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        double, square = factor.double(), diagonal.double().square()
+        tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
+        inverse = torch.linalg.solve_triangular(tril, identity_like(tril), upper=False)
+        remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
+        return (inverse @ double).to(factor.dtype), remainder.to(factor.dtype), jitter
 
 
 # By name: torch's own operations for a function, and guides whose step calls it.
 PLAIN: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "draw_normal": (
-        lambda mean, variance, noise: mean + floored_sqrt(variance) * noise,
-        ["mean field", "k-tied, k = 1"],
-    ),
-    "squared_distance": (
-        plain_squared_distance,
-        ["mean field", "k-tied, k = 1", "low rank, K = 2"],
-    ),
     "sum_of_logs": (plain_sum_of_logs, ["k-tied, k = 2"]),
     "row_gram": (plain_row_gram, ["low rank, K = 2"]),
+    "OrthonormalRows": (PlainRows, ["inducing 64"]),
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_structvi._torch import inside_transform, is_recording
+from pyro_structvi._torch import is_recording
 from pyro_structvi.linalg.matrices import identity_like
 
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
@@ -13,27 +13,15 @@ LEAST_PIVOT = 3e-7  # relative to the largest; smaller pivots may be rounding er
 
 
 def log_det(matrix: Tensor) -> Tensor:
-    """Return the log determinant ``(*batch,)`` of positive definite matrices ``(*batch, M, M)``.
-
-    It is NaN for other matrices, since an error would synchronize a GPU at every step.
-    """
-    if inside_transform():
-        return _log_det(tril_or_nan(matrix))
-    value: Tensor = LogDet.apply(matrix)
-    return value
+    """Return log determinants ``(*batch,)``, NaN for matrices that are not positive definite."""
+    return 2 * tril_or_nan(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def stable_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a Cholesky factor with the smallest jitter that works, and the jitter.
+    """Return a Cholesky factor with the smallest jitter that works, and the jitter ``(*batch,)``.
 
-    The jitter is a multiple of the mean diagonal: 0, 1e-12, 1e-10, ..., or 1e-4. A GPU tries all of them
-    at once, without synchronization.
-
-    Args:
-        matrix: Symmetric, ``(*batch, M, M)``, in double precision.
-
-    Returns:
-        The lower factor, NaN if no jitter works, and the number added to the diagonal ``(*batch,)``.
+    The jitter is a multiple of the mean diagonal: 0, 1e-12, 1e-10, ..., or 1e-4; the factor is NaN if
+    none works. A GPU tries all of them at once, without synchronization. Matrices are double.
     """
     if matrix.device.type != "cpu" or torch.compiler.is_exporting():
         return _best_of_all(matrix)
@@ -61,43 +49,12 @@ def _first_that_works(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return as_factored, jitter
 
 
-def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverse of a Cholesky factor and its jitter, without a gradient.
-
-    Args:
-        matrix: As for :func:`stable_cholesky`.
-
-    Returns:
-        ``L^-1``, lower triangular, ``(*batch, M, M)``, and the jitter ``(*batch,)``.
-    """
-    if matrix.device.type == "cpu" and is_recording() and not torch.compiler.is_exporting():
-        inverse, jitter = torch.ops.pyro_structvi.inverse_factor(matrix.detach())
-        return inverse, jitter
-    return _inverse_of(*stable_cholesky(matrix))
-
-
-def _inverse_of(tril: Tensor, jitter: Tensor) -> tuple[Tensor, Tensor]:
-    identity = identity_like(tril).expand_as(tril)
-    inverse = torch.linalg.solve_triangular(tril, identity, upper=False)
-    return inverse.contiguous(), jitter
-
-
-def _define(name: str, function: Any, shapes: Any) -> None:
-    """Define an operation on a matrix that reads values on the CPU inside a recorded step."""
-    torch.library.define(f"pyro_structvi::{name}", "(Tensor matrix) -> (Tensor, Tensor)")
-    torch.library.impl(f"pyro_structvi::{name}", "CPU", function)
-    torch.library.register_fake(f"pyro_structvi::{name}", shapes)
-
-
-_define(
-    "stable_cholesky",
-    _first_that_works,
+# An operation that reads values on the CPU inside a recorded step.
+torch.library.define("pyro_structvi::stable_cholesky", "(Tensor matrix) -> (Tensor, Tensor)")
+torch.library.impl("pyro_structvi::stable_cholesky", "CPU", _first_that_works)
+torch.library.register_fake(
+    "pyro_structvi::stable_cholesky",
     lambda matrix: (torch.linalg.cholesky_ex(matrix).L, matrix.new_empty(matrix.shape[:-2])),
-)
-_define(
-    "inverse_factor",
-    lambda matrix: _inverse_of(*_first_that_works(matrix)),
-    lambda matrix: (matrix.new_empty(matrix.shape), matrix.new_empty(matrix.shape[:-2])),
 )
 
 
@@ -133,34 +90,12 @@ def add_to_diagonal(matrix: Tensor, value: Tensor) -> Tensor:
     return matrix + value[..., None, None] * identity_like(matrix)
 
 
-class LogDet(torch.autograd.Function):
-    """The log determinant of positive definite matrices, whose gradient is the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        """Factor the matrices."""
-        tril = tril_or_nan(matrix)
-        ctx.save_for_backward(matrix, tril)
-        return _log_det(tril)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return the gradient with respect to the matrices."""
-        matrix, tril = ctx.saved_tensors
-        again = torch.is_grad_enabled()  # for second derivatives
-        inverse: Tensor = torch.linalg.inv(matrix) if again else torch.cholesky_inverse(tril)
-        return gradient[..., None, None] * inverse
-
-
 def tril_or_nan(matrix: Tensor) -> Tensor:
     """Return Cholesky factors of ``(*batch, M, M)``, NaN for matrices that are not positive definite."""
     tril, info = torch.linalg.cholesky_ex(matrix)
-    factor: Tensor = tril.masked_fill((info > 0)[..., None, None], torch.nan)
+    # A product, since its gradient is NaN too.
+    factor: Tensor = tril * torch.where(info > 0, torch.nan, 1.0).to(tril)[..., None, None]
     return factor
-
-
-def _log_det(tril: Tensor) -> Tensor:
-    return 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 class OrthonormalRows(torch.autograd.Function):
@@ -174,7 +109,9 @@ class OrthonormalRows(torch.autograd.Function):
     def forward(factor: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``L^-1 Z``, ``L^-1 D`` and the jitter for ``Z (*b, M, size)`` and ``D (*b, M)``."""
         double, square = factor.double(), diagonal.double().square()
-        inverse, jitter = inverse_factor(double @ double.mT + torch.diag_embed(square))
+        tril, jitter = stable_cholesky(double @ double.mT + torch.diag_embed(square))
+        identity = identity_like(tril).expand_as(tril)
+        inverse = torch.linalg.solve_triangular(tril, identity, upper=False).contiguous()
         remainder = inverse * (square + jitter.unsqueeze(-1)).sqrt().unsqueeze(-2)
         return (inverse @ double).to(factor.dtype), remainder.to(factor.dtype), jitter
 
@@ -185,7 +122,6 @@ class OrthonormalRows(torch.autograd.Function):
         """Keep the rows and the diagonal, which determine ``L^-1``."""
         (_, diagonal), (basis, remainder, jitter) = inputs, output
         ctx.save_for_backward(basis, remainder, diagonal, jitter)
-        ctx.save_for_forward(basis, remainder, diagonal, jitter)
         ctx.mark_non_differentiable(jitter)
         ctx.set_materialize_grads(False)  # the remainder of columns is rarely used
 
@@ -199,29 +135,14 @@ class OrthonormalRows(torch.autograd.Function):
         products = [gradient @ rows.mT for gradient, rows in given if gradient is not None]
         if not products:
             return None, None
-        inverse, share = _inverse_and_share(remainder, diagonal, jitter)
+        jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
+        inverse, share = remainder / jittered.unsqueeze(-2), diagonal / jittered
         product = sum(products[1:], products[0])
         symmetric = product.tril() + product.tril(-1).mT
         left, right = (
             (0 if gradient is None else gradient) - symmetric @ rows for gradient, rows in given
         )
         return inverse.mT @ left, (inverse * right).sum(-2) * share
-
-    @staticmethod
-    def jvp(
-        ctx: Any, of_factor: Tensor | None, of_diagonal: Tensor | None
-    ) -> tuple[Tensor, Tensor, None]:
-        """Return the tangents of ``L^-1 Z`` and ``L^-1 D``."""
-        basis, remainder, diagonal, jitter = ctx.saved_tensors
-        inverse, share = _inverse_and_share(remainder, diagonal, jitter)
-        left, right = torch.zeros_like(basis), torch.zeros_like(remainder)
-        if of_factor is not None:
-            left = inverse @ of_factor
-        if of_diagonal is not None:
-            right = inverse * (share * of_diagonal).unsqueeze(-2)
-        product = left @ basis.mT + right @ remainder.mT
-        of_tril = product.tril() + product.triu(1).mT
-        return left - of_tril @ basis, right - of_tril @ remainder, None
 
     @staticmethod
     def vmap(
@@ -234,11 +155,3 @@ class OrthonormalRows(torch.autograd.Function):
             for value, dim in values
         )
         return OrthonormalRows.apply(*batches), (0, 0, 0)
-
-
-def _inverse_and_share(
-    remainder: Tensor, diagonal: Tensor, jitter: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return ``L^-1`` from ``L^-1 D``, and the ratio of ``D`` to ``D`` with jitter."""
-    jittered = (diagonal.double().square() + jitter.unsqueeze(-1)).sqrt().to(diagonal.dtype)
-    return remainder / jittered.unsqueeze(-2), diagonal / jittered

@@ -125,7 +125,6 @@ class KroneckerQuadratic(torch.autograd.Function):
 
 
 def _refuse_second_derivatives() -> None:
-    """Raise an error for second derivatives."""
     # Torch's `once_differentiable` returns zeros in most of these cases.
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -222,10 +221,9 @@ def at_least_single(tensor: Tensor) -> Tensor:
 
 
 def floored_sqrt(variance: Tensor) -> Tensor:
-    """Return standard deviations of variances of at least the dtype's smallest normal number.
+    """Return the root of variances of at least the dtype's smallest normal number, at least in single.
 
-    A variance of zero, or one that is negative by rounding, then has a finite gradient. The result is at
-    least in single precision.
+    A variance of zero, or one that is negative by rounding, then has a finite gradient.
     """
     variance = at_least_single(variance)
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
@@ -235,10 +233,7 @@ T = TypeVar("T")
 
 
 def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
-    """Make a method a property that is computed once, with gradients if the object was made with them.
-
-    The object's ``_with_grad`` is the gradient mode of its construction.
-    """
+    """Return a cached property, with gradients if the object was made with them (``_with_grad``)."""
 
     @wraps(form)
     def in_own_mode(owner: Any) -> T:
@@ -249,46 +244,6 @@ def grad_cached_property(form: Callable[[Any], T]) -> cached_property[T]:
 
 
 _FEW = 2**10  # elements; for fewer, torch's own operations are faster than an autograd function
-
-
-def squared_distance(mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
-    """Return ``|mean - loc|^2`` over an event, ``(*batch,)``; ``loc`` broadcasts to the mean."""
-    if inside_transform() or mean.numel() <= _FEW:
-        difference = mean - loc
-        return event_sum(difference * difference, event_dim)
-    distance: Tensor = SquaredDistance.apply(mean, loc, event_dim)
-    return distance
-
-
-class SquaredDistance(torch.autograd.Function):
-    """``|mean - loc|^2`` over an event; its gradient keeps nothing of the weight's size but the mean."""
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, loc: Tensor, event_dim: int) -> Tensor:
-        """Sum the squares; BLAS dot products lose digits of long sums in single precision."""
-        ctx.event_dim = event_dim
-        ctx.save_for_backward(mean, loc)
-        ctx.save_for_forward(mean, loc)
-        difference = mean - loc
-        return event_sum(difference.mul_(difference), event_dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Return ``2 (mean - loc)``, and its negative sum for ``loc``."""
-        mean, loc = ctx.saved_tensors
-        twice = 2 * gradient.reshape((*gradient.shape, *(1 for _ in range(ctx.event_dim))))
-        of_mean = torch.addcmul(-twice * loc, mean, twice)
-        of_loc = -of_mean.sum_to_size(loc.shape) if ctx.needs_input_grad[1] else None
-        return of_mean, of_loc, None
-
-    @staticmethod
-    def jvp(ctx: Any, of_mean: Tensor | None, of_loc: Tensor | None, _: None) -> Tensor:
-        """Return ``2 (mean - loc)`` times the difference of the tangents."""
-        mean, loc = ctx.saved_tensors
-        tangent = torch.zeros_like(mean) if of_mean is None else of_mean
-        if of_loc is not None:
-            tangent = tangent - of_loc
-        return event_sum(2 * (mean - loc) * tangent, ctx.event_dim)
 
 
 def sum_of_logs(rows: Tensor, columns: Tensor) -> Tensor:
@@ -314,9 +269,7 @@ class SumOfLogs(torch.autograd.Function):
             inverses = products.reciprocal_()
             of_rows.append((transposed @ inverses.mT).mT)
             of_columns = of_columns + block.mT.contiguous() @ inverses
-        kept = rows, columns, torch.cat(of_rows, -2), of_columns.mT
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        ctx.save_for_backward(rows, columns, torch.cat(of_rows, -2), of_columns.mT)
         return total
 
     @staticmethod
@@ -328,19 +281,6 @@ class SumOfLogs(torch.autograd.Function):
             of_rows, of_columns = inverses @ columns, inverses.mT @ rows
         gradient = gradient[..., None, None]
         return gradient * of_rows, gradient * of_columns
-
-    @staticmethod
-    def jvp(ctx: Any, rows_change: Tensor | None, columns_change: Tensor | None) -> Tensor:
-        """Return the sum of the relative changes of the products."""
-        rows, columns, *_ = ctx.saved_tensors
-        products = rows @ columns.mT
-        change = torch.zeros_like(products)
-        if rows_change is not None:
-            change = change + rows_change @ columns.mT
-        if columns_change is not None:
-            change = change + rows @ columns_change.mT
-        total: Tensor = (change / products).sum((-2, -1))
-        return total
 
 
 _SMALL = 2**16  # elements; double precision costs nothing below
@@ -376,7 +316,6 @@ class RowGram(torch.autograd.Function):
         """Return the products, and keep the factors."""
         ctx.batch_dim = batch_dim
         ctx.save_for_backward(factors)
-        ctx.save_for_forward(factors)
         return _gram(factors, batch_dim)
 
     @staticmethod
@@ -388,11 +327,3 @@ class RowGram(torch.autograd.Function):
         with autocast_off(factors):
             product = symmetric * flat if flat.shape[-2] == 1 else symmetric @ flat
         return reshape_without_view(product, factors.shape), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        """Return ``T V' + V T'``."""
-        (factors,) = ctx.saved_tensors
-        flat = factors.flatten(ctx.batch_dim + 1).double()
-        product: Tensor = tangent.flatten(ctx.batch_dim + 1).double() @ flat.mT
-        return product + product.mT

@@ -34,11 +34,7 @@ def _sobol(count: int, size: int) -> Tensor:
 def normal_points(count: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return points ``(count, size)`` for averages under independent standard normals, and weights.
 
-    The points are scrambled Sobol points and their negatives with a fixed seed. Odd moments and
-    variances of each coordinate are exact.
-
-    References:
-        Owen (1998), "Scrambling Sobol' and Niederreiter-Xing points".
+    Scrambled Sobol points (Owen, 1998) and their negatives; variances and odd moments are exact.
     """
     points = _sobol(count, size).to(like)
     return points, points.new_full((count,), 1 / count)
@@ -48,13 +44,7 @@ HALVINGS = 60  # exhausts double precision
 
 
 def bisect(is_below: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """Return the root between ``low`` and ``high``, elementwise.
-
-    Args:
-        is_below: Whether points are below the root.
-        low: Lower ends.
-        high: Upper ends.
-    """
+    """Return the root between ``low`` and ``high``, elementwise."""
     for _ in range(HALVINGS):
         middle = low + (high - low) / 2
         below = is_below(middle)

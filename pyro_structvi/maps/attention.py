@@ -16,14 +16,9 @@ Attended = tuple[Tensor, Tensor | None]
 
 
 def read_attention(*args: Any, **kwargs: Any) -> Callable[[], Attended] | None:
-    """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`.
+    """Return a function that computes multi-head attention, with the examples first in ``F.linear``.
 
-    The projections are calls of ``F.linear`` with the examples first, as required by local
-    reparameterization; torch has the positions first.
-
-    Returns:
-        A function that computes the result; None for cross-attention with a packed weight, which has
-        several inputs, and where a position is added to the keys.
+    None for cross-attention with a packed weight, and where a position is added to the keys.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()

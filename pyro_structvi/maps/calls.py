@@ -31,7 +31,6 @@ class Arrangement:
         stack: The number of dimensions of the stack.
 
     Example:
-        >>> import torch
         >>> Arrangement.transposed((5, 3))(torch.zeros(5, 3)).shape
         torch.Size([3, 5])
     """
@@ -42,7 +41,6 @@ class Arrangement:
 
     @classmethod
     def of_dims(cls, dims: tuple[int, ...], shape: tuple[int, ...], stack: int = 0) -> Self:
-        """Return an arrangement of a weight that merges no dimensions."""
         return cls(dims, tuple(shape[d] for d in dims), stack)
 
     @classmethod
@@ -52,7 +50,6 @@ class Arrangement:
 
     @property
     def is_transpose(self) -> bool:
-        """Whether it is the transpose of one matrix."""
         return self.dims == (1, 0) and len(self.shape) == 2 and self.stack == 0
 
     @property
@@ -64,8 +61,12 @@ class Arrangement:
 
     @property
     def event_dim(self) -> int:
-        """The number of dimensions of one weight."""
         return len(self.shape) - self.stack
+
+    @property
+    def split_shape(self) -> tuple[torch.Size, torch.Size]:
+        """The shapes of the stack and of one weight."""
+        return torch.Size(self.shape[: self.stack]), torch.Size(self.shape[self.stack :])
 
     def __call__(self, weight: Tensor) -> Tensor:
         """Return arranged weights ``(*lead, *shape)``."""
@@ -108,7 +109,6 @@ class Application(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """The number of examples, by the shape of the inputs."""
         stack = 0 if self.arrangement is None else self.arrangement.stack
         lead = self.x.dim() - self.linear_map.event_dim(self.x) - stack
         size: int = self.x.shape[:lead].numel()
@@ -139,12 +139,10 @@ class Lookup(NamedTuple):
 
     @property
     def has_positions(self) -> bool:
-        """Whether one example looks up several rows."""
         return self.indices.shape[1] > 1
 
     @property
     def num_examples(self) -> int:
-        """The number of examples."""
         return len(self.indices)
 
     def share_draws(self, rows: Tensor) -> Tensor:
@@ -172,7 +170,6 @@ class FactorApplication(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """The number of examples."""
         return len(self.x)
 
 
@@ -182,7 +179,8 @@ class Rewrite(NamedTuple):
     compute: Callable[[], Any]
 
 
-Reading = Application | Lookup | FactorApplication | Rewrite
+Call = Application | Lookup | FactorApplication
+Reading = Call | Rewrite
 
 
 def arranged_linear(
@@ -194,8 +192,7 @@ def arranged_linear(
     """
     tensors = (x, weight, bias)
     if has_torch_function(tensors):
-        outputs: Tensor = handle_torch_function(arranged_linear, tensors, *tensors, arrangement)
-        return outputs
+        return handle_torch_function(arranged_linear, tensors, *tensors, arrangement)
     return DenseMap()(x, arrangement.matrices(weight), bias)
 
 
@@ -413,22 +410,18 @@ _READERS: dict[Callable[..., Any], Callable[..., Reading | None]] = {
 def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate a function of inputs and a factor, so that a lazy factor is sampled for each example.
 
-    For layers whose weight is a function of a small factor: each example then has a separate weight, and
-    the joint distribution of its outputs is exact. A factor that the model uses twice is sampled once,
-    as any :class:`~pyro_structvi.weights.lazy.LazyWeight`.
+    For layers whose weight is a function of a small factor: each example then has a separate weight,
+    and the joint distribution of its outputs is exact. A factor that the model uses twice is sampled
+    once, as any :class:`~pyro_structvi.weights.lazy.LazyWeight`.
 
     Args:
-        function: Called as ``function(x, factor, ...)``. It must take a factor of the sample site's
-            shape, and one with the examples ``x.shape[:1]`` in front.
-
-    Returns:
-        The function.
+        function: Called as ``function(x, factor, ...)``, also with examples ``x.shape[:1]`` in front of
+            the factor.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.weights.site_role import SiteUse
         >>> from pyro_structvi.weights.lazy import LazyWeight
+        >>> from pyro_structvi.weights.site_role import SiteUse
         >>> scale = drawn_per_example(lambda x, factor: x * factor)
         >>> q = MeanFieldNormal(torch.zeros(3), torch.tensor(1.0))
         >>> outputs = scale(torch.ones(2, 3), LazyWeight(q, SiteUse("factor", count=1)))
@@ -455,14 +448,6 @@ def drawn_per_example(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def parse_application(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Reading | None:
-    """Return a call as an application of a weight, or None if there is no rule for the function.
-
-    Example:
-        >>> import torch
-        >>> x, weight = torch.ones(5, 3), torch.ones(2, 3)
-        >>> application = parse_application(F.linear, (x,), {"weight": weight})
-        >>> application.linear_map(x, weight).shape
-        torch.Size([5, 2])
-    """
+    """Return a call as an application of a weight, or None if there is no rule for the function."""
     read = _READERS.get(function)
     return None if read is None else read(*args, **kwargs)

@@ -24,19 +24,7 @@ def multiply_each(matrices: Tensor, images: Tensor) -> Tensor:
 def add_shifted(
     parts: Sequence[Tensor], kernel: Sequence[int], stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
-    """Add the contributions of the places of a kernel to the outputs of a convolution.
-
-    Args:
-        parts: The contributions ``(batch, channels, *space)`` of each place, in the order of a flat
-            kernel.
-        kernel: The shape of the kernel.
-        stride: As in the convolution, like ``padding`` and ``dilation``.
-        padding: As above.
-        dilation: As above.
-
-    Returns:
-        Sums ``(batch, channels, *positions)``.
-    """
+    """Add the contributions ``(batch, channels, *space)`` of the places of a kernel to outputs."""
     dims = range(len(kernel))
     steps, strides = (for_each_dim(value, len(kernel)) for value in (dilation, stride))
     ends = [steps[d] * (kernel[d] - 1) for d in dims]
@@ -77,12 +65,9 @@ class ConvolutionMap(LinearMap):
     Inputs are ``(batch, c_in, *space)`` or ``(c_in, *space)``.
 
     Attributes:
-        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``.
+        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``, whose arguments are those below.
         kernel_shape: ``(c_in / groups, *kernel)``, the trailing dimensions of the weight.
-        stride: As in ``function``.
-        padding: As in ``function``.
-        dilation: As in ``function``.
-        groups: As in ``function``. Each group has separate channels and rows of the matrix.
+        groups: Each group has separate channels and rows of the matrix.
 
     Example:
         >>> linear_map = ConvolutionMap(torch.nn.functional.conv1d, (2, 3), padding=1)
@@ -99,18 +84,16 @@ class ConvolutionMap(LinearMap):
 
     @property
     def channel_dim(self) -> int:
-        """The dimension before the dimensions of space."""
         return -len(self.kernel_shape)
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Convolve ``x`` with ``matrix (out, in)`` seen as filters."""
         return self._convolve(x, matrix.reshape(-1, *self.kernel_shape), bias)
 
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Convolve with the same filters in every group.
 
-        A few filters are applied at all places of the kernel by one product whose parts are shifted and
-        added, since a convolution takes longer to lay out its input than to apply them.
+        A few filters are applied at all places of the kernel by one product whose parts are shifted
+        and added, since a convolution takes longer to lay out its input than to apply them.
         """
         bias = None if bias is None else bias.repeat(self.groups)
         if not self._multiplies_first(x, matrix):
@@ -119,7 +102,6 @@ class ConvolutionMap(LinearMap):
         return hidden if bias is None else hidden + bias.reshape(-1, *self._ones)
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply the channels at each position by ``matrix (out, M)``."""
         batch, space = self._split(hidden)
         count, pixels = matrix.shape[1], space.numel()
         if count > pixels or not hidden.is_contiguous():
@@ -142,11 +124,9 @@ class ConvolutionMap(LinearMap):
         )
         if self.groups == 1:
             return norms
-        repeated: Tensor = norms.repeat_interleave(out // self.groups, self.channel_dim)
-        return repeated
+        return norms.repeat_interleave(out // self.groups, self.channel_dim)
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Convolve once with the filters of all weights, ordered by group."""
         count, out = matrices.shape[:2]
         flat = self(
             x, self._by_group(matrices, -2), None if biases is None else self._by_group(biases, -1)
@@ -181,11 +161,9 @@ class ConvolutionMap(LinearMap):
         return BiasColumnMap(self), x
 
     def event_dim(self, outputs: Tensor) -> int:
-        """Return the number of dimensions of channels and space."""
         return len(self.kernel_shape)
 
     def has_positions(self, x: Tensor) -> bool:
-        """Return True."""
         return True
 
     def _convolve(self, x: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
@@ -216,7 +194,6 @@ class ConvolutionMap(LinearMap):
         return sums.reshape(*batch, self.groups * count, *sums.shape[2:])
 
     def _split(self, x: Tensor) -> tuple[Size, Size]:
-        """Return the shapes of batch and space."""
         channel = x.dim() + self.channel_dim
         return x.shape[:channel], x.shape[channel + 1 :]
 
@@ -235,20 +212,8 @@ class ConvolutionMap(LinearMap):
 class TransposedConvolutionMap(ConvolutionMap):
     """The map of a transposed convolution without groups, for a weight seen as ``(out, in, *kernel)``.
 
-    Torch keeps such weights as ``(in, out, *kernel)``.
-
-    Attributes:
-        function: ``F.conv_transpose1d``, ``F.conv_transpose2d`` or ``F.conv_transpose3d``.
-        kernel_shape: ``(c_in, *kernel)``.
-        output_padding: As in ``function``.
-
-    Example:
-        >>> import torch
-        >>> linear_map = TransposedConvolutionMap(
-        ...     torch.nn.functional.conv_transpose1d, (2, 3), stride=2
-        ... )
-        >>> linear_map(torch.ones(5, 2, 7), torch.ones(4, 6)).shape
-        torch.Size([5, 4, 15])
+    Torch keeps such weights as ``(in, out, *kernel)``. See
+    :func:`torch.nn.functional.conv_transpose2d`.
     """
 
     output_padding: Any = 0

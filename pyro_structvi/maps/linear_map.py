@@ -10,23 +10,17 @@ from torch import Tensor
 
 
 class LinearMap(ABC):
-    r"""A layer as a map that is linear in its weight.
+    """A layer as a map that is linear in its weight.
 
     A weight ``(out, *rest)`` is seen as the matrix ``(out, in)`` with ``in = prod(rest)``. The map
     applies it to the *patch* at every *position* p of every example n:
 
     .. math:: y_{np} = W x_{np} + b
 
-    A dense layer has one position for each vector of its input; a convolution has one for each place of
-    its filter.
-
-    **Required** of a subclass: ``channel_dim``, ``__call__``, ``bank``, ``mix``, ``squared_norm``,
-    ``stack``, ``join_bias``, ``event_dim``, ``has_positions``. **Optional**, with its default in
-    brackets: ``groups`` (1), ``is_dense`` (False), ``has_bias_column`` (False), ``without_positions``
-    (the map itself), ``combine`` (by ``stack``).
-
-    An input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with ``out`` channels at
-    ``channel_dim``. Maps are immutable, and equal if their settings are equal.
+    A dense layer has one position for each vector of its input; a convolution has one for each place
+    of its filter. An input is ``(*batch, *in_event)``, and outputs are ``(*batch, *event)`` with
+    ``out`` channels at ``channel_dim``. Maps are immutable, and equal if their settings are equal.
+    Subclasses define the abstract members.
     """
 
     @property
@@ -55,67 +49,38 @@ class LinearMap(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply a weight.
+        """Apply a weight ``(out, in)`` with a bias ``(out,)`` to inputs.
 
-        Args:
-            x: Inputs.
-            matrix: The weight ``(out, in)``. A dense map also takes ``(*b, out, in)``, with dimensions
-                ``b`` that broadcast against the input.
-            bias: None or a bias ``(out,)``; ``(*b, out)`` with a batch of matrices.
-
-        Returns:
-            Outputs ``(*batch, *event)``.
+        A dense map also takes ``(*b, out, in)`` and ``(*b, out)``, which broadcast against the input.
         """
 
     @abstractmethod
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply a bank of filters to every group in place of the weight.
+        """Apply filters ``matrix (M, in)`` to every group in place of the weight, with a bias ``(M,)``.
 
-        Args:
-            x: Inputs.
-            matrix: Filters ``(M, in)``, in any number; batches as in ``__call__``.
-            bias: None or one number for each filter, ``(M,)``.
-
-        Returns:
-            ``groups * M`` channels at every position, ordered by group.
+        The result has ``groups * M`` channels at every position, ordered by group. Batches as in
+        ``__call__``.
         """
 
     @abstractmethod
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Recombine channels at every position, so that ``mix(bank(x, V), U)`` is the map of ``U V``.
+        """Recombine channels by ``matrix (out, M)``: ``mix(bank(x, V), U)`` is the map of ``U V``.
 
-        Args:
-            hidden: The result of :meth:`bank`.
-            matrix: Coefficients ``(out, M)``; the rows of a group apply to its channels.
-            bias: None or a bias ``(out,)``.
-
-        Returns:
-            Outputs ``(*batch, *event)``.
+        The rows of a group apply to its channels.
         """
 
     @abstractmethod
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
-        """Return the squared Euclidean norm of the patch of each output.
+        """Return the squared norm of the patch of each of ``out`` outputs.
 
-        Args:
-            x: Inputs.
-            out: The number of outputs.
-
-        Returns:
-            Norms that broadcast to the outputs: one channel, or ``out`` with several groups.
+        It broadcasts to the outputs: one channel, or ``out`` with several groups.
         """
 
     @abstractmethod
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Apply several weights to the same inputs, in one call.
+        """Apply weights ``(K, out, in)`` with biases ``(K, out)`` to the same inputs, in one call.
 
-        Args:
-            x: Inputs.
-            matrices: ``K`` weights ``(K, out, in)``; for a dense map also ``(*b, K, out, in)``.
-            biases: None or biases ``(K, out)``; ``(*b, K, out)`` with batches.
-
-        Returns:
-            Their outputs, ``(*batch, K, *event)``.
+        A dense map also takes batches ``(*b, K, out, in)``. The outputs are ``(*batch, K, *event)``.
         """
 
     def combine(
@@ -126,18 +91,10 @@ class LinearMap(ABC):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Add the outputs of several weights times coefficients of each example.
+        """Add the outputs of K weights times ``coefficients (*batch, K)`` of each example to a tensor.
 
-        Args:
-            x: Inputs.
-            coefficients: One number for each example and weight, ``(*batch, K)``.
-            matrices: As in :meth:`stack`.
-            onto: The tensor to add to, ``(*batch, *event)``.
-            biases: As in :meth:`stack`.
-
-        Returns:
-            A new tensor ``(*batch, *event)``. The coefficients multiply inputs or outputs, depending on
-            their size.
+        Weights and biases are as in :meth:`stack`. The coefficients multiply inputs or outputs,
+        depending on their size; ``onto`` and the result are ``(*batch, *event)``.
         """
         images = self.stack(x, matrices, biases)
         batch, count = coefficients.shape[:-1].numel(), coefficients.shape[-1]
@@ -203,40 +160,31 @@ class DenseMap(LinearMap):
 
     @property
     def channel_dim(self) -> int:
-        """The last dimension."""
         return -1
 
     @property
     def is_dense(self) -> bool:
-        """True."""
         return True
 
     def without_positions(self) -> "DenseMap":
-        """Return the map with one example for each vector of an input."""
         return DenseMap(positions=False)
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply ``matrix (*b, out, in)`` to ``x (*batch, in)``, giving ``(*batch, out)``."""
         if matrix.dim() == 2:
             return F.linear(x, matrix, bias)
         image = _stacked_product(x, matrix)
         return image if bias is None else image + bias
 
-    def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply filters ``(M, in)`` as a weight with ``M`` outputs."""
-        return self(x, matrix, bias)
+    bank = __call__
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply ``matrix (out, M)`` to the channels."""
         return self(hidden, matrix, bias)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
-        """Return ``|x|^2`` as one channel."""
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return lengths.square()
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Apply ``K`` weights as one with ``K * out`` outputs."""
         flat = self(x, matrices.flatten(-3, -2), None if biases is None else biases.flatten(-2))
         images: Tensor = flat.unflatten(-1, matrices.shape[-3:-1])
         return images.movedim(-2, -1 - self.event_dim(images[..., 0, :]))
@@ -263,15 +211,12 @@ class DenseMap(LinearMap):
         return total.reshape(onto.shape)
 
     def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
-        """Return the map and the input with a column of ones."""
         return self, torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
     def event_dim(self, outputs: Tensor) -> int:
-        """Return 1 plus the number of dimensions of positions."""
         return max(outputs.dim() - 1, 1) if self.positions else 1
 
     def has_positions(self, x: Tensor) -> bool:
-        """Return whether an input has dimensions of positions."""
         return self.positions and x.dim() > 2
 
 
@@ -287,54 +232,42 @@ def _stacked_product(x: Tensor, matrices: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BiasColumnMap(LinearMap):
-    """A map of matrices ``(out, in + 1)`` whose last column is a bias.
+    """A map of matrices ``(out, in + 1)`` whose last column is a bias, plus any separate bias.
 
-    A channel of ones in the input is an alternative for dense maps, :meth:`DenseMap.join_bias`, but not
-    for convolutions, since padding adds zeros to it. Separate biases are added to the column.
-
-    Attributes:
-        linear_map: The map without the column.
+    A channel of ones in the input is an alternative for dense maps, :meth:`DenseMap.join_bias`, but
+    not for convolutions, since padding adds zeros to it.
     """
 
     linear_map: LinearMap
 
     @property
     def channel_dim(self) -> int:
-        """The channel dimension of the map without the column."""
         return self.linear_map.channel_dim
 
     @property
     def groups(self) -> int:
-        """The groups of the map without the column."""
         return self.linear_map.groups
 
     @property
     def has_bias_column(self) -> bool:
-        """True."""
         return True
 
     def without_positions(self) -> "BiasColumnMap":
-        """Return the map with a column of a map without positions."""
         return BiasColumnMap(self.linear_map.without_positions())
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply ``matrix (out, in + 1)``, its last column as the bias."""
         return self.linear_map(x, *_split(matrix, bias))
 
     def bank(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply filters ``(M, in + 1)``, their last column as biases."""
         return self.linear_map.bank(x, *_split(matrix, bias))
 
     def mix(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Recombine the channels by the map without the column."""
         return self.linear_map.mix(hidden, matrix, bias)
 
     def squared_norm(self, x: Tensor, out: int) -> Tensor:
-        """Return ``|patch|^2 + 1``."""
         return self.linear_map.squared_norm(x, out) + 1
 
     def stack(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Apply ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""
         return self.linear_map.stack(x, *_split(matrices, biases))
 
     def combine(
@@ -345,20 +278,16 @@ class BiasColumnMap(LinearMap):
         onto: Tensor,
         biases: Tensor | None = None,
     ) -> Tensor:
-        """Add the outputs of ``K`` weights ``(K, out, in + 1)``, their last columns as biases."""
         matrices, biases = _split(matrices, biases)
         return self.linear_map.combine(x, coefficients, matrices, onto, biases)
 
     def join_bias(self, x: Tensor) -> tuple[LinearMap, Tensor]:
-        """Return the map with one more column, and the input."""
         return BiasColumnMap(self), x
 
     def event_dim(self, outputs: Tensor) -> int:
-        """Return the number of the map without the column."""
         return self.linear_map.event_dim(outputs)
 
     def has_positions(self, x: Tensor) -> bool:
-        """Return whether the map without the column has positions."""
         return self.linear_map.has_positions(x)
 
 

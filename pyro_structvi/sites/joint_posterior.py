@@ -14,8 +14,7 @@ from torch.nn import Parameter
 from pyro_structvi.sites.family import Family, MatrixFamily
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.site_posterior import Coupling, How, SharedPosterior, SitePosterior
-from pyro_structvi.weights.lazy import LazyWeight
-from pyro_structvi.weights.placeholders import LazySlice
+from pyro_structvi.weights.lazy import LazySlice, LazyWeight
 from pyro_structvi.weights.site_distributions import PointMass, quantiles
 from pyro_structvi.weights.site_role import SiteRole, SiteUse
 from pyro_structvi.weights.torch_distributions import in_single

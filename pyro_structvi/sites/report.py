@@ -14,8 +14,7 @@ from pyro_structvi.nn.random_module import frozen_names
 from pyro_structvi.sites.finding import check_call, separate_randomness, shapes_only, trial_run
 from pyro_structvi.sites.joint_posterior import joint_name
 from pyro_structvi.sites.site_posterior import SitePosterior
-from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
-from pyro_structvi.weights.placeholders import LazySlice
+from pyro_structvi.weights.lazy import DelayDraws, LazySlice, LazyWeight
 from pyro_structvi.weights.site_distributions import PointMass
 from pyro_structvi.weights.site_role import SiteUse
 from pyro_structvi.weights.weight_distribution import WeightDistribution

@@ -16,9 +16,14 @@ from pyro_structvi.sites.family import Family, GuideOptions
 from pyro_structvi.sites.latent_site import LatentSite, bijection_onto, has_bijection
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.arguments import as_size
-from pyro_structvi.weights.kl import JoinedPrior, normal_cross_entropy
 from pyro_structvi.weights.outputs import OutputDistribution, bias_columns, draw_shared_bias
-from pyro_structvi.weights.site_distributions import PointMass, in_front, quantiles
+from pyro_structvi.weights.site_distributions import (
+    JoinedPrior,
+    PointMass,
+    in_front,
+    normal_cross_entropy,
+    quantiles,
+)
 from pyro_structvi.weights.weight_distribution import Way, WeightDistribution, bias_moments
 
 
@@ -95,7 +100,6 @@ class BernoulliDropout(WeightDistribution):
 
     @property
     def num_channels(self) -> int:
-        """The number of input channels, of all groups."""
         size: int = self.event_shape[self.input_dim]
         return self.groups * size
 
@@ -122,12 +126,10 @@ class BernoulliDropout(WeightDistribution):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, of the shape of the weight."""
         return self._odds * self.loc.square()
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance."""
         return self._odds * self.loc.square().sum()
 
     @property
@@ -140,7 +142,6 @@ class BernoulliDropout(WeightDistribution):
         return self._odds * same * flat * flat.unsqueeze(-1)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *event_shape)``."""
         sample = as_size("sample_shape", sample_shape)
         masks = _masks([*sample, self.num_channels], self.rate, self.loc)
         return self.loc * self._spread(masks)
@@ -166,7 +167,6 @@ class BernoulliDropout(WeightDistribution):
         return torch.where(possible, nats, -math.inf)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "BernoulliDropout":
-        """Raise a ``NotImplementedError``: there are no batches."""
         raise NotImplementedError(
             "Weights with dropout have no batches, so they do not support the plates of Pyro's "
             "`vectorize_particles=True` or `parallel=True`. Draw several with `rsample`, or use "
@@ -174,7 +174,6 @@ class BernoulliDropout(WeightDistribution):
         )
 
     def entropy(self) -> Tensor:
-        """Return the entropy of the masks, in nats."""
         of_one = torch.special.entr(self.loc.new_tensor([self.rate, 1 - self.rate])).sum()
         nats: Tensor = self.num_channels * of_one
         return nats
@@ -182,11 +181,7 @@ class BernoulliDropout(WeightDistribution):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: "Tensor | WeightDistribution | None" = None
     ) -> "_DropoutOutputs":
-        """Return the distribution of ``linear_map(x, W) + bias``, exact over positions.
-
-        Raises:
-            ValueError: If the weight's input channels differ from the map's.
-        """
+        """Return the outputs, exact over positions; a ``ValueError`` if the map has other inputs."""
         if "outputs" not in self.ways_to_apply(linear_map, x):
             raise ValueError(
                 f"The map must have dimension 1 of the weight as inputs and {self.groups} groups, but "
@@ -213,19 +208,16 @@ class _DropoutOutputs(OutputDistribution):
 
     @property
     def event_shape(self) -> torch.Size:
-        """The shape of an example's outputs."""
         return self.loc.shape[len(self.batch_shape) :]
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean of each output."""
         return self._apply(self._x)
 
     def _apply(self, x: Tensor) -> Tensor:
         return self._map(x, self._weight.as_matrix(self._weight.loc), self._bias_loc)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
         if sample_shape:
             count = torch.Size(sample_shape).numel()
             draws = torch.stack([self.rsample() for _ in range(count)])
@@ -258,25 +250,22 @@ class _DropoutOutputs(OutputDistribution):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output."""
         return self._columns.square().sum(0)
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` of E outputs; for small sizes."""
         columns = self._columns.flatten(-len(self.event_shape)).movedim(0, -2)
         return columns.mT @ columns
 
 
 def _masks(shape: list[int], rate: float, like: Tensor) -> Tensor:
-    """Return masks: ``1 / (1 - rate)`` with the probability 1 - rate, else zero."""
+    """Return ``1 / (1 - rate)`` with the probability 1 - rate, else zero."""
     kept = torch.rand(shape, device=like.device) >= rate
     return kept.to(like.dtype) / (1 - rate)
 
 
 @register_kl(BernoulliDropout, Normal)
 def _kl_dropout_normal(q: BernoulliDropout, p: Any) -> Tensor:
-    """KL to normal priors: their cross entropy minus the entropy of the masks, in nats."""
     return normal_cross_entropy(q, p) - q.entropy()
 
 
@@ -316,9 +305,7 @@ class Dropout(Family):
             known.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*": Dropout(rate=0.5)})
         >>> len(guide.draw()["net.weight"].unique()) <= 13
@@ -330,16 +317,13 @@ class Dropout(Family):
     needs: ClassVar[str] = "a continuous site, and `input_dim` where that of a weight is not known"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous, and the input channels of a weight are known."""
         is_known = self.input_dim is not None or site.input_dim is not None
         return has_bijection(site.support) and (is_known or not _has_inputs(site))
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``."""
         return {"loc": bijection_onto(site.support).inv(loc).clone()}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> TorchDistribution:
-        """Return the weight with dropout, or a point for a site without input channels."""
         loc = parameters["loc"]
         if not _has_inputs(site):
             value = bijection_onto(site.support)(loc)
@@ -351,7 +335,6 @@ class Dropout(Family):
 
 
 def _has_inputs(site: LatentSite) -> bool:
-    """Whether a site is a weight that multiplies inputs."""
     return site.is_real and not site.is_batch and len(site.shape) >= 2 and site.fan_in != 0
 
 
@@ -368,7 +351,6 @@ class MCDropoutGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in MCDropoutGuide(model).parameters())

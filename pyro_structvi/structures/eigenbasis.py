@@ -46,7 +46,6 @@ class EigenbasisNormal(GaussianWeight):
             orthogonal.
 
     Example:
-        >>> import torch
         >>> basis = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
         >>> scale = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
         >>> q = EigenbasisNormal(torch.zeros(2, 2), scale, torch.eye(2), basis)
@@ -79,7 +78,6 @@ class EigenbasisNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.as_weight(
             self.row_basis.square() @ self.scale.square() @ self.column_basis.square().mT
         )
@@ -91,7 +89,6 @@ class EigenbasisNormal(GaussianWeight):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale.log().sum((-2, -1))
 
     def scale_noise(self, noise: Tensor) -> Tensor:
@@ -118,10 +115,7 @@ class EigenbasisNormal(GaussianWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> MixedOutputs:
-        """Return normals that are correlated over channels, and independent over positions.
-
-        The joint distribution of the outputs at one position is exact.
-        """
+        """Return normals that are correlated over channels, and independent over positions."""
         rotated = linear_map.bank(x, self.column_basis.mT).to(self.loc.dtype)
         variance = linear_map.mix(rotated.square(), self.scale.square())
         scales = floored_sqrt(variance).movedim(linear_map.channel_dim, -1)
@@ -141,23 +135,19 @@ class Eigenbasis(MatrixFamily):
     """Normals with independent elements in orthogonal bases of a layer's outputs and inputs.
 
     Parameters are ``loc``, ``log_scale (out, in)``, and the angles of both bases, ``row_angles`` and
-    ``column_angles``. A basis is block diagonal with blocks of at most ``block_size``, each of them the
-    Cayley transform of a skew-symmetric matrix; b (b - 1) / 2 angles for a block of size b.
+    ``column_angles``. A basis is block diagonal with blocks of at most ``block_size``, each of them
+    the Cayley transform :math:`(I + A)^{-1} (I - A)` of the skew-symmetric matrix A with half of its
+    b (b - 1) / 2 angles below the diagonal.
 
     It contains mean field, and the matrix normal if a block covers each side.
 
     Args:
-        block_size: The largest size of a block; blocks of 1 rotate nothing. The cost of a step has a
-            term ``(out + in) * block_size ** 2``.
+        block_size: The largest size of a block, at least 1; blocks of 1 rotate nothing.
+            The cost of a step has a term ``(out + in) * block_size ** 2``.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
-    Raises:
-        ValueError: If the block size is not a whole number of at least 1.
-
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": Eigenbasis()})
         >>> sum(parameter.numel() for parameter in guide.parameters())
@@ -183,7 +173,6 @@ class Eigenbasis(MatrixFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> EigenbasisNormal:
-        """Return the normal in the bases of these angles."""
         scale = parameters["log_scale"].exp()
         rows, columns = (
             block_rotation(parameters[name], size, self.block_size)
@@ -192,7 +181,7 @@ class Eigenbasis(MatrixFamily):
         return EigenbasisNormal(parameters["loc"], scale, rows, columns, validate_args=False)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the size of a change that matters; for angles that of a row of as many entries."""
+        """Return the unit of steps; for angles that of a row of as many entries."""
         if name not in self.delayed:
             return super().unit(site, name, value)
         out, size = site.shape[0], site.shape[1:].numel()
@@ -204,16 +193,16 @@ class EigenbasisGuide(StructuredGuide):
     """Independent normals in orthogonal bases at every weight, mean field at vectors.
 
     It contains mean field, and the matrix normal of layers with at most ``block_size`` inputs and
-    outputs; see :class:`pyro_structvi.families.Eigenbasis`.
+    outputs.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        block_size: The largest size of the blocks of a basis.
+        block_size: The largest size of the blocks of a basis; see
+            :class:`pyro_structvi.families.Eigenbasis`.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> net = torch.nn.Linear(400, 400, bias=False)
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)
@@ -238,25 +227,7 @@ def num_angles(size: int, block_size: int) -> int:
 
 
 def block_rotation(angles: Tensor, size: int, block_size: int) -> Tensor:
-    r"""Return an orthogonal matrix of diagonal blocks, the identity for zeros.
-
-    A block is the Cayley transform :math:`(I + A)^{-1} (I - A)` of the skew-symmetric matrix A with half
-    the angles below its diagonal. Small angles rotate by themselves.
-
-    Args:
-        angles: Real numbers, ``(num_angles(size, block_size),)``, block by block.
-        size: The size n of the matrix.
-        block_size: The size of all blocks but the last one.
-
-    Returns:
-        A matrix ``(n, n)`` of determinant 1.
-
-    Example:
-        >>> block_rotation(torch.tensor([2.0]), 3, 2)
-        tensor([[ 0.,  1.,  0.],
-                [-1.,  0.,  0.],
-                [ 0.,  0.,  1.]])
-    """
+    """Return the block diagonal of Cayley transforms of ``angles (num_angles(size, block_size),)``."""
     sizes = _blocks(size, block_size)
     whole = sizes.count(block_size)
     split = whole * block_size * (block_size - 1) // 2

@@ -73,17 +73,14 @@ class PointMixture(WeightDistribution):
 
     @property
     def is_mixture(self) -> bool:
-        """Whether there are several weights."""
         return self.members.shape[self._member_dim] > 1
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean, ``(*batch_shape, *event_shape)``."""
         return self.members.mean(self._member_dim)
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.members.var(self._member_dim, correction=0)
 
     @property
@@ -94,7 +91,6 @@ class PointMixture(WeightDistribution):
         return deviations.mT @ deviations / deviations.shape[-2]
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw members ``(*sample_shape, *batch_shape, *event_shape)``."""
         sample = as_size("sample_shape", sample_shape)
         shape = self._extended_shape(sample)
         batch, count = self.batch_shape.numel(), self.members.shape[self._member_dim]
@@ -135,7 +131,6 @@ class _MixtureOutputs(OutputDistribution):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         variance = self._points.variance
         if self._bias_variance is None:
             return variance
@@ -143,7 +138,6 @@ class _MixtureOutputs(OutputDistribution):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
         covariance = self._points.covariance_matrix
         if self._bias_variance is None:
             return covariance
@@ -151,7 +145,6 @@ class _MixtureOutputs(OutputDistribution):
         return covariance + biases.mT @ biases
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         draws = self._points.rsample(sample_shape)
         if self._bias_variance is None:
             return draws
@@ -184,7 +177,6 @@ class Members(Family):
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous, with a bijection onto its support."""
         return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -199,7 +191,6 @@ class Members(Family):
         return {"members": members.reshape(self.size, *first.shape)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMixture:
-        """Return the mixture."""
         return _MembersOf(site, bijection_onto(site.support)(parameters["members"]))
 
 
@@ -211,7 +202,6 @@ class _MembersOf(PointMixture):
         self._event_dim = site.event_dim
 
     def condition(self, value: Tensor) -> PointMass:
-        """Return the distribution given the member."""
         return PointMass(value, self._event_dim, validate_args=False)
 
 
@@ -219,7 +209,6 @@ class SameMember(Coupling):
     """One member for all sites, so that a member of an ensemble is a whole net."""
 
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
-        """Return True: sites that are found late may join."""
         return True
 
     def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Tensor]:
@@ -228,16 +217,14 @@ class SameMember(Coupling):
         first = next(iter(members.values()))
         if number is None:
             number = torch.randint(len(first), (), device=first.device)
-        if isinstance(number, int):
-            return {name: values[number % len(values)] for name, values in members.items()}
-        row = number.reshape(1)  # an index on the device needs no synchronization
+        # An index on the device needs no synchronization.
+        row = torch.as_tensor(number, device=first.device).reshape(1)
         return {
             name: values.index_select(0, row % len(values)).squeeze(0)
             for name, values in members.items()
         }
 
     def mean(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Tensor]:
-        """Return the mean over members."""
         return {name: values.mean(0) for name, values in self._members(at).items()}
 
     def _members(self, at: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -64,22 +64,18 @@ class FullNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.scale_tril.tril().square().sum(-1).reshape(self.loc.shape)
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
         return self.scale_tril.tril().square().sum((-2, -1))
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     @property
     def noise_shape(self) -> torch.Size:
-        """The shape ``(D,)`` of the noise of one weight."""
         return self.scale_tril.shape[-1:]
 
     def scale_noise(self, noise: Tensor) -> Tensor:
@@ -101,8 +97,7 @@ class FullNormal(GaussianWeight):
     ) -> GaussianOutputs:
         """Return the distribution of the outputs of a dense map, exact over positions.
 
-        It has no density if its covariance is singular, as for an input of zeros or for more positions
-        than inputs.
+        It has no density if its covariance is singular, as for more positions than inputs.
         """
         return _FullOutputs(self, x, mean, linear_map.event_dim(mean), bias_variance)
 
@@ -132,7 +127,6 @@ class _FullOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         variance = self._columns.square().sum(-3)
         if self._bias_variance is not None:
             variance = variance + self._bias_variance.unsqueeze(-2)
@@ -140,7 +134,6 @@ class _FullOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
         columns = self._columns.flatten(-2)
         covariance = columns.mT @ columns
         if self._bias_variance is not None:
@@ -151,7 +144,6 @@ class _FullOutputs(GaussianOutputs):
         return covariance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         lead = torch.Size(sample_shape) + self.batch_shape
         noise = standard_normal((*lead, self._weight.scale_tril.shape[-1]), self.loc)
         if torch.is_grad_enabled() and self.event_shape.numel() < noise.shape[-1]:
@@ -169,15 +161,12 @@ class _FullOutputs(GaussianOutputs):
 def rao_blackwell_sample(columns: Tensor, noise: Tensor) -> Tensor:
     r"""Return :math:`f = K^\top e` with a gradient of smaller variance.
 
-    The gradient of a function of f with respect to K is :math:`e\,g^\top`. If K has more rows than
-    columns, f does not determine e. The gradient uses the conditional expectation
-    :math:`E[e \mid f] = K (K^\top K)^{-1} f` in place of e (Rao-Blackwell). Its mean is the same.
-    For one output this is local reparameterization. Draws are ``(*sample, *batch, E)`` for ``K (*batch,
-    D, E)`` with E less than D and ``e (*sample, *batch, D)``.
+    The gradient with respect to K is :math:`e\,g^\top`. Where f does not determine e, the conditional
+    expectation :math:`E[e \mid f] = K (K^\top K)^{-1} f` replaces e. Draws are ``(*sample, *batch,
+    E)`` for ``K (*batch, D, E)`` with E less than D and ``e (*sample, *batch, D)``.
 
     References:
-        Kingma, Salimans and Welling (2015), "Variational dropout and the local reparameterization
-        trick"; Casella and Robert (1996), "Rao-Blackwellisation of sampling schemes".
+        Casella and Robert (1996), "Rao-Blackwellisation of sampling schemes".
     """
     noise = noise.unsqueeze(-2)
     with torch.no_grad():
@@ -200,8 +189,8 @@ class FullCovariance(MemoryLimitedFamily):
 
     Parameters are ``loc``, ``log_diagonal (D,)`` and the entries of the Cholesky factor below the
     diagonal, divided by the diagonal entry of their row, so that one learning rate suits rows of any
-    size. For a matrix with rows of n elements, these are ``lower (out, n (n - 1) / 2)`` within rows and
-    ``across (out (out - 1) / 2, n, n)`` between rows, with a smaller unit of steps; for a vector,
+    size. For a matrix with rows of n elements, these are ``lower (out, n (n - 1) / 2)`` within rows
+    and ``across (out (out - 1) / 2, n, n)`` between rows, with a smaller unit of steps; for a vector,
     ``lower (D (D - 1) / 2,)``.
 
     In training a site takes
@@ -213,17 +202,12 @@ class FullCovariance(MemoryLimitedFamily):
     few times batch x outputs x D numbers.
 
     Args:
-        max_memory: The maximum for a site by this formula, in GiB.
+        max_memory: The maximum for a site by this formula, a positive number of GiB; a larger site
+            raises a ``MemoryError`` when a guide is made.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
-    Raises:
-        ValueError: If ``max_memory`` is not a positive number.
-        MemoryError: When a guide is made, if a site would take more than ``max_memory``.
-
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": FullCovariance()})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
@@ -234,7 +218,6 @@ class FullCovariance(MemoryLimitedFamily):
     needs: ClassVar[str] = "a real site of at least one dimension, in no plate"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is a weight or a vector."""
         return site.is_real and not site.is_batch and len(site.shape) >= 1
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -245,11 +228,9 @@ class FullCovariance(MemoryLimitedFamily):
         return {"loc": loc.clone()} | parameters_of_rows(factor, loc)
 
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
-        """Return the unit of steps, smaller for the entries between rows."""
         return unit_of_across(value) if name == "across" else super().unit(site, name, value)
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> FullNormal:
-        """Return the normal."""
         factor = factor_of_rows if "across" in parameters else cholesky_factor
         scale_tril = factor(**{name: parameters[name] for name in parameters if name != "loc"})
         return FullNormal(parameters["loc"], scale_tril, validate_args=False)
@@ -259,21 +240,17 @@ class FullCovarianceGuide(StructuredGuide):
     """A full covariance over the weight and bias of each layer, for small nets.
 
     A layer of D weights and biases has D + D (D + 1) / 2 parameters and takes about D^2
-    multiplications for each example. Dense layers draw a weight for each example, convolutions one for
-    the batch.
+    multiplications for each example. Dense layers draw a weight for each example, convolutions one
+    for the batch.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         max_memory: The maximum for training one layer, in GiB, by the formula of
-            :class:`pyro_structvi.families.FullCovariance`.
+            :class:`pyro_structvi.families.FullCovariance`; a larger layer raises a ``MemoryError``.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
-    Raises:
-        MemoryError: If a layer would take more than ``max_memory``.
-
     Example:
-        >>> import torch
         >>> from pyro_structvi import Regressor, bayesianize
         >>> net = bayesianize(torch.nn.Linear(4, 3), prior=1.0)
         >>> guide = FullCovarianceGuide(Regressor(net, num_data=8, noise_scale=0.1))
@@ -281,9 +258,8 @@ class FullCovarianceGuide(StructuredGuide):
         135
 
     References:
-        The full-rank row of Table 1 in Tomczak, Swaroop and Turner (2020), "Efficient low rank
-        Gaussian variational inference for neural networks"; FCG-W in Ritter, Kukla, Zhang and Li
-        (2021), "Sparse uncertainty representation in deep learning with inducing weights".
+        FCG-W in Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning
+        with inducing weights".
     """
 
     def __init__(

@@ -70,12 +70,10 @@ class KTiedNormal(IndependentWeight):
 
     @property
     def rank(self) -> int:
-        """The rank k of the matrix of standard deviations."""
         return self.row_scale.shape[-1]
 
     @property
     def stddev(self) -> Tensor:
-        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return (self.row_scale @ self.column_scale.mT).reshape(self.loc.shape)
 
     @property
@@ -96,7 +94,6 @@ class KTiedNormal(IndependentWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
-        """Return the distribution of the outputs: independent normals."""
         # For groups of few outputs, as in depthwise convolutions, one call with the dense variances is
         # faster than two calls with factors.
         products = self.rank * (self.rank + 1) // 2
@@ -109,7 +106,6 @@ class KTiedNormal(IndependentWeight):
         return NormalOutputs(linear_map, mean, variance)
 
     def rows(self, index: Tensor) -> MeanFieldNormal:
-        """Return the distribution of rows ``W[index]``: independent normals."""
         check_index(self, index)
         loc, row_scale = (F.embedding(index, table) for table in (self.loc, self.row_scale))
         scale = row_scale @ self.column_scale.mT
@@ -143,16 +139,11 @@ class KTied(MatrixFamily):
     Parameters are ``loc``, ``log_row_scale (out, k)`` and ``log_column_scale (in, k)``.
 
     Args:
-        rank: The k of the paper, at least 1.
+        rank: The k of the paper, a whole number of at least 1.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
-    Raises:
-        ValueError: If the rank is not a whole number of at least 1.
-
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": KTied(rank=1)})
         >>> sum(parameter.numel() for parameter in guide.parameters())
@@ -172,7 +163,6 @@ class KTied(MatrixFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> KTiedNormal:
-        """Return the k-tied Normal."""
         return KTiedNormal(
             parameters["loc"],
             parameters["log_row_scale"].exp(),
@@ -184,15 +174,15 @@ class KTied(MatrixFamily):
 class KTiedGuide(StructuredGuide):
     """The k-tied Normal (Swiatkowski et al., 2020) at every weight, mean field at vectors.
 
+    In the paper, k = 2 is about as good as mean field, and k = 1 is worse for some nets.
+
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
-        rank: The rank k of each matrix of standard deviations. In the paper, k = 2 is about as good as
-            mean field, and k = 1 is worse for some nets.
+        rank: The rank k of each matrix of standard deviations.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 400), prior=0.3), num_data=100)
         >>> sum(parameter.numel() for parameter in KTiedGuide(model, rank=2).parameters())

@@ -1,7 +1,7 @@
 """The KL between two Gaussians over a weight, as for a prior that is an earlier posterior."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,13 @@ from pyro_structvi.structures.low_rank import LowRankNormal
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.pruned import PrunedNormal
 from pyro_structvi.structures.rowwise import RowwiseNormal
-from pyro_structvi.weights.kl import kl_weight_independent
+from pyro_structvi.weights.site_distributions import kl_weight_independent
+from pyro_structvi.weights.torch_distributions import map_tensors
 from pyro_structvi.weights.weight_distribution import (
     GaussianWeight,
     IndependentWeight,
     noise_columns,
 )
-
-W = TypeVar("W", bound=GaussianWeight)
 
 
 @register_kl(GaussianWeight, GaussianWeight)
@@ -38,11 +37,7 @@ def kl_between(q: Any, p: Any) -> Tensor:
         + (\mu_q - \mu_p)^\top \Sigma_p^{-1} (\mu_q - \mu_p) - D
         + \log\det\Sigma_p - \log\det\Sigma_q \right]
 
-    Only the trace depends on the pair. Pairs without a rule whiten all columns of ``A_q`` by p, with at
-    least D solves and D x D memory, for small weights.
-
-    Raises:
-        ValueError: If the shapes of the weights differ.
+    Pairs without a rule for the trace whiten all columns of ``A_q`` by p, for small weights.
     """
     if q.event_shape != p.event_shape:
         raise ValueError(
@@ -79,46 +74,29 @@ def _in_one_batch(*weights: Any) -> Iterator[Any]:
 # ---- priors of torch ---------------------------------------------------------------------------------
 
 
+@register_kl(GaussianWeight, LowRankMultivariateNormal)
 @register_kl(GaussianWeight, MultivariateNormal)
 def _kl_to_multivariate(q: GaussianWeight, p: Any) -> Tensor:
     """KL to a normal over all elements in row-major order, or over each row."""
-    if _is_over_rows(q, p):
+    if len(q.event_shape) == 2 and p.loc.shape[-2:] == q.event_shape:
         return kl_divergence(q, RowwiseNormal(p.loc, p.scale_tril, validate_args=False))
-    loc = _in_shape_of(q, p)
-    return kl_divergence(q, FullNormal(loc, p.scale_tril, validate_args=False))
-
-
-@register_kl(GaussianWeight, LowRankMultivariateNormal)
-def _kl_to_low_rank(q: GaussianWeight, p: Any) -> Tensor:
-    """KL to a normal of low rank plus diagonal, over all elements or over each row."""
-    if _is_over_rows(q, p):
-        return kl_divergence(q, RowwiseNormal(p.loc, p.scale_tril, validate_args=False))
-    loc, shape = _in_shape_of(q, p), (*p.batch_shape, -1, *q.event_shape)
+    if p.event_shape.numel() != q.event_shape.numel():
+        raise NotImplementedError
+    loc, event_dim = p.loc.reshape(*p.batch_shape, *q.event_shape), len(q.event_shape)
+    if isinstance(p, MultivariateNormal):
+        return kl_divergence(q, FullNormal(loc, p.scale_tril, validate_args=False))
+    factors = p.cov_factor.mT.reshape(*p.batch_shape, -1, *q.event_shape)
     scale = p.cov_diag.sqrt().reshape(loc.shape)
-    factors = p.cov_factor.mT.reshape(shape)
-    prior = LowRankNormal(loc, factors, scale, 1.0, len(q.event_shape), validate_args=False)
-    return kl_divergence(q, prior)
+    return kl_divergence(q, LowRankNormal(loc, factors, scale, 1.0, event_dim, False))
 
 
 @register_kl(GaussianWeight, TransformedDistribution)
 def _kl_to_reshaped(q: GaussianWeight, p: Any) -> Tensor:
-    """KL to a normal over all elements that is reshaped to a weight."""
     is_reshaped = all(isinstance(transform, ReshapeTransform) for transform in p.transforms)
     is_normal = isinstance(p.base_dist, (MultivariateNormal, LowRankMultivariateNormal))
     if not (is_reshaped and is_normal and p.event_shape == q.event_shape):
         raise NotImplementedError
     return kl_divergence(q, p.base_dist)
-
-
-def _is_over_rows(q: GaussianWeight, p: Any) -> bool:
-    return len(q.event_shape) == 2 and p.loc.shape[-2:] == q.event_shape
-
-
-def _in_shape_of(q: GaussianWeight, p: Any) -> Tensor:
-    if p.event_shape.numel() != q.event_shape.numel():
-        raise NotImplementedError
-    loc: Tensor = p.loc.reshape(*p.batch_shape, *q.event_shape)
-    return loc
 
 
 # ---- traces of p's precision times q's covariance ----------------------------------------------------
@@ -143,7 +121,6 @@ def _trace_of_rows(q: RowwiseNormal, p: RowwiseNormal) -> Tensor:
 
 
 def _trace_of_diagonal(q: IndependentWeight, p: Any) -> Tensor:
-    """Return the sum of q's variances times the diagonal of p's precision."""
     return event_sum(q.variance * _precision_diagonal(p), len(q.event_shape))
 
 
@@ -156,13 +133,12 @@ def _trace_of_low_rank(q: LowRankNormal, p: Any) -> Tensor:
 
 
 def _trace_by_woodbury(q: GaussianWeight, p: LowRankNormal) -> Tensor:
-    r"""Return the trace for p's diagonal part minus the variances of q along K directions.
+    """Return the trace for p's diagonal part minus the variances of q along p's K directions.
 
-    The variance along u is :math:`|A_q^\top u|^2`. Both terms cancel along p's directions, and are in
-    double precision.
+    Both terms cancel along the directions, and are in double precision.
     """
     dtype, event_dim = q.loc.dtype, len(q.event_shape)
-    q, p = _in_double(q), _in_double(p)
+    q, p = map_tensors(q, Tensor.double), map_tensors(p, Tensor.double)
     of_diagonal = event_sum(q.variance / p.scale.square(), event_dim)
     directions = p.precision_directions.movedim(-event_dim - 1, 0)
     noise = directions.new_zeros(len(directions), *q.batch_shape, *q.noise_shape)
@@ -170,14 +146,6 @@ def _trace_by_woodbury(q: GaussianWeight, p: LowRankNormal) -> Tensor:
     of_directions = event_sum(scaled.square(), len(q.noise_shape)).sum(0)
     trace: Tensor = of_diagonal - of_directions
     return trace.to(dtype)
-
-
-def _in_double(q: W) -> W:
-    """Return a distribution of the same arguments in double precision."""
-    new = q.expand(q.batch_shape)
-    for name in q.argument_names:
-        setattr(new, name, getattr(q, name).double())
-    return new
 
 
 def _precision_diagonal(p: MatrixNormal | RowwiseNormal | FullNormal) -> Tensor:

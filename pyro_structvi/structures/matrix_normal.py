@@ -81,7 +81,6 @@ class MatrixNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         rows, columns = self._diagonals
         return (rows.unsqueeze(-1) * columns.unsqueeze(-2)).reshape(self.loc.shape)
 
@@ -93,7 +92,6 @@ class MatrixNormal(GaussianWeight):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         factors = self.scale_tril_row, self.scale_tril_column
         rows, columns = (factor.diagonal(dim1=-2, dim2=-1).log() for factor in factors)
         return 2 * (columns.shape[-1] * rows.sum(-1) + rows.shape[-1] * columns.sum(-1))
@@ -126,10 +124,7 @@ class MatrixNormal(GaussianWeight):
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> MixedOutputs:
-        """Return normals that are correlated over channels, and independent over positions.
-
-        The joint distribution of the outputs at one position is exact.
-        """
+        """Return normals that are correlated over channels, and independent over positions."""
         whitened = linear_map.bank(x, self.scale_tril_column.mT)
         squares = whitened.to(self.loc.dtype).square().sum(linear_map.channel_dim)
         norms = floored_sqrt(squares).unsqueeze(-1)
@@ -150,16 +145,13 @@ class MatrixNormalFamily(MatrixFamily):
 
     Parameters are ``loc`` and the Cholesky factors of both covariances: ``row_log_diagonal (out,)``
     and ``row_lower (out (out - 1) / 2,)``, the entries below the diagonal divided by the row's
-    diagonal entry; for columns likewise. These are out in + out (out + 1) / 2 + in (in + 1) / 2
-    numbers.
+    diagonal entry; for columns likewise.
 
     Args:
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": MatrixNormalFamily()})
         >>> sum(parameter.numel() for parameter in guide.parameters())
@@ -175,7 +167,6 @@ class MatrixNormalFamily(MatrixFamily):
         return parameters
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> MatrixNormal:
-        """Return the matrix normal."""
         row, column = (
             cholesky_factor(parameters[f"{side}_log_diagonal"], parameters[f"{side}_lower"])
             for side in ("row", "column")
@@ -186,16 +177,12 @@ class MatrixNormalFamily(MatrixFamily):
 class MatrixNormalGuide(StructuredGuide):
     """The matrix normal (Louizos and Welling, 2016) at every weight, mean field at vectors.
 
-    A layer has one covariance over its outputs and one over its inputs; see
-    :class:`pyro_structvi.families.MatrixNormalFamily`.
-
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> net = torch.nn.Linear(400, 400, bias=False)
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -77,32 +77,27 @@ class MeanFieldNormal(IndependentWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return shrink(self.scale, len(self.event_shape)).square().expand(self.scale.shape)
 
     @property
     def stddev(self) -> Tensor:
-        """The standard deviation of each weight, ``(*batch_shape, *event_shape)``."""
         return self.scale
 
     def image_around(
         self, mean: Tensor, linear_map: LinearMap, x: Tensor, bias_variance: Tensor | None
     ) -> NormalOutputs:
-        """Return the distribution of the outputs: independent normals."""
         variance = linear_map(x * x, self.as_matrix(self.variance), bias_variance)
         return NormalOutputs(linear_map, mean, variance)
 
-    def rows(self, index: Tensor) -> "MeanFieldNormal":
-        """Return the distribution of rows ``W[index]``: independent normals."""
+    def rows(self, index: Tensor) -> Self:
         check_index(self, index)
-        loc, scale = (F.embedding(index, table) for table in (self.loc, self.scale))
-        return MeanFieldNormal(loc, scale, event_dim=2, validate_args=False)
+        shape = torch.Size([index.shape[-1], self.event_shape[1]])
+        return self._changed(lambda table: F.embedding(index, table), index.shape[:-1], shape)
 
     @checked
-    def rearranged(self, arrangement: Arrangement) -> "MeanFieldNormal":
-        """Return the distribution of the weight in another order of its dimensions."""
-        loc, scale = arrangement(self.loc), arrangement(self.scale)
-        return MeanFieldNormal(loc, scale, arrangement.event_dim, validate_args=False)
+    def rearranged(self, arrangement: Arrangement) -> Self:
+        stack, weight = arrangement.split_shape
+        return self._changed(arrangement, self.batch_shape + stack, weight)
 
 
 class LogScaleNormal(MeanFieldNormal):
@@ -116,12 +111,8 @@ class LogScaleNormal(MeanFieldNormal):
         event_dim: How many trailing dimensions are the weight; all of them when None.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 
-    Raises:
-        ValueError: If the shapes of ``log_scale`` and ``loc`` differ.
-
     Example:
-        >>> q = LogScaleNormal(torch.zeros(2, 3), torch.zeros(2, 3))
-        >>> q.scale
+        >>> LogScaleNormal(torch.zeros(2, 3), torch.zeros(2, 3)).scale
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
@@ -150,25 +141,11 @@ class LogScaleNormal(MeanFieldNormal):
 
     @grad_cached_property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return (2 * self.log_scale).exp()
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self._event_sum(self.log_scale)
-
-    def rows(self, index: Tensor) -> MeanFieldNormal:
-        """Return the distribution of rows ``W[index]``: independent normals."""
-        check_index(self, index)
-        loc, log_scale = (F.embedding(index, table) for table in (self.loc, self.log_scale))
-        return LogScaleNormal(loc, log_scale, event_dim=2, validate_args=False)
-
-    @checked
-    def rearranged(self, arrangement: Arrangement) -> MeanFieldNormal:
-        """Return the distribution of the weight in another order of its dimensions."""
-        loc, log_scale = arrangement(self.loc), arrangement(self.log_scale)
-        return LogScaleNormal(loc, log_scale, arrangement.event_dim, validate_args=False)
 
 
 @dataclass(frozen=True)
@@ -176,27 +153,20 @@ class MeanField(Family):
     """Independent normals; two parameters for each element, ``loc`` and ``log_scale``.
 
     Args:
-        max_scale: The maximum standard deviation; no bound when None. A bound prevents underfitting
-            with a wide prior.
-
-    Raises:
-        ValueError: If ``max_scale`` is not a positive number.
+        max_scale: The maximum standard deviation, positive; no bound when None. A bound prevents
+            underfitting with a wide prior.
 
     Example:
-        >>> from pyro_structvi.guides import StructuredGuide
-        >>> import pyro
-        >>> model = lambda: pyro.sample("w", pyro.distributions.Normal(torch.zeros(3), 1).to_event())
-        >>> guide = StructuredGuide(model, {"w": MeanField()})
-        >>> guide.initialize()
-        >>> guide.draw()["w"].shape
-        torch.Size([3])
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
+        >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
+        >>> StructuredGuide(model, {"*": MeanField()}).draw()["net.weight"].shape
+        torch.Size([3, 4])
     """
 
     max_scale: Positive | None = field(default=None, repr=False)
     needs: ClassVar[str] = "a site with real values"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site takes every real value."""
         return site.is_real
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
@@ -207,7 +177,6 @@ class MeanField(Family):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> LogScaleNormal:
-        """Return the normals, with the site's plates as batch dimensions."""
         log_scale = capped_log(parameters["log_scale"], self.max_scale)
         return LogScaleNormal(parameters["loc"], log_scale, site.event_dim, validate_args=False)
 
@@ -223,7 +192,6 @@ class MeanFieldGuide(StructuredGuide):
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Regressor, bayesianize
         >>> model = Regressor(bayesianize(torch.nn.Linear(2, 1), prior=1.0), num_data=8, noise_scale=0.1)
         >>> sum(parameter.numel() for parameter in MeanFieldGuide(model).parameters())

@@ -13,7 +13,7 @@ from pyro_structvi._torch import inside_jit_trace
 from pyro_structvi.linalg.matrices import at_least_single
 from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters
 from pyro_structvi.sites.family import GuideOptions
-from pyro_structvi.sites.finding import Start, separate_randomness, starting_at
+from pyro_structvi.sites.finding import separate_randomness, starting_at
 from pyro_structvi.sites.joint_posterior import (
     JointPosterior,
     are_plain,
@@ -118,14 +118,12 @@ class MixtureGuide(StructuredGuide):
         self.register_buffer("weights", like.new_full((size,), 1 / size).detach())
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`from_options`."""
         return {"members": tuple(self.members), "vectorize": self.vectorize}
 
     @classmethod
     def from_options(  # type: ignore[override]
         cls, model: Any, members: Sequence[StructuredGuide], vectorize: bool
     ) -> Self:
-        """Return a mixture of given members, which are guides of the model."""
         guide, given = cls.__new__(cls), iter(members)
         MixtureGuide.__init__(
             guide, model, lambda _: next(given), len(members), vectorize=vectorize
@@ -134,7 +132,6 @@ class MixtureGuide(StructuredGuide):
 
     @property
     def num_members(self) -> int:
-        """The number K of members."""
         return len(self.members)
 
     @property
@@ -145,22 +142,18 @@ class MixtureGuide(StructuredGuide):
 
     @property
     def site_names(self) -> list[str]:
-        """The latent sites, in the order of sampling."""
         return self._first.site_names
 
     @property
     def uses(self) -> Mapping[str, SiteUse]:
-        """The uses of each site, equal for all members."""
         return self._first.uses
 
     @property
     def local_site_names(self) -> list[str]:
-        """The sites of single examples."""
         return self._first.local_site_names
 
     @property
     def is_initialized(self) -> bool:
-        """Whether all members have found all sites."""
         return all(member.is_initialized for member in self.members)
 
     @property
@@ -175,17 +168,12 @@ class MixtureGuide(StructuredGuide):
         return first
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Let all members find the sites of the model; see :meth:`StructuredGuide.initialize`."""
         with self.warning_of_new_parameters():
             for number in self._in_separate_starts(range(self.num_members)):
                 self.members[number].initialize(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Sample every site from a random member, and return the values by name.
-
-        Raises:
-            NotImplementedError: Inside ``torch.jit.trace``, which would keep one member.
-        """
+        """Sample every site from a random member, and return the values by name."""
         if inside_jit_trace():
             raise NotImplementedError(
                 "A mixture draws a member in each call, which `torch.jit.trace` would do once. Take "
@@ -197,13 +185,11 @@ class MixtureGuide(StructuredGuide):
         return values
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
-        """Declare the parameters to Pyro, and return the distributions of the members."""
         self._initialize_if_needed(args, kwargs)
         declare_parameters(self)
         return JointMixture(self)
 
     def joint_posterior(self, *args: Any, **kwargs: Any) -> "JointMixture":  # type: ignore[override]
-        """Return the distributions of the members at the current parameters."""
         if args or kwargs:
             self._initialize_if_needed(args, kwargs)
         return JointMixture(self)
@@ -213,7 +199,6 @@ class MixtureGuide(StructuredGuide):
         joint: "JointMixture",  # type: ignore[override]
         number: Any,
     ) -> Callable[..., dict[str, Tensor]]:
-        """Return a function that samples every site; see :meth:`JointMixture.at_member`."""
         return lambda *args, **kwargs: joint.at_member(
             number, lambda member, own: member.in_pass(own, None)(*args, **kwargs)
         )
@@ -230,11 +215,6 @@ class MixtureGuide(StructuredGuide):
         return self.joint_posterior().draw(local, member)
 
     def __getitem__(self, name: str) -> SitePosterior:
-        """Refuse, since a site has several posteriors.
-
-        Raises:
-            TypeError: Always.
-        """
         raise TypeError(
             f"A mixture has a posterior of '{name}' for each member. Write "
             f"`guide.members[0]['{name}']`."
@@ -253,8 +233,7 @@ class MixtureGuide(StructuredGuide):
             for number in numbers:
                 torch.randint(2**62, ())  # guides restore the random state, so it moves on here
                 values = {} if self._starts is None else self._starts[number]
-                rest = _in_random_order if number else _as_it_is
-                with starting_at(partial(_one_of, values, rest)):
+                with starting_at(partial(_start_of_member, values, number)):
                     yield number
 
 
@@ -269,15 +248,13 @@ def _members_of_draws(weights: Tensor, count: int) -> list[int]:
     return chosen
 
 
-def _one_of(
-    values: Mapping[str, Tensor], otherwise: Start, site: LatentSite, start: Tensor
+def _start_of_member(
+    values: Mapping[str, Tensor], number: int, site: LatentSite, start: Tensor
 ) -> Tensor:
-    """Return the value of a site if there is one."""
-    return values[site.name] if site.name in values else otherwise(site, start)
-
-
-def _as_it_is(site: LatentSite, start: Tensor) -> Tensor:
-    return start
+    """Return the value of a site if there is one; the start of the first member."""
+    if site.name in values:
+        return values[site.name]
+    return _in_random_order(site, start) if number else start
 
 
 def _in_random_order(site: LatentSite, start: Tensor) -> Tensor:
@@ -300,11 +277,7 @@ Reader = Callable[[StructuredGuide, JointPosterior], T]
 
 
 class JointMixture:
-    """The distributions of the members of a mixture at their current parameters.
-
-    Args:
-        guide: The mixture.
-    """
+    """The distributions of the members of a mixture at their current parameters."""
 
     def __init__(self, guide: MixtureGuide) -> None:
         self._guide = guide
@@ -322,10 +295,8 @@ class JointMixture:
     def at_member(self, number: int | Mapping[str, Tensor] | None, read: Reader[T]) -> T:
         """Return a function of a member and its distributions.
 
-        Args:
-            number: The member modulo K, a random one when None; or the parameters and buffers of a
-                member.
-            read: The function.
+        The number is modulo K; None is a random member, and a mapping the parameters and buffers of
+        one.
         """
         guide = self._guide
         if number is None:
@@ -342,15 +313,12 @@ class JointMixture:
     def conditionals(
         self, how: How, local: bool = False, number: int | None = None
     ) -> Iterator[tuple[Any, Any]]:
-        """Return each site and its distribution under a member; see :class:`JointPosterior`."""
         return self.at_member(number, lambda _, joint: joint.conditionals(how, local))
 
     def draw(self, local: bool = False, number: Any = None) -> dict[str, Tensor]:
-        """Draw all sites once, from a member; see :meth:`at_member`."""
         return self.at_member(number, lambda _, joint: joint.draw(local))
 
     def draw_many(self, numbers: Sequence[int], local: bool = False) -> dict[str, Tensor]:
-        """Draw all sites once for each number of a draw, stacked; vectorized if torch supports it."""
         of_draws = _members_of_draws(self._guide.weights, max(numbers) + 1)
         members = [of_draws[number] for number in numbers]
         states = self._states(members)
@@ -415,11 +383,7 @@ class EnsembleGuide(MixtureGuide):
         model: A ``PyroModule`` or any callable with latent sites.
         size: The number K of members.
         vectorize: See :class:`MixtureGuide`.
-        **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see
-            :class:`~pyro_structvi.guides.StructuredGuide`.
-
-    Raises:
-        RuntimeError: In training, if the net cannot be vectorized.
+        **options: See :class:`~pyro_structvi.guides.StructuredGuide`.
 
     Example:
         >>> from pyro_structvi import Classifier, bayesianize
@@ -429,8 +393,7 @@ class EnsembleGuide(MixtureGuide):
 
     References:
         Lakshminarayanan, Pritzel and Blundell (2017), "Simple and scalable predictive uncertainty
-        estimation using deep ensembles"; the Ensemble-W of Ritter, Kukla, Zhang and Li (2021),
-        "Sparse uncertainty representation in deep learning with inducing weights".
+        estimation using deep ensembles".
     """
 
     def __init__(

@@ -21,8 +21,7 @@ class PointEstimate(Family):
 
     Example:
         >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*": PointEstimate()})
         >>> sum(parameter.numel() for parameter in guide.parameters())
@@ -32,15 +31,12 @@ class PointEstimate(Family):
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous, with a bijection onto its support."""
         return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``."""
         return {"loc": bijection_onto(site.support).inv(loc).clone()}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PointMass:
-        """Return the point."""
         return PointMass(
             bijection_onto(site.support)(parameters["loc"]), site.event_dim, validate_args=False
         )

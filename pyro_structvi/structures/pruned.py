@@ -60,13 +60,11 @@ class PrunedNormal(MeanFieldNormal):
         return self.scale > 0
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of the kept elements, in nats, ``(*sample, *batch_shape)``."""
         if self._validate_args:
             self._validate_sample(value)
         return self._event_sum(self._normal.log_prob(value))
 
     def entropy(self) -> Tensor:
-        """Return the differential entropy of the kept elements ``(*batch_shape,)``, in nats."""
         return self._event_sum(self._normal.entropy())
 
     @property
@@ -81,7 +79,7 @@ class PrunedNormal(MeanFieldNormal):
 
 @register_kl(PrunedNormal, Normal)
 def _kl_pruned_normal(q: PrunedNormal, p: Any) -> Tensor:
-    """KL of the kept elements to independent normals, in nats, ``(*batch_shape,)``."""
+    """KL of the kept elements."""
     return q._event_sum(kl_divergence(q._normal, p))
 
 
@@ -99,11 +97,9 @@ class PrunedMeanField(MeanField):
     constants: ClassVar[tuple[str, ...]] = ("kept",)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start as :class:`MeanField` does, with nothing pruned."""
         return {**super().init(site, loc, scale), "kept": torch.ones_like(loc, dtype=torch.bool)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> PrunedNormal:
-        """Return the kept normals and zeros."""
         normal = super().distribution(site, **parameters)
         return PrunedNormal(
             normal.loc, normal.scale, parameters["kept"], site.event_dim, validate_args=False

@@ -60,17 +60,14 @@ class RowwiseNormal(GaussianWeight):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.scale_tril.square().sum(-1).reshape(self.loc.shape)
 
     @property
     def variance_sum(self) -> Tensor:
-        """The trace of the covariance, ``(*batch_shape,)``."""
         return self.scale_tril.square().sum((-3, -2, -1))
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
 
     def scale_noise(self, noise: Tensor) -> Tensor:
@@ -97,7 +94,6 @@ class RowwiseNormal(GaussianWeight):
         return torch.diag_embed(torch.einsum("iab,...ab->...i", covariances, moment))
 
     def rows(self, index: Tensor) -> "RowwiseNormal":
-        """Return the distribution of rows ``W[index]``."""
         check_index(self, index)
         factors = F.embedding(index, self.scale_tril.flatten(1))
         scale_tril = factors.unflatten(-1, self.scale_tril.shape[1:])
@@ -110,27 +106,21 @@ class Rowwise(MemoryLimitedFamily):
 
     Parameters are ``loc``, ``log_diagonal (out, in)`` and ``lower (out, in (in - 1) / 2)``, the
     entries of each Cholesky factor below the diagonal, divided by the diagonal entry of their row.
-    These are P = out in + out in (in + 1) / 2 numbers.
 
-    In training a site takes
+    In training a site takes, for its P = out in + out in (in + 1) / 2 parameters,
 
     .. math:: (4 P + 2\,\text{out}\,\text{in}^2) \times \text{bytes of a number}
 
-    for the parameters, their gradients and Adam's two moments, and for the dense factors and their
-    gradients; 16 out in^2 bytes in float32. Intermediate results of a step are not included.
+    with gradients, Adam's two moments, and the dense factors; 16 out in^2 bytes in float32.
+    Intermediate results of a step are not included.
 
     Args:
-        max_memory: The maximum for a site by this formula, in GiB.
+        max_memory: The maximum for a site by this formula, a positive number of GiB; a larger site
+            raises a ``MemoryError`` when a guide is made.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
 
-    Raises:
-        ValueError: If ``max_memory`` is not a positive number.
-        MemoryError: When a guide is made, if a site would take more than ``max_memory``.
-
     Example:
-        >>> import torch
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": Rowwise()})
         >>> {name: tuple(value.shape) for name, value in guide["net.weight"].named_parameters()}
@@ -148,7 +138,6 @@ class Rowwise(MemoryLimitedFamily):
         return {"loc": loc.clone(), "log_diagonal": log_diagonal, "lower": lower}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> RowwiseNormal:
-        """Return the row-wise normal."""
         scale_tril = cholesky_factor(parameters["log_diagonal"], parameters["lower"])
         return RowwiseNormal(parameters["loc"], scale_tril, validate_args=False)
 
@@ -156,21 +145,17 @@ class Rowwise(MemoryLimitedFamily):
 class RowwiseGuide(StructuredGuide):
     """A full covariance over the inputs of each unit for weights, mean field for vectors.
 
-    It is the "column-wise" posterior of Rossi and Filippone. Units are independent, with
-    in (in + 1) / 2 covariance parameters each. A step takes out in numbers for each example.
+    It is the "column-wise" posterior of Rossi and Filippone. Units are independent, with in (in + 1)
+    / 2 covariance parameters each. A step takes out in numbers for each example.
 
     Args:
         model: A ``PyroModule`` or any callable with latent sites.
         join_bias: Whether a layer's bias is a further column of its weight, as by default.
         max_memory: The maximum for training one layer, in GiB, by the formula of
-            :class:`pyro_structvi.families.Rowwise`.
+            :class:`pyro_structvi.families.Rowwise`; a larger layer raises a ``MemoryError``.
         **options: ``init_scale``, ``init_loc_fn``, ``local_reparam``; see :class:`StructuredGuide`.
 
-    Raises:
-        MemoryError: If a layer would take more than ``max_memory``.
-
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> net = torch.nn.Linear(20, 50, bias=False)
         >>> model = Classifier(bayesianize(net, prior=0.3), num_data=100)

@@ -78,12 +78,10 @@ class ScaleMixtureNormal(TorchDistribution):
 
     @property
     def mode(self) -> Tensor:
-        """Zero, ``(*batch_shape,)``."""
         return self.mean
 
     @property
     def variance(self) -> Tensor:
-        """The variance, ``(*batch_shape,)``."""
         scales, probs = self._components
         return (probs * scales.square()).sum(-1).expand(self.batch_shape)
 
@@ -118,7 +116,6 @@ class ScaleMixtureNormal(TorchDistribution):
         return scales, probs
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """Return this distribution with a larger batch shape, sharing memory."""
         batch_shape = as_expanded(batch_shape, self.batch_shape)
         new: Self = self._get_checked_instance(type(self), _instance)
         new.scales, new.probs = (

@@ -27,20 +27,14 @@ class Subnetwork(Family):
     chosen elements of all sites are one vector, with parameters in the guide's ``couplings``.
 
     Args:
-        chosen: A boolean mask for each site by name; no element is chosen at a site without a mask. All
-            elements of all sites when None.
+        chosen: A boolean mask for each site by name, as for :class:`SubnetworkGuide`; all elements of
+            all sites when None.
         posterior: The family of the vector's posterior.
         train_rest: Whether to train all other elements as point estimates.
 
-    Raises:
-        TypeError: If a mask is not a tensor of booleans, or the posterior is not a family of vectors.
-        ValueError: When a guide is made, if a mask differs from its site's shape, or nothing is chosen.
-        MemoryError: When a guide is made, if a full covariance would take too much.
-
     Example:
-        >>> from pyro_structvi import Classifier, bayesianize
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> from pyro_structvi.families import PointEstimate
-        >>> from pyro_structvi.guides import StructuredGuide
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
         >>> model = Classifier(bayesianize(net, prior=1.0), num_data=10)
         >>> guide = StructuredGuide(model, {"net.2.*": Subnetwork(), "*": PointEstimate()})
@@ -54,22 +48,18 @@ class Subnetwork(Family):
     needs: ClassVar[str] = "a site with real values, in no plate"
 
     def __post_init__(self) -> None:
-        """Check the types of masks."""
         super().__post_init__()
         for name, mask in (self.chosen or {}).items():
             check_mask(f"chosen['{name}']", mask)
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names of tensors that are not trained."""
         return ("index",) if self.train_rest else ("rest", "index")
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site takes every real value."""
         return site.is_real and not site.is_batch
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``."""
         if self.chosen is None:
             return {"rest": loc.clone(), "index": torch.arange(loc.numel(), device=loc.device)}
         mask = self.chosen.get(site.name, torch.zeros(loc.shape, dtype=torch.bool))
@@ -77,7 +67,6 @@ class Subnetwork(Family):
         return {"rest": loc.clone(), "index": mask.flatten().nonzero().squeeze(-1).to(loc.device)}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> "PartlyChosen":
-        """Return the values of a site without its chosen elements."""
         return PartlyChosen(parameters["rest"], site.event_dim, parameters["index"])
 
 
@@ -109,10 +98,7 @@ class PartlyChosen(PointMass):
 
 
 class JointSubnetwork(SharedPosterior):
-    """The posterior of the chosen elements of several sites, concatenated to a vector.
-
-    Its auxiliary site counts the entropy; the sites count their priors.
-    """
+    """The joint posterior of chosen elements; its auxiliary site counts the entropy."""
 
     def __init__(
         self, family: Family, posteriors: Mapping[str, SitePosterior], scale: float
@@ -144,7 +130,6 @@ class JointSubnetwork(SharedPosterior):
 
     @property
     def coupled(self) -> tuple[str, ...]:
-        """The sites with chosen elements."""
         return tuple(name for name, size in self.sizes.items() if size)
 
     def takes(self, posteriors: Mapping[str, SitePosterior]) -> bool:
@@ -152,7 +137,6 @@ class JointSubnetwork(SharedPosterior):
         return not any(len(post.value("index")) for post in posteriors.values())
 
     def split(self, value: Tensor, q: Any) -> dict[str, Any]:
-        """Return each site's chosen elements, with their means and variances."""
         parts = (vector.split(list(self.sizes.values())) for vector in (value, q.mean, q.variance))
         return {
             name: ChosenPart(*part)
@@ -184,12 +168,10 @@ class SubnetworkGuide(StructuredGuide):
 
     Raises:
         TypeError: If a mask is not a tensor of booleans.
-        ValueError: If a mask differs from its site's shape or, at the first call, has no site; if
-            nothing is chosen; or if both ``center`` and ``init_loc_fn`` are given.
+        ValueError: If a mask fits no site, nothing is chosen, or a center and ``init_loc_fn`` are given.
         MemoryError: If the full covariance would take too much.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, MAPGuide, bayesianize, element_scores
         >>> model = Classifier(bayesianize(torch.nn.Linear(4, 3), prior=1.0), num_data=10)
         >>> center = MAPGuide(model)  # to be fitted
@@ -231,15 +213,15 @@ class SubnetworkGuide(StructuredGuide):
         super().__init__(model, {"*": family}, **options)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize as :class:`StructuredGuide`, and check that every mask has a site."""
         super().initialize(*args, **kwargs)
         family = self.families["*"]
         assert isinstance(family, Subnetwork)
         chosen = family.chosen or {}
-        served = [
-            name for name in chosen if name in self and isinstance(self[name].family, Subnetwork)
+        missing = [
+            name
+            for name in chosen
+            if name not in self or not isinstance(self[name].family, Subnetwork)
         ]
-        missing = [name for name in chosen if name not in served]
         if missing:
             raise ValueError(
                 f"`chosen` has masks for {missing}, but of the model's sites {self.site_names} only "

@@ -29,19 +29,13 @@ class TransformedNormal(TransformedDistribution):
     .. math:: \mathrm{KL} = \mathrm{E}_z[-\log p(f(z)) - \log |f'(z)|] - \mathrm{H}[z],
 
     computed by Gauss-Hermite quadrature with 32 nodes. For a log-normal posterior it is exact to
-    rounding with log-normal, half-normal and gamma priors; with a half-Cauchy, the error is below 1e-5
-    nats up to a scale of 2 of the logarithm. Other priors have no closed form.
-
-    Args:
-        base_dist: The normals, an independent weight with its elements as event dimensions.
-        transforms: The bijection, as a list.
+    rounding with log-normal, half-normal and gamma priors; with a half-Cauchy, the error is below
+    1e-5 nats up to a scale of 2 of the logarithm. Other priors have no closed form.
 
     Example:
         >>> from pyro.distributions import HalfNormal
         >>> from torch.distributions import ExpTransform, kl_divergence
-        >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> normal = MeanFieldNormal(torch.zeros(3), torch.tensor(0.1))
-        >>> q = TransformedNormal(normal, [ExpTransform()])
+        >>> q = TransformedNormal(MeanFieldNormal(torch.zeros(3), 0.1), [ExpTransform()])
         >>> kl_divergence(q, HalfNormal(torch.ones(3)).to_event(1)).shape
         torch.Size([])
     """
@@ -59,11 +53,7 @@ class TransformedNormal(TransformedDistribution):
 @register_kl(TransformedNormal, torch.distributions.TransformedDistribution)
 @register_kl(TransformedNormal, Distribution)
 def _kl_by_quadrature(q: TransformedNormal, p: Any) -> Tensor:
-    """KL to a prior with independent elements.
-
-    Raises:
-        NotImplementedError: If elements of the prior, or of the bijection, depend on each other.
-    """
+    """KL to a prior with independent elements."""
     if isinstance(p, torch.distributions.TransformedDistribution) and q.transforms == p.transforms:
         return kl_divergence(q.base_dist, p.base_dist)
     element = p
@@ -106,11 +96,9 @@ class TransformedMeanField(Family):
     needs: ClassVar[str] = "a continuous site, with a bijection onto its support"
 
     def fits(self, site: LatentSite) -> bool:
-        """Whether the site is continuous, with a bijection onto its support."""
         return has_bijection(site.support)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at ``loc``, with equal standard deviations of unconstrained elements."""
         unconstrained = bijection_onto(site.support).inv(loc).clone()
         return {
             "loc": unconstrained,
@@ -118,7 +106,6 @@ class TransformedMeanField(Family):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> Any:
-        """Return the transformed normal, with the site's plates as batch dimensions."""
         loc, scale = parameters["loc"], parameters["log_scale"].exp()
         plates = len(site.shape) - site.event_dim
         base = MeanFieldNormal(loc, scale, loc.dim() - plates, validate_args=False)

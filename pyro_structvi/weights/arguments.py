@@ -33,7 +33,6 @@ class _Orthogonal(constraints.Constraint):
     event_dim = 2
 
     def check(self, value: Tensor) -> Tensor:
-        """Return whether each matrix is orthogonal."""
         error = (value.mT @ value - identity_like(value)).abs().amax((-2, -1))
         is_close: Tensor = error <= value.shape[-1] * torch.finfo(value.dtype).eps ** 0.5
         return is_close
@@ -63,12 +62,7 @@ class Argument:
 
 
 def declared(cls: type) -> dict[str, Argument]:
-    """Return the annotated arguments of a class, without inherited ones, by name.
-
-    Raises:
-        NameError: If an annotation is a string, by ``from __future__ import annotations``, and has an
-            undefined name.
-    """
+    """Return the annotated arguments of a class, without inherited ones, by name."""
     annotations = inspect.get_annotations(cls)
     if any(
         isinstance(hint, str) and f"{Argument.__name__}(" in hint for hint in annotations.values()
@@ -206,11 +200,8 @@ def check_overrides(
 ) -> None:
     """Raise a ``TypeError`` that names the required members missing in a class.
 
-    Args:
-        cls: The class.
-        contract: The bases that define the contract, the most specific first.
-        required: The required members, each with its alternatives: a member, or several with spaces
-            between.
+    Each has alternatives: a member, or several with spaces between. ``contract`` has the bases that
+    define the contract, the most specific first.
     """
     order = cls.__mro__
     own = order[: order.index(contract[0])]

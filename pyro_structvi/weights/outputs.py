@@ -1,15 +1,12 @@
 """Distributions of the outputs of a linear map whose weight is random."""
 
-import math
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from pyro_structvi._torch import inside_transform
 from pyro_structvi.linalg.factorizations import tril_or_nan
 from pyro_structvi.linalg.matrices import event_sum, floored_sqrt, standard_normal
 from pyro_structvi.maps.linear_map import DenseMap, LinearMap, shape_per_example
@@ -18,11 +15,8 @@ from pyro_structvi.maps.linear_map import DenseMap, LinearMap, shape_per_example
 class OutputDistribution(TorchDistribution):
     """The distribution of the outputs of a linear map, independent over the examples of a batch.
 
-    A subclass defines ``variance``, ``covariance_matrix`` and ``rsample``.
-
-    Args:
-        loc: The mean, ``(*batch_shape, *event_shape)``.
-        event_dim: The number of trailing dimensions of one example.
+    A subclass defines ``variance``, ``covariance_matrix`` and ``rsample``. The mean ``loc`` is
+    ``(*batch_shape, *event_shape)`` with ``event_dim`` trailing dimensions of one example.
     """
 
     has_rsample = True
@@ -39,7 +33,6 @@ class OutputDistribution(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """The mean, ``(*batch_shape, *event_shape)``."""
         return self.loc
 
     @property
@@ -61,13 +54,11 @@ class GaussianOutputs(OutputDistribution):
     """Normal outputs; the density is NaN if the covariance is singular."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
         flat = value.flatten(value.dim() - len(self.event_shape))
         log_density: Tensor = self._dense.log_prob(flat)
         return log_density
 
     def entropy(self) -> Tensor:
-        """Return the differential entropy ``(*batch_shape,)``, in nats."""
         nats: Tensor = self._dense.entropy()
         return nats
 
@@ -81,11 +72,7 @@ class GaussianOutputs(OutputDistribution):
 class NormalOutputs(GaussianOutputs):
     """Independent normals over the outputs of a map.
 
-    Args:
-        linear_map: The map.
-        mean: Means of its outputs.
-        variance: Variances, of the same shape.
-        bias_variance: Variances ``(out,)`` to add, or None.
+    ``bias_variance (out,)``, if any, is added to the variances, which have the shape of the mean.
     """
 
     def __init__(
@@ -102,31 +89,25 @@ class NormalOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         return self._variance
 
     @property
     def scale(self) -> Tensor:
-        """The standard deviation of each output, at least a tiny positive number."""
         return floored_sqrt(self._variance)
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)``, diagonal."""
         return torch.diag_embed(self._variance.flatten(len(self.batch_shape)))
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         shape = self._extended_shape(torch.Size(sample_shape))
         noise = standard_normal(shape, self.loc)
-        return draw_normal(self.loc.expand(shape), self._variance.expand(shape), noise)
+        return torch.addcmul(self.loc, noise, floored_sqrt(self._variance))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of outputs, in nats, ``(*sample_shape, *batch_shape)``."""
         return event_sum(self._normal.log_prob(value), len(self.event_shape))
 
     def entropy(self) -> Tensor:
-        """Return the differential entropy ``(*batch_shape,)``, in nats."""
         return event_sum(self._normal.entropy(), len(self.event_shape))
 
     @property
@@ -140,8 +121,7 @@ class MixedOutputs(GaussianOutputs):
     Args:
         linear_map: The map.
         loc: Means of its outputs.
-        scales: Standard deviations, positive, with channels last, ``(*batch, *positions, out)``, or one
-            for all channels of a position, ``(*batch, *positions, 1)``.
+        scales: Standard deviations with channels last, ``(*batch, *positions, out)`` or ``(..., 1)``.
         factor: The matrix ``F (*batch, out, out)``.
         bias_variance: Variances ``(out,)`` of the bias b, or None.
     """
@@ -160,7 +140,6 @@ class MixedOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         squares = self._factor.square()
         if self._scales.shape[-1] == 1:
             squares = squares.sum(-1, keepdim=True)
@@ -171,7 +150,6 @@ class MixedOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs."""
         scaled = self._factor * self._scales.unsqueeze(-2)
         blocks = scaled @ scaled.mT
         if self._bias_variance is not None:
@@ -183,7 +161,6 @@ class MixedOutputs(GaussianOutputs):
         return product.flatten(-2).flatten(-3, -2)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         channels_last = list(self._extended_shape(torch.Size(sample_shape)))
         channels_last.append(channels_last.pop(self._channel_dim))
         noise = self._scales * standard_normal(channels_last, self.loc)
@@ -194,15 +171,6 @@ class MixedOutputs(GaussianOutputs):
         return self.loc + draws.movedim(-1, self._channel_dim)
 
 
-def draw_normal(mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-    """Return ``mean + sqrt(variance) * noise``, with the floor of ``floored_sqrt``."""
-    is_narrow = torch.finfo(variance.dtype).bits < 32
-    if is_narrow or inside_transform() or not mean.dtype == variance.dtype == noise.dtype:
-        return mean + floored_sqrt(variance) * noise
-    draws: Tensor = DrawNormal.apply(mean, variance, noise)
-    return draws
-
-
 def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
     """Reshape numbers ``(*batch, out)`` to broadcast to the outputs."""
     space = [1 for _ in range(-linear_map.channel_dim - 1)]
@@ -210,10 +178,7 @@ def meet_channels(linear_map: LinearMap, values: Tensor) -> Tensor:
 
 
 def bias_columns(linear_map: LinearMap, bias_variance: Tensor, event_shape: torch.Size) -> Tensor:
-    """Return vectors ``(out, *event_shape)`` whose outer products add up to the covariance of a bias.
-
-    All positions share the bias, whose variances are ``(out,)``.
-    """
+    """Return vectors ``(out, *event_shape)`` whose outer products add up to the covariance of a bias."""
     scales = torch.diag(bias_variance.sqrt())
     before = [1 for _ in range(len(event_shape) + linear_map.channel_dim)]
     columns = meet_channels(linear_map, scales).reshape(
@@ -229,14 +194,7 @@ def draw_shared_bias(linear_map: LinearMap, bias_variance: Tensor, x: Tensor) ->
 
 
 def dense_output_variance(out: int, covariance: Tensor, linear_map: LinearMap, x: Tensor) -> Tensor:
-    """Return the variances of outputs by the dense covariance of the weight.
-
-    Args:
-        out: The number of outputs.
-        covariance: The dense covariance ``(D, D)`` of the weight.
-        linear_map: The map.
-        x: Its input.
-    """
+    """Return the variances of outputs by the dense covariance ``(D, D)`` of the weight."""
     channel_dim, size = linear_map.channel_dim, covariance.shape[-1] // out
     rows = covariance.reshape(out, size, out, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
     rows = rows.unflatten(0, (linear_map.groups, -1))
@@ -261,12 +219,8 @@ def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
         x: Its input, with the batch as its first dimension.
         bias: None or a tensor ``(out,)``.
 
-    Returns:
-        The outputs.
-
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal
-        >>> from pyro_structvi.maps import DenseMap
         >>> q = MeanFieldNormal(torch.zeros(2, 3), torch.tensor(1.0))
         >>> y = flipout(q, DenseMap(), torch.ones(4, 1, 3).expand(4, 2, 3))
         >>> bool((y[:, 0] == y[:, 1]).all()), bool((y[0] == y[1]).all())
@@ -286,36 +240,3 @@ def flipout(q: Any, linear_map: LinearMap, x: Tensor, bias: Tensor | None = None
 
 def _signs(shape: list[int], like: Tensor) -> Tensor:
     return 2 * torch.randint(2, shape, dtype=like.dtype, device=like.device) - 1
-
-
-class DrawNormal(torch.autograd.Function):
-    """``mean + sqrt(variance) * noise``, without a gradient of the noise."""
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, variance: Tensor, noise: Tensor) -> Tensor:
-        """Return the samples, and save noise over deviation, which is zero at the floor."""
-        least = torch.finfo(variance.dtype).tiny
-        scale = variance.clamp_min(least).sqrt_()
-        draws = torch.addcmul(mean, noise, scale)
-        ratio = noise / F.threshold(scale, 1.01 * least**0.5, math.inf, inplace=True)
-        ctx.save_for_backward(variance, ratio)
-        ctx.save_for_forward(variance, ratio)
-        return draws
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Return the gradient, and half of it times the ratio for the variance."""
-        variance, ratio = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
-            return gradient, None, None
-        if torch.is_grad_enabled():  # to be differentiated again
-            scale = floored_sqrt(variance)
-            ratio = (ratio * scale).detach() / scale
-        return gradient, torch.addcmul(ratio.new_zeros(()), gradient, ratio, value=0.5), None
-
-    @staticmethod
-    def jvp(ctx: Any, of_mean: Tensor | None, of_variance: Tensor | None, _: None) -> Tensor:
-        """Return the change of the mean, and half of the variance's times the ratio."""
-        _variance, ratio = ctx.saved_tensors
-        tangent = torch.zeros_like(ratio) if of_mean is None else of_mean
-        return tangent if of_variance is None else tangent + 0.5 * ratio * of_variance

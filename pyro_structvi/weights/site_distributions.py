@@ -1,22 +1,30 @@
-"""Point masses, auxiliary variables, and quantiles of posteriors."""
+"""Points, auxiliary variables, joined priors; KL divergences from independent priors, and quantiles."""
 
+import math
 from functools import singledispatch
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pyro.distributions import Delta, TransformedDistribution
 from pyro.distributions import Distribution as PyroDistribution
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
-from torch.distributions import Distribution, Normal, constraints, kl_divergence, register_kl
+from torch.distributions import Distribution, Independent, Laplace, Normal, constraints, register_kl
+from torch.distributions.kl import kl_divergence
 from torch.special import ndtri
 
 from pyro_structvi._checks import check_finite, check_shape, checked, validates
-from pyro_structvi.linalg.matrices import autocast_off, event_sum
+from pyro_structvi.linalg.matrices import autocast_off, event_sum, shrink
 from pyro_structvi.weights.arguments import as_expanded, as_size, check_parameters, check_value
-from pyro_structvi.weights.kl import expected_neg_log_prob, normal_cross_entropy
-from pyro_structvi.weights.torch_distributions import base_of
-from pyro_structvi.weights.weight_distribution import GaussianWeight
+from pyro_structvi.weights.torch_distributions import base_of, example_of
+from pyro_structvi.weights.weight_distribution import (
+    GaussianWeight,
+    IndependentWeight,
+    WeightDistribution,
+)
+
+_FAR = 40.0  # standard deviations, at which a normal's density is zero in double precision
 
 
 class PointMass(Delta):
@@ -72,18 +80,15 @@ class PointMass(Delta):
         return value.view_as(value) if isinstance(value, nn.Parameter) else value
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Return a copy of the value."""
         draw: Tensor = super().rsample(as_size("sample_shape", sample_shape))
         return draw.clone()
 
     @property
     def mean(self) -> Tensor:
-        """The mean, of the value's shape."""
         return self.v if self._mean is None else self._mean
 
     @property
     def mode(self) -> Tensor:
-        """The value itself."""
         value: Tensor = self.v
         return value
 
@@ -94,7 +99,6 @@ class PointMass(Delta):
 
     @property
     def variance_sum(self) -> Tensor:
-        """The sum of the variances, ``(*batch_shape,)``."""
         if self._variance is None:
             known: Tensor = self.v.new_zeros(self.batch_shape)
             return known
@@ -102,11 +106,9 @@ class PointMass(Delta):
 
     @property
     def is_known(self) -> bool:
-        """Whether the value is fixed, not sampled."""
         return self._variance is None
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PointMass":
-        """Return this point with a larger batch shape, sharing memory."""
         shape = as_expanded(batch_shape, self.batch_shape) + self.event_shape
         moments = (None if m is None else m.expand(shape) for m in (self._mean, self._variance))
         mean, variance = moments
@@ -151,23 +153,19 @@ class Auxiliary(TorchDistribution):
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
-        """The support of the posterior."""
         return self.posterior.support
 
     @property
     def mean(self) -> Tensor:
-        """The mean of the posterior."""
         mean: Tensor = self.posterior.mean
         return mean
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each element in the posterior."""
         variance: Tensor = self.posterior.variance
         return variance
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Sample the posterior."""
         draw: Tensor = self.posterior.rsample(as_size("sample_shape", sample_shape))
         return draw
 
@@ -188,7 +186,6 @@ class Auxiliary(TorchDistribution):
             return kl_divergence(self.posterior, self.prior)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Auxiliary":
-        """Return this with a larger batch shape."""
         batch_shape = as_expanded(batch_shape, self.batch_shape)
         prior = None if self.prior is None else self.prior.expand(batch_shape)
         return Auxiliary(self.posterior.expand(batch_shape), prior)
@@ -196,21 +193,12 @@ class Auxiliary(TorchDistribution):
 
 @singledispatch
 def quantiles(distribution: Any, probs: Tensor) -> Tensor:
-    """Return marginal quantiles of each element.
+    """Return marginal quantiles ``(num, *batch_shape, *event_shape)`` of each element of a posterior.
 
-    Quantiles of a transformed distribution are transformed: they are exact for elementwise bijections,
-    and for others, such as a simplex, they are images of unconstrained quantiles. Quantiles of K equally
-    likely points are interpolated, as by :func:`torch.quantile`.
-
-    Args:
-        distribution: A posterior.
-        probs: Numbers from 0 to 1, ``(num,)``.
-
-    Returns:
-        The quantiles, ``(num, *batch_shape, *event_shape)``.
-
-    Raises:
-        NotImplementedError: If there is no rule for this kind of distribution.
+    Quantiles of a transformed distribution are transformed: they are exact for elementwise
+    bijections, and for others, such as a simplex, they are images of unconstrained quantiles.
+    Quantiles of K equally likely points are interpolated, as by :func:`torch.quantile`. Others raise
+    a ``NotImplementedError``.
 
     Example:
         >>> from pyro_structvi.distributions import MeanFieldNormal
@@ -222,13 +210,9 @@ def quantiles(distribution: Any, probs: Tensor) -> Tensor:
     raise NotImplementedError(f"There is no rule for the quantiles of {type(distribution)}.")
 
 
-@quantiles.register
-def _(distribution: GaussianWeight, probs: Tensor) -> Tensor:
-    return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
-
-
-@quantiles.register
-def _(distribution: PointMass, probs: Tensor) -> Tensor:
+@quantiles.register(PointMass)
+@quantiles.register(GaussianWeight)
+def _(distribution: Any, probs: Tensor) -> Tensor:
     return normal_quantiles(distribution.mean, distribution.variance.sqrt(), probs)
 
 
@@ -259,3 +243,175 @@ def normal_quantiles(mean: Tensor, stddev: Tensor, probs: Tensor) -> Tensor:
 def in_front(probs: Tensor, like: Tensor) -> Tensor:
     """Return probabilities ``(num, 1, ...)`` that broadcast to a tensor."""
     return probs.reshape(-1, *(1 for _ in range(like.dim())))
+
+
+# ---- KL divergences -------------------------------------------------------------------------------
+
+
+def expected_neg_log_prob(mean: Tensor, variance: Tensor, prior: Any) -> Tensor:
+    r"""Return :math:`E[-\log p(w)]` of each element of a normal, for normal and Laplace priors, in nats.
+
+    For a Laplace prior with location m it uses, with :math:`d = \mu - m`,
+
+    .. math:: E|w - m| = \sigma \sqrt{2 / \pi}\, e^{-d^2 / 2 \sigma^2}
+        + d\, \mathrm{erf}\left( \frac{d}{\sigma \sqrt 2} \right)
+
+    Gradients are finite also at zero variance. Other priors define ``expected_neg_log_prob``, or
+    raise a ``NotImplementedError``.
+    """
+    prior = base_of(prior)
+    if hasattr(prior, "expected_neg_log_prob"):
+        own: Tensor = prior.expected_neg_log_prob(mean, variance)
+        return own
+    if isinstance(prior, Normal):
+        nats: Tensor = variance / (2 * prior.scale.square()) - prior.log_prob(mean)
+        return nats
+    if isinstance(prior, Laplace):
+        distance = _mean_distance(mean - prior.loc, variance)
+        return (2 * prior.scale).log() + distance / prior.scale
+    raise NotImplementedError
+
+
+def _mean_distance(difference: Tensor, variance: Tensor) -> Tensor:
+    """Return ``E|x|`` for a normal x with this mean and variance."""
+    scale = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+    # A wider normal is as accurate where the mean is far out, and keeps quotients small.
+    scale = torch.maximum(scale, difference.detach().abs() / _FAR)
+    ratio = difference / scale
+    spread = math.sqrt(2 / math.pi) * scale * torch.exp(-0.5 * ratio.square())
+    return spread + difference * torch.erf(ratio / math.sqrt(2))
+
+
+class JoinedPrior(Distribution):
+    """Independent priors of a weight ``(out, *rest)`` and a bias ``(out,)``, over ``(out, in + 1)``.
+
+    The KL has a closed form if both are independent normals or independent Laplace distributions.
+
+    Example:
+        >>> from pyro.distributions import Normal
+        >>> from pyro_structvi.distributions import MeanFieldNormal
+        >>> weight = Normal(torch.zeros(2, 3), 1.0).to_event(2)
+        >>> prior = JoinedPrior(weight, Normal(torch.zeros(2), 1.0).to_event(1))
+        >>> torch.distributions.kl_divergence(MeanFieldNormal(torch.zeros(2, 4), 1.0), prior)
+        tensor(0.)
+    """
+
+    @checked
+    def __init__(self, weight: Distribution, bias: Distribution) -> None:
+        self.weight: Any = weight
+        self.bias: Any = bias
+        self.weight_shape = weight.batch_shape + weight.event_shape
+        joined = torch.Size([self.weight_shape[0], self.weight_shape[1:].numel() + 1])
+        super().__init__(torch.Size(), joined, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of ``(out, in + 1)``, in nats."""
+        if self.weight._validate_args:
+            check_value(
+                value, "weight", example_of(self.weight), self.batch_shape, self.event_shape
+            )
+            check_shape("value", value, self.event_shape, "(out, in + 1)")
+        weight, bias = value[..., :-1].reshape(self.weight_shape), value[..., -1]
+        total: Tensor = self.weight.log_prob(weight).sum() + self.bias.log_prob(bias).sum()
+        return total
+
+    def expected_neg_log_prob(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return :func:`expected_neg_log_prob` of weight and bias, ``(*batch, out, in + 1)``."""
+        shape = (*mean.shape[:-2], *self.weight_shape)
+        first, second = (moment[..., :-1].reshape(shape) for moment in (mean, variance))
+        weight = expected_neg_log_prob(first, second, self.weight).reshape(mean[..., :-1].shape)
+        bias = expected_neg_log_prob(mean[..., -1], variance[..., -1], self.bias)
+        return torch.cat([weight, bias.unsqueeze(-1)], -1)
+
+    def normals(self) -> tuple[Any, Any] | None:
+        """Return both priors as plain normals, or None if one of them is not normal."""
+        weight, bias = _base(self.weight), _base(self.bias)
+        if not (isinstance(weight, Normal) and isinstance(bias, Normal)):
+            return None
+        return weight, bias
+
+
+@register_kl(GaussianWeight, Normal)
+def _kl_weight_normal(q: GaussianWeight, p: Any) -> Tensor:
+    r"""KL from any Gaussian to independent normals, in nats, ``(*batch_shape,)``.
+
+    .. math:: \tfrac12 \sum_i \left[ \frac{\Sigma_{ii} + (\mu_i - m_i)^2}{s_i^2} - 1
+        + \log s_i^2 \right] - \tfrac12 \log\det\Sigma
+    """
+    moment, log_det = _squares_and_logs(q, p)
+    size = q.event_shape.numel()
+    divergence: Tensor = 0.5 * (moment + log_det - q.log_det_covariance - size)
+    return divergence
+
+
+def normal_cross_entropy(q: Any, p: Any) -> Tensor:
+    """Return ``E[-log p(w)]`` for independent normals p, in nats, ``(*batch_shape,)``."""
+    moment, log_det = _squares_and_logs(q, p)
+    nats: Tensor = 0.5 * (moment + log_det + q.event_shape.numel() * math.log(2 * math.pi))
+    return nats
+
+
+def _squares_and_logs(q: Any, p: Any) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\sum_i (\Sigma_{ii} + (\mu_i - m_i)^2) / s_i^2` and :math:`\sum_i \log s_i^2`."""
+    event_dim, size = len(q.event_shape), q.event_shape.numel()
+    loc = shrink(p.loc.expand(q.mean.shape), event_dim)
+    scale = shrink(p.scale.expand(q.mean.shape), event_dim)
+    count = scale.shape[scale.dim() - event_dim :].numel()
+    if count == 1:
+        scale = scale.reshape(q.batch_shape)
+        # Of the weight's size, this loss keeps its inputs only.
+        squares = F.mse_loss(q.mean, loc.expand_as(q.mean), reduction="none")
+        distance = event_sum(squares, event_dim)
+        return (q.variance_sum + distance) / scale.square(), 2 * size * scale.log()
+    moment = event_sum((q.variance + (q.mean - loc).square()) / scale.square(), event_dim)
+    return moment, 2 * size / count * event_sum(scale.log(), event_dim)
+
+
+@register_kl(GaussianWeight, Laplace)
+def kl_from_moments(q: GaussianWeight, p: Any) -> Tensor:
+    """KL to priors of :func:`expected_neg_log_prob`, in nats, ``(*batch_shape,)``."""
+    return q._event_sum(expected_neg_log_prob(q.mean, q.variance, p)) - q.entropy()
+
+
+@register_kl(WeightDistribution, Independent)
+def _kl_weight_independent(q: WeightDistribution, p: Any) -> Tensor:
+    return kl_divergence(q, p.base_dist)
+
+
+@register_kl(WeightDistribution, IndependentWeight)
+def kl_weight_independent(q: WeightDistribution, p: IndependentWeight) -> Tensor:
+    """KL to a prior that is a weight distribution with independent elements."""
+    return kl_divergence(q, _plain(p))
+
+
+@register_kl(GaussianWeight, JoinedPrior)
+def kl_weight_joined(q: GaussianWeight, p: JoinedPrior) -> Tensor:
+    """KL to separate priors of a weight and its bias."""
+    normals = p.normals()
+    if normals is None:
+        divergence: Tensor = kl_from_moments(q, p)
+        return divergence
+    weight, bias = normals
+    loc, scale = (
+        _join(getattr(weight, name), getattr(bias, name), p.weight_shape)
+        for name in ("loc", "scale")
+    )
+    return kl_divergence(q, Normal(loc, scale, validate_args=False))
+
+
+def _base(prior: Any) -> Any:
+    prior = base_of(prior)
+    return _plain(prior) if isinstance(prior, IndependentWeight) else prior
+
+
+def _plain(p: IndependentWeight) -> Normal:
+    return Normal(p.loc, p.stddev, validate_args=False)
+
+
+def _join(weight: Tensor, bias: Tensor, weight_shape: torch.Size) -> Tensor:
+    """Return ``(out, in + 1)``, or ``(1, in + 1)`` if both are constant."""
+    weight = shrink(weight.expand(weight_shape), len(weight_shape))
+    bias = shrink(bias.expand(weight_shape[:1]), 1)
+    rows = 1 if weight.numel() == bias.numel() == 1 else weight_shape[0]
+    full = weight.expand(rows, *weight_shape[1:]).flatten(1)
+    return torch.cat([full, bias.expand(rows).unsqueeze(-1)], -1)

@@ -86,11 +86,6 @@ class SiteRole:
         coupled: The sites of the model whose scale and mask this auxiliary site takes.
         is_auxiliary: Whether only the guide has this site.
         is_observation: Whether the site is an observation, with or without a value.
-
-    Example:
-        >>> infer = SiteRole(joins=("weight", "bias"), is_auxiliary=True).as_infer()
-        >>> SiteRole.of({"infer": infer, "is_observed": False}).joins
-        ('weight', 'bias')
     """
 
     use: SiteUse | None = None

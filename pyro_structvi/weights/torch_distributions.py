@@ -27,12 +27,7 @@ def base_of(distribution: Any) -> Any:
 def map_tensors(distribution: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Replace the tensors of a distribution and of the distributions it contains.
 
-    Args:
-        distribution: A distribution of torch or Pyro.
-        change: Returns the new tensor for an old one; called in the order of the attributes.
-
-    Returns:
-        A copy without cached properties, or the distribution itself if no tensor changes.
+    The result is a copy without cached properties, or the distribution itself if no tensor changes.
     """
 
     def changed(value: Any) -> Any:
@@ -59,10 +54,7 @@ def _cached_names(kind: type) -> frozenset[str]:
 
 
 def tensors_of(distribution: Any) -> list[Tensor]:
-    """Return the tensors of a distribution in the order of its attributes.
-
-    The list is empty if the distribution also has objects of other classes, which may hold tensors.
-    """
+    """Return a distribution's tensors in order; none if it has objects that may hold more."""
     found: list[Tensor] = []
 
     def is_plain(value: Any) -> bool:
@@ -80,14 +72,7 @@ def tensors_of(distribution: Any) -> list[Tensor]:
 
 
 def in_single(distribution: Any) -> Any:
-    """Return a distribution with half-precision tensors in single, so that sums are not rounded.
-
-    Example:
-        >>> import torch
-        >>> normal = torch.distributions.Normal(torch.zeros(2, dtype=torch.bfloat16), 1.0)
-        >>> in_single(normal).log_prob(torch.zeros(2)).dtype
-        torch.float32
-    """
+    """Return a distribution with half-precision tensors in single, so that sums are not rounded."""
     return map_tensors(distribution, at_least_single) if _has_half(distribution) else distribution
 
 
@@ -111,14 +96,7 @@ def example_of(prior: Any) -> Tensor:
 
 
 def median(prior: Distribution) -> Tensor:
-    """Return the median of each element; of 99 samples if there is no closed form.
-
-    A distribution without samples, such as an improper prior, gets a value of its support.
-
-    Example:
-        >>> median(torch.distributions.HalfCauchy(torch.tensor([1.0, 2.0]))).round(decimals=3)
-        tensor([1., 2.])
-    """
+    """Return the median of each element; of 99 samples if there is no closed form."""
     base = base_of(prior)
     shape = base.batch_shape + base.event_shape
     try:
@@ -129,13 +107,7 @@ def median(prior: Distribution) -> Tensor:
 
 
 def feasible_point(prior: Any) -> Tensor:
-    """Return a value in the support of a distribution: the image of zero under a bijection.
-
-    Example:
-        >>> from pyro.distributions import ImproperUniform, constraints
-        >>> feasible_point(ImproperUniform(constraints.ordered_vector, (), (3,)))
-        tensor([0., 1., 2.])
-    """
+    """Return a value in the support of a distribution: the image of zero under a bijection."""
     bijection = biject_to(prior.support)
     value: Tensor = bijection(torch.zeros(bijection.inverse_shape(prior.shape())))
     return value

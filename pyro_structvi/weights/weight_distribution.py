@@ -1,6 +1,7 @@
 """The contract of distributions over weights, and Gaussian ones."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -20,11 +21,11 @@ Way = Literal["outputs", "factors", "weight"]
 
 
 class WeightDistribution(TorchDistribution):
-    r"""The distribution of a weight :math:`W`, with the distribution of :math:`W x`.
+    """The distribution of a weight :math:`W`, with the distribution of :math:`W x`.
 
-    The event shape ``(out, *rest)`` is seen as a matrix ``(out, in)`` with ``in = prod(rest)``; a vector
-    ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in front. All covariances are over the
-    row-major ``vec(W)``, of length ``D = out * in``.
+    The event shape ``(out, *rest)`` is seen as a matrix ``(out, in)`` with ``in = prod(rest)``; a
+    vector ``(out,)`` is the matrix ``(out, 1)``. Batch dimensions come in front. All covariances are
+    over the row-major ``vec(W)``, of length ``D = out * in``.
 
     **Required**, or the definition of the class raises a ``TypeError``: ``arg_constraints`` of the
     tensor arguments, or annotations with an :class:`Argument` for each of them but ``loc``;
@@ -34,12 +35,7 @@ class WeightDistribution(TorchDistribution):
     ``loc``, ``variance_sum``, ``ways_to_apply``, ``rows``, ``rearranged``, ``spread``, ``expand``;
     ``log_prob`` and ``entropy``.
 
-    **Provided**: ``argument_names``, ``mean``, ``image``, ``image_variance``, ``as_matrix``,
-    ``as_weight``, ``map_for_batch``, ``support``.
-
-    Values and gradients equal the dense computation: the moments of ``rsample`` and ``image``,
-    ``log_prob``, ``entropy``, ``spread``, and the KL divergence from independent normals. They commute
-    with ``expand`` and batches.
+    All members agree with the dense computation, gradients included, and commute with ``expand``.
 
     Attributes:
         loc: The mean, ``(*batch_shape, *event_shape)``.
@@ -96,7 +92,6 @@ class WeightDistribution(TorchDistribution):
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
-        """All real tensors of the event shape."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
     # ---- required --------------------------------------------------------------------------------
@@ -115,17 +110,10 @@ class WeightDistribution(TorchDistribution):
     ) -> TorchDistribution:
         """Return the distribution of ``linear_map(x, W) + bias``, independent over examples.
 
-        Called only where :meth:`ways_to_apply` has ``"outputs"``.
-
-        Args:
-            linear_map: A dense map or a convolution.
-            x: Its input.
-            bias: None, a tensor ``(out,)``, or a distribution with independent elements that is
-                independent of ``W``.
-
-        Returns:
-            A distribution over the outputs. The marginal of each output is exact; correlations between
-            the positions of an example that stem from independent elements are dropped.
+        Called only where :meth:`ways_to_apply` has ``"outputs"``. The bias is a tensor ``(out,)``, or
+        an independent distribution with independent elements. The marginal of each output is exact;
+        correlations between the positions of an example that stem from independent elements are
+        dropped.
         """
         raise NotImplementedError
 
@@ -139,42 +127,29 @@ class WeightDistribution(TorchDistribution):
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
         """Return the supported ways of applying the weight, the cheapest first.
 
-        ``"outputs"`` samples the outputs from :meth:`image_under`, ``"weight"`` samples the weight, and
-        ``"factors"``, of a :class:`FactoredWeight`, applies a sample without forming it. The objective
-        takes the first way that it allows; it always allows ``"weight"``.
+        ``"outputs"`` samples the outputs from :meth:`image_under`, ``"weight"`` samples the weight,
+        and ``"factors"``, of a :class:`FactoredWeight`, applies a sample without forming it. The
+        objective takes the first way that it allows; it always allows ``"weight"``.
         """
         return "outputs", "weight"
 
     def rows(self, index: Tensor) -> TorchDistribution | None:
         """Return the distribution of rows of one matrix ``W (num, dim)``, independent over examples.
 
-        Args:
-            index: Indices of rows, integers ``(batch, positions)``.
-
-        Returns:
-            A distribution over ``W[index]`` with the event ``(positions, dim)``, or None if the weight
-            must be sampled. The noise of independent rows is independent over positions, also for a
-            repeated index. Noise that rows share has one sample for each example.
+        For ``index (batch, positions)`` its events are ``(positions, dim)``; None if the weight must
+        be sampled. The noise of independent rows is independent over positions, also for a repeated
+        index. Noise that rows share has one sample for each example.
         """
         arguments.check_index(self, index)
         return None
 
     @checked
     def rearranged(self, arrangement: Arrangement) -> "WeightDistribution | None":
-        """Return the distribution with permuted dimensions, or None if its structure is lost.
-
-        A stack of weights becomes batch dimensions.
-        """
+        """Return the distribution with permuted dimensions, a stack as batch, or None."""
         return None
 
     def image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        """Return the variance of each output of ``linear_map(x, W)``, for any supported map.
-
-        Args:
-            linear_map: A dense map or a convolution.
-            x: Its input.
-            mean: The mean of the outputs.
-        """
+        """Return the variance of each output of any map, around outputs with this mean."""
         if "outputs" not in self.ways_to_apply(linear_map, x):
             return dense_output_variance(self.event_shape[0], self.covariance_matrix, linear_map, x)
         return self._image_variance(linear_map, x, mean)
@@ -184,52 +159,51 @@ class WeightDistribution(TorchDistribution):
         return variance
 
     def spread(self, moment: Tensor) -> Tensor:
-        r"""Return :math:`E[(W - M) S (W - M)^\top]`.
+        r"""Return :math:`E[(W - M) S (W - M)^\top]`, ``(*batch, out, out)``.
 
         It is the covariance of :math:`(W - M) x` for an independent input with the second moment
-        :math:`S = E[x x^\top]`. By default the dense covariance is formed.
-
-        Args:
-            moment: Symmetric matrices ``S (*batch, in, in)``.
-
-        Returns:
-            Matrices ``(*batch, out, out)``.
+        :math:`S = E[x x^\top]`, ``(*batch, in, in)``.
         """
         out = self.event_shape[0]
         size = moment.shape[-1]
         covariance = self.covariance_matrix.reshape(out, size, out, size)
-        outputs: Tensor = torch.einsum("iajb,...ab->...ij", covariance, moment)
-        return outputs
+        return torch.einsum("iajb,...ab->...ij", covariance, moment)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """Return this distribution with a larger batch shape, sharing memory."""
         batch_shape = arguments.as_expanded(batch_shape, self.batch_shape)
-        new: Self = self._get_checked_instance(type(self), _instance)
+        batch_dim = len(self.batch_shape)
+
+        def expanded(value: Tensor) -> Tensor:
+            return value.expand(batch_shape + value.shape[batch_dim:])
+
+        return self._changed(expanded, batch_shape, self.event_shape, _instance)
+
+    def _changed(
+        self,
+        change: Callable[[Tensor], Tensor],
+        batch_shape: torch.Size,
+        event_shape: torch.Size,
+        instance: Any = None,
+    ) -> Self:
+        """Return a distribution of this class with changed arguments, and without checks."""
+        new: Self = self._get_checked_instance(type(self), instance)
         for name in self.argument_names:
-            value = getattr(self, name)
-            own = value.shape[len(self.batch_shape) :]
-            setattr(new, name, value.expand(batch_shape + own))
-        new._set_shapes(batch_shape, self.event_shape, self._validate_args)
+            setattr(new, name, change(getattr(self, name)))
+        new._set_shapes(batch_shape, event_shape, self._validate_args)
         return new
 
     # ---- provided --------------------------------------------------------------------------------
 
     @property
     def argument_names(self) -> tuple[str, ...]:
-        """The names of the tensor arguments."""
         return tuple(self.arg_constraints)
 
     @property
     def mean(self) -> Tensor:
-        """The mean, ``(*batch_shape, *event_shape)``."""
         return self.loc
 
     def image(self, x: Tensor) -> TorchDistribution:
-        """Return the distribution of ``W x``, independently for every ``x (*batch, in)``.
-
-        Raises:
-            ValueError: If the last dimension of ``x``, its dtype or device do not fit the weight.
-        """
+        """Return the distribution of ``W x``, independently for every ``x (*batch, in)``."""
         arguments.check_input(self, x)
         return self.image_under(DenseMap(positions=False), x)
 
@@ -252,7 +226,6 @@ class WeightDistribution(TorchDistribution):
 
     @property
     def _first_parameter(self) -> Tensor:
-        """A tensor of this distribution's dtype and device."""
         parameter: Tensor = getattr(self, self.argument_names[0])
         return parameter
 
@@ -261,10 +234,7 @@ class WeightDistribution(TorchDistribution):
 
 
 class FactoredWeight(WeightDistribution, abstract=True):
-    """A weight whose samples can be applied as a product of factors, without forming the weight.
-
-    A joined bias is a further column of its factors.
-    """
+    """A weight, also with a bias column, whose samples are applied as a product of factors."""
 
     def draw_factored(self) -> FactoredDraw:
         """Sample a weight in factors."""
@@ -276,14 +246,7 @@ class FactoredWeight(WeightDistribution, abstract=True):
 
 
 def bias_moments(bias: Tensor | WeightDistribution | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mean and the variance of a bias.
-
-    Args:
-        bias: None, a tensor, or a distribution with independent elements.
-
-    Raises:
-        ValueError: If its elements are correlated.
-    """
+    """Return the mean and the variance of a bias, None, a tensor or with independent elements."""
     if bias is None or isinstance(bias, Tensor):
         return bias, None
     if not isinstance(bias, IndependentWeight):
@@ -313,9 +276,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     **Optional**, in addition to :class:`WeightDistribution`: ``noise_shape``, by default the event
     shape; ``variance``, by default the diagonal of the dense covariance.
-
-    **Provided**: ``rsample``, ``covariance_matrix``, ``mahalanobis``, ``log_prob``, ``entropy``,
-    ``image_under``, and the members that :class:`WeightDistribution` provides.
     """
 
     _required: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -354,7 +314,6 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         diagonal = self.covariance_matrix.diagonal(dim1=-2, dim2=-1)
         return diagonal.reshape(*self.batch_shape, *self.event_shape)
 
@@ -363,7 +322,7 @@ class GaussianWeight(WeightDistribution, abstract=True):
     ) -> TorchDistribution:
         """Return the distribution of ``linear_map(x, W) + bias`` around its mean.
 
-        The mean includes the mean of the bias; ``bias_variance (out,)`` is None for a fixed bias.
+        The mean includes the bias; ``bias_variance (out,)`` is None for a fixed bias.
         """
         return NormalOutputs(linear_map, mean, self.output_variance(linear_map, x), bias_variance)
 
@@ -373,12 +332,10 @@ class GaussianWeight(WeightDistribution, abstract=True):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
         matrix = noise_columns(self).flatten(1 + len(self.batch_shape)).movedim(0, -1)
         return matrix @ matrix.mT
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         samples = arguments.as_size("sample_shape", sample_shape)
         shape = samples + self.batch_shape + self.noise_shape
         return self.loc + self.scale_noise(standard_normal(shape, self._first_parameter))
@@ -401,11 +358,10 @@ class GaussianWeight(WeightDistribution, abstract=True):
         return 0.5 * (self.log_det_covariance + size * (1 + math.log(2 * math.pi)))
 
     def _image_variance(self, linear_map: LinearMap, x: Tensor, mean: Tensor) -> Tensor:
-        hooks = ("output_variance", "image_around")
-        if all(getattr(type(self), name) is getattr(GaussianWeight, name) for name in hooks):
+        if type(self).image_under is not GaussianWeight.image_under:
             return super()._image_variance(linear_map, x, mean)
-        linear_map = self.map_for_batch(linear_map)
-        variance: Tensor = self.image_around(mean, linear_map, x, None).variance
+        around = self.image_around(mean, self.map_for_batch(linear_map), x, None)
+        variance: Tensor = around.variance
         return variance
 
     def image_under(
@@ -440,25 +396,20 @@ class IndependentWeight(GaussianWeight, abstract=True):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         return self.stddev.square()
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)``, diagonal."""
         return torch.diag_embed(self.variance.reshape(*self.batch_shape, -1))
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         return 2 * self._event_sum(self.stddev.log())
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Return the noise times the standard deviations."""
         return noise * self.stddev
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw weights ``(*sample_shape, *batch_shape, *event_shape)``, differentiably."""
         samples = arguments.as_size("sample_shape", sample_shape)
         shape = samples + self.batch_shape + self.event_shape
         noise = standard_normal(shape, self._first_parameter)
@@ -470,13 +421,7 @@ class IndependentWeight(GaussianWeight, abstract=True):
         return torch.diag_embed(diagonal @ self.as_matrix(self.variance).mT)
 
     def whiten(self, difference: Tensor) -> Tensor:
-        """Return the difference in standard deviations."""
         return difference / self.stddev
 
     def _item(self, index: int) -> Self:
-        """Return the distribution at an index of the first batch dimension."""
-        new: Self = self._get_checked_instance(type(self))
-        for name in self.argument_names:
-            setattr(new, name, getattr(self, name)[index])
-        new._set_shapes(self.batch_shape[1:], self.event_shape, self._validate_args)
-        return new
+        return self._changed(lambda value: value[index], self.batch_shape[1:], self.event_shape)

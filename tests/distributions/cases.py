@@ -220,7 +220,7 @@ def inducing_case(name, make, covariance, kl_is_dense=False):
         serves_vectors=False,
         shared_covariance=oracle.shared_covariance,
         serves_groups=False,
-        has_forward_mode=not kl_is_dense,
+        has_forward_mode=False,
     )
 
 

@@ -17,7 +17,7 @@ from pyro_structvi.distributions import (
     PointMass,
     PrunedNormal,
 )
-from pyro_structvi.weights.kl import expected_neg_log_prob
+from pyro_structvi.weights.site_distributions import expected_neg_log_prob
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES, VECTOR
 from tests.distributions.inducing.inducing_laws import MIXTURES, make

@@ -8,7 +8,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from pyro_structvi.distributions import JoinedPrior, LowRankNormal, MeanFieldNormal
 from pyro_structvi.linalg.factorizations import log_det
-from pyro_structvi.linalg.matrices import RowGram, SquaredDistance
+from pyro_structvi.linalg.matrices import RowGram
 from tests import dense_oracles as dense
 from tests.distributions.cases import CASES
 from tests.distributions.subject import named_arguments, rebuilt
@@ -36,24 +36,6 @@ def assert_dense_kl(case, q, loc_form, scale_form):
     torch.testing.assert_close(
         torch.autograd.grad(divergence, [loc, scale]), torch.autograd.grad(exact, [loc, scale])
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_squares_of_many_elements_keep_their_digits(dtype):
-    shape, center = (300, 100, 10), -100.0
-    mean = torch.randn(shape, dtype=dtype) + center
-    loc = torch.full((1,) * len(shape), center, dtype=dtype)
-    total = SquaredDistance.apply(mean, loc, len(shape))
-    exact = (mean.double() - center).square().sum()
-    assert abs(total.double() / exact - 1) < (1e-12 if dtype == torch.float64 else 1e-5)
-
-
-@pytest.mark.parametrize("loc_shape", [(2, 1, 1), (2, 1, 3), (2, 4, 3)], ids=str)
-def test_hand_written_gradients_are_those_of_finite_differences(loc_shape):
-    mean, loc = torch.randn(2, 4, 3, requires_grad=True), torch.randn(loc_shape, requires_grad=True)
-    arguments = (mean, loc, 2)
-    assert torch.autograd.gradcheck(SquaredDistance.apply, arguments)
-    assert torch.autograd.gradgradcheck(SquaredDistance.apply, arguments)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 3), (3, 4, 3), (2, 5)], ids=str)

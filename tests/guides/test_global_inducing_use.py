@@ -172,20 +172,6 @@ def test_weights_that_are_used_otherwise_are_named():
     assert not isinstance(guide.inducing_inputs, nn.Parameter)  # words are no real numbers
 
 
-def test_all_weights_that_are_used_otherwise_are_named_at_once():
-    net = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(2, 2, 1, groups=2))
-    first = nn.Sequential(net, nn.Flatten(), nn.Linear(8, 1))
-    model = ps.Regressor(ps.bayesianize(first, prior=1.0), 20, NOISE)
-    sites = "'net.0.0.weight', 'net.0.1.weight'"
-    with pytest.raises(
-        RuntimeError, match=rf"sites \[{sites}\].*`families=.*'net.0.1.weight': Mean"
-    ):
-        ps.GlobalInducingGuide(model, torch.randint(5, (6, 2)))
-    families = {"net.0.*": MeanField()}
-    guide = ps.GlobalInducingGuide(model, torch.randint(5, (6, 2)), families=families)
-    assert guide["net.2.weight"].target.shape == (6, 1)
-
-
 def test_groups_are_named():
     net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
     model = ps.Regressor(ps.bayesianize(net, prior=1.0), 20, NOISE)

@@ -14,8 +14,7 @@ import pyro_structvi as ps
 from pyro_structvi.families import KTied, MeanField
 from pyro_structvi.sites.finding import UnusedSiteWarning
 from pyro_structvi.testing import check_family
-from pyro_structvi.weights.lazy import DelayDraws
-from pyro_structvi.weights.placeholders import LazySlice
+from pyro_structvi.weights.lazy import DelayDraws, LazySlice
 from tests.guides.joined_guides import JOINED, layer_function, linear_model, make_guide
 from tests.models import regression_data
 

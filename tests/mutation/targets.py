@@ -23,12 +23,15 @@ TESTS = {
     "dropout": ("guides/test_points",),
     "ensemble": ("distributions/test_point_mixture", "guides/test_points"),
     "full_covariance": ("distributions/test_full",),
-    "kl": ("distributions/test_kl_*",),
     "kl_between": ("distributions/test_kl_*",),
     "mean_field": ("guides/test_structured",),
     "point_estimate": ("guides/test_points", "distributions/test_point_mass"),
     "pruned": ("posterior/test_pruning",),
-    "site_distributions": ("distributions/test_point_mass", "distributions/test_auxiliary"),
+    "site_distributions": (
+        "distributions/test_kl_*",
+        "distributions/test_point_mass",
+        "distributions/test_auxiliary",
+    ),
     "subnetwork": ("guides/test_subnetwork*",),
     "torch_distributions": ("distributions/test_as_pyros",),
 }

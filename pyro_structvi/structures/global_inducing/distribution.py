@@ -18,25 +18,18 @@ from pyro_structvi.weights.weight_distribution import GaussianWeight
 
 
 class NormalGivenInputs(TorchDistribution):
-    r"""A weight with a distribution given its inputs ``X (rows, in)`` at inducing points.
-
-    It is the posterior of a Bayesian linear regression of pseudo-outputs V on X:
+    r"""The posterior of a Bayesian linear regression of pseudo-outputs V on inputs ``X (rows, in)``.
 
     .. math:: W_{i \cdot} \mid X \sim N(S X^\top \Lambda V_{\cdot i}, S), \qquad
         S^{-1} = \operatorname{diag}(s)^{-2} + X^\top \Lambda X,
 
-    independent over rows i, with a diagonal :math:`\Lambda` of precisions, shared or separate for each
-    i. It has no draws and no density without X.
+    independent over rows i. It has no draws and no density without X.
 
     Args:
         event_shape: The weight's shape, ``(out, *rest)``.
         target: The pseudo-outputs V, ``(rows, out)``.
-        log_precision: Logarithms of the precisions, ``(rows,)`` or ``(rows, out)``.
+        log_precision: The logarithm of :math:`\Lambda`, ``(rows,)`` or for each i ``(rows, out)``.
         log_scale: Logarithms of the standard deviations s without any row, ``(in,)``.
-
-    References:
-        Ober and Aitchison (2021), "Global inducing point variational posteriors for Bayesian neural
-        networks and deep Gaussian processes".
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {"log_scale": constraints.real}
@@ -50,7 +43,6 @@ class NormalGivenInputs(TorchDistribution):
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
-        """Real tensors of the event shape."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
     def _refuse(self, *_: Any) -> Any:
@@ -63,11 +55,7 @@ class NormalGivenInputs(TorchDistribution):
     rsample = log_prob = _refuse
 
     def condition(self, rows: Tensor) -> GaussianWeight:
-        """Return the distribution given inputs ``(rows, in)``.
-
-        The factored matrix has the size of the rows or of the inputs, whichever is smaller. It is in
-        double precision, since precisions are large.
-        """
+        """Return the distribution given inputs ``(rows, in)``, computed in double precision."""
         dtype, shape = self.log_scale.dtype, self.event_shape
         with autocast_off(rows):
             scale = self.log_scale.double().exp()
@@ -87,10 +75,7 @@ class NormalGivenInputs(TorchDistribution):
 
 
 def _regress(rows: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean ``(*, in, out)`` and covariance factor ``(*, in, in)`` of regressions.
-
-    Inputs ``(*, rows, in)`` have unit precision and unit prior scale, outputs unit precision.
-    """
+    """Return the mean ``(*, in, out)`` and covariance factor ``(*, in, in)``, for unit precisions."""
     precision = rows.mT @ rows
     identity = identity_like(precision)
     # Reversed elements give a lower triangular factor of the covariance without a factorization of it.
@@ -116,9 +101,9 @@ def _regress_few_rows(
 class _FewRows(GaussianWeight):
     r"""Independent rows of covariance ``D (I + Y' Y)^-1 D``, for Y with fewer rows than columns.
 
-    With the Cholesky factor L of :math:`I + Y Y^\top` it is :math:`D A A^\top D` with
-    :math:`A = I - Y^\top L^{-\top} (I + L)^{-1} Y`. Here ``inputs`` is Y, ``scale`` the diagonal of D,
-    ``tril`` is L, and ``whitened`` is :math:`L^{-1} Y`, all in double precision.
+    With the Cholesky factor L of :math:`I + Y Y^\top` it is :math:`D A A^\top D` with :math:`A = I -
+    Y^\top L^{-\top} (I + L)^{-1} Y`. Here ``inputs`` is Y, ``scale`` the diagonal of D, ``tril`` is
+    L, and ``whitened`` is :math:`L^{-1} Y`, all in double precision.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = dict.fromkeys(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import pyro.poutine as poutine
 import torch
@@ -14,15 +14,15 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_structvi._pyro import outside_plates
-from pyro_structvi.maps.calls import Application
+from pyro_structvi.maps.calls import Application, Call
 from pyro_structvi.sites.family import MatrixFamily
 from pyro_structvi.sites.finding import buffers_kept
 from pyro_structvi.sites.joint_posterior import median_of
 from pyro_structvi.sites.latent_site import LatentSite
 from pyro_structvi.sites.site_posterior import Coupling, How, SitePosterior
 from pyro_structvi.structures.global_inducing.distribution import NormalGivenInputs, already_drawn
-from pyro_structvi.weights.lazy import as_drawn
-from pyro_structvi.weights.placeholders import DeferredSample, DeferredWeight
+from pyro_structvi.weights.lazy import WeightPlaceholder, as_drawn
+from pyro_structvi.weights.site_role import SiteUse
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,12 @@ class GlobalInducing(MatrixFamily):
     """A Bayesian linear regression of learned pseudo-outputs on a layer's inputs at inducing points.
 
     Parameters are ``target (rows, out)`` and ``log_precision (rows,)``, with a row for each inducing
-    point and position, and ``log_scale (in,)``, the standard deviations without any row. Layers of two
-    to four outputs, such as a mean and a noise scale, have ``log_precision (rows, out)``.
-    :class:`~pyro_structvi.guides.GlobalInducingGuide` makes the parameters, since they depend on the
-    points.
-
-    Args:
-        join_bias: Whether a layer's bias is a further column of its weight, as by default.
+    point and position, and ``log_scale (in,)``, the standard deviations without any row. Layers of
+    two to four outputs, such as a mean and a noise scale, have ``log_precision (rows, out)``.
     """
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Return the initial weight, which determines the targets, and the prior's standard deviations.
-
-        Raises:
-            NotImplementedError: For tensors without values, as in ``estimate_memory``.
-        """
+        """Return the initial weight, which determines the targets, and the prior's scales."""
         if loc.is_meta:
             raise NotImplementedError(
                 "The number of parameters of a GlobalInducingGuide depends on its points. Make the "
@@ -56,7 +47,6 @@ class GlobalInducing(MatrixFamily):
         return {"loc": loc.clone(), "log_scale": log_scale}
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> NormalGivenInputs:
-        """Return the distribution of the weight given its inputs."""
         if "target" not in parameters:
             raise RuntimeError(
                 f"The weight at site '{site.name}' has no posterior before the inducing points are "
@@ -70,8 +60,50 @@ class GlobalInducing(MatrixFamily):
 
 
 def _scale(prior_scale: float | None) -> float:
-    """Return the prior's standard deviation, or 1 if there is none."""
     return 1.0 if prior_scale is None else prior_scale
+
+
+class DeferredSample:
+    """A joint sample of a weight and its bias that depends on the first inputs of the weight."""
+
+    def __init__(self, name: str, draw: Callable[[Application], dict[str, Tensor]]) -> None:
+        self.name, self._draw = name, draw
+        self._values: dict[str, Tensor] | None = None
+
+    def sample(self, application: Application) -> None:
+        if self._values is None:
+            self._values = self._draw(application)
+
+    def value(self, name: str) -> Tensor:
+        """Return the value of a site, or raise if the weight was not applied to an input before."""
+        if self._values is None:
+            raise RuntimeError(
+                f"The weight at site '{self.name}' is drawn given the inputs of a linear layer or "
+                f"convolution, but the net uses '{name}' in another way first. Give it another family, "
+                f"as by `families={{'{self.name}': MeanField()}}`."
+            )
+        return self._values[name]
+
+
+class DeferredWeight(WeightPlaceholder):
+    """A weight or bias of a :class:`DeferredSample`, like a tensor of its shape, dtype and device."""
+
+    sample: DeferredSample
+    _name: str
+
+    def __new__(cls, sample: DeferredSample, name: str, like: Tensor) -> Self:
+        return cls._make(like, like.shape, SiteUse(name), sample=sample, _name=name)
+
+    def __repr__(self, **options: object) -> str:  # type: ignore[override]
+        return f"DeferredWeight(site='{self._name}', shape={tuple(self.shape)})"
+
+    def draw(self) -> Tensor:
+        return self.sample.value(self._name)
+
+    def sample_outputs(self, call: Call) -> None:
+        """Sample the weight given the inputs; the call is then an ordinary one."""
+        if isinstance(call, Application):
+            self.sample.sample(call)
 
 
 class Propagation(Coupling):
@@ -87,7 +119,6 @@ class Propagation(Coupling):
     def condition(
         self, how: How, at: Mapping[str, Any], number: Tensor | int | None
     ) -> dict[str, Any]:
-        """Return each site's distribution given the draws of earlier sites, with its draw."""
         if how == "marginals":
             raise NotImplementedError(
                 f"The weights {list(self.sites)} depend on each other, and have no quantiles or moments "
@@ -127,17 +158,15 @@ class Run(Messenger):
     ) -> None:
         super().__init__()
         self._draw = draw
-        self.deferred: dict[str, DeferredSample] = {}
         self._values: dict[str, Tensor] = dict(others)
         for posterior in own:
             site = posterior.site
-            sample = self.deferred[site.name] = DeferredSample(site.name, partial(self._meet, site))
+            sample = DeferredSample(site.name, partial(self._meet, site))
             like = posterior.value("log_scale")
             for name, part in site.split(like.new_empty(site.shape)).items():
                 self._values[name] = DeferredWeight(sample, name, part)
 
     def run(self, model: Callable[..., Any], inputs: Tensor) -> None:
-        """Run the model outside of Pyro's handlers."""
         self._like = inputs
         with ExitStack() as stack:
             for context in (buffers_kept(model), outside_plates(), poutine.block(), self):
@@ -152,7 +181,6 @@ class Run(Messenger):
         msg["value"] = self._like.new_zeros(msg["fn"].shape()) if value is None else value
 
     def _meet(self, site: LatentSite, application: Application) -> dict[str, Tensor]:
-        """Draw a weight given the inputs of its first call."""
         linear_map, x = application.linear_map, as_drawn(application.x)
         arrangement = application.arrangement
         if linear_map.groups > 1 or not (arrangement is None or arrangement.is_plain):

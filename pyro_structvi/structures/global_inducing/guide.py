@@ -61,7 +61,6 @@ class GlobalInducingGuide(StructuredGuide):
             convolution.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Regressor, bayesianize
         >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
         >>> net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -105,11 +104,7 @@ class GlobalInducingGuide(StructuredGuide):
             self._place(inputs)
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize as :class:`StructuredGuide`, and take the inducing points once.
-
-        Raises:
-            NotImplementedError: As a part of an ``AutoGuideList``.
-        """
+        """Initialize as :class:`StructuredGuide`, and take the inducing points once."""
         if self.master is not None:
             raise NotImplementedError(
                 "A GlobalInducingGuide runs the whole net, and cannot be a part of an AutoGuideList, "
@@ -123,11 +118,7 @@ class GlobalInducingGuide(StructuredGuide):
                 self._place(points)
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`from_options`, with the inducing points.
-
-        Raises:
-            ValueError: If the guide has no inducing points yet.
-        """
+        """Return the arguments of :meth:`from_options`; a ``ValueError`` without inducing points."""
         if self.inducing_inputs is None:
             raise ValueError(
                 "`guide` must have its inducing points, but it takes them from the first batch. Fit the "
@@ -147,7 +138,6 @@ class GlobalInducingGuide(StructuredGuide):
 
     @classmethod
     def from_options(cls, model: Any, changed: Mapping[str, Family], **options: Any) -> Self:
-        """Return a guide of this class for another model; see :meth:`StructuredGuide.from_options`."""
         guide = cls.__new__(cls)
         GlobalInducingGuide.__init__(guide, model, **options)
         guide.change_families(changed)
@@ -155,7 +145,6 @@ class GlobalInducingGuide(StructuredGuide):
 
     @staticmethod
     def _first_of_batch(count: int, args: tuple[Any, ...]) -> Tensor:
-        """Return the first inputs of the model's arguments."""
         if not (args and isinstance(args[0], Tensor) and args[0].dim()):
             got = brief(args[0]) if args else "no argument"
             raise ValueError(
@@ -199,11 +188,7 @@ class GlobalInducingGuide(StructuredGuide):
     def _rows_of_layers_behind_others(
         self, own: list[SitePosterior], others: Mapping[str, Tensor], inputs: Tensor
     ) -> dict[str, Tensor]:
-        """Run the net with initial weights; return inputs of weights that depend on other weights.
-
-        Raises:
-            RuntimeError: If a weight has no inputs.
-        """
+        """Return the inputs of weights that depend on other weights, in a run with initial weights."""
         assert self.model is not None
         starts = {each.site.name: each.value("loc").detach().requires_grad_() for each in own}
         values = {name: value.detach().requires_grad_() for name, value in others.items()}
@@ -215,7 +200,7 @@ class GlobalInducingGuide(StructuredGuide):
             return starts[name]
 
         with naming("inputs", inputs), separate_randomness(), torch.enable_grad():
-            self._run_at(own, draw, values, inputs)
+            Run(own, draw, values).run(self.model, inputs)
         missing = [name for name in starts if name not in met]
         if missing:
             raise RuntimeError(
@@ -225,37 +210,8 @@ class GlobalInducingGuide(StructuredGuide):
         random = [*starts.values(), *values.values()]
         return {name: rows.detach() for name, rows in met.items() if _depends_on(rows, random)}
 
-    def _run_at(self, own: list[SitePosterior], draw: Any, values: Any, inputs: Tensor) -> None:
-        """Run the net, and repeat it without weights that cause errors, so that an error lists all."""
-        wrong: dict[str, RuntimeError] = {}
-        parts = [each.site.split(each.value("loc").detach()) for each in own]
-        starts = {name: value for part in parts for name, value in part.items()}
-        while True:
-            run = Run((each for each in own if each.site.name not in wrong), draw, starts | values)
-            try:
-                run.run(self.model, inputs)  # type: ignore[arg-type]
-                break
-            except RuntimeError as error:
-                failed = [name for name, each in run.deferred.items() if each.has_failed]
-                if not failed:
-                    raise
-                wrong |= dict.fromkeys(failed, error)
-        if len(wrong) == 1:
-            raise wrong.popitem()[1]
-        if wrong:
-            names, families = [*wrong], ", ".join(f"'{name}': MeanField()" for name in wrong)
-            raise RuntimeError(
-                f"The weights at the sites {names} are drawn given the inputs of a plain linear layer "
-                "or convolution, but the net uses them in another way. Give them another family, "
-                f"`families={{{families}}}`."
-            )
-
     def _check_others(self, others: Iterable[SitePosterior]) -> dict[str, Tensor]:
-        """Return the initial values of sites with other families.
-
-        Raises:
-            ValueError: If they are drawn jointly, or belong to single examples.
-        """
+        """Return the initial values of sites with other families, or raise if these couple sites."""
         together = [name for each in super()._couplings() for name in each.sites]
         if together or self.local_site_names:
             wrong = together or self.local_site_names
@@ -268,7 +224,6 @@ class GlobalInducingGuide(StructuredGuide):
         return {name: value for values in medians for name, value in values.items()}
 
     def _make_first(self, posterior: SitePosterior) -> SitePosterior:
-        """Return the posterior of a layer with the net's inputs."""
         family, site = self.first_layer, posterior.site
         if not family.fits(site) or couple(family, {}, self.init_scale) is not None:
             raise TypeError(
@@ -286,7 +241,6 @@ class GlobalInducingGuide(StructuredGuide):
 
 
 def _depends_on(rows: Tensor, values: list[Tensor]) -> bool:
-    """Whether inputs depend on any of these values."""
     if not rows.requires_grad:
         return False
     with torch.enable_grad():

@@ -157,13 +157,11 @@ class AugmentedMatrixNormal:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """The tensor arguments by name."""
         factors = ("row_factor", "column_factor", "row_diagonal", "column_diagonal")
         values = {name: getattr(self, name) for name in (*factors, "scale", "bias_scale")}
         return {name: value for name, value in values.items() if value is not None}
 
     def expand(self, batch_shape: torch.Size) -> Self:
-        """Return this joint prior with a larger batch shape, sharing memory."""
         batch_shape = as_expanded(batch_shape, self.batch_shape)
         expanded = {
             name: value.expand(batch_shape + value.shape[len(self.batch_shape) :])
@@ -175,18 +173,11 @@ class AugmentedMatrixNormal:
 
     @grad_cached_property
     def rows(self) -> InducingSide:
-        """The factored rows."""
         return InducingSide.of(self.row_factor, self.row_diagonal)
 
     @grad_cached_property
     def columns(self) -> InducingSide:
-        """The factored columns."""
         return InducingSide.of(self.column_factor, self.column_diagonal)
-
-    @property
-    def jitter(self) -> tuple[Tensor, Tensor]:
-        """The numbers added to the diagonals of the rows' and the columns' matrix."""
-        return self.rows.jitter, self.columns.jitter
 
     @property
     def column_scale(self) -> Tensor:
@@ -200,7 +191,6 @@ class AugmentedMatrixNormal:
     # ---- distributions ---------------------------------------------------------------------------
 
     def weight_prior(self) -> MeanFieldNormal:
-        """Return the marginal distribution of W: independent normals."""
         scale = self.column_scale.expand(*self.batch_shape, *self.matrix_shape)
         scale = scale.reshape(*self.batch_shape, *self.event_shape)
         loc = torch.zeros_like(scale)
@@ -256,9 +246,6 @@ class AugmentedMatrixNormal:
             u: Inducing weights, ``(*batch, M_out, M_in)``, not whitened.
             conditional_scale: The :math:`\lambda` of the paper's Eq. 7, positive, a number or
                 ``(*batch,)``.
-
-        Raises:
-            ValueError: If ``u`` has another shape, or ``conditional_scale`` is not positive.
         """
         check_inducing("u", u, self, True)
         return ConditionalNormal(self, self.whiten(u), conditional_scale)
@@ -288,14 +275,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     .. math:: W = \sigma B_r^\top (\tilde U - \lambda \bar U) B_c + \lambda \sigma \bar W
 
     with whitened inducing weights :math:`\tilde U`, and :math:`\bar W, \bar U` from the joint prior
-    (Matheron's rule).
-
-    Args:
-        joint: The joint prior.
-        inducing: The distribution of the whitened inducing weights ``(M_out, M_in)``; None if a guide
-            draws them jointly with inducing weights of other layers.
-        conditional_scale: The :math:`\lambda`, ``(*batch,)``, positive.
-        validate_args: Pyro's setting when None.
+    (Matheron's rule). ``inducing`` is None if a guide draws them jointly with those of other layers.
     """
 
     arg_constraints: ClassVar = {"conditional_scale": constraints.positive}
@@ -320,7 +300,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
         self.conditional_scale = conditional_scale.expand(joint.batch_shape)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
-        """Return this distribution with a larger batch shape, sharing memory."""
         new = super().expand(batch_shape, _instance)
         new.joint = self.joint.expand(new.batch_shape)
         new._inducing = self.inducing.expand(new.batch_shape)
@@ -338,19 +317,16 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def is_mixture(self) -> bool:
-        """Whether this is a mixture of several normals."""
         return getattr(self.inducing, "is_mixture", False)
 
     @grad_cached_property
     def bases(self) -> MatheronBases:
-        """The bases of Matheron's rule."""
         rows, columns, scale = self.joint.rows, self.joint.columns, self.joint.column_scale
         return MatheronBases(
             rows.basis, rows.remainder, columns.basis * scale, scale, self.conditional_scale
         )
 
     def factorize(self) -> None:
-        """Factor the joint prior, and the joint priors of nested inducing weights."""
         _ = self.bases
         if isinstance(self._inducing, FactoredWeight):
             self._inducing.factorize()
@@ -361,25 +337,21 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean, ``(*batch_shape, *event_shape)``."""
         return self.as_weight(self.bases.project(self.inducing.mean))
 
     @property
     def mode(self) -> Tensor:
-        """The mode, which is the mean, unless this is a mixture."""
         if self.is_mixture:
             raise NotImplementedError("A mixture of normals has no mode in closed form.")
         return self.mean
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each weight, ``(*batch_shape, *event_shape)``."""
         hidden, squared = self.bases.columns.mT, self.joint.column_scale.square().mT
         return self.as_weight(self.bases.variance(self.inducing, hidden, squared).mT)
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, D, D)`` of the row-major weight; for small sizes."""
         gain = kronecker(self.bases.rows, self.bases.columns)
         covariance, squared = self.inducing.covariance_matrix, self.bases.squared_scale
         excess = covariance - squared * identity_like(covariance)
@@ -397,7 +369,6 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
         return self._draw(as_size("sample_shape", sample_shape)).weight()
 
     def draw_factored(self) -> MatheronDraw:
-        """Draw a weight that is not formed."""
         return self._draw(torch.Size())
 
     def _draw(self, sample_shape: torch.Size) -> MatheronDraw:
@@ -409,9 +380,8 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     def ways_to_apply(self, linear_map: LinearMap, x: Tensor) -> tuple[Way, ...]:
         """Rank outputs first, unless noise at every position costs more than the products it saves.
 
-        With several positions, drawn outputs drop correlations between positions, and a drawn weight
-        correlates the examples of a batch. A drawn weight is applied in factors if that costs less than
-        the weight's gradient. A convolution with several groups takes a drawn weight.
+        A drawn weight is applied in factors if that costs less than the weight's gradient. A
+        convolution with several groups takes a drawn weight.
         """
         if linear_map.groups > 1:
             return ("weight",)
@@ -428,11 +398,7 @@ class AugmentedNormal(GaussianWeight, FactoredWeight, abstract=True):
     def image_under(
         self, linear_map: LinearMap, x: Tensor, bias: Tensor | WeightDistribution | None = None
     ) -> MatheronOutputs:
-        """Return the distribution of ``linear_map(x, W) + bias`` without forming a weight.
-
-        The positions of an example share inducing weights and have independent conditional noise.
-        Convolutions with several groups are not supported.
-        """
+        """Return outputs whose positions share inducing weights and have independent noise."""
         linear_map, moments = self.map_for_batch(linear_map), bias_moments(bias)
         return MatheronOutputs(self.bases, self.inducing, linear_map, x, *moments)
 
@@ -442,8 +408,8 @@ class ConditionalNormal(AugmentedNormal):
 
     .. math:: \mu = \sigma B_r^\top \tilde U B_c, \qquad \Sigma = \sigma^2 (I - P_r \otimes P_c)
 
-    The covariance is diagonal in the eigenbases of :math:`P_r` and :math:`P_c`, so density and entropy
-    are sums of ``M_out M_in`` terms.
+    The covariance is diagonal in the eigenbases of :math:`P_r` and :math:`P_c`, so density and
+    entropy are sums of ``M_out M_in`` terms.
 
     Args:
         joint: The joint prior; :meth:`AugmentedMatrixNormal.condition` makes one of these.
@@ -451,11 +417,7 @@ class ConditionalNormal(AugmentedNormal):
         conditional_scale: The :math:`\lambda`, ``(*batch,)``, positive.
         validate_args: Whether to check arguments and values; Pyro's setting when None.
 
-    Raises:
-        ValueError: If ``whitened`` has another shape, or ``conditional_scale`` is not positive.
-
     Example:
-        >>> import torch
         >>> from pyro_structvi.distributions import AugmentedMatrixNormal
         >>> one = torch.ones(1)
         >>> joint = AugmentedMatrixNormal(torch.ones(1, 2), torch.ones(1, 3), one, one, scale=0.5)
@@ -464,8 +426,7 @@ class ConditionalNormal(AugmentedNormal):
         tensor(0.2292)
 
     References:
-        Ritter, Kukla, Zhang and Li (2021), "Sparse uncertainty representation in deep learning with
-        inducing weights", Eq. 7 and 11-12.
+        Ritter et al. (2021), as for :class:`AugmentedMatrixNormal`, Eq. 7 and 11-12.
     """
 
     @checked
@@ -482,7 +443,6 @@ class ConditionalNormal(AugmentedNormal):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         out, size = self.joint.matrix_shape
         prior = self.joint.column_scale.log().expand(*self.batch_shape, 1, size).sum((-2, -1))
         rows, columns = self.joint.rows.complement, self.joint.columns.complement
@@ -491,7 +451,6 @@ class ConditionalNormal(AugmentedNormal):
         return total + log_det.to(total.dtype)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         v, seen = self._seen(difference)
         rows, columns = self.joint.rows.complement, self.joint.columns.complement
         quadratic: Tensor = KroneckerQuadratic.apply(seen, rows.double(), columns.double())

@@ -64,8 +64,7 @@ class InducingWeights(FactoredFamily):
             standard deviation and ``prior_scale`` is None.
 
     Example:
-        >>> from pyro_structvi import Classifier, bayesianize
-        >>> from pyro_structvi.guides import StructuredGuide
+        >>> from pyro_structvi import Classifier, StructuredGuide, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(400, 300), prior=0.1), num_data=10)
         >>> guide = StructuredGuide(model, {"*.weight": InducingWeights((16, 16))})
         >>> sum(parameter.numel() for parameter in guide.parameters())
@@ -79,7 +78,6 @@ class InducingWeights(FactoredFamily):
     prior_scale: Positive | None = None
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         if self.shared and isinstance(self.posterior, (MeanField, Members)):
             raise ValueError(
@@ -90,11 +88,9 @@ class InducingWeights(FactoredFamily):
 
     @property
     def constants(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names of the priors' scales, including nested inducing weights."""
         return "prior_scale", *(f"inducing_{name}" for name in self.posterior.constants)
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Start at the best approximation of ``loc`` by inducing weights."""
         prior_scale = self.prior_scales(site)
         matrix = loc.flatten(1) / prior_scale[0]
         matrix[:, -1] *= prior_scale[0] / prior_scale[-1]
@@ -115,7 +111,6 @@ class InducingWeights(FactoredFamily):
         }
 
     def distribution(self, site: LatentSite, **parameters: Tensor) -> InducingNormal:
-        """Return the distribution of the weight."""
         joint = AugmentedMatrixNormal(
             parameters["row_factor"],
             parameters["column_factor"],
@@ -146,8 +141,8 @@ class InducingWeights(FactoredFamily):
     def unit(self, site: LatentSite, name: str, value: Tensor) -> float:
         """Return the unit of factors with rows of unit length, or of inducing weights.
 
-        Inducing weights have a standard normal prior. Their unit is at most 1, and smaller if the root
-        mean square change of the weight would exceed the weight's unit.
+        Inducing weights have a standard normal prior. Their unit is at most 1, and smaller if the
+        root mean square change of the weight would exceed the weight's unit.
         """
         if name.startswith("inducing_"):
             whole = site.shape[0], site.shape[1:].numel()
@@ -182,8 +177,9 @@ class InducingWeights(FactoredFamily):
 def _leading_directions(matrix: Tensor, out: int, size: int) -> tuple[Tensor, Tensor]:
     """Return factors ``(out, m)`` and ``(size, n)`` with the leading singular vectors of a matrix.
 
-    Further rows are random, and orthonormal while there are enough dimensions. A factor that spans the
-    whole space is the identity, so that independent inducing weights start as independent weights.
+    Further rows are random, and orthonormal while there are enough dimensions. A factor that spans
+    the whole space is the identity, so that independent inducing weights start as independent
+    weights.
     """
     u, _, v = torch.svd_lowrank(matrix, q=min(out, size, *matrix.shape), niter=4)
     factors = []
@@ -209,10 +205,7 @@ def _inducing_mean(matrix: Tensor, *factors: Tensor) -> Tensor:
 
 
 class SharedInducing(SharedPosterior):
-    """One posterior over the inducing weights of several sites, stacked as rows of a matrix.
-
-    The matrix has the columns of the widest site; narrower sites use the leading columns.
-    """
+    """A joint posterior of inducing weights, stacked as rows of a matrix as wide as the widest site."""
 
     def __init__(
         self, family: InducingWeights, posteriors: Mapping[str, SitePosterior], scale: float
@@ -231,12 +224,10 @@ class SharedInducing(SharedPosterior):
         self.shapes = shapes
 
     def auxiliary(self, q: Any) -> Auxiliary:
-        """Return the shared distribution with a standard normal prior."""
         zero, one = q.mean.new_zeros(()), q.mean.new_ones(())
         return Auxiliary(q, Normal(zero, one).expand(q.event_shape).to_event(2))
 
     def split(self, value: Tensor, q: Any) -> dict[str, Tensor]:
-        """Return each site's rows and columns."""
         parts = value.split([shape[0] for shape in self.shapes.values()])
         return {
             name: part[:, : shape[1]]
@@ -244,7 +235,6 @@ class SharedInducing(SharedPosterior):
         }
 
     def marginals(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Raise a ``NotImplementedError``: parts of a draw have no variances."""
         raise NotImplementedError(
             f"The inducing weights of the sites {list(self.sites)} have one joint posterior, without "
             "quantiles of single sites. Compute quantiles of draws from `guide.draw()`."
@@ -288,7 +278,6 @@ class InducingWeightGuide(StructuredGuide):
         ValueError: If an option is out of its range, or is not supported by the posterior.
 
     Example:
-        >>> import torch
         >>> from pyro_structvi import Classifier, bayesianize
         >>> model = Classifier(bayesianize(torch.nn.Linear(4096, 4096), prior=0.02), num_data=100)
         >>> guide = InducingWeightGuide(model, inducing_shape=(64, 64))
@@ -327,7 +316,6 @@ class InducingWeightGuide(StructuredGuide):
 def _inducing_family(
     posterior: InducingPosterior | Family, ensemble_size: int | None, max_scale: float | None
 ) -> Family:
-    """Return the family of inducing weights with a name."""
     if ensemble_size is not None and posterior != "ensemble":
         raise ValueError(
             f'`ensemble_size` is for inducing_posterior="ensemble", but got {posterior!r}.'

@@ -34,8 +34,14 @@ from pyro_structvi.structures.inducing.augmented import (
 from pyro_structvi.structures.kl_between import kl_to_independent, no_closed_form
 from pyro_structvi.structures.matrix_normal import MatrixNormal
 from pyro_structvi.structures.mean_field import MeanFieldNormal
-from pyro_structvi.weights.kl import JoinedPrior, expected_neg_log_prob, kl_weight_joined
-from pyro_structvi.weights.site_distributions import in_front, normal_quantiles, quantiles
+from pyro_structvi.weights.site_distributions import (
+    JoinedPrior,
+    expected_neg_log_prob,
+    in_front,
+    kl_weight_joined,
+    normal_quantiles,
+    quantiles,
+)
 from pyro_structvi.weights.weight_distribution import (
     GaussianWeight,
     IndependentWeight,
@@ -118,13 +124,9 @@ class InducingNormal(AugmentedNormal):
     ) -> "InducingNormal":
         """Return the distribution of W for a distribution of whitened inducing weights.
 
-        Args:
-            joint: The joint prior of W and U.
-            inducing: A distribution over ``(M_out, M_in)``: independent normals, a matrix normal, a
-                full covariance, or a :class:`PointMixture`, whose KL is omitted, as for ensembles. None
-                if a guide draws them separately; see :meth:`condition`.
-            conditional_scale: The scale of the conditional noise.
-            validate_args: As for the class.
+        ``inducing`` is over ``(M_out, M_in)``: independent normals, a matrix normal, a full
+        covariance, or a :class:`PointMixture`, whose KL is omitted, as for ensembles; None if a guide
+        draws them separately, see :meth:`condition`. The other arguments are those of the class.
         """
         if inducing is not None:
             check_inducing("inducing", inducing.mean, joint, validate_args)
@@ -133,10 +135,7 @@ class InducingNormal(AugmentedNormal):
         return new
 
     def condition(self, whitened: Tensor) -> "GivenInducing":
-        """Return the distribution of W given whitened inducing weights ``(*batch, M_out, M_in)``.
-
-        Its KL and density do not count the inducing weights.
-        """
+        """Return the distribution of W given whitened U, whose KL and density do not count U."""
         if self._validate_args:
             check_inducing("whitened", whitened, self.joint, True)
         return GivenInducing(self.joint, whitened, self.conditional_scale)
@@ -145,12 +144,10 @@ class InducingNormal(AugmentedNormal):
 
     @property
     def log_det_covariance(self) -> Tensor:
-        """The log determinant of the covariance, ``(*batch_shape,)``, in nats."""
         log_det: Tensor = torch.linalg.slogdet(self._seen_covariance).logabsdet
         return self._around_zero.log_det_covariance + log_det.to(self.conditional_scale.dtype)
 
     def mahalanobis(self, difference: Tensor) -> Tensor:
-        """Return ``d' Sigma^-1 d`` for ``d (*sample_shape, *batch_shape, *event_shape)``."""
         v, seen = self._seen(difference)
         k = torch.linalg.solve(self._residual, seen.flatten(-2).unsqueeze(-1))
         covariance = self.inducing.covariance_matrix.double()
@@ -182,16 +179,10 @@ class InducingNormal(AugmentedNormal):
 
     @property
     def members(self) -> Tensor:
-        """The members of the inducing weights ``(*batch, K, M_out, M_in)``, of an ensemble."""
         members: Tensor = self.inducing.members
         return members
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density of weights, in nats, with shape ``(*sample, *batch_shape)``.
-
-        Raises:
-            NotImplementedError: If the inducing weights have inducing weights with several points.
-        """
         if not isinstance(self.inducing, PointMixture):
             if self.is_mixture:
                 raise NotImplementedError(
@@ -208,22 +199,16 @@ class InducingNormal(AugmentedNormal):
         return torch.stack(densities).logsumexp(0) - math.log(len(members))
 
     def entropy(self) -> Tensor:
-        """Return the differential entropy of W ``(*batch_shape,)``, in nats.
-
-        Raises:
-            NotImplementedError: For a mixture of several points.
-        """
         if self.is_mixture:
             raise NotImplementedError("A mixture of normals has no entropy in closed form.")
         return super().entropy()
 
 
 class GivenInducing(InducingNormal):
-    r"""A weight given inducing weights that are drawn at another site.
+    r"""A weight given inducing weights that are drawn at another site, with the conditional KL.
 
-    Draws have the conditional distribution, and the KL is the conditional one. ``log_prob`` is the
-    weight's term of the ELBO, :math:`\log p(W) + \log q(W \mid U) - \log p(W \mid U)`, which is not a
-    density; :class:`Auxiliary` has the term of U.
+    ``log_prob`` is the weight's term of the ELBO, :math:`\log p(W) + \log q(W \mid U) - \log p(W \mid
+    U)`, which is not a density; :class:`Auxiliary` has the term of U.
     """
 
     def __init__(
@@ -233,7 +218,6 @@ class GivenInducing(InducingNormal):
         AugmentedNormal.__init__(self, joint, inducing, conditional_scale, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the weight's term of the ELBO, in nats, ``(*sample, *batch_shape)``."""
         scale, whitened = self.conditional_scale, self.inducing.mean
         unscaled = ConditionalNormal(self.joint, whitened, torch.ones_like(scale), False)
         distance = unscaled.mahalanobis(value - self.loc)
@@ -277,32 +261,22 @@ for pair in (
 
 @register_kl(InducingNormal, Normal)
 def _kl_to_normals(q: InducingNormal, p: Any) -> Tensor:
-    """KL over the weight and its inducing weights, in nats, ``(*batch_shape,)``."""
     loc, scale = (_rows_and_columns(q, value) for value in (p.loc, p.scale))
-    own = q.joint.column_scale
-    (out, size), matrix = q.joint.matrix_shape, (*q.batch_shape, *q.joint.matrix_shape)
-    if loc.shape[-2:] == scale.shape[-2:] == own.shape[-2:] == (1, 1):
-        if _is_own(loc, scale, q.joint.scale):
-            return _kl(q)
-        columns = q.joint.columns
-        group = columns.basis.sum(-1), columns.gram, size
-        return _kl(q, _gap_of_columns(q, group, loc[..., 0, 0], scale[..., 0, 0], q.joint.scale))
+    own, (out, size) = q.joint.column_scale, q.joint.matrix_shape
     if scale.shape[-2] == loc.shape[-2] == 1:  # the same prior in every row
+        if _is_own(loc, scale, own):
+            return _kl(q)
         first, second = (moment.unsqueeze(-2) for moment in _column_moments(q))
         gap = _gap(out, first, second, loc, scale, own)
     else:
-        mean = q.mean.reshape(matrix)
-        gap = _gap(1, mean, q.variance.reshape(matrix) + mean.square(), loc, scale, own)
+        mean, variance = (m.reshape(*q.batch_shape, out, size) for m in (q.mean, q.variance))
+        gap = _gap(1, mean, variance + mean.square(), loc, scale, own)
     return _kl(q, gap.sum((-2, -1)))
 
 
 @register_kl(InducingNormal, Laplace)
 def _kl_from_moments(q: InducingNormal, p: Any) -> Tensor:
-    """KL to independent priors that are not all normal.
-
-    Raises:
-        NotImplementedError: For a mixture, or if the mean log density of a prior is not known.
-    """
+    """KL to independent priors that are not all normal."""
     if q.is_mixture:
         raise NotImplementedError
     mean, variance, joint = q.mean, q.variance, q.joint.weight_prior()
@@ -313,36 +287,15 @@ def _kl_from_moments(q: InducingNormal, p: Any) -> Tensor:
 
 @register_kl(InducingNormal, JoinedPrior)
 def _kl_to_joined_priors(q: InducingNormal, p: JoinedPrior) -> Tensor:
-    """KL to priors of a weight and its bias."""
-    divergence: Tensor
-    if p.normals() is None:
-        divergence = _kl_from_moments(q, p)
-        return divergence
-    scalars = p.scalars()
-    if scalars is None or q.batch_shape:
-        divergence = kl_weight_joined(q, p)
-        return divergence
-    joint = q.joint
-    own = joint.scale if joint.bias_scale is None else joint.bias_scale
-    if _is_own(*scalars[0], joint.scale) and _is_own(*scalars[1], own):
-        return _kl(q)
-    columns = joint.columns
-    last = columns.basis[:, -1]
-    outer = torch.outer(last, last)
-    weight = columns.basis.sum(-1) - last, columns.gram - outer, joint.matrix_shape[1] - 1
-    return _kl(
-        q,
-        _gap_of_columns(q, weight, *scalars[0], joint.scale)
-        + _gap_of_columns(q, (last, outer, 1), *scalars[1], own),
-    )
+    divergence: Tensor = _kl_from_moments(q, p) if p.normals() is None else kl_weight_joined(q, p)
+    return divergence
 
 
 def _is_own(loc: Tensor, scale: Tensor, own: Tensor) -> bool:
     """Whether a normal prior is known to equal the joint prior's marginal, so that the gap is zero."""
-    values = (loc, scale, own)
-    if any(value.numel() > 1 or not can_read(value) for value in values):
+    if not all(map(can_read, (loc, scale, own))):
         return False
-    return float(loc) == 0.0 and float(scale) == float(own)
+    return not bool(loc.any()) and bool((scale == own).all())
 
 
 def _kl(q: InducingNormal, gap: Tensor | float = 0.0) -> Tensor:
@@ -355,23 +308,6 @@ def _kl(q: InducingNormal, gap: Tensor | float = 0.0) -> Tensor:
     standard = Normal(scale.new_zeros(()), scale.new_ones(()), validate_args=False)
     of_inducing: Tensor = kl_divergence(q.inducing, standard)
     return divergence + of_inducing
-
-
-def _gap_of_columns(
-    q: InducingNormal,
-    group: tuple[Tensor, Tensor, int],
-    loc: Tensor,
-    scale: Tensor,
-    own: Tensor,
-) -> Tensor:
-    """Return the gap of columns with one prior, from their sum, their Gram matrix and their number."""
-    total, outer, count = group
-    rows, gram, out = q.joint.rows.basis, q.joint.rows.gram, q.event_shape[0]
-    first = (rows.sum(-1).unsqueeze(-2) @ q.inducing.mean @ total.unsqueeze(-1))[..., 0, 0]
-    seen = (_second_moment(q.inducing, gram) * outer).sum((-2, -1))
-    noise = out * count - _trace(gram) * _trace(outer)
-    second = seen + q.conditional_scale.square() * noise
-    return _gap(out * count, own * first, own.square() * second, loc, scale, own)
 
 
 def _gap(

@@ -74,7 +74,6 @@ class MatheronBases:
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether all columns have one prior."""
         return self.prior_scale.shape[-1] == 1
 
     def project(self, inducing: Tensor) -> Tensor:
@@ -84,10 +83,7 @@ class MatheronBases:
         return projected
 
     def variance(self, inducing: WeightDistribution, hidden: Tensor, squared: Tensor) -> Tensor:
-        r"""Return the variances of outputs ``(..., positions, out)``.
-
-        ``hidden (..., positions, M_in)`` is :math:`C x`; ``squared`` is :math:`|\sigma x|^2`.
-        """
+        r"""Return the variances ``(..., positions, out)``, for :math:`C x` and :math:`|\sigma x|^2`."""
         squares = self.rows.square()
         if isinstance(inducing, IndependentWeight):
             spread = hidden.square() @ inducing.variance.mT @ squares
@@ -95,8 +91,7 @@ class MatheronBases:
             seen = inducing.image_under(DenseMap(False), hidden.movedim(-2, 0)).covariance_matrix
             spread = (self.rows * (seen @ self.rows)).sum(-2).movedim(0, -2)
         overlap = hidden.square().sum(-1, keepdim=True) * squares.sum(-2, keepdim=True)
-        variance: Tensor = spread + self.squared_scale * (squared - overlap)
-        return variance
+        return spread + self.squared_scale * (squared - overlap)
 
     def squared_norm(self, linear_map: LinearMap, x: Tensor, squared: Tensor) -> Tensor:
         r"""Return :math:`|\sigma x|^2` from the squared norm of x."""
@@ -118,7 +113,6 @@ class MatheronDraw:
     event_shape: torch.Size
 
     def weight(self) -> Tensor:
-        """Return the weight."""
         coefficient = self.bases.conditional_scale[..., None, None] * self.bases.prior_scale
         weight = torch.addcmul(self.bases.project(self.inducing), coefficient, self.noise)
         return weight.reshape(*weight.shape[:-2], *self.event_shape)
@@ -139,15 +133,14 @@ class MatheronDraw:
 class MatheronOutputs(GaussianOutputs):
     r"""Outputs of a weight with inducing weights, drawn without forming the weight.
 
-    With :math:`h = B_c (\sigma x)`, outputs are
-
     .. math:: y = B_r^\top (\tilde U h) + \lambda n, \qquad n \sim N(0, |\sigma x|^2 I - |h|^2 P_r),
+        \qquad h = B_c (\sigma x),
 
     .. math:: n = a e - \left(a - \sqrt{a^2 - |h|^2}\right) B_r^\top (B_r e - H_r g), \qquad
         a = |\sigma x|,
 
-    with standard normal e of size ``out`` and g of size ``M_out``, for which :math:`B_r e - H_r g` is
-    standard normal. An example takes ``in M_in + M_in M_out + 2 out M_out`` multiplications.
+    with standard normal e of size ``out`` and g of size ``M_out``. An example takes ``in M_in + M_in
+    M_out + 2 out M_out`` multiplications.
     """
 
     def __init__(
@@ -171,12 +164,10 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
-        """The mean of each output, ``(*batch_shape, *event_shape)``."""
         inner = self._map.mix(self._hidden, self._inducing.mean)
         return self._map.mix(inner, self._bases.rows.mT, self._bias_loc)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw outputs ``(*sample_shape, *batch_shape, *event_shape)``."""
         sample, rows = torch.Size(sample_shape), self._bases.rows
         hidden, squared = self._repeat(self._hidden, sample), self._repeat(self._squared, sample)
         mix, scale = self._map.mix, self._bases.conditional_scale.unsqueeze(-1)
@@ -193,8 +184,7 @@ class MatheronOutputs(GaussianOutputs):
         if self._bias_variance is not None:
             spread = meet_channels(self._map, floored_sqrt(self._bias_variance))
             outputs = torch.addcmul(outputs, spread, torch.randn_like(outputs))
-        draws: Tensor = outputs.to(noise.dtype).reshape(self._extended_shape(sample))
-        return draws
+        return outputs.to(noise.dtype).reshape(self._extended_shape(sample))
 
     def _with_channels(self, hidden: Tensor, channels: int) -> torch.Size:
         """Return the shape of ``hidden`` with another number of channels."""
@@ -227,7 +217,6 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of each output, ``(*batch_shape, *event_shape)``."""
         hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
         variance = self._bases.variance(self._inducing, hidden, squared)
         if self._bias_variance is not None:
@@ -237,9 +226,6 @@ class MatheronOutputs(GaussianOutputs):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        """The dense covariance ``(*batch_shape, E, E)`` for E outputs; for small sizes."""
-        if len(self.event_shape) == 1:
-            return self._covariance_at_one_position
         hidden, squared = self._at_positions(self._hidden), self._at_positions(self._squared)
         gain = torch.einsum("...ai,...pb->...piab", self._bases.rows, hidden).flatten(-2)
         own = (self._bases.squared_scale * squared).expand(gain.shape[:-1])
@@ -255,19 +241,6 @@ class MatheronOutputs(GaussianOutputs):
             f"...pim,...mn,...qkn->...{order}", gain, shared, gain
         )
         return covariance.flatten(-2).flatten(-3, -2)
-
-    @property
-    def _covariance_at_one_position(self) -> Tensor:
-        """The covariance of examples with one position."""
-        rows, scale = self._bases.rows, self._bases.squared_scale
-        seen = self._inducing.image_under(DenseMap(False), self._hidden).covariance_matrix
-        overlap = scale * self._hidden.square().sum(-1, keepdim=True).unsqueeze(-1)
-        known = seen - overlap * torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
-        own = (scale[..., 0] * self._squared).expand(*self.batch_shape, rows.shape[-1])
-        if self._bias_variance is not None:
-            own = own + self._bias_variance
-        covariance: Tensor = rows.mT @ known @ rows + torch.diag_embed(own)
-        return covariance
 
     def _at_positions(self, tensor: Tensor) -> Tensor:
         """View ``(*batch, *event)`` as ``(*batch, positions, channels)``."""
