@@ -11,16 +11,7 @@ from pyro_structvi.maps.calls import drawn_per_example
 
 @drawn_per_example
 def scale_channels(x: Tensor, scale: Tensor, channel_dim: int) -> Tensor:
-    """Multiply each channel by a number.
-
-    Args:
-        x: Inputs or outputs of a layer, with one batch dimension.
-        scale: Numbers ``(channels,)``, or ``(batch, channels)`` for each example.
-        channel_dim: The dimension of the channels in ``x``, negative.
-
-    Returns:
-        The products, of the shape of ``x``.
-    """
+    """Multiply each channel by a number."""
     return x * _to_channels(scale, x, channel_dim)
 
 
@@ -40,11 +31,7 @@ def _to_channels(factor: Tensor, x: Tensor, channel_dim: int) -> Tensor:
 def apply_to_batch(
     function: Callable[[Tensor], Tensor], x: Tensor, channels: int, channel_dim: int
 ) -> Tensor:
-    """Call a function of a batch with ``x``, a batch or a single example.
-
-    Raises:
-        ValueError: If ``x`` does not have the channels of the layer.
-    """
+    """Call a function of a batch with ``x``, a batch or a single example."""
     check("x", x, Tensor)
     if x.dim() < -channel_dim or x.shape[channel_dim] != channels:
         raise ValueError(

@@ -401,13 +401,7 @@ def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
 def _copy_with_sites(
     net: nn.Module, priors: dict[int, Any], converted: dict[int, Any]
 ) -> PyroModule:
-    """Return a copy with sites, which shares sampled and frozen parameters with the net.
-
-    Args:
-        net: A module with initialized weights.
-        priors: Priors of parameters, by identity.
-        converted: New layers, by the identity of the replaced modules.
-    """
+    """Return a copy with sites, which shares sampled and frozen parameters with the net."""
     memo: dict[int, Any] = {
         id(parameter): parameter
         for parameter in net.parameters()

@@ -281,16 +281,6 @@ def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, i
 
     The value of a site in such plates is ``(*plates, 1, *shape)``, with a 1 for the plate of the data,
     or ``(*plates, *shape)`` in ``Predictive``.
-
-    Args:
-        net: The net; its sample sites are declared by its modules.
-        call: Runs it once, on the same input for all draws.
-
-    Returns:
-        The outputs ``(*plates, batch, ...)``, and the number of plate dimensions.
-
-    Raises:
-        RuntimeError: If vmap cannot vectorize the net, as with updates of running statistics.
     """
     plates = plates_around()
     if not plates or not isinstance(net, PyroModule):
@@ -330,15 +320,7 @@ def _takes_keywords(net: nn.Module, x: Mapping[Any, Any]) -> bool:
 
 
 def read_output(result: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
-    """Return the tensor in a net's return value.
-
-    Args:
-        result: A tensor, or an object with ``logits``, such as a ``ModelOutput``.
-        output: From any other return value to the tensor, or None.
-
-    Raises:
-        TypeError: If there is no tensor.
-    """
+    """Return the tensor in a net's return value."""
     found = output(result) if output is not None else getattr(result, "logits", result)
     if isinstance(found, Tensor):
         return found

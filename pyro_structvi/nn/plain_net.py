@@ -19,13 +19,6 @@ def plain_net(net: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of a Bayesian net whose sites are parameters with given values.
 
     The copy shares no memory with the net or its original.
-
-    Args:
-        net: The Bayesian net.
-        values: Values of its sites, by name.
-
-    Raises:
-        ValueError: If a site has no value, or a value of another shape.
     """
     memo: dict[int, Any] = {}  # values that need no copy
     for module in net.modules():

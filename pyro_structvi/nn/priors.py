@@ -168,21 +168,6 @@ def _first_match(prior: Mapping[str, Any], name: str) -> list[str]:
 def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None = None) -> Any:
     """Return the distribution of a parameter.
 
-    Args:
-        prior: As for :func:`~pyro_structvi.bayesianize`.
-        name: The parameter's name.
-        parameter: The parameter.
-        fan_in: Its fan-in, 0 for a vector; None if unknown, or if the shape defines it.
-
-    Returns:
-        A distribution of single elements that broadcasts to the parameter, or of all elements, with its
-        dtype and device; or a :class:`HierarchicalScale` with such a distribution; or None.
-
-    Raises:
-        ValueError: If a standard deviation is not positive or does not fit, no pattern matches, or a
-            prior needs an unknown fan-in.
-        TypeError: If the prior has another type.
-
     Example:
         >>> resolve_prior({"*.bias": 1.0, "*": FanIn()}, "0.weight", torch.zeros(3, 16)).scale
         tensor(0.2500)
@@ -379,17 +364,7 @@ class TiedPrior:
 
 
 def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
-    """Turn an attribute of a module into a sample site, in place of a parameter.
-
-    Args:
-        module: The module.
-        attribute: The attribute's name.
-        prior: The result of :func:`resolve_prior`.
-        shape: The shape of a value.
-
-    Raises:
-        ValueError: If the module has an attribute with the name of the scale's site.
-    """
+    """Turn an attribute of a module into a sample site, in place of a parameter."""
     if isinstance(prior, HierarchicalScale):
         scale = f"{attribute}_scale"
         if hasattr(module, scale):

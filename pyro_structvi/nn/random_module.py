@@ -177,9 +177,6 @@ def sample_every_site(module: nn.Module) -> None:
 
     The values of a pass are kept as long as it can be differentiated, so that activation checkpointing
     recomputes layers with the same weights.
-
-    Args:
-        module: The module; one that is not a ``PyroModule`` declares no sites and does not change.
     """
     if isinstance(module, PyroModule) and _sample_declared not in forward_hooks(module):
         module.register_forward_pre_hook(_sample_declared)
@@ -323,11 +320,7 @@ class _PassValues(dict[str, Tensor]):
         self._differentiated = None
 
     def get(self, name: str, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
-        """Return the value at a site, or the default if it is not sampled in this pass.
-
-        Raises:
-            RuntimeError: In a backward pass, if the recomputed pass is unknown.
-        """
+        """Return the value at a site, or the default if it is not sampled in this pass."""
         value = super().get(name)
         if value is not None or not inside_backward():
             return default if value is None else value

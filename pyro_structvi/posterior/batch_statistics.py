@@ -23,13 +23,6 @@ class BatchStatistics:
 
     Running statistics are averages over the draws of training. They fit no member of an ensemble, whose
     features differ.
-
-    Args:
-        model: The model.
-        args: Its arguments on the reference inputs.
-
-    Raises:
-        ValueError: If the model has no batch normalization with running statistics.
     """
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -172,11 +172,7 @@ def _frozen_in(model: Any) -> dict[str, Tensor]:
 
 
 def _left_out(digests: Mapping[str, str], model: Any) -> dict[str, Tensor]:
-    """Return the parameters of a model that a file left out.
-
-    Raises:
-        ValueError: If the file is of other parameters.
-    """
+    """Return the parameters of a model that a file left out."""
     own = _frozen_in(model) if digests else {}
     wrong = [key for key in digests if key not in own or _digest(own[key]) != digests[key]]
     if wrong:
@@ -195,11 +191,7 @@ def _digest(value: Tensor) -> str:
 
 
 def _check_state(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless a file has the tensors of a module.
-
-    Raises:
-        ValueError: If names, shapes or dtypes differ.
-    """
+    """Raise unless a file has the tensors of a module."""
     found = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
     wrong = [*_differences(own, found)]
     if wrong:
@@ -338,11 +330,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
 
 
 def _decode(value: Any, model: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return an option from JSON; guides among options are of the model.
-
-    Raises:
-        ValueError: If a family or one of its options is unknown.
-    """
+    """Return an option from JSON; guides among options are of the model."""
     match value:
         case {"tensor": key}:
             return tensors[key]
@@ -380,16 +368,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def write_atomically(name: str, path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a temporary file, flush it to the disk, and rename it to a path.
-
-    Args:
-        name: The name of the argument, for the error.
-        path: The path.
-        write: Writes the file at a path.
-
-    Raises:
-        OSError: If there is no room, say; the file at the path is then what it was.
-    """
+    """Write a temporary file, flush it to the disk, and rename it to a path."""
     # One name, so that a killed write leaves one file.
     partial = path.with_name(f"{path.name}.partial")
     try:

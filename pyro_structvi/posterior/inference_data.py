@@ -38,11 +38,7 @@ Values = dict[str, Tensor]
 
 
 def import_arviz() -> Any:
-    """Import ArviZ without its announcement of the next version.
-
-    Raises:
-        ImportError: If ArviZ, or a package it needs, is not installed.
-    """
+    """Import ArviZ without its announcement of the next version."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
         try:
@@ -55,14 +51,7 @@ def import_arviz() -> Any:
 
 
 def pareto_smoothed(log_weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Return log weights smoothed by a generalized Pareto distribution, and the shape of their tail.
-
-    Args:
-        log_weights: Logs of importance weights, ``(draws,)``.
-
-    Raises:
-        ImportError: If ArviZ is not installed.
-    """
+    """Return log weights smoothed by a generalized Pareto distribution, and the shape of their tail."""
     arviz = import_arviz()
     if hasattr(arviz, "psislw"):
         smoothed, k_hat = arviz.psislw(log_weights)
@@ -91,10 +80,6 @@ class _Columns:
 
 class _PosteriorGroup(_Columns):
     """Chosen sites, functions of all sites, and return values of the model.
-
-    Args:
-        sites: Names or patterns of the sites; None for all.
-        functions: Functions of a draw, by name.
 
     Attributes:
         outputs: The names of the return values.
@@ -177,10 +162,6 @@ def dims_of_sites(
 
     Dimensions of a weight end in ``_out``, ``_in`` and ``_kernel``, and the dimension of a bias or of a
     normalization in ``_out``. Dimensions of one kind are numbered.
-
-    Args:
-        model: The model.
-        shapes: The shapes of values, by site.
 
     Example:
         >>> from pyro_structvi import bayesianize

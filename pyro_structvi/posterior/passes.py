@@ -64,16 +64,7 @@ def as_arguments(x: Any, name: str = "x") -> tuple[Any, ...]:
 
 
 def as_batches(args: tuple[Any, ...], y: Tensor | None, batch_size: int | None) -> list[Batch]:
-    """Split a model's arguments and observations into mini-batches along the first dimension.
-
-    Args:
-        args: The arguments; a mapping becomes a dict.
-        y: Observations, or None.
-        batch_size: Examples in a mini-batch; None for all.
-
-    Raises:
-        ValueError: If lengths differ.
-    """
+    """Split a model's arguments and observations into mini-batches along the first dimension."""
     if y is not None:
         check_tensors("y", y)
     # Tensors in a mapping may have another length unless they are split, as the edges of a graph.
@@ -113,16 +104,7 @@ def batches_of(
 
 
 def count_draws(posterior: Posterior, num_samples: int | None) -> int:
-    """Return the number of draws.
-
-    Args:
-        posterior: A guide, or draws by site with the draw as first dimension.
-        num_samples: The given number. None for all given draws, each member of a mixture of points, or
-            100 draws of another guide.
-
-    Raises:
-        ValueError: If there are fewer draws, or sites have different numbers.
-    """
+    """Return the number of draws."""
     if not isinstance(posterior, Mapping):
         is_of_points = getattr(posterior, "is_of_points", False)
         members = getattr(posterior, "num_members", 1)
@@ -205,16 +187,6 @@ class Passes:
     The first draw runs alone and determines the local latent sites and the memory of a draw. Nothing can
     be validated under vmap, so a pass with an invalid distribution or observation runs again one by one,
     which raises the usual error. A model that torch cannot vectorize also runs one by one.
-
-    Args:
-        model: The model.
-        posterior: A guide, or draws by site.
-        batches: Mini-batches: the model's arguments, and observations or None.
-        site: The name of the observed site, if ambiguous.
-        read: From the observed node of a trace, the model's return value and the observations to the
-            values to keep, by name.
-        max_memory: Memory for weights and layer outputs of one pass, in GiB.
-        batch_statistics: Inputs for statistics of batch normalization; None for running statistics.
 
     Attributes:
         observed: The name of the observed site, after the first pass.

@@ -256,13 +256,7 @@ def one_or_several(inputs: tuple[Any, ...]) -> Any:
 
 
 class _Reader:
-    """Reads moments, function values and likelihoods at each draw, and stacks them.
-
-    Args:
-        num_batches: Number of mini-batches.
-        keeps: Whether to keep function values.
-        stride: Every ``stride``-th draw has its likelihood kept.
-    """
+    """Reads moments, function values and likelihoods at each draw, and stacks them."""
 
     def __init__(self, num_batches: int, keeps: bool, stride: int = 1) -> None:
         self.num_batches, self.keeps, self.stride = num_batches, keeps, stride
@@ -382,11 +376,7 @@ class _Averages:
 
 
 class _StackedLikelihood:
-    """Stacks the likelihoods of single draws.
-
-    Args:
-        template: The likelihood at one draw; its first batch dimension is the examples.
-    """
+    """Stacks the likelihoods of single draws."""
 
     def __init__(self, template: Any) -> None:
         self.template = template = _without_lazy(template)

@@ -25,11 +25,6 @@ class _AtDraw(Messenger):
     """Gives latent sites the values of a draw if the shapes agree; observed sites keep their values.
 
     A value of another shape is left out, since it may belong to a local latent of other examples.
-
-    Args:
-        values: The draw, by site.
-        unused: A site that the model does not use; it gets NaN in place of a sample.
-        counts: Whether to count the uses of values sampled from the model.
     """
 
     def __init__(self, values: Mapping[str, Tensor], unused: str | None, counts: bool) -> None:
@@ -60,16 +55,7 @@ def run_at_draw(
     unused: str | None = None,
     counts: bool = False,
 ) -> Any:
-    """Run the model at a draw of its latent sites and return the trace.
-
-    Args:
-        model: The model.
-        values: The draw, by site; all other sites are sampled from the model.
-        args: The arguments of the model.
-        new: Sites of the draw to sample from the model nevertheless.
-        unused: A site that needs no sample.
-        counts: Whether to count uses, for :func:`is_unused`.
-    """
+    """Run the model at a draw of its latent sites and return the trace."""
     given = {name: value for name, value in values.items() if name not in new}
     try:
         with poutine.block(), poutine.mask(mask=False):
@@ -103,17 +89,7 @@ def _explain_mismatch(
 
 
 def find_observation(trace: Any, values: dict[str, Tensor], site: str | None) -> str:
-    """Return the name of the observed site of a model that ran without observations.
-
-    Args:
-        trace: The trace of a run at a draw.
-        values: The draw, by site.
-        site: The name if the caller gave it.
-
-    Raises:
-        ValueError: If there is no such site, if there are several candidates, or if the sites of the
-            draw are not the global latent sites of the model.
-    """
+    """Return the name of the observed site of a model that ran without observations."""
     nodes = {
         name: node
         for name, node in trace.nodes.items()
@@ -166,17 +142,7 @@ def _check_sites(
 def sites_from_model(
     trace: Any, observed: Any, values: Mapping[str, Tensor], is_whole: bool
 ) -> set[str]:
-    """Return the local latent sites of a draw that must be sampled from the model, and warn of them.
-
-    Args:
-        trace: The trace of a run at the draw.
-        observed: The observed node of the trace.
-        values: The draw, by site.
-        is_whole: Whether the run had all examples, not a mini-batch.
-
-    Returns:
-        The names; none if the posterior was fitted to as many examples.
-    """
+    """Return the local latent sites of a draw that must be sampled from the model, and warn of them."""
     plates = _plates_of(observed)
     local = [name for name in values if plates & _plates_of(trace.nodes[name])]
     kept = [name for name in local if is_whole and trace.nodes[name]["is_observed"]]
@@ -186,12 +152,7 @@ def sites_from_model(
 
 
 def observed_log_prob(node: Any, y: Tensor) -> Tensor:
-    """Return the log density of observations, in at least single precision, zero if masked by the model.
-
-    Args:
-        node: The observed node of a trace.
-        y: The observations, of the shape of the likelihood.
-    """
+    """Return the log density of observations, in at least single precision, zero if masked by the model."""
     likelihood, mask = node["fn"], node["infer"]["own_mask"]
     check_no_nan("y", y)
     check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")

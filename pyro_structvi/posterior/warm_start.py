@@ -101,11 +101,7 @@ def full_covariance_from(guide: StructuredGuide, max_memory: Positive = 8.0) -> 
 def _replace(
     guide: StructuredGuide, make: Callable[[SitePosterior], SitePosterior | None], needed: str
 ) -> StructuredGuide:
-    """Return a copy of a guide with new posteriors; ``make`` returns None for sites that stay.
-
-    Raises:
-        ValueError: If all sites stay; ``needed`` is the requirement in the message.
-    """
+    """Return a copy of a guide with new posteriors; ``make`` returns None for sites that stay."""
     new = copy.deepcopy(guide)
     families: dict[str, Family] = {}
     with torch.no_grad():

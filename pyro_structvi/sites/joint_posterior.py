@@ -29,11 +29,6 @@ class JointPosterior:
 
     Each distribution is made once, so that all samples share its factors. An objective makes a new
     object after the parameters have changed.
-
-    Args:
-        posteriors: The posteriors of the sites, in the order of sampling.
-        couplings: The couplings of sites.
-        uses: How the model uses each of its sites.
     """
 
     def __init__(
@@ -64,13 +59,7 @@ class JointPosterior:
         number: Tensor | int | None = None,
         left_out: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Sample the sites of a guide by ``pyro.sample``.
-
-        Args:
-            plates: Pyro's plates by name; a subsampled plate selects its examples.
-            number: As for :meth:`conditionals`.
-            left_out: Sites that the model samples.
-        """
+        """Sample the sites of a guide by ``pyro.sample``."""
         values: dict[str, Tensor] = {}
         drawn = {name for name, plate in plates.items() if plate.subsample_size != plate.size}
         at = self._at | {
@@ -142,14 +131,7 @@ class JointPosterior:
         number: Tensor | int | None = None,
         at: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[LatentSite, Any]]:
-        """Yield each site and its distribution conditioned on the values that couplings share.
-
-        Args:
-            how: The method of :class:`Coupling` that returns these values.
-            local: Whether to yield the sites of single examples too.
-            number: The number of the pass, which selects a member of an ensemble; None for any.
-            at: The distributions, if they are not the distributions of all examples.
-        """
+        """Yield each site and its distribution conditioned on the values that couplings share."""
         at = self._at if at is None else at
         conditioned: dict[str, Any] = {}
         for coupling in self._couplings:
@@ -160,11 +142,7 @@ class JointPosterior:
 
 
 def probabilities(probs: Sequence[float] | Tensor) -> Tensor:
-    """Return the argument ``quantiles`` in double precision, ``(num,)``.
-
-    Raises:
-        ValueError: If a number is not from 0 to 1.
-    """
+    """Return the argument ``quantiles`` in double precision, ``(num,)``."""
     asked = torch.as_tensor(probs, dtype=torch.float64).reshape(-1)
     if not bool(((asked >= 0) & (asked <= 1)).all()):
         raise ValueError(f"`quantiles` must be numbers from 0 to 1, but got {probs}.")
@@ -189,9 +167,6 @@ def in_one_pass(run: Callable[[Any], T], values: Any) -> T | None:
     """Map a function over stacked samples by vmap, each with separate random numbers.
 
     Validation is off, since values are not accessible under vmap.
-
-    Returns:
-        The stacked results, or None after any error; a run with one sample shows errors of the user.
     """
     with warnings.catch_warnings(), pyro.validation_enabled(False):
         warnings.filterwarnings("ignore", "There is a performance drop")
@@ -214,11 +189,6 @@ def joins_with(site: LatentSite, family: Family | None, sites: Mapping[str, Late
 
     The bias of ``<name>weight<suffix>`` is ``<name>bias<suffix>``, real, of shape ``(out,)``. A family
     that does not fit the weight with a further column has none.
-
-    Args:
-        site: The site of the weight.
-        family: The family chosen for it.
-        sites: All latent sites of the model.
     """
     if not (isinstance(family, MatrixFamily) and family.join_bias and len(site.shape) >= 2):
         return ""
@@ -236,14 +206,6 @@ def sample_joined(
     """Sample a weight and its bias in a guide, at an auxiliary site of their joint distribution.
 
     The two sites of the model are point masses at slices of the joint sample.
-
-    Args:
-        site: The joint site.
-        distribution: The distribution of ``(out, in + 1)``.
-        uses: How the model uses its sites.
-
-    Returns:
-        The two values, by site.
     """
     assert site.bias is not None
     counts = {uses[name].count for name in site.names}
@@ -286,18 +248,8 @@ def joint_name(site: LatentSite) -> str:
     return f"{weight}+{bias.rpartition('.')[-1]}"
 
 
-def join_values(weight: Tensor, bias: Tensor) -> Tensor:
-    """Return ``(out, in + 1)``, the weight as a matrix with the bias as its last column."""
-    return torch.cat([weight.flatten(1), bias.unsqueeze(-1)], -1)
-
-
 def check_joined(found: Container[str], weight_of: Mapping[str, str]) -> None:
-    """Raise a ``ValueError`` if a model samples only one of a weight and its joined bias.
-
-    Args:
-        found: The names of the sites that the model samples.
-        weight_of: The weight of each joined bias, by name.
-    """
+    """Raise a ``ValueError`` if a model samples only one of a weight and its joined bias."""
     for bias, weight in weight_of.items():
         if (bias in found) != (weight in found):
             raise ValueError(

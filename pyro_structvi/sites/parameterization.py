@@ -61,12 +61,6 @@ def initial_factor(
 def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
     """Return the parameters of matrices, the inverse of :func:`cholesky_factor`.
 
-    Args:
-        scale_tril: Lower triangular matrices ``(*batch, n, n)`` with positive diagonals.
-
-    Returns:
-        ``log_diagonal (*batch, n)`` and ``lower (*batch, n (n - 1) / 2)``.
-
     Example:
         >>> log_diagonal, lower = factor_parameters(torch.tensor([[1.0, 0.0], [6.0, 2.0]]))
         >>> lower
@@ -107,17 +101,7 @@ def unit_of_across(across: Tensor) -> float:
 
 
 def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of entries below the diagonal in a flat factor of rows of n elements.
-
-    Args:
-        rows: The number of rows of elements.
-        size: The number n of elements in a row.
-        device: The device of the result.
-
-    Returns:
-        Indices of entries within rows, ``(rows, n (n - 1) / 2)``, and between two rows,
-        ``(rows (rows - 1) / 2, n, n)``.
-    """
+    """Return the indices of entries below the diagonal in a flat factor of rows of n elements."""
     total = rows * size
     row, column = torch.tril_indices(size, size, offset=-1, device=device)
     starts = torch.arange(rows, device=device).unsqueeze(-1) * size * (total + 1)
@@ -129,15 +113,6 @@ def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Te
 
 def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tensor:
     """Return a Cholesky factor over the rows of a matrix, from entries within and between rows.
-
-    Args:
-        log_diagonal: Logarithms of the diagonal, ``(rows n,)``.
-        lower: The entries within each row, ``(rows, n (n - 1) / 2)``, as multiples of the diagonal entry
-            in their row of the factor.
-        across: The entries between a row and an earlier row, ``(rows (rows - 1) / 2, n, n)``, likewise.
-
-    Returns:
-        A matrix ``(rows n, rows n)`` with a positive diagonal.
 
     Example:
         >>> across = torch.arange(1.0, 5.0).view(1, 2, 2)
@@ -154,12 +129,7 @@ def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tenso
 
 
 def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
-    """Return the parameters of a factor, the inverse of :func:`factor_of_rows`.
-
-    Args:
-        scale_tril: A lower triangular matrix ``(D, D)`` with a positive diagonal.
-        like: A tensor of the D elements; a vector is one row.
-    """
+    """Return the parameters of a factor, the inverse of :func:`factor_of_rows`."""
     rows = len(like) if like.dim() > 1 else 1
     if rows == 1:
         log_diagonal, lower = factor_parameters(scale_tril)

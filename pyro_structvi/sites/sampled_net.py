@@ -90,11 +90,7 @@ def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
 
 
 class FixedDraw(Messenger):
-    """A handler that gives values to the sites of a model, not of a guide, that have none.
-
-    Args:
-        values: The values, by site.
-    """
+    """A handler that gives values to the sites of a model, not of a guide, that have none."""
 
     fixes_draw = True
 

@@ -258,16 +258,7 @@ def couple(
 def couple_families(
     posteriors: Iterable[SitePosterior], known: nn.ModuleDict, scale: float
 ) -> None:
-    """Add missing couplings, with the key of their first site.
-
-    Args:
-        posteriors: The posteriors of all sites.
-        known: The existing couplings, changed in place.
-        scale: The initial standard deviation of each element.
-
-    Raises:
-        ValueError: If a coupled site was found too late.
-    """
+    """Add missing couplings, with the key of their first site."""
     groups: dict[Family, dict[str, SitePosterior]] = {}
     for posterior in posteriors:
         groups.setdefault(posterior.family, {})[posterior.site.name] = posterior

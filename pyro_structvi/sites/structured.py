@@ -9,7 +9,11 @@ from torch import Tensor, nn
 
 from pyro_structvi._checks import Positive, Program, checked
 from pyro_structvi.nn.random_module import sample_every_site
-from pyro_structvi.sites.autoguide import OwningAutoGuide, declare_parameters, of_other_examples
+from pyro_structvi.sites.autoguide import (
+    OwningAutoGuide,
+    declare_parameters,
+    warn_of_local_latents,
+)
 from pyro_structvi.sites.family import (
     CreatePlates,
     Family,
@@ -28,13 +32,7 @@ from pyro_structvi.sites.finding import (
     warn_of_unused,
 )
 from pyro_structvi.sites.gradient_paths import trace_gradient_paths
-from pyro_structvi.sites.joint_posterior import (
-    JointPosterior,
-    check_joined,
-    join_values,
-    joins_with,
-)
-from pyro_structvi.sites.latent_site import LatentSite
+from pyro_structvi.sites.joint_posterior import JointPosterior, check_joined, joins_with
 from pyro_structvi.sites.report import report
 from pyro_structvi.sites.sampled_functions import sample_functions
 from pyro_structvi.sites.sampled_net import sampled, to_net
@@ -189,12 +187,15 @@ class StructuredGuide(OwningAutoGuide):
             RuntimeError: If no site is known yet and the guide is called by ``Predictive``.
         """
         joint = self.begin_pass(*args, **kwargs)
-        left_out: list[str] = []
         local = [name for name in self.local_site_names if not self[name].site.is_subsampled]
+        new: list[str] = []
         if local and self.model is not None and poutine.get_mask() is False:
-            shapes = {name: self[name].site.shape for name in local}
-            left_out = of_other_examples(self.model, shapes, args, kwargs)
-        return self._sample_sites(joint, None, left_out, args, kwargs)
+            with separate_randomness():
+                found = find_sites_by_running(self.model, args, kwargs)
+            shapes = {name: each.site.shape for name, each in found.items()}
+            new = [name for name in local if self[name].site.shape != shapes.get(name)]
+            warn_of_local_latents([name for name in local if name not in new], new)
+        return self._sample_sites(joint, None, new, args, kwargs)
 
     def in_pass(
         self, joint: JointPosterior, number: Tensor | int | None
@@ -218,10 +219,7 @@ class StructuredGuide(OwningAutoGuide):
         return joint.sample(plates, number, left_out)
 
     def begin_pass(self, *args: Any, **kwargs: Any) -> JointPosterior:
-        """Declare the parameters to Pyro, and return the distributions of the sites.
-
-        An objective calls it once for all passes of a step, with the arguments of the model.
-        """
+        """Declare the parameters to Pyro, and return the distributions for all passes of a step."""
         if not self._initialized and poutine.get_mask() is not False:
             self.initialize(*args, **kwargs)
         check_no_plates_around(each.sites for each in self._couplings())
@@ -229,10 +227,7 @@ class StructuredGuide(OwningAutoGuide):
         return self.joint_posterior()
 
     def joint_posterior(self, *args: Any, **kwargs: Any) -> JointPosterior:
-        """Return the distributions of the sites at the current parameters.
-
-        The arguments of the model initialize the guide if needed.
-        """
+        """Return the current distributions; arguments of the model initialize the guide if needed."""
         if not self._initialized and (args or kwargs):
             self.initialize(*args, **kwargs)
         if not self._uses:
@@ -243,7 +238,7 @@ class StructuredGuide(OwningAutoGuide):
         return JointPosterior([*self._own_posteriors()], [*self._couplings()], self._uses)
 
     def all_posteriors(self) -> Iterator[SitePosterior]:
-        """Return the posteriors of sites and of couplings, which hold the parameters."""
+        """Return the posteriors of sites and couplings, which hold the parameters."""
         return (module for module in self.modules() if isinstance(module, SitePosterior))
 
     @checked
@@ -296,35 +291,25 @@ class StructuredGuide(OwningAutoGuide):
     report, to_net, sampled, sample_functions = report, to_net, sampled, sample_functions
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`from_options` that make an equal guide with other parameters.
-
-        Raises:
-            TypeError: If the guide has ``create_plates``, a function that no file holds.
-        """
+        """Return the arguments of :meth:`from_options` that make an equal guide."""
         if self.create_plates is not None:
             raise TypeError(
                 "`guide` must have no `create_plates`, a function that no file holds. Save "
                 "`guide.state_dict()` by `torch.save`."
             )
-        sites = {self[name].site.name: self[name].site for name in self.site_names}
-        chosen = choose_families(sites, self.families)
-        own = {name: self[name].family for name in sites}
+        own = {each.site.name: each for each in self._own_posteriors()}
+        chosen = choose_families({name: each.site for name, each in own.items()}, self.families)
+        changed = {name: own[name].family for name in own if own[name].family != chosen[name]}
         return {
             "families": self.families,
-            "changed": {name: family for name, family in own.items() if family != chosen[name]},
+            "changed": changed,
             "init_scale": float(self.init_scale),
             "local_reparam": self.local_reparam,
         }
 
     @classmethod
     def from_options(cls, model: Any, changed: Mapping[str, Family], **options: Any) -> Self:
-        """Return a guide of this class for another model.
-
-        Args:
-            model: The model.
-            changed: The families of sites that pruning has changed.
-            **options: Those of :class:`StructuredGuide`, which differ from those of a short form.
-        """
+        """Return a guide of this class for another model, with the families that pruning changed."""
         guide = cls.__new__(cls)
         StructuredGuide.__init__(guide, model, **options)
         guide.change_families(changed)
@@ -368,13 +353,19 @@ class StructuredGuide(OwningAutoGuide):
         for bias, weight in weight_of.items():
             if weight in sites:
                 sites[weight] = sites[weight].join_bias(sites.pop(bias))
-        made = {
-            name: self._make_posterior(sites[name], family, found)
-            for name, family in chosen.items()
-            if name in sites
-        }
-        for name, posterior in made.items():
-            self.posteriors[module_key(name)] = posterior
+        made: dict[str, SitePosterior] = {}
+        for name, family in chosen.items():
+            if name in sites:
+                locs = [start_of(found[each], self.init_loc_fn) for each in sites[name].names]
+                # A bias is the last column of its weight.
+                loc = (
+                    locs[0]
+                    if len(locs) == 1
+                    else torch.cat([locs[0].flatten(1), locs[1][:, None]], 1)
+                )
+                start = family.init(sites[name], loc, self.init_scale)
+                made[module_key(name)] = SitePosterior(family, sites[name], start)
+        self.posteriors.update(made)
         self._weight_of = weight_of
         for name, site in sites.items():
             self[name].site = site  # a run adds information to the declaration
@@ -382,13 +373,6 @@ class StructuredGuide(OwningAutoGuide):
             item.use.local_reparam = self.local_reparam
             self._uses[name] = item.use.after(self._uses.get(name))
         couple_families(self._own_posteriors(), self.couplings, self.init_scale)
-
-    def _make_posterior(
-        self, site: LatentSite, family: Family, found: dict[str, FoundSite]
-    ) -> SitePosterior:
-        locs = [start_of(found[name], self.init_loc_fn) for name in site.names]
-        loc = locs[0] if site.bias is None else join_values(*locs)
-        return SitePosterior(family, site, family.init(site, loc, self.init_scale))
 
     def __contains__(self, name: str) -> bool:
         """Whether a site has a posterior."""
