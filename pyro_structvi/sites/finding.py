@@ -57,8 +57,10 @@ class FoundSite:
 def find_declared_sites(model: Any) -> dict[str, FoundSite]:
     """Find the ``PyroSample`` attributes of a module tree, without running it."""
     found: dict[str, FoundSite] = {}
-    computed = parametrized(model) if isinstance(model, nn.Module) else {}
-    for module in modules_of(model):
+    if not isinstance(model, nn.Module):  # such as a handler, which may hide sites
+        return found
+    computed = parametrized(model)
+    for module in model.modules():
         if not isinstance(module, PyroModule):
             continue
         for attribute, prior in declared_samples(module).items():
