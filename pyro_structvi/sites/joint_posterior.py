@@ -61,12 +61,11 @@ class JointPosterior:
     ) -> dict[str, Tensor]:
         """Sample the sites of a guide by ``pyro.sample``."""
         values: dict[str, Tensor] = {}
-        drawn = {name for name, plate in plates.items() if plate.subsample_size != plate.size}
         at = self._at | {
-            posterior.site.name: posterior.of_examples(plates)
-            for posterior in self._posteriors
-            if posterior.site.name not in left_out
-            and drawn.intersection(plate.name for plate in posterior.site.plates)
+            own.site.name: own.of_examples(plates)
+            for own in self._posteriors
+            if own.site.name not in left_out
+            and any(plates[each.name].subsample_size != each.size for each in own.site.plates)
         }
         for site, distribution in self.conditionals("sample", True, number, at):
             if site.name in left_out:
@@ -215,31 +214,24 @@ def sample_joined(
     use = SiteUse(site.name, uses[site.name].local_reparam, count, eager_reason)
     role = SiteRole(use, joins=site.names, is_auxiliary=True)
     joint = pyro.sample(joint_name(site), distribution, infer=role.as_infer())
-    is_lazy = isinstance(joint, LazyWeight)
-    parts: Mapping[str, Tensor] = _lazy_parts(site, joint, uses) if is_lazy else site.split(joint)
-    event_dims = (len(site.bias.weight_shape), 1)
+    shapes = dict(zip(site.names, (site.bias.weight_shape, joint.shape[:1]), strict=True))
+    parts: Mapping[str, Tensor]
+    if isinstance(joint, LazyWeight):
+        parts = {
+            name: LazySlice(joint, shape, partial(_part, site, name), uses[name])
+            for name, shape in shapes.items()
+        }
+    else:
+        parts = site.split(joint)
+    infer = SiteRole(is_slice=True).as_infer()
     return {
-        name: pyro.sample(
-            name,
-            PointMass(part, dim, validate_args=False),
-            infer=SiteRole(is_slice=True).as_infer(),
-        )
-        for (name, part), dim in zip(parts.items(), event_dims, strict=True)
+        name: pyro.sample(name, PointMass(part, len(shapes[name]), validate_args=False), infer=infer)
+        for name, part in parts.items()
     }
 
 
-def _lazy_parts(
-    site: LatentSite, joint: LazyWeight, uses: Mapping[str, SiteUse]
-) -> dict[str, LazySlice]:
-    assert site.bias is not None
-    shapes = zip(site.names, (site.bias.weight_shape, joint.shape[:1]), strict=True)
-
-    def take(name: str, value: Tensor) -> Tensor:
-        return site.split(value)[name]
-
-    return {
-        name: LazySlice(joint, shape, partial(take, name), uses[name]) for name, shape in shapes
-    }
+def _part(site: LatentSite, name: str, value: Tensor) -> Tensor:
+    return site.split(value)[name]
 
 
 def joint_name(site: LatentSite) -> str:

@@ -148,13 +148,10 @@ def bijection_onto(support: Any) -> Any:
 
 def has_bijection(support: Any) -> bool:
     """Whether a support is continuous, with a bijection from the real numbers."""
-    if support.is_discrete:
-        return False
     try:
-        bijection_onto(support)
+        return not support.is_discrete and bijection_onto(support) is not None
     except NotImplementedError:
         return False
-    return True
 
 
 def bijection_at(name: str, support: Any) -> Any:

@@ -59,7 +59,7 @@ def initial_factor(
 
 
 def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parameters of matrices, the inverse of :func:`cholesky_factor`.
+    """Return the parameters of matrices ``(*batch, n, n)``, the inverse of :func:`cholesky_factor`.
 
     Example:
         >>> log_diagonal, lower = factor_parameters(torch.tensor([[1.0, 0.0], [6.0, 2.0]]))
@@ -74,10 +74,7 @@ def factor_parameters(scale_tril: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_of_lower(lower: Tensor) -> float:
-    """Return the unit of steps of the entries below a diagonal of n entries.
-
-    See :func:`unit_of_row`.
-    """
+    """Return the unit of steps of the entries below a diagonal; see :func:`unit_of_row`."""
     return unit_of_row((1 + math.isqrt(1 + 8 * lower.shape[-1])) // 2)
 
 
@@ -101,7 +98,10 @@ def unit_of_across(across: Tensor) -> float:
 
 
 def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of entries below the diagonal in a flat factor of rows of n elements."""
+    """Return the indices of entries below the diagonal in a flat factor of rows of n elements.
+
+    They are ``(rows, n (n - 1) / 2)`` within rows, and ``(rows (rows - 1) / 2, n, n)`` between two rows.
+    """
     total = rows * size
     row, column = torch.tril_indices(size, size, offset=-1, device=device)
     starts = torch.arange(rows, device=device).unsqueeze(-1) * size * (total + 1)
@@ -112,7 +112,10 @@ def places_below(rows: int, size: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tensor:
-    """Return a Cholesky factor over the rows of a matrix, from entries within and between rows.
+    """Return a Cholesky factor ``(rows n, rows n)`` over the rows of a matrix.
+
+    Its entries below the diagonal, within rows and between rows as in :func:`places_below`, are given as
+    multiples of the diagonal entry in their row of the factor.
 
     Example:
         >>> across = torch.arange(1.0, 5.0).view(1, 2, 2)
@@ -129,7 +132,7 @@ def factor_of_rows(log_diagonal: Tensor, lower: Tensor, across: Tensor) -> Tenso
 
 
 def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
-    """Return the parameters of a factor, the inverse of :func:`factor_of_rows`."""
+    """Return the parameters of a factor, the inverse of :func:`factor_of_rows`; a vector is one row."""
     rows = len(like) if like.dim() > 1 else 1
     if rows == 1:
         log_diagonal, lower = factor_parameters(scale_tril)

@@ -72,7 +72,6 @@ class GuideReport:
         return sizes[True] / max(sum(sizes.values()), 1)
 
     def __str__(self) -> str:
-        """Return the table."""
         rows = [_HEAD, *(tuple(map(_cell, astuple(each))) for each in self.parameters)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = (
@@ -128,19 +127,17 @@ def _report_site(
     site, value = posterior.site, nodes[name]["value"]
     q = nodes[name if site.bias is None else joint_name(site)]["fn"]
     is_owner = site.name == name
-    drawn, why = _way_of(value, use, q)
-    is_point = isinstance(q, PointMass)
     prior = site.prior_scale if is_owner or site.bias is None else site.bias.prior_scale
+    family = type(posterior.family).__name__ if is_owner else f"with {site.name}"
+    count = sum(each.numel() for each in posterior.parameters()) if is_owner else 0
+    shape = tuple(value.shape)
+    if isinstance(q, PointMass):
+        return ParameterReport(
+            name, shape, "point", family, "weight", "a point", prior, parameters=count
+        )
+    scale = _scale_of(posterior)
     return ParameterReport(
-        name,
-        tuple(value.shape),
-        "point" if is_point else "random",
-        type(posterior.family).__name__ if is_owner else f"with {site.name}",
-        "weight" if is_point else drawn,
-        "a point" if is_point else why,
-        prior,
-        None if is_point else _scale_of(posterior),
-        sum(each.numel() for each in posterior.parameters()) if is_owner else 0,
+        name, shape, "random", family, *_way_of(value, use, q), prior, scale, count
     )
 
 
@@ -151,17 +148,16 @@ def _way_of(value: Any, use: SiteUse, q: Any) -> tuple[str, str]:
     if isinstance(value, LazyWeight):
         value = next(iter(value.used_items), value)
         return value.sampled or "nothing", value.reason if value.sampled == "weight" else ""
-    if use.local_reparam is False:
-        return "weight", "local_reparam=False"
-    if use.eager_reason:
-        return "weight", use.eager_reason
-    if use.count is not None and use.count > 1:
-        return "weight", f"{use.count} uses"
-    if not isinstance(q, WeightDistribution):
-        return "weight", "a site that is not a weight"
-    if use.examples_interact:
-        return "weight", "examples that interact"
-    return "weight", "rows that are not examples" if use.has_other_rows else "a site in a plate"
+    reasons = {
+        "local_reparam=False": use.local_reparam is False,
+        use.eager_reason: bool(use.eager_reason),
+        f"{use.count} uses": use.count is not None and use.count > 1,
+        "a site that is not a weight": not isinstance(q, WeightDistribution),
+        "examples that interact": use.examples_interact,
+        "rows that are not examples": use.has_other_rows,
+        "a site in a plate": True,
+    }
+    return "weight", next(reason for reason, holds in reasons.items() if holds)
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ class SitePosterior(nn.Module):
         return as_tensor(self.family)
 
     def set_extra_state(self, state: Any) -> None:
-        """Do nothing; a state with another family is refused before it is loaded."""
+        """Do nothing, since a state with another family is refused before it is loaded."""
 
     def value(self, name: str) -> Tensor:
         """Return a parameter or constant, with masks and parametrizations applied."""
@@ -95,7 +95,10 @@ class SitePosterior(nn.Module):
         if not is_kept or is_recording() or inside_transform():
             self._kept = None
             return self.family.distribution(self.site, **values)
-        if self._kept is None or not _are_equal(self._kept[0], values):
+        if self._kept is None or not all(
+            kept.dtype == own.dtype and kept.device == own.device and torch.equal(kept, own)
+            for kept, own in ((self._kept[0][name], values[name]) for name in values)
+        ):
             copies = {name: value.clone() for name, value in values.items()}
             self._kept = copies, self.family.distribution(self.site, **copies)
         return self._kept[1]
@@ -122,15 +125,6 @@ class SitePosterior(nn.Module):
     def extra_repr(self) -> str:
         """Show the sites and the family."""
         return f"{' and '.join(self.site.names)}: {self.family}"
-
-
-def _are_equal(kept: dict[str, Tensor], values: dict[str, Tensor]) -> bool:
-    return all(
-        kept[name].dtype == value.dtype
-        and kept[name].device == value.device
-        and torch.equal(kept[name], value)
-        for name, value in values.items()
-    )
 
 
 def module_key(name: str) -> str:
@@ -165,13 +159,7 @@ class Coupling(nn.Module):
     def condition(
         self, how: How, at: Mapping[str, Any], number: Tensor | int | None
     ) -> dict[str, Any]:
-        """Return the conditional distributions of the sites.
-
-        Args:
-            how: The method that returns the shared values.
-            at: The distributions at the current parameters, by site.
-            number: The number of the pass.
-        """
+        """Return the conditional distributions of the sites, given the values of a method, ``how``."""
         values = getattr(self, how)(at, number)
         return {name: at[name].condition(value) for name, value in values.items() if name in at}
 
@@ -220,12 +208,11 @@ class SharedPosterior(Coupling):
     def sample(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
         """Draw at an auxiliary sample site."""
         name, infer = self.posterior.site.name, SiteRole(coupled=self.coupled, is_auxiliary=True)
-        return self.split(
-            pyro.sample(name, self.auxiliary(at[name]), infer=infer.as_infer()), at[name]
-        )
+        value = pyro.sample(name, self.auxiliary(at[name]), infer=infer.as_infer())
+        return self.split(value, at[name])
 
     def draw(self, at: Mapping[str, Any], number: Tensor | int | None) -> dict[str, Any]:
-        """Draw, and return the parts."""
+        """Draw as ordinary tensors."""
         q = at[self.posterior.site.name]
         return self.split(q.rsample(), q)
 

@@ -34,8 +34,7 @@ from pyro_structvi.sites.finding import (
 from pyro_structvi.sites.gradient_paths import trace_gradient_paths
 from pyro_structvi.sites.joint_posterior import JointPosterior, check_joined, joins_with
 from pyro_structvi.sites.report import report
-from pyro_structvi.sites.sampled_functions import sample_functions
-from pyro_structvi.sites.sampled_net import sampled, to_net
+from pyro_structvi.sites.sampled_net import sample_functions, sampled, to_net
 from pyro_structvi.sites.site_posterior import (
     Coupling,
     SitePosterior,
