@@ -1,7 +1,7 @@
 """Inference data for ArviZ 0.23 and 1.x."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import pyro.poutine as poutine
 import torch
 from numpy.typing import NDArray
 from pyro.nn import PyroModule
@@ -25,6 +24,7 @@ from pyro_structvi.nn.priors import matches
 from pyro_structvi.posterior.passes import (
     Passes,
     Posterior,
+    Values,
     as_arguments,
     as_batches,
     check_posterior,
@@ -32,9 +32,8 @@ from pyro_structvi.posterior.passes import (
     spaced,
 )
 from pyro_structvi.posterior.runs import evaluation_mode, observed_log_prob
+from pyro_structvi.sites.finding import modules_of
 from pyro_structvi.weights.torch_distributions import base_of
-
-Values = dict[str, Tensor]
 
 
 def import_arviz() -> Any:
@@ -70,7 +69,13 @@ class _Columns:
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add values of several draws, ``(draws, *shape)`` by name."""
         for name, value in values.items():
-            self.parts.setdefault(name, []).append(_as_array(value))
+            parts = self.parts.setdefault(name, [])
+            parts.append(_as_array(value))
+            if parts[-1].shape[1:] != parts[0].shape[1:]:
+                raise ValueError(
+                    f"`functions[{name!r}]` must return the same shape for each draw, but got "
+                    f"{shape_text(parts[0].shape[1:])} and {shape_text(parts[-1].shape[1:])}."
+                )
 
     def by_chain(self, chains: int) -> dict[str, Any]:
         """Return arrays ``(chain, draw, *shape)`` by name."""
@@ -78,70 +83,45 @@ class _Columns:
         return {name: each.reshape(chains, -1, *each.shape[1:]) for name, each in joined.items()}
 
 
-class _PosteriorGroup(_Columns):
-    """Chosen sites, functions of all sites, and return values of the model.
-
-    Attributes:
-        outputs: The names of the return values.
-    """
-
-    def __init__(self, sites: Sequence[str] | None, functions: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.sites, self.functions = sites, functions
-        self.outputs: list[str] = []
-
-    def add_draws(
-        self, values: Mapping[str, Tensor], outputs: Mapping[str, Tensor], observed: str
-    ) -> None:
-        """Add several draws, ``(draws, *shape)`` by site, with the model's return values by name."""
-        self._check_names([*values], [*outputs], observed)
-        self.outputs = [*outputs]
-        patterns = ["*"] if self.sites is None else self.sites
-        self.add({
-            name: value
-            for name, value in values.items()
-            if any(matches(name, pattern) for pattern in patterns)
-        })
-        self.add(outputs)
-        for number in range(len(next(iter(values.values()))) if self.functions else 0):
-            draw = {name: value[number] for name, value in values.items()}
-            for name in self.functions:
-                self._add_function(name, draw)
-
-    def _check_names(self, sites: list[str], outputs: list[str], observed: str) -> None:
-        for pattern in self.sites or ():
-            if not any(matches(name, pattern) for name in sites):
-                raise ValueError(
-                    f"`sites` must be names or patterns of the sites {sites}, but '{pattern}' matches "
-                    "none of them."
-                )
-        for name in outputs:
-            if name in [*sites, observed]:
-                raise ValueError(
-                    f"The model has a site '{name}', so `outputs` must be False. Take `predict`'s "
-                    "`functions` in its place."
-                )
-        for name in self.functions:
-            if name in [*sites, *outputs, observed]:
-                raise ValueError(
-                    f"`functions` must have new names, but '{name}' is a site of the model, or its "
-                    "outputs."
-                )
-
-    def _add_function(self, name: str, draw: dict[str, Tensor]) -> None:
-        try:
-            value = self.functions[name](draw)
-        except Exception as error:
-            error.add_note(f"`functions[{name!r}]` was called with a draw of the sites {[*draw]}.")
-            raise
-        check(f"functions[{name!r}](draw)", value, Tensor)
-        before = self.parts.get(name)
-        if before and value.shape != before[0].shape[1:]:
+def _chosen(
+    values: Values, outputs: Values, observed: str, sites: Sequence[str] | None, functions: Any
+) -> Values:
+    """Return the values of chosen sites, given draws of all sites; check all names."""
+    patterns = ["*"] if sites is None else sites
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in values):
             raise ValueError(
-                f"`functions[{name!r}]` must return the same shape for each draw, but got "
-                f"{shape_text(before[0].shape[1:])} and {shape_text(value.shape)}."
+                f"`sites` must be names or patterns of the sites {[*values]}, but '{pattern}' matches "
+                "none of them."
             )
-        self.add({name: value.unsqueeze(0)})
+    for name in outputs:
+        if name in [*values, observed]:
+            raise ValueError(
+                f"The model has a site '{name}', so `outputs` must be False. Take `predict`'s "
+                "`functions` in its place."
+            )
+    for name in functions:
+        if name in [*values, *outputs, observed]:
+            raise ValueError(
+                f"`functions` must have new names, but '{name}' is a site of the model, or its "
+                "outputs."
+            )
+    return {
+        name: value
+        for name, value in values.items()
+        if any(matches(name, pattern) for pattern in patterns)
+    }
+
+
+def _value_of(functions: Mapping[str, Any], name: str, draw: Values) -> Tensor:
+    """Return the value of a function of one draw."""
+    try:
+        value: Tensor = functions[name](draw)
+    except Exception as error:
+        error.add_note(f"`functions[{name!r}]` was called with a draw of the sites {[*draw]}.")
+        raise
+    check(f"functions[{name!r}](draw)", value, Tensor)
+    return value
 
 
 def _as_array(values: Tensor) -> Any:
@@ -170,14 +150,19 @@ def dims_of_sites(
         ['weight_out', 'weight_in', 'weight_kernel_0', 'weight_kernel_1']
     """
     found = {}
-    for name, module, attribute in _declared(model):
-        if kinds := _kinds(module, attribute, torch.Size(shapes.get(name, ()))):
-            found[name] = [
-                f"{name}_{kind}_{kinds[:at].count(kind)}"
-                if kinds.count(kind) > 1
-                else f"{name}_{kind}"
-                for at, kind in enumerate(kinds)
-            ]
+    modules = modules_of(model)
+    computed = parametrized(modules[0]) if modules else {}
+    for module in modules:
+        owner = computed.get(id(module), module)
+        for attribute in declared_samples(module) if isinstance(module, PyroModule) else ():
+            name, own = declared_name(module, attribute), attribute if owner is module else "weight"
+            kinds = _kinds(owner, own, torch.Size(shapes.get(name, ())))
+            numbers = [f"_{kinds[:at].count(kind)}" for at, kind in enumerate(kinds)]
+            if kinds:
+                found[name] = [
+                    f"{name}_{kind}{number if kinds.count(kind) > 1 else ''}"
+                    for kind, number in zip(kinds, numbers, strict=True)
+                ]
     return found
 
 
@@ -188,19 +173,6 @@ def dims_like(
     pairs = zip(shape, known_shape[: len(known)], strict=False)
     shared = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
     return [*known[:shared], *(f"{name}_dim_{number}" for number in range(len(shape) - shared))]
-
-
-def _declared(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield each declared site with the module and the attribute of the weight."""
-    net = poutine.unwrap(model)
-    if not isinstance(net, nn.Module):
-        return
-    computed = parametrized(net)
-    for module in net.modules():
-        for attribute in declared_samples(module) if isinstance(module, PyroModule) else ():
-            owner = computed.get(id(module), module)
-            own = attribute if owner is module else "weight"
-            yield declared_name(module, attribute), owner, own
 
 
 def _kinds(module: nn.Module, attribute: str, shape: torch.Size) -> list[str]:
@@ -297,21 +269,25 @@ def to_inference_data(
         raise ValueError(
             f"`num_samples` must be a multiple of the {chains} chains, but got {total}."
         )
-    group, predicted = _PosteriorGroup(sites, functions or {}), _Columns()
+    group, predicted, functions = _Columns(), _Columns(), functions or {}
     read = partial(_read, outputs)
     with ONE_THREAD, evaluation_mode(model):
         passes = Passes(model, posterior, batches, site, read, max_memory, batch_statistics)
         for done in passes.run(total):
             predicted.add({name: done.outputs.pop(name) for name in ("sample", "log_prob")})
-            group.add_draws(done.values, done.outputs, passes.observed)
+            own = _chosen(done.values, done.outputs, passes.observed, sites, functions)
+            group.add(own | done.outputs)
+            for number in range(len(next(iter(done.values.values()))) if functions else 0):
+                draw = {name: value[number] for name, value in done.values.items()}
+                group.add({name: _value_of(functions, name, draw)[None] for name in functions})
     name, kept, drawn = passes.observed, group.by_chain(chains), predicted.by_chain(chains)
-    kept |= {key: _without_units(kept[key], 3) for key in group.outputs}
+    kept |= {key: _without_units(kept[key], 3) for key in done.outputs}
     observed, sample = _without_units(_as_array(y), 1), _without_units(drawn["sample"], 3)
     if sample.dtype.kind in "iu":
         observed = observed.astype(sample.dtype)
     dims = {name: dims_like(name, observed.shape, [f"{name}_id"], observed.shape)}
     shapes = {key: value.shape[2:] for key, value in kept.items()}
-    for key in group.outputs:
+    for key in done.outputs:
         dims[key] = dims_like(key, shapes[key], dims[name], observed.shape)
     groups = {
         "posterior": kept,

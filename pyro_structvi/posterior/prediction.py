@@ -72,12 +72,12 @@ class Prediction:
     mean: Tensor
     variance: Tensor
     function_variance: Tensor
-    entropy: Tensor | None
-    mutual_information: Tensor | None
-    log_density: Tensor | None
-    functions: Any
-    likelihood: Any
-    num_samples: int
+    entropy: Tensor | None = None
+    mutual_information: Tensor | None = None
+    log_density: Tensor | None = None
+    functions: Any = None
+    likelihood: Any = None
+    num_samples: int = 0
 
     def __repr__(self) -> str:
         """Return the shapes of the tensors."""
@@ -229,7 +229,7 @@ def predict(
     batches = batches_of(one_or_several(inputs), y, batch_size, posterior)
     total = count_draws(posterior, num_samples)
     reader = _Reader(len(batches), not stream, -(-total // MOST_STREAMED) if stream else 1)
-    averages = [_Averages() for _ in batches]
+    averages = [Averages() for _ in batches]
     kept: list[list[dict[str, Tensor]]] = [[] for _ in batches]
     bar = tqdm(total=total, desc="predict", disable=not progress)
     with ONE_THREAD, evaluation_mode(model, differentiable), bar:
@@ -241,8 +241,7 @@ def predict(
                 bar.update(len(done.outputs["mean"]))
     moments = [own.result(reader.entropy) for own in averages]
     joined: dict[str, Any] = {name: torch.cat([m[name] for m in moments]) for name in moments[0]}
-    missing: dict[str, Any] = dict.fromkeys(("entropy", "mutual_information", "log_density"))
-    return Prediction(**missing | joined | reader.draws(kept), num_samples=total)
+    return Prediction(**joined | reader.draws(kept), num_samples=total)
 
 
 def one_or_several(inputs: tuple[Any, ...]) -> Any:
@@ -256,7 +255,7 @@ def one_or_several(inputs: tuple[Any, ...]) -> Any:
 
 
 class _Reader:
-    """Reads moments, function values and likelihoods at each draw, and stacks them."""
+    """Reads moments at each draw, and keeps function values and every ``stride``-th likelihood."""
 
     def __init__(self, num_batches: int, keeps: bool, stride: int = 1) -> None:
         self.num_batches, self.keeps, self.stride = num_batches, keeps, stride
@@ -312,7 +311,7 @@ class _Reader:
     def draws(self, kept: list[list[dict[str, Tensor]]]) -> dict[str, Any]:
         """Return stacked functions and likelihoods, given the kept parts of each mini-batch."""
         if self.likelihood is None or not kept[0][0]:
-            return {"functions": None, "likelihood": None}
+            return {}
         columns = {
             name: [torch.cat([done[name] for done in own]) for own in kept] for name in kept[0][0]
         }
@@ -329,7 +328,7 @@ class _Reader:
 _AVERAGED = ("mean", "variance", "entropy")
 
 
-class _Averages:
+class Averages:
     """Averages over draws, updated with several draws at a time.
 
     References:
@@ -381,7 +380,12 @@ class _StackedLikelihood:
     def __init__(self, template: Any) -> None:
         self.template = template = _without_lazy(template)
         batch = template.batch_shape
-        found = {id(tensor): (path, tensor) for path, tensor in _paths(template)}
+        found = {
+            id(value): (prefix + name, value)
+            for prefix, part in _parts(template)
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor)
+        }
         fits = all(tensor.shape[: len(batch)] == batch for _, tensor in found.values())
         can_stack = bool(tensors_of(template)) and bool(batch) and fits
         self.paths = {f"likelihood.{path}": key for key, (path, _) in found.items() if can_stack}
@@ -396,9 +400,9 @@ class _StackedLikelihood:
             return None
         new = {key: tensors[name] for name, key in self.paths.items()}
         stacked = map_tensors(self.template, lambda old: new.get(id(old), old))
-        shared = {id(part) for part in _parts(self.template)}
+        shared = {id(part) for _, part in _parts(self.template)}
         shape = next(iter(new.values())).shape[:2]
-        for part in _parts(stacked):
+        for _, part in _parts(stacked):
             if id(part) not in shared:
                 part._batch_shape = shape + part.batch_shape[1:]
         return stacked
@@ -418,19 +422,12 @@ def _without_lazy(distribution: Any) -> Any:
     return new
 
 
-def _paths(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _parts(distribution: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a distribution and those within it, with the beginnings of their attributes' paths."""
+    yield prefix, distribution
     for name, value in vars(distribution).items():
-        if isinstance(value, Tensor):
-            yield prefix + name, value
-        elif isinstance(value, Distribution):
-            yield from _paths(value, f"{prefix}{name}.")
-
-
-def _parts(distribution: Any) -> Iterator[Any]:
-    yield distribution
-    for value in vars(distribution).values():
         if isinstance(value, Distribution):
-            yield from _parts(value)
+            yield from _parts(value, f"{prefix}{name}.")
 
 
 def _mixture_quantile(likelihood: Any, q: Tensor) -> Tensor:

@@ -225,7 +225,9 @@ def sample_joined(
         parts = site.split(joint)
     infer = SiteRole(is_slice=True).as_infer()
     return {
-        name: pyro.sample(name, PointMass(part, len(shapes[name]), validate_args=False), infer=infer)
+        name: pyro.sample(
+            name, PointMass(part, len(shapes[name]), validate_args=False), infer=infer
+        )
         for name, part in parts.items()
     }
 
