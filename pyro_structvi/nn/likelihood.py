@@ -18,6 +18,7 @@ from pyro_structvi._checks import (
     NO_CLASS,
     Count,
     brief,
+    check_finite,
     check_no_nan,
     check_positive,
     check_same_kind,
@@ -65,8 +66,6 @@ class Likelihood(RandomModule):
         TypeError: If ``net`` is not a module.
 
     Attributes:
-        num_data: The number of training examples; None as long as it is unknown.
-        is_num_data_given: Whether the user gave it.
         terms: The outputs in each term of an example's log likelihood, for expectations by quadrature:
             single outputs, "elements"; "pairs" of an output in the first half of the last dimension and
             an output in the second half; or the whole "last dimension", which always holds.
@@ -111,10 +110,7 @@ class Likelihood(RandomModule):
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         """Return a lower bound of each example's expected log likelihood, in closed form.
 
-        Args:
-            mean: Means of normal outputs, ``(batch, ...)``.
-            variance: Their variances.
-            y: Observations.
+        ``mean`` and ``variance`` are those of normal outputs, ``(batch, ...)``.
 
         Raises:
             NotImplementedError: If this likelihood has no such bound.
@@ -131,9 +127,6 @@ class Likelihood(RandomModule):
             output: The output, ``(*plates, batch, ...)``.
             plates: Number of leading dimensions from vectorized plates around the model.
             y: Observations without those dimensions, or None.
-
-        Returns:
-            The return value of the model.
         """
         raise NotImplementedError
 
@@ -167,17 +160,13 @@ class Likelihood(RandomModule):
                     f"examples, but got {brief(values)}."
                 )
             check_no_nan("standardize", values)
-            if not bool(values.isfinite().all()):
-                raise ValueError(
-                    "`standardize` must be finite, but holds infinity. Drop those rows."
-                )
+            check_finite("standardize", values)
             mean, scale = values.mean(0), values.std(0, correction=0)
             scale = torch.where(scale > 0, scale, 1.0)
         self.register_buffer(f"{name}_mean", mean)
         self.register_buffer(f"{name}_scale", scale)
 
     def _standardized(self, x: Any) -> Any:
-        """Return inputs in standard units."""
         if self.input_mean is None:
             return x
         if not isinstance(x, Tensor):
@@ -269,7 +258,7 @@ def _check_net(net: nn.Module) -> nn.Module:
 
 
 def finite_likelihood(make: Callable[[], Any]) -> Any:
-    """Make a likelihood with a short error; the error of torch prints all parameters."""
+    """Make a likelihood with a short error, since the error of torch prints all parameters."""
     try:
         return make()
     except ValueError:
@@ -277,10 +266,10 @@ def finite_likelihood(make: Callable[[], Any]) -> Any:
 
 
 def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """Run a net, by :func:`torch.func.vmap` if plates around the model vectorize draws of its weights.
+    """Return outputs ``(*plates, batch, ...)`` of a net and the number of plates around the model.
 
-    The value of a site in such plates is ``(*plates, 1, *shape)``, with a 1 for the plate of the data,
-    or ``(*plates, *shape)`` in ``Predictive``.
+    A site in such plates has the value ``(*plates, 1, *shape)``, with a 1 for the plate of the data, or
+    ``(*plates, *shape)`` in ``Predictive``.
     """
     plates = plates_around()
     if not plates or not isinstance(net, PyroModule):
@@ -520,8 +509,6 @@ class PaddedCategorical(dist.Categorical):
 
 
 class _ClassOr(constraints.Constraint):
-    """A class or the ignored value."""
-
     is_discrete = True
 
     def __init__(self, ignore_index: int, classes: constraints.Constraint) -> None:

@@ -114,7 +114,6 @@ class HierarchicalScale(CheckedFields):
     fan_in: bool | Positive = False
 
     def __post_init__(self) -> None:
-        """Check the prior."""
         super().__post_init__()
         if not isinstance(self.prior, torch.distributions.Distribution):
             raise TypeError(

@@ -48,7 +48,6 @@ class UnsampledParameter(Tensor):
         return unsampled
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Show site and shape."""
         return f"UnsampledParameter(site='{self.site}', shape={tuple(self.shape)})"
 
     @classmethod
@@ -64,7 +63,6 @@ class UnsampledParameter(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Never:
-        """Raise the error."""
         _refuse(next(each.site for each in nested_tensors([args, kwargs]) if isinstance(each, cls)))
 
 
@@ -162,7 +160,6 @@ def _named_values(modules: Any, remove_duplicate: bool) -> Iterator[tuple[str, A
 
 
 def _taken_out(value: Any) -> Any:
-    """Return the tensor of a lazily sampled value."""
     return getattr(value, "materialize", lambda: value)()
 
 

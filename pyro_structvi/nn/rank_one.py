@@ -1,5 +1,6 @@
 """Layers whose weight is a point estimate scaled by random numbers for inputs and outputs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -9,11 +10,50 @@ import torch.nn.functional as F
 from pyro.nn import PyroModule
 from torch import Size, Tensor, nn
 
-from pyro_structvi._checks import CheckedFields, Positive, check, checked
-from pyro_structvi.nn.channels import apply_to_batch, is_plain, scale_channels, shift_channels
+from pyro_structvi._checks import CheckedFields, Positive, check, checked, naming, shape_text
+from pyro_structvi._torch import forward_hooks
+from pyro_structvi.maps.calls import drawn_per_example
 from pyro_structvi.nn.priors import Prior, sample_from
 
 Start = Literal["ones", "signs"]
+
+
+@drawn_per_example
+def scale_channels(x: Tensor, scale: Tensor, channel_dim: int) -> Tensor:
+    """Multiply each channel by a number; ``scale`` is ``(channels,)``, or ``(batch, channels)``."""
+    return x * _to_channels(scale, x, channel_dim)
+
+
+@drawn_per_example
+def shift_channels(x: Tensor, shift: Tensor, channel_dim: int) -> Tensor:
+    """Add a number to each channel; see :func:`scale_channels`."""
+    return x + _to_channels(shift, x, channel_dim)
+
+
+def _to_channels(factor: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """Reshape ``factor (*batch, channels)`` so that it broadcasts with ``x``."""
+    before, after = (1,) * (x.dim() + channel_dim - 1), (1,) * (-channel_dim - 1)
+    return factor.reshape(*factor.shape[:-1], *before, factor.shape[-1], *after)
+
+
+def apply_to_batch(
+    function: Callable[[Tensor], Tensor], x: Tensor, channels: int, channel_dim: int
+) -> Tensor:
+    """Call a function of a batch with ``x``, a batch or a single example."""
+    check("x", x, Tensor)
+    if x.dim() < -channel_dim or x.shape[channel_dim] != channels:
+        raise ValueError(
+            f"`x` must have {channels} channels in its dimension {channel_dim}, but got the shape "
+            f"{shape_text(x.shape)}."
+        )
+    with naming("x", x):
+        return function(x.unsqueeze(0)).squeeze(0) if x.dim() == -channel_dim else function(x)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer has no hooks or extra parameters, so that it can be replaced."""
+    names = {name for name, _ in layer.named_parameters(recurse=False)}
+    return "weight" in names <= {"weight", "bias"} and not forward_hooks(layer)
 
 
 class RankOneLayer:
@@ -103,6 +143,12 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
         return F.linear(x, self.weight)
 
 
+def geometry_of(layer: Any) -> dict[str, Any]:
+    """Return the arguments of a convolution without groups and bias."""
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+    return {name: getattr(layer, name) for name in (*names, "padding_mode")}
+
+
 class RankOneConv(RankOneLayer):
     """A convolution with a random scale for each input and each output channel.
 
@@ -124,17 +170,8 @@ class RankOneConv(RankOneLayer):
     @checked
     def __init__(self, layer: Any, prior_scale: Positive = 0.1, start: Start = "ones") -> None:
         check("layer", layer, self._torch_layer)
-        super().__init__(  # type: ignore[call-arg]
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            layer.groups,
-            padding_mode=layer.padding_mode,
-            device="meta",
-        )
+        options: dict[str, Any] = {**geometry_of(layer), "groups": layer.groups, "device": "meta"}
+        super().__init__(**options)
         self._adopt(layer, prior_scale, start)
 
     def _apply_weight(self, x: Tensor) -> Tensor:

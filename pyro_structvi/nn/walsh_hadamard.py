@@ -22,8 +22,8 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi.linalg.matrices import walsh_hadamard_transform
 from pyro_structvi.maps.calls import drawn_per_example
-from pyro_structvi.nn.channels import apply_to_batch, is_plain, shift_channels
 from pyro_structvi.nn.priors import Prior, resolve_prior, sample_from
+from pyro_structvi.nn.rank_one import apply_to_batch, geometry_of, is_plain, shift_channels
 
 Sizes = Count | tuple[Count, ...]
 Margins = Whole | tuple[Whole, ...] | Literal["same", "valid"]
@@ -70,10 +70,9 @@ class WalshHadamardLayer(PyroModule):
         return apply_to_batch(self._forward_batch, x, self.weight_shape[1], self.channel_dim)
 
     def weight(self, coefficients: Tensor) -> Tensor:
-        """Return the dense weight ``(out, *rest)``: leading rows and columns of S1 H diag(g) H S2.
+        """Return the dense weight ``(out, *rest)`` at ``coefficients (blocks, D)``.
 
-        Args:
-            coefficients: A value ``(blocks, D)`` of the sample site.
+        It has the leading rows and columns of S1 H diag(g) H S2.
         """
         check_shape("coefficients", coefficients, self.row_scale.shape, "(blocks, D)")
         check_same_kind("coefficients", coefficients, "row_scale", self.row_scale)
@@ -307,16 +306,7 @@ class WalshHadamard(CheckedFields):
         return kind_fits and one_group and not is_frozen and is_plain(module)
 
     def convert(self, module: Any, name: str, prior: Prior) -> WalshHadamardLayer:
-        """Return the Walsh-Hadamard layer of a module; its initial weights have the same mean square.
-
-        Args:
-            module: The module.
-            name: Its name in the net.
-            prior: The prior of the net.
-
-        Raises:
-            ValueError: If the prior of the weight is not one normal around zero for all elements.
-        """
+        """Return the Walsh-Hadamard layer of a module; its initial weights have the same mean square."""
         prefix = f"{name}." if name else ""
         options: dict[str, Any] = {
             "bias": False,
@@ -329,9 +319,7 @@ class WalshHadamard(CheckedFields):
             layer = WalshHadamardLinear(module.in_features, module.out_features, **options)
         else:
             options["filters_per_example"] = self.filters_per_example
-            names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
-            geometry = {name: getattr(module, name) for name in (*names, "padding_mode")}
-            layer = _CONVOLUTIONS[type(module)](**geometry, **options)
+            layer = _CONVOLUTIONS[type(module)](**geometry_of(module), **options)
         layer._start_like(module.weight.square().mean())
         if module.bias is not None:
             bias_prior = resolve_prior(prior, f"{prefix}bias", module.bias)

@@ -182,7 +182,6 @@ def _left_out(digests: Mapping[str, str], model: Any) -> dict[str, Tensor]:
 
 
 def _digest(value: Tensor) -> str:
-    """Return a digest of the bytes of a tensor."""
     content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(content.numpy().data).hexdigest()
 
@@ -241,7 +240,6 @@ def _read(path: Path, device: torch.device) -> tuple[Json, dict[str, Tensor]]:
 
 
 def _kinds() -> dict[str, type[StructuredGuide]]:
-    """Return the guides of this package by name."""
     kinds: list[type[StructuredGuide]] = [StructuredGuide, *_subclasses(StructuredGuide)]
     return {each.__name__: each for each in kinds if each.__module__.startswith(f"{KEY}.")}
 

@@ -80,7 +80,6 @@ class Prediction:
     num_samples: int = 0
 
     def __repr__(self) -> str:
-        """Return the shapes of the tensors."""
         given = [(name, each) for name, each in vars(self).items() if isinstance(each, Tensor)]
         shapes = ", ".join(f"{name}: {shape_text(each.shape)}" for name, each in given)
         return f"Prediction({shapes}; {self.num_samples} draws)"

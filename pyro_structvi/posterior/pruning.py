@@ -167,7 +167,6 @@ def _target(amount: float, total: int, pruned: int) -> int:
 
 
 def _count_pruned(posterior: SitePosterior) -> int:
-    """Return the number of pruned elements of a site."""
     masks = [
         mask for name, mask in posterior.named_buffers() if name == "kept" or name.endswith("_mask")
     ]

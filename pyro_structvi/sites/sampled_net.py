@@ -153,7 +153,6 @@ class SampledFunctions(nn.Module):
             self.register_buffer(module_key(name), value.detach())
 
     def __len__(self) -> int:
-        """The number S of functions."""
         return len(self.get_buffer(module_key(self._stacked[0])))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -186,7 +185,6 @@ class SampledFunctions(nn.Module):
 
 
 def _weights_of(net: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a net that are not frozen, by name."""
     return {name: own.detach() for name, own in net.named_parameters() if own.requires_grad}
 
 

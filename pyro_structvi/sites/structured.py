@@ -374,5 +374,4 @@ class StructuredGuide(OwningAutoGuide):
         couple_families(self._own_posteriors(), self.couplings, self.init_scale)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a site has a posterior."""
         return module_key(self._weight_of.get(name, name)) in self.posteriors
