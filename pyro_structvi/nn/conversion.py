@@ -330,9 +330,22 @@ def _convert_layers(
     net: nn.Module, layers: Mapping[str, RankOne | WalshHadamard], prior: Prior
 ) -> dict[int, Any]:
     """Return the new layers, by the identity of the replaced modules."""
+    modules = dict(net.named_modules(remove_duplicate=False))
     chosen: dict[int, tuple[nn.Module, RankOne | WalshHadamard]] = {}
     for pattern, layer in layers.items():
-        for module in _find_fitting(net, pattern, layer):
+        matching = {name: module for name, module in modules.items() if matches(name, pattern)}
+        if not matching:
+            raise ValueError(
+                f"The pattern '{pattern}' of `layers` matches none of the modules {list(modules)}."
+            )
+        fitting = [module for module in matching.values() if layer.fits(module)]
+        if not fitting:
+            kinds = {name: type(module).__name__ for name, module in matching.items()}
+            raise ValueError(
+                f"{layer} needs {layer.needs}, but the pattern '{pattern}' of `layers` matches only "
+                f"{kinds}."
+            )
+        for module in fitting:
             chosen.setdefault(id(module), (module, layer))
     names = {id(module): name for name, module in net.named_modules()}
     owners = Counter(id(value) for part in net.modules() for _, value in _own_parameters(part))
@@ -347,23 +360,6 @@ def _convert_layers(
     }
 
 
-def _find_fitting(net: nn.Module, pattern: str, layer: RankOne | WalshHadamard) -> list[nn.Module]:
-    modules = dict(net.named_modules(remove_duplicate=False))
-    matching = {name: module for name, module in modules.items() if matches(name, pattern)}
-    fitting = [module for module in matching.values() if layer.fits(module)]
-    if not matching:
-        raise ValueError(
-            f"The pattern '{pattern}' of `layers` matches none of the modules {list(modules)}."
-        )
-    if not fitting:
-        kinds = {name: type(module).__name__ for name, module in matching.items()}
-        raise ValueError(
-            f"{layer} needs {layer.needs}, but the pattern '{pattern}' of `layers` matches only "
-            f"{kinds}."
-        )
-    return fitting
-
-
 # ---- the copy with sites -------------------------------------------------------------------------
 
 
@@ -373,29 +369,23 @@ def _check_reparametrized(net: nn.Module, sampled: Container[int]) -> None:
         for attribute, parameter in _own_parameters(module):
             if id(parameter) not in sampled:
                 continue
-            steps: list[Any] = [
-                hook
-                for hook in forward_hooks(module)
-                if f"{getattr(hook, 'name', None)}_orig" == attribute
-            ]
+            hooks = forward_hooks(module)
+            steps = [hook for hook in hooks if f"{getattr(hook, 'name', None)}_orig" == attribute]
+            full_name = f"{name}.{attribute}".removeprefix(".")
             for step in module if isinstance(module, ParametrizationList) else steps:
                 if isinstance(step, (SpectralParametrization, SpectralNorm)):
-                    reason = (
-                        "is under `spectral_norm`, which divides a draw by a norm that it estimated "
-                        "from other draws. Remove it, with `remove_parametrizations` of "
-                        "`torch.nn.utils.parametrize` or `torch.nn.utils.remove_spectral_norm`, or "
-                        "freeze the weight"
+                    raise ValueError(
+                        f"The weight of the parameter '{full_name}' is under `spectral_norm`, which "
+                        "divides a draw by a norm that it estimated from other draws. Remove it, with "
+                        "`remove_parametrizations` of `torch.nn.utils.parametrize` or "
+                        "`torch.nn.utils.remove_spectral_norm`, or freeze the weight."
                     )
-                elif is_householder(step):
-                    reason = (
-                        "is under `orthogonal` by Householder reflections, which turns columns of a "
-                        'draw into zeros. Pass `orthogonal_map="cayley"` or "matrix_exp" to '
-                        "`orthogonal`"
+                if is_householder(step):
+                    raise ValueError(
+                        f"The weight of the parameter '{full_name}' is under `orthogonal` by "
+                        "Householder reflections, which turns columns of a draw into zeros. Pass "
+                        '`orthogonal_map="cayley"` or "matrix_exp" to `orthogonal`.'
                     )
-                else:
-                    continue
-                full_name = f"{name}.{attribute}".removeprefix(".")
-                raise ValueError(f"The weight of the parameter '{full_name}' {reason}.")
 
 
 def _copy_with_sites(

@@ -143,8 +143,11 @@ Prior = (
 
 def leaves_out(prior: Prior, name: str) -> bool:
     """Whether a prior is None for a parameter, by its name."""
-    if isinstance(prior, Mapping):
-        return any(leaves_out(prior[key], name) for key in _first_match(prior, name))
+    while isinstance(prior, Mapping):
+        pattern = next((pattern for pattern in prior if matches(name, pattern)), None)
+        if pattern is None:
+            return False
+        prior = prior[pattern]
     return prior is None
 
 
@@ -157,11 +160,6 @@ def check_patterns(prior: Prior, names: Collection[str]) -> None:
                 f"The pattern '{pattern}' of `prior` matches none of the parameters {list(names)}."
             )
         check_patterns(own, matching)
-
-
-def _first_match(prior: Mapping[str, Any], name: str) -> list[str]:
-    """Return a list of the first pattern that matches a parameter, or an empty list."""
-    return [pattern for pattern in prior if matches(name, pattern)][:1]
 
 
 def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None = None) -> Any:
@@ -180,8 +178,9 @@ def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None
             "net keep real and imaginary parts, and call `torch.view_as_complex` on them."
         )
     if isinstance(prior, Mapping):
-        for pattern in _first_match(prior, name):
-            return resolve_prior(prior[pattern], name, parameter, fan_in)
+        for pattern in prior:
+            if matches(name, pattern):
+                return resolve_prior(prior[pattern], name, parameter, fan_in)
         raise ValueError(
             f"No pattern of the prior {list(prior)} matches the parameter '{name}'. Add one, for "
             "instance {'*': 1.0} as the last."
@@ -269,58 +268,47 @@ def argument_names(prior: Any) -> list[str]:
 
 
 class BufferedPrior:
-    """A prior whose arguments are buffers of its module; Pyro calls it with the module."""
+    """A prior whose tensors are buffers of its module; Pyro calls it with the module.
 
-    def __init__(self, attribute: str, prior: Any, shape: torch.Size) -> None:
+    A prior of single elements has buffers named after its arguments. A prior over all elements together,
+    such as the posterior of earlier data, numbers them in the order of the distribution's attributes.
+    """
+
+    def __init__(self, module: PyroModule, attribute: str, prior: Any, shape: torch.Size) -> None:
+        is_whole = len(prior.event_shape) > 0
+        tensors: dict[Any, Tensor] = (
+            dict(enumerate(tensors_of(prior)))
+            if is_whole
+            else {key: getattr(prior, key) for key in argument_names(prior)}
+        )
+        self.buffers = {str(key): f"{attribute}_prior_{key}" for key in tensors}
+        for key, value in tensors.items():
+            module.register_buffer(f"{attribute}_prior_{key}", value.detach().clone())
         self.kind = type(prior)
-        self.buffers = {key: f"{attribute}_prior_{key}" for key in argument_names(prior)}
+        self.template = map_tensors(prior, lambda tensor: tensor.to("meta")) if is_whole else None
         self.shape = shape
         self._built: tuple[list[Tensor], Any] | None = None
 
-    def values(self, prior: Any) -> dict[str, Tensor]:
-        """Return the values of the buffers for a prior."""
-        return {buffer: getattr(prior, key) for key, buffer in self.buffers.items()}
-
-    def _build(self, arguments: list[Tensor]) -> Any:
-        named = dict(zip(self.buffers, arguments, strict=True))
-        prior = self.kind(**named, validate_args=False).expand(self.shape)
-        return prior.to_event(len(self.shape))
-
     def __call__(self, module: PyroModule) -> Any:
         """Return the prior, built again only after a buffer was replaced."""
-        arguments: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
-        if self._built is not None and all(
-            old is new for old, new in zip(self._built[0], arguments, strict=True)
+        values: list[Tensor] = [module.get_buffer(buffer) for buffer in self.buffers.values()]
+        if self._built is None or any(
+            old is not new for old, new in zip(self._built[0], values, strict=True)
         ):
-            return self._built[1]
-        self._built = (arguments, self._build(arguments))
+            self._built = values, self._build(values)
         return self._built[1]
+
+    def _build(self, values: list[Tensor]) -> Any:
+        if self.template is not None:
+            following = iter(values)
+            return map_tensors(self.template, lambda _: next(following))
+        arguments = dict(zip(self.buffers, values, strict=True))
+        prior = self.kind(**arguments, validate_args=False).expand(self.shape)
+        return prior.to_event(len(self.shape))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the distribution, whose tensors belong to the module."""
         return {**self.__dict__, "_built": None}
-
-
-class WholePrior(BufferedPrior):
-    """A prior over all elements of a parameter together, such as the posterior of earlier data.
-
-    Its tensors are buffers, numbered in the order of the distribution's attributes.
-    """
-
-    def __init__(self, attribute: str, prior: Any) -> None:
-        self.template = map_tensors(prior, lambda tensor: tensor.to("meta"))
-        self.buffers = {
-            str(number): f"{attribute}_prior_{number}" for number in range(len(tensors_of(prior)))
-        }
-        self._built = None
-
-    def values(self, prior: Any) -> dict[str, Tensor]:
-        """Return the values of the buffers for a prior."""
-        return dict(zip(self.buffers.values(), tensors_of(prior), strict=True))
-
-    def _build(self, arguments: list[Tensor]) -> Any:
-        values = iter(arguments)
-        return map_tensors(self.template, lambda _: next(values))
 
 
 class ScaledPrior:
@@ -377,8 +365,4 @@ def sample_from(module: PyroModule, attribute: str, prior: Any, shape: torch.Siz
         own = ScaledPrior(scale, factor, prior.prior.batch_shape, shape)
         setattr(module, attribute, PyroSample(own))
         return
-    is_whole = len(prior.event_shape) > 0
-    buffered = WholePrior(attribute, prior) if is_whole else BufferedPrior(attribute, prior, shape)
-    for buffer, value in buffered.values(prior).items():
-        module.register_buffer(buffer, value.detach().clone())
-    setattr(module, attribute, PyroSample(buffered))
+    setattr(module, attribute, PyroSample(BufferedPrior(module, attribute, prior, shape)))

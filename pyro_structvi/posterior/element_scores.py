@@ -20,13 +20,7 @@ from pyro_structvi.weights.site_distributions import PointMass
 
 @checked
 def marginal_variances(guide: StructuredGuide) -> dict[str, Tensor]:
-    """Return the posterior variance of each element, by site.
-
-    Args:
-        guide: A fitted guide, such as a ``MeanFieldGuide``.
-
-    Returns:
-        Variances of the shapes of the sites, without transformed sites, such as a noise scale.
+    """Return the posterior variance of each element, by site, without transformed sites.
 
     Raises:
         RuntimeError: If the guide is not initialized, or its weights have only a joint distribution.

@@ -6,16 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
-from pyro_structvi._checks import (
-    Count,
-    Program,
-    check_no_nan,
-    check_same_kind,
-    check_shape,
-    checked,
-    warn_user,
-)
-from pyro_structvi.linalg.matrices import at_least_single, autocast_off, floored_sqrt
+from pyro_structvi._checks import Count, Program, checked, warn_user
+from pyro_structvi.linalg.matrices import autocast_off, floored_sqrt
 from pyro_structvi.moments.integration import (
     AtNodes,
     class_expectations,
@@ -41,7 +33,7 @@ from pyro_structvi.posterior.prediction import (
     entropy_of,
     one_or_several,
 )
-from pyro_structvi.posterior.runs import evaluation_mode
+from pyro_structvi.posterior.runs import checked_observations, evaluation_mode
 from pyro_structvi.sites.joint_posterior import stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.torch_distributions import base_of, in_single
@@ -157,8 +149,7 @@ def _read_classes(model: Likelihood, output: RandomTensor, y: Tensor | None) -> 
     """Return the likelihood at the mean of the logits, and the moments of the classes."""
     likelihood = observation_at(model, output.loc, None).likelihood
     if y is not None:
-        check_shape("y", y, likelihood.batch_shape, "that of the predictions")
-        check_no_nan("y", y)
+        checked_observations(y, likelihood, likelihood.batch_shape)
         likelihood.log_prob(y)  # raises the usual error for invalid classes
     mean, own, entropy, density = class_expectations(output, y)
     found = {"mean": mean, "variance": mean * (1 - mean), "function_variance": own}
@@ -193,14 +184,8 @@ def _log_density(likelihood: Any, at: AtNodes, mean: Tensor, variance: Tensor, y
     With normal noise the function is integrated exactly, and only the noise scale has nodes. The
     elements of an example are independent given shared variables.
     """
-    check_no_nan("y", y)
-    shape = likelihood.batch_shape[1:] + likelihood.event_shape
-    check_shape("y", y, shape, "that of the predictions")
-    y, base = at_least_single(y), base_of(likelihood)
-    if not likelihood.support.is_discrete:
-        check_same_kind("y", y, "prediction.mean", mean)
-    elif isinstance(base, Bernoulli):
-        y = y.to(mean)
+    shape, base = likelihood.batch_shape[1:] + likelihood.event_shape, base_of(likelihood)
+    y = checked_observations(y, likelihood, shape)
     with autocast_off(y):
         if isinstance(base, Normal):
             scale = floored_sqrt(base.scale.square() + variance)

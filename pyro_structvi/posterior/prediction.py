@@ -86,13 +86,7 @@ class Prediction:
 
     @checked
     def sample_observations(self, num_samples: Count = 1) -> Tensor:
-        """Sample observations, including noise.
-
-        Args:
-            num_samples: Samples for each of the S draws of the weights.
-
-        Returns:
-            Samples ``(num_samples * S, N, *event)``.
+        """Sample observations ``(num_samples * S, N, *event)``, including noise, for S draws of weights.
 
         Raises:
             ValueError: If classes were streamed.
@@ -109,10 +103,7 @@ class Prediction:
         and counts.
 
         Args:
-            q: A level strictly between 0 and 1, or several, ``(Q,)``.
-
-        Returns:
-            The quantiles ``(N, *event)``, or ``(Q, N, *event)``.
+            q: A level strictly between 0 and 1, or several, ``(Q,)``, for ``(Q, N, *event)``.
 
         Raises:
             ValueError: If a level is not between 0 and 1, or the observations are classes.
@@ -136,14 +127,9 @@ class Prediction:
 
     @checked
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return the central interval that contains an observation with a probability.
+        """Return the central interval that contains an observation with probability ``level``.
 
-        Args:
-            level: The probability, strictly between 0 and 1.
-
-        Returns:
-            Lower and upper ends, each ``(N, *event)``: the quantiles at ``(1 - level) / 2`` and
-            ``(1 + level) / 2``.
+        Its ends, each ``(N, *event)``, are the quantiles at ``(1 - level) / 2`` and ``(1 + level) / 2``.
 
         Raises:
             ValueError: If the level is not between 0 and 1, or the observations are classes.

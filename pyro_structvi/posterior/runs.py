@@ -1,6 +1,6 @@
 """Runs of a model at a draw of its latent sites, and statistics of batch normalization at the draw."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -157,17 +157,24 @@ def sites_from_model(
 
 def observed_log_prob(node: Any, y: Tensor) -> Tensor:
     """Return the log density of observations in at least single precision, zero where masked."""
-    likelihood, mask = node["fn"], node["infer"]["own_mask"]
+    likelihood, mask = in_single(node["fn"]), node["infer"]["own_mask"]
+    shape = likelihood.batch_shape + likelihood.event_shape
+    y = checked_observations(y, likelihood, shape)
+    with autocast_off(y):
+        log_density: Tensor = scale_and_mask(likelihood.log_prob(y), mask=mask)
+    return log_density
+
+
+def checked_observations(y: Tensor, likelihood: Any, shape: Sequence[int]) -> Tensor:
+    """Check observations of a likelihood, and return them in the dtype that it takes."""
     check_no_nan("y", y)
-    check_shape("y", y, likelihood.batch_shape + likelihood.event_shape, "that of the predictions")
-    y, likelihood = at_least_single(y), in_single(likelihood)
+    check_shape("y", y, shape, "that of the predictions")
+    y = at_least_single(y)
     if not likelihood.support.is_discrete:
         check_same_kind("y", y, "prediction.mean", likelihood.mean)
     elif isinstance(base_of(likelihood), Bernoulli):
         y = y.to(likelihood.mean)  # torch needs labels in the dtype of the probabilities
-    with autocast_off(y):
-        log_density: Tensor = scale_and_mask(likelihood.log_prob(y), mask=mask)
-    return log_density
+    return y
 
 
 def tensors_in(model: Any) -> list[Tensor]:

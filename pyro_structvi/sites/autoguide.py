@@ -168,17 +168,9 @@ class OwningAutoGuide(AutoGuide):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the state dict of a guide with the same families and options.
+        """Load the state dict of a guide with the same families and options; see torch.
 
         On an error nothing changes.
-
-        Args:
-            state_dict: Parameters, buffers and options of families, by name.
-            strict: Whether missing and unexpected names are errors.
-            assign: Whether to use the tensors themselves instead of copying their values.
-
-        Returns:
-            The missing and the unexpected names, as in torch.
 
         Raises:
             RuntimeError: If families, options or shapes differ, or names with ``strict``.

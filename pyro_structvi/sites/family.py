@@ -39,16 +39,14 @@ class Family(CheckedFields):
         raise NotImplementedError
 
     def init(self, site: LatentSite, loc: Tensor, scale: float) -> dict[str, Tensor]:
-        """Return the starting values of the unconstrained parameters, by name.
+        """Return the starting values of the unconstrained parameters, new tensors by name.
+
+        For a site in plates each ends with the dimensions of the plates and of an unconstrained event.
 
         Args:
             site: The site.
             loc: The initial center of the posterior, a value of the site.
             scale: The initial standard deviation of each (unconstrained) element.
-
-        Returns:
-            New tensors. For a site in plates each ends with the dimensions of the plates and of an
-            unconstrained event, so that subsamples can be indexed.
         """
         raise NotImplementedError
 
@@ -61,11 +59,6 @@ class Family(CheckedFields):
 
         By default it is 1 for a logarithm, ``log_...``; it decreases with the size of a Cholesky factor,
         ``...lower``; any other parameter has the unit of the site.
-
-        Args:
-            site: The site.
-            name: The parameter's name.
-            value: The parameter.
         """
         if name.endswith("lower"):
             return unit_of_lower(value)

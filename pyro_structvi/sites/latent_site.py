@@ -155,11 +155,7 @@ def has_bijection(support: Any) -> bool:
 
 
 def bijection_at(name: str, support: Any) -> Any:
-    """Return the bijection onto the support of a site.
-
-    Args:
-        name: The site's name, for the error.
-        support: Its support.
+    """Return the bijection onto the support of a site, whose name is for the error.
 
     Raises:
         ValueError: If none is registered, as for a sphere.

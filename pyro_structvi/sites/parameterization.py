@@ -9,14 +9,7 @@ from torch import Tensor
 
 
 def capped(log_value: Tensor, most: float | None) -> Tensor:
-    """Return ``exp(log_value)`` with a smooth upper bound.
-
-    Args:
-        log_value: Unconstrained; the logarithm of the value far below the bound.
-        most: The bound, or None.
-
-    Returns:
-        Positive numbers below ``most``, with a gradient everywhere.
+    """Return ``exp(log_value)`` with a smooth upper bound ``most``, and with a gradient everywhere.
 
     Example:
         >>> capped(torch.tensor([-9.0, 9.0]), most=1.0)
@@ -26,24 +19,14 @@ def capped(log_value: Tensor, most: float | None) -> Tensor:
 
 
 def capped_log(log_value: Tensor, most: float | None) -> Tensor:
-    """Return the logarithm of :func:`capped`, accurate far below the bound.
-
-    Args:
-        log_value: As for :func:`capped`.
-        most: The bound, or None.
-    """
+    """Return the logarithm of :func:`capped`, accurate far below the bound."""
     if most is None:
         return log_value
     return math.log(most) + F.logsigmoid(log_value - math.log(most))
 
 
 def uncapped(value: float, most: float | None) -> float:
-    """Return the inverse of :func:`capped` at a value, or at half the bound if that is less.
-
-    Args:
-        value: The value to start at, positive.
-        most: The bound, or None.
-    """
+    """Return the inverse of :func:`capped` at a value, or at half the bound if that is less."""
     if most is None:
         return math.log(value)
     value = min(value, most / 2)
@@ -145,15 +128,12 @@ def parameters_of_rows(scale_tril: Tensor, like: Tensor) -> dict[str, Tensor]:
 
 
 def cholesky_factor(log_diagonal: Tensor, lower: Tensor) -> Tensor:
-    """Return lower triangular matrices.
+    """Return lower triangular matrices ``(*batch, n, n)`` with positive diagonals.
 
     Args:
         log_diagonal: Logarithms of the diagonal, ``(*batch, n)``.
         lower: The entries below it, row by row, ``(*batch, n (n - 1) / 2)``, as multiples of the
             diagonal entry of the row, so that one learning rate fits rows of any size.
-
-    Returns:
-        Matrices ``(*batch, n, n)`` with positive diagonals.
 
     Example:
         >>> cholesky_factor(torch.tensor([1.0, 2.0]).log(), torch.tensor([3.0]))

@@ -86,13 +86,7 @@ def report(self: Any, *args: Any, **kwargs: Any) -> GuideReport:
 
     One pass is run as by ``StructuredELBO``; the model and the global random state are restored.
 
-    Args:
-        self: The guide.
-        *args: The model's arguments, observations included.
-        **kwargs: Its keyword arguments.
-
-    Returns:
-        The report; ``print`` shows it as a table.
+    The arguments are the model's, observations included. ``print`` shows the report as a table.
 
     Example:
         >>> from pyro_structvi import Classifier, MeanFieldGuide, bayesianize
@@ -215,10 +209,7 @@ class MemoryEstimate:
 
 @checked
 def estimate_memory(
-    make_guide: Callable[..., Any],
-    model: Program,
-    *args: Any,
-    **options: Any,
+    make_guide: Callable[..., Any], model: Program, *args: Any, **options: Any
 ) -> MemoryEstimate:
     """Count the parameters of a guide without allocating them.
 
@@ -227,9 +218,6 @@ def estimate_memory(
         model: A model that declares its sites, as by ``bayesianize``.
         *args: Further arguments of ``make_guide``, such as the families of a ``StructuredGuide``.
         **options: Its keyword arguments.
-
-    Returns:
-        The estimate.
 
     Raises:
         ValueError: If the model declares no sites.

@@ -21,12 +21,8 @@ from pyro_structvi.weights.site_role import SiteRole
 def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return a copy of the net in its original class, with weights of the posterior.
 
-    Layers of :class:`RankOne` and :class:`WalshHadamard` keep their class, with their factors as
-    parameters.
-
-    Args:
-        self: The guide.
-        draw: Values by site, as from :meth:`draw`; the result of :meth:`median` when None.
+    They are values by site, as from :meth:`draw`; medians when None. Layers of :class:`RankOne` and
+    :class:`WalshHadamard` keep their class, with their factors as parameters.
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.
@@ -60,12 +56,8 @@ def _outermost(module: Any) -> list[nn.Module]:
 def sampled(self: Any, draw: Mapping[str, Tensor] | None = None) -> "FixedDraw":
     """Use one sample of the posterior in all calls of the model in a block.
 
-    It is differentiable by the parameters of the guide. Guides and :func:`predict` sample as usual
-    inside of the block.
-
-    Args:
-        self: The guide.
-        draw: Values by site; the result of :meth:`draw` when None.
+    It has values by site, or is the result of :meth:`draw`, and is differentiable by the parameters of
+    the guide. Guides and :func:`predict` sample as usual inside of the block.
 
     Returns:
         A context manager that returns the values.
@@ -156,11 +148,7 @@ class SampledFunctions(nn.Module):
         return len(self.get_buffer(module_key(self._stacked[0])))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the outputs of each function, ``(S, *output)``.
-
-        Args:
-            *args: The arguments of the net.
-            **kwargs: Its keyword arguments.
+        """Return the outputs of each function, ``(S, *output)``, given the arguments of the net.
 
         Raises:
             RuntimeError: If ``torch.func.vmap`` cannot map over the net, as over an LSTM.
@@ -190,17 +178,10 @@ def _weights_of(net: nn.Module) -> dict[str, Tensor]:
 
 @checked
 def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
-    """Return functions of the net at samples of the posterior, as a module of torch.
+    """Return S functions of the net at samples of the posterior, a module with outputs ``(S, *output)``.
 
     The functions are outputs of the net as by :meth:`to_net`, in evaluation mode: frozen samples for
     Thompson sampling, gradients by inputs, or deployment by ``torch.export`` and ONNX.
-
-    Args:
-        self: The guide.
-        num_samples: The number S of functions.
-
-    Returns:
-        A module that returns outputs ``(S, *output)``.
 
     Raises:
         TypeError: If the model has no single net that :func:`bayesianize` returned.

@@ -181,12 +181,7 @@ class Coupling(nn.Module):
 
 
 class SharedPosterior(Coupling):
-    """One posterior for several sites, at an auxiliary sample site.
-
-    Args:
-        sites: The names of the sites.
-        posterior: The shared posterior.
-    """
+    """One posterior for several sites, at an auxiliary sample site."""
 
     def __init__(self, sites: Iterable[str], posterior: SitePosterior) -> None:
         super().__init__(sites)
@@ -232,12 +227,8 @@ def couple(
 ) -> Coupling | None:
     """Return the coupling of the sites of a family, or None for independent sites.
 
-    Families with a coupling register a function by ``couple.register``.
-
-    Args:
-        family: The family.
-        posteriors: The posteriors of its sites, by name.
-        scale: The initial standard deviation of each element.
+    Families with a coupling register a function by ``couple.register``. ``scale`` is the initial
+    standard deviation of each element.
     """
     return None
 

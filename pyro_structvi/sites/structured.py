@@ -148,11 +148,8 @@ class StructuredGuide(OwningAutoGuide):
 
         The first call of the guide does this. Call it before to load a state dict into the guide of a
         function, or again with arguments that take another path through the model: the number of uses is
-        the maximum over all runs. Existing parameters are kept.
-
-        Args:
-            *args: The model's arguments, observations included; their values do not matter.
-            **kwargs: The model's keyword arguments.
+        the maximum over all runs. Existing parameters are kept. The arguments are the model's,
+        observations included; their values do not matter.
 
         Raises:
             ValueError: If a pattern matches no site, if a weight has no family, or if the model has
@@ -242,14 +239,11 @@ class StructuredGuide(OwningAutoGuide):
 
     @checked
     def draw(self, local: bool = False, number: int | None = None) -> dict[str, Tensor]:
-        """Draw all sites once, as ordinary tensors; needs no data.
+        """Draw all sites once, as ordinary tensors by site; needs no data.
 
         Args:
             local: Whether to draw the sites of single examples too.
             number: The number of the draw, which selects a member of an ensemble.
-
-        Returns:
-            A joint sample, by site.
         """
         return self.joint_posterior().draw(local, number)
 
@@ -257,9 +251,7 @@ class StructuredGuide(OwningAutoGuide):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the posterior median of each site; the mean for an ensemble or dropout.
 
-        Args:
-            *args: The model's arguments, if the guide is not initialized.
-            **kwargs: Its keyword arguments.
+        A guide that is not initialized needs the model's arguments.
         """
         return self.joint_posterior(*args, **kwargs).median()
 
@@ -270,10 +262,7 @@ class StructuredGuide(OwningAutoGuide):
     ) -> dict[str, Tensor]:
         """Return posterior quantiles of each element of each site, ``(num, *shape)``, by site.
 
-        Args:
-            quantiles: Numbers from 0 to 1.
-            *args: As for :meth:`median`.
-            **kwargs: Likewise.
+        Further arguments are those of :meth:`median`.
 
         Raises:
             ValueError: If a number is not from 0 to 1.
