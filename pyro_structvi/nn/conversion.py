@@ -64,13 +64,11 @@ def bayesianize(
     """Return a copy of a net whose weights are sample sites with priors.
 
     The given net does not change. Its weights are shared as initial means of a guide, and its frozen
-    parameters as buffers, so a large frozen base takes its memory once, and loading a state dict writes
-    into it. A weight shared by several modules becomes one site. Priors are buffers: ``.to()``,
-    ``.double()`` and state dicts include them.
+    parameters as buffers: a large frozen base takes its memory once, and loading a state dict writes
+    into it. A weight shared by several modules becomes one site. Priors are buffers.
 
     Args:
-        net: Any module, a bare ``nn.Linear`` too. The result of ``torch.compile`` is unwrapped; ``fit``
-            compiles its own steps.
+        net: Any module; the result of ``torch.compile`` is unwrapped.
         prior: The prior of the weights: a standard deviation, as a number or a tensor with an entry for
             each element; a :class:`FanIn`; a :class:`HierarchicalScale`; a distribution of single
             elements or of all elements together; a function ``(name, parameter) -> prior``; or a mapping
@@ -83,15 +81,15 @@ def bayesianize(
             name of a bare layer is "".
 
     Returns:
-        A ``PyroModule`` with the call signature of the net, for use under Pyro's handlers. Elsewhere its
-        random parameters have no values, and reading them raises an error.
+        A ``PyroModule`` with the call signature of the net. Outside of Pyro's handlers its random
+        parameters have no values, and reading them raises an error.
 
     Raises:
         TypeError: If ``net`` is not a module, or a prior or a layer has an unknown type.
         ValueError: If the net has no weights or uninitialized lazy weights, a prior does not fit or
-            needs an unknown fan-in, a pattern matches no parameter or no module that fits, a layer to be
-            replaced shares its weight with another, or a weight is under spectral normalization or made
-            orthogonal by Householder reflections.
+            needs an unknown fan-in, a pattern matches nothing that fits, a layer to be replaced shares
+            its weight with another, or a weight is under spectral normalization or made orthogonal by
+            Householder reflections.
 
     Example:
         >>> import torch
@@ -142,22 +140,14 @@ def bayesianize(
 class LastLayer(PyroModule):
     """A Bayesian last layer: features are point estimates, and the last layer has a prior.
 
-    The outputs are normal under any posterior with a normal image, so the bound has no noise with
-    ``StructuredELBO(estimator="moments")``, or ``"bound"`` for classes, and the only error of
-    ``predict_moments(...)`` is the quadrature over the likelihood.
+    The outputs are normal, so the bound has no noise with ``StructuredELBO(estimator="moments")``, or
+    ``"bound"`` for classes, and ``predict_moments`` has no error but that of a quadrature.
 
     Args:
         features: From inputs to features ``(batch, ..., in)``; trained along with the posterior.
         head: The last layer, from features to outputs; it is copied.
         prior: As for :func:`bayesianize`.
         frozen: Whether the features are in evaluation mode and without gradients.
-
-    Attributes:
-        features: The given module.
-        head: The last layer with its sample sites.
-
-    Raises:
-        TypeError: If ``features`` or ``head`` is no module.
 
     Example:
         >>> import torch

@@ -328,8 +328,7 @@ class Classifier(Likelihood):
         net: A module with sample sites, from ``(batch, ...)`` to logits ``(batch, classes)``.
         num_data: Number of training examples; the log likelihood of a batch is multiplied by
             ``num_data / batch``. When None, :func:`~pyro_structvi.fit` sets it.
-        output: From the return value of the net to the logits. By default a tensor, or the ``logits``
-            of an object.
+        output: From the net's return value to the logits; by default a tensor, or its ``logits``.
         class_weights: Weights of the log likelihoods of each class, ``(classes,)``, as ``weight`` of
             ``torch.nn.CrossEntropyLoss``: ``N / (classes * counts)`` balances classes. Predictive
             densities have no weights.

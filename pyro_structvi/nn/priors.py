@@ -61,12 +61,7 @@ class FanIn(CheckedFields):
     fan_in: Positive | None = None
 
     def standard_deviation(self, parameter: Tensor, fan_in: float | None = None) -> float:
-        """Return the standard deviation of each element of a parameter.
-
-        Args:
-            parameter: The parameter.
-            fan_in: Its fan-in, 0 for a vector; when None, the fan-in of a weight ``(out, *rest)``.
-        """
+        """Return the standard deviation of each element; ``fan_in`` is 0 for a vector."""
         check("parameter", parameter, Tensor)
         check("fan_in", fan_in, NonNegative | None)
         if self.fan_in is not None:
@@ -84,10 +79,8 @@ class HierarchicalScale(CheckedFields):
 
     A parameter ``weight`` has a second site ``weight_scale``, so that each layer learns the size of its
     weights. The KL of the weight given a draw of the scale has a closed form, and so has the KL of the
-    scale if its prior is log-normal, like its posterior.
-
-    Not for point estimates of both: unless the prior of the scale vanishes at zero, which a half-Cauchy
-    does not, their density is unbounded as weights and scale approach zero together.
+    scale if its prior is log-normal, like its posterior. Point estimates of both have an unbounded
+    density unless the prior of the scale vanishes at zero, which a half-Cauchy does not.
 
     Args:
         prior: The distribution of the scale, over positive numbers. Its batch shape broadcasts to the

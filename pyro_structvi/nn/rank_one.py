@@ -117,10 +117,6 @@ class RankOneLinear(RankOneLayer, nn.Linear, PyroModule):
         start: Initial means of a guide: "ones", or random "signs", which separate members of an
             ensemble.
 
-    Raises:
-        TypeError: If the layer is no ``nn.Linear``.
-        ValueError: If an option is out of range.
-
     Example:
         >>> layer = RankOneLinear(nn.Linear(20, 50), prior_scale=0.1)
         >>> layer.input_scale.shape, layer.output_scale.shape, layer(torch.zeros(5, 20)).shape
@@ -152,16 +148,8 @@ def geometry_of(layer: Any) -> dict[str, Any]:
 class RankOneConv(RankOneLayer):
     """A convolution with a random scale for each input and each output channel.
 
-    With groups, ``input_scale`` still has a number for each input channel.
-
-    Args:
-        layer: The convolution whose filters and bias are copied.
-        prior_scale: As for :class:`RankOneLinear`.
-        start: As for :class:`RankOneLinear`.
-
-    Raises:
-        TypeError: If the layer is another convolution.
-        ValueError: If an option is out of range.
+    The arguments are those of :class:`RankOneLinear`. With groups, ``input_scale`` still has a number
+    for each input channel.
     """
 
     _torch_layer: ClassVar[type[nn.Module]]
@@ -214,9 +202,6 @@ class RankOne(CheckedFields):
     Args:
         prior_scale: Prior standard deviation of the scales.
         start: Initial means of a guide, "ones" or random "signs".
-
-    Raises:
-        ValueError: If an option is out of range.
 
     Example:
         >>> from pyro_structvi import bayesianize

@@ -47,8 +47,8 @@ class Regressor(Likelihood):
             targets of standard deviation 1; or ``"heteroscedastic"``.
         df: Degrees of freedom of Student's t-distribution, above 1; None for normal noise.
         standardize: Training inputs and targets ``(x, y)``. The net has standardized inputs, and its
-            outputs and the noise scale are in units of the targets' standard deviations; ``y`` of the
-            model and predictions are in the targets' own units. Means and scales are buffers.
+            outputs and the noise scale are in units of the targets' standard deviations; ``y`` and
+            predictions are in the targets' own units.
 
     Raises:
         ValueError: If ``noise_scale`` is not positive, ``df`` is not above 1, or not exactly one of

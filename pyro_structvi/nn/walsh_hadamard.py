@@ -180,15 +180,8 @@ class WalshHadamardConv(WalshHadamardLayer):
 
     ``in`` is the number of channels times the size of the kernel. A batch shares the filters of one
     draw. With ``filters_per_example`` each example has separate filters under ``StructuredELBO``, at the
-    cost of transforming its patches.
-
-    Args:
-        in_channels: As for torch's convolution, like all arguments up to ``dilation``.
-        bias: Whether there is a sample site ``bias``.
-        padding_mode: As for torch's convolution.
-        filters_per_example: Whether to sample the coefficients for each example.
-        prior_scale: As for :class:`WalshHadamardLinear`.
-        bias_prior_scale: As for :class:`WalshHadamardLinear`, like ``device`` and ``dtype``.
+    cost of transforming its patches. Other arguments are those of torch's convolution and of
+    :class:`WalshHadamardLinear`.
 
     Raises:
         ValueError: If a size or a scale is not positive, or torch's convolution refuses an argument.

@@ -54,17 +54,13 @@ def save(
         OSError: If the file cannot be written.
 
     Example:
-        >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
         >>> from pyro_structvi import KTiedGuide, Regressor, bayesianize
-        >>> def make_model():
-        ...     return Regressor(bayesianize(nn.Linear(3, 2), prior=1.0), 10, noise_scale=0.1)
-        >>> model = make_model()
+        >>> model = Regressor(bayesianize(nn.Linear(3, 2), prior=1.0), 10, noise_scale=0.1)
         >>> guide = KTiedGuide(model, rank=1)  # to be fitted
         >>> with TemporaryDirectory() as folder:
-        ...     save(Path(folder) / "posterior.safetensors", model, guide)
-        ...     other = load(Path(folder) / "posterior.safetensors", make_model())
-        >>> other["net.weight"].family
+        ...     save(f"{folder}/posterior.safetensors", model, guide)
+        ...     load(f"{folder}/posterior.safetensors", model)["net.weight"].family
         KTied(rank=1)
     """
     if not guide.site_names:

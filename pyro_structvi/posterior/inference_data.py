@@ -140,14 +140,7 @@ def dims_of_sites(
 ) -> dict[str, list[str]]:
     """Return names for the dimensions of sites that a module declares; ArviZ numbers others.
 
-    Dimensions of a weight end in ``_out``, ``_in`` and ``_kernel``, and the dimension of a bias or of a
-    normalization in ``_out``. Dimensions of one kind are numbered.
-
-    Example:
-        >>> from pyro_structvi import bayesianize
-        >>> net = bayesianize(nn.Conv2d(3, 8, 5), prior=1.0)
-        >>> dims_of_sites(net, {"weight": (8, 3, 5, 5)})["weight"]
-        ['weight_out', 'weight_in', 'weight_kernel_0', 'weight_kernel_1']
+    They end in ``_out``, ``_in`` and ``_kernel``, and are numbered if there are several of a kind.
     """
     found = {}
     modules = modules_of(model)
@@ -231,8 +224,8 @@ def to_inference_data(
         ``posterior``, ``posterior_predictive``, ``log_likelihood`` (one value for each example),
         ``observed_data`` and, for NUTS, ``sample_stats``. Real values are float64, counts and labels
         whole numbers. Observations and outputs of shape (N, 1) lose the last dimension. A guide's draws
-        form one chain. Predictive draws keep the ``ignore_index`` of tokens that are not observed, such
-        as padding. Masked observations have a log likelihood of zero.
+        form one chain. Predictive draws keep the ``ignore_index`` of padding. Masked observations have a
+        log likelihood of zero.
 
     Raises:
         ImportError: If ArviZ is not installed.

@@ -34,7 +34,7 @@ from pyro_structvi.posterior.prediction import (
     one_or_several,
 )
 from pyro_structvi.posterior.runs import checked_observations, evaluation_mode
-from pyro_structvi.sites.joint_posterior import stack_draws
+from pyro_structvi.sites.site_posterior import stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.weights.torch_distributions import base_of, in_single
 

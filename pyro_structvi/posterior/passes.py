@@ -27,7 +27,7 @@ from pyro_structvi.posterior.runs import (
     warn_of_shared_statistics,
 )
 from pyro_structvi.sites.finding import separate_randomness
-from pyro_structvi.sites.joint_posterior import are_plain, in_one_pass, stack_draws
+from pyro_structvi.sites.site_posterior import are_plain, in_one_pass, stack_draws
 from pyro_structvi.sites.structured import StructuredGuide
 from pyro_structvi.structures.ensemble import SameMember
 from pyro_structvi.weights.lazy import as_drawn

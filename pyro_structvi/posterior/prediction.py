@@ -169,8 +169,7 @@ def predict(
     A draw fixes all global sites, so the model is one function over all inputs and mini-batches. Local
     latent sites, in a plate with observations, take the posterior's values if the plate has its fitted
     size, and are sampled from the model otherwise; a :class:`LocalLatentWarning` names them. The model
-    runs in evaluation mode. Several draws run in one pass if :func:`torch.func.vmap` can vectorize the
-    model; its Python code then runs once for them.
+    runs in evaluation mode, at several draws in one pass if :func:`torch.func.vmap` can vectorize it.
 
     Args:
         model: A model that samples its observations when called with inputs only.
@@ -191,10 +190,6 @@ def predict(
             mean and variance at each draw in place of running statistics. Ensembles need it.
         progress: Whether to show a progress bar.
         differentiable: Whether to keep gradients with respect to inputs and parameters.
-
-    Returns:
-        Moments, entropies and densities in at least single precision, and function values unless
-        streamed.
 
     Raises:
         TypeError: If ``posterior`` is neither a guide nor draws, or an input is a number.

@@ -12,8 +12,7 @@ from pyro_structvi._checks import Program, checked, shape_text
 from pyro_structvi._pyro import declared_name
 from pyro_structvi.nn.random_module import frozen_names
 from pyro_structvi.sites.finding import check_call, separate_randomness, shapes_only, trial_run
-from pyro_structvi.sites.joint_posterior import joint_name
-from pyro_structvi.sites.site_posterior import SitePosterior
+from pyro_structvi.sites.site_posterior import SitePosterior, joint_name
 from pyro_structvi.weights.lazy import DelayDraws, LazyWeight
 from pyro_structvi.weights.placeholders import LazySlice
 from pyro_structvi.weights.site_distributions import PointMass

@@ -32,14 +32,16 @@ from pyro_structvi.sites.finding import (
     warn_of_unused,
 )
 from pyro_structvi.sites.gradient_paths import trace_gradient_paths
-from pyro_structvi.sites.joint_posterior import JointPosterior, check_joined, joins_with
 from pyro_structvi.sites.report import report
 from pyro_structvi.sites.sampled_net import sample_functions, sampled, to_net
 from pyro_structvi.sites.site_posterior import (
     Coupling,
+    JointPosterior,
     SitePosterior,
+    check_joined,
     check_no_plates_around,
     couple_families,
+    joins_with,
     module_key,
 )
 from pyro_structvi.weights.site_role import LocalReparam, SiteUse
