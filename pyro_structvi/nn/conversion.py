@@ -30,7 +30,7 @@ from pyro_structvi.nn.priors import (
     TiedPrior,
     check_patterns,
     leaves_out,
-    matches,
+    matching,
     resolve_prior,
     sample_from,
 )
@@ -188,14 +188,7 @@ class LastLayer(PyroModule):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a parameter.
-
-    Attributes:
-        fan_in: The number of terms in an output; 0 for parameters that multiply no input, such as
-            biases; None if unknown.
-        input_dim: The dimension of the input channels; None if there is none, or unknown.
-        groups: The number of groups of input channels with separate outputs.
-    """
+    """The layout of a parameter, as in a ``LatentSite``."""
 
     fan_in: float | None = None
     input_dim: int | None = None
@@ -323,14 +316,10 @@ def _convert_layers(
     modules = dict(net.named_modules(remove_duplicate=False))
     chosen: dict[int, tuple[nn.Module, RankOne | WalshHadamard]] = {}
     for pattern, layer in layers.items():
-        matching = {name: module for name, module in modules.items() if matches(name, pattern)}
-        if not matching:
-            raise ValueError(
-                f"The pattern '{pattern}' of `layers` matches none of the modules {list(modules)}."
-            )
-        fitting = [module for module in matching.values() if layer.fits(module)]
+        found = matching(pattern, modules, "layers", "modules")
+        fitting = [modules[name] for name in found if layer.fits(modules[name])]
         if not fitting:
-            kinds = {name: type(module).__name__ for name, module in matching.items()}
+            kinds = {name: type(modules[name]).__name__ for name in found}
             raise ValueError(
                 f"{layer} needs {layer.needs}, but the pattern '{pattern}' of `layers` matches only "
                 f"{kinds}."

@@ -206,11 +206,17 @@ class Likelihood(RandomModule):
             y = y.to(output.dtype)
             check_same_kind("y", y, "net(x)", output)
         event = output.dim() - plates - 1
-        self._observe(finite_likelihood(lambda: make(output).to_event(event)), y)
+        self._observe(lambda: make(output).to_event(event), y)
         return output
 
-    def _observe(self, likelihood: Any, y: Tensor | None, weights: Tensor | None = None) -> None:
+    def _observe(
+        self, make: Callable[[], Any], y: Tensor | None, weights: Tensor | None = None
+    ) -> None:
         """Observe a batch, scaled to the data set; without ``y`` the site is still no latent site."""
+        try:
+            likelihood = make()
+        except ValueError:  # the error of torch prints all parameters
+            raise ValueError("The net's output for `x` must be finite, but holds a NaN.") from None
         size = likelihood.batch_shape[-1]
         unseen = y is None or y.is_meta or inside_transform() or is_recording()
         if y is not None and not unseen and validates(None):
@@ -255,14 +261,6 @@ def _check_net(net: nn.Module) -> nn.Module:
     if is_plain and parts:
         make_pyro_module(net, RandomModule)
     return net
-
-
-def finite_likelihood(make: Callable[[], Any]) -> Any:
-    """Make a likelihood with a short error, since the error of torch prints all parameters."""
-    try:
-        return make()
-    except ValueError:
-        raise ValueError("The net's output for `x` must be finite, but holds a NaN.") from None
 
 
 def run_in_plates(net: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, int]:
@@ -364,10 +362,7 @@ class Classifier(Likelihood):
     def lower_bound(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         r"""Return Jensen's bound, :math:`m_y - \log \sum_c \exp(m_c + v_c / 2)`, ``(batch,)``.
 
-        Args:
-            mean: Means m of normal logits, ``(batch, classes)``.
-            variance: Their variances v.
-            y: Classes ``(batch,)``.
+        The logits are normal with means m and variances v.
 
         References:
             Harrison, Willes and Snoek (2024), "Variational Bayesian last layers", Sec. 3.2.
@@ -383,7 +378,7 @@ class Classifier(Likelihood):
             check_shape("class_weights", weights, output.shape[-1:], "(classes,)")
             # The likelihood refuses classes out of range.
             weights = None if y is None else weights[y.clamp(0, len(weights) - 1)]
-        self._observe(finite_likelihood(lambda: dist.Categorical(logits=output)), y, weights)
+        self._observe(lambda: dist.Categorical(logits=output), y, weights)
         return output
 
 
@@ -456,10 +451,8 @@ class TokenClassifier(Likelihood):
         logits = output
         if self.shift:
             logits, y = logits[..., :-1, :], None if y is None else y[:, 1:]
-        tokens = finite_likelihood(
-            lambda: PaddedCategorical(logits=logits, ignore_index=self.ignore_index)
-        )
-        self._observe(tokens.to_event(1), y)
+        options: dict[str, Any] = {"logits": logits, "ignore_index": self.ignore_index}
+        self._observe(lambda: PaddedCategorical(**options).to_event(1), y)
         return logits
 
 

@@ -1,7 +1,7 @@
 """Priors of weights, and their sample sites."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
@@ -144,15 +144,21 @@ def leaves_out(prior: Prior, name: str) -> bool:
     return prior is None
 
 
-def check_patterns(prior: Prior, names: Collection[str]) -> None:
+def matching(pattern: str, names: Iterable[str], argument: str, kind: str) -> list[str]:
+    """Return the names that a pattern of an argument matches; raise a ``ValueError`` for none."""
+    names = list(names)
+    found = [name for name in names if matches(name, pattern)]
+    if not found:
+        raise ValueError(
+            f"The pattern '{pattern}' of `{argument}` matches none of the {kind} {names}."
+        )
+    return found
+
+
+def check_patterns(prior: Prior, names: Iterable[str]) -> None:
     """Raise a ``ValueError`` if a pattern of a prior matches none of the names of parameters."""
     for pattern, own in prior.items() if isinstance(prior, Mapping) else ():
-        matching = [name for name in names if matches(name, pattern)]
-        if not matching:
-            raise ValueError(
-                f"The pattern '{pattern}' of `prior` matches none of the parameters {list(names)}."
-            )
-        check_patterns(own, matching)
+        check_patterns(own, matching(pattern, names, "prior", "parameters"))
 
 
 def resolve_prior(prior: Any, name: str, parameter: Tensor, fan_in: float | None = None) -> Any:

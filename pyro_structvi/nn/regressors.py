@@ -20,7 +20,7 @@ from pyro_structvi._checks import (
 )
 from pyro_structvi._pyro import declared_samples
 from pyro_structvi.linalg.matrices import at_least_single
-from pyro_structvi.nn.likelihood import Likelihood, Output, Terms, finite_likelihood
+from pyro_structvi.nn.likelihood import Likelihood, Output, Terms
 from pyro_structvi.nn.priors import resolve_prior, sample_from
 
 NoiseScale = float | Tensor | torch.distributions.Distribution
@@ -135,7 +135,7 @@ class Regressor(Likelihood):
             check_same_kind("y", y, "net(x)", mean)
         event = mean.dim() - plates - 1
         noise = dist.Normal if self.df is None else partial(dist.StudentT, self.df)
-        self._observe(finite_likelihood(lambda: noise(mean, scale).to_event(event)), y)
+        self._observe(lambda: noise(mean, scale).to_event(event), y)
         return mean
 
     def _mean_and_scale(self, found: Tensor, plates: int) -> tuple[Tensor, Tensor]:

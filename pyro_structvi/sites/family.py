@@ -10,7 +10,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
 
 from pyro_structvi._checks import NO_CLASS, CheckedFields, Positive, shape_text
-from pyro_structvi.nn.priors import matches
+from pyro_structvi.nn.priors import matches, matching
 from pyro_structvi.sites.latent_site import LatentSite, bijection_at
 from pyro_structvi.sites.parameterization import unit_of_lower
 from pyro_structvi.weights.site_role import LocalReparam
@@ -285,7 +285,4 @@ def check_patterns(sites: Collection[str], families: Mapping[str, Family]) -> No
             "with `bayesianize(net, prior=1.0)`."
         )
     for pattern in families:
-        if not any(matches(name, pattern) for name in sites):
-            raise ValueError(
-                f"The pattern '{pattern}' of `families` matches none of the model's sites {list(sites)}."
-            )
+        matching(pattern, sites, "families", "model's sites")

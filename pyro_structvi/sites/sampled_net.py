@@ -7,7 +7,7 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.func import functional_call
 
 from pyro_structvi._checks import Count, brief, checked, shape_text
@@ -104,13 +104,7 @@ class FixedDraw(Messenger):
         value, role = self.values.get(msg["name"]), SiteRole.of(msg)
         if value is None or msg["value"] is not None or role.use is not None or role.is_slice:
             return
-        expected = msg["fn"].shape()
-        if value.shape != expected:
-            raise ValueError(
-                f"`draw` must have a value of shape {shape_text(expected)} for the site "
-                f"'{msg['name']}', but got {shape_text(value.shape)}. Pass one draw, as `guide.draw()` "
-                "returns it."
-            )
+        _check_value(msg["name"], value, msg["fn"].shape())
         msg["value"] = value
 
 
@@ -243,26 +237,27 @@ def _parameters_of(
             site = prior.owner, prior.attribute
         name = declared_name(*site)
         if name not in made:
-            made[name] = nn.Parameter(_value_of(*site, name, values))
+            start = vars(site[0]).get("initial_values", {}).get(site[1])
+            value = _check_value(name, values.get(name), None if start is None else start.shape)
+            made[name] = nn.Parameter(value.detach().clone())
         own[attribute] = made[name]
     for name in frozen_names(module):
-        value = module.get_buffer(name)
-        frozen = nn.Parameter(value, requires_grad=False)
-        own[name] = made.setdefault((value.data_ptr(), value.shape), frozen)
+        buffer = module.get_buffer(name)
+        frozen = nn.Parameter(buffer, requires_grad=False)
+        own[name] = made.setdefault((buffer.data_ptr(), buffer.shape), frozen)
     order = vars(module).get("parameter_names", ())
     return {name: own[name] for name in dict.fromkeys([*order, *own])}
 
 
-def _value_of(module: Any, attribute: str, name: str, values: Mapping[str, Tensor]) -> Tensor:
-    value, start = values.get(name), vars(module).get("initial_values", {}).get(attribute)
-    if value is None or (start is not None and value.shape != start.shape):
-        expected = "" if start is None else f" of shape {shape_text(start.shape)}"
+def _check_value(name: str, value: Tensor | None, shape: Size | None) -> Tensor:
+    if value is None or (shape is not None and value.shape != shape):
+        expected = "" if shape is None else f" of shape {shape_text(shape)}"
         got = "none" if value is None else shape_text(value.shape)
         raise ValueError(
             f"`draw` must have a value{expected} for the site '{name}', but got {got}. Pass one draw, "
             "as `guide.draw()` returns it."
         )
-    return value.detach().clone()
+    return value
 
 
 def _make_plain(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
