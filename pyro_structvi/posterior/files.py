@@ -124,13 +124,23 @@ def load(
         >>> predict(model, loaded, torch.randn(5, 3)).mean.shape
         torch.Size([5, 2])
     """
-    header, tensors = _read(Path(path), _device_of(model))
+    devices = (own.device for own in _state_of("model", model).values() if not own.is_meta)
+    header, tensors = _read(Path(path), next(devices, torch.device("cpu")))
     if guide is None:
         guide = _make(header, model, tensors)
     check_options(guide, tensors, "guide.")
     parts: dict[str, Any] = {"model": model, "guide": guide}
     states = {name: _state_of(name, part) for name, part in parts.items()}
-    tensors |= _left_out(header["left_out"], model)
+    digests = header["left_out"]
+    frozen = _frozen_in(model) if digests else {}
+    wrong = [key for key in digests if key not in frozen or _digest(frozen[key]) != digests[key]]
+    if wrong:
+        raise ValueError(
+            "`model` must have the frozen parameters beside which the file was saved, but "
+            f"{', '.join(repr(key) for key in wrong[:MOST_NAMED])} differ. Make the model from the same "
+            "base. Nothing was loaded."
+        )
+    tensors |= {key: frozen[key] for key in digests}
     for name, own in states.items():
         _check_state(name, own, tensors)
     for name, own in states.items():
@@ -162,19 +172,6 @@ def _frozen_in(model: Any) -> dict[str, Tensor]:
     keys = frozen_keys(module) if isinstance(module, nn.Module) else set()
     state = _state_of("model", model)
     return {key: state[key] for key in state if key.removeprefix("model.") in keys}
-
-
-def _left_out(digests: Mapping[str, str], model: Any) -> dict[str, Tensor]:
-    """Return the parameters of a model that a file left out."""
-    own = _frozen_in(model) if digests else {}
-    wrong = [key for key in digests if key not in own or _digest(own[key]) != digests[key]]
-    if wrong:
-        raise ValueError(
-            "`model` must have the frozen parameters beside which the file was saved, but "
-            f"{', '.join(repr(key) for key in wrong[:MOST_NAMED])} differ. Make the model from the same "
-            "base. Nothing was loaded."
-        )
-    return {key: own[key] for key in digests}
 
 
 def _digest(value: Tensor) -> str:
@@ -238,12 +235,6 @@ def _read(path: Path, device: torch.device) -> tuple[Json, dict[str, Tensor]]:
 def _kinds() -> dict[str, type[StructuredGuide]]:
     kinds: list[type[StructuredGuide]] = [StructuredGuide, *_subclasses(StructuredGuide)]
     return {each.__name__: each for each in kinds if each.__module__.startswith(f"{KEY}.")}
-
-
-def _device_of(model: Any) -> torch.device:
-    """Return the device of the first tensor of a module; the CPU if there is none."""
-    devices = (value.device for value in _state_of("model", model).values() if not value.is_meta)
-    return next(devices, torch.device("cpu"))
 
 
 def _make(header: Json, model: Any, tensors: Mapping[str, Tensor]) -> StructuredGuide:

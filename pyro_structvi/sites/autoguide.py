@@ -177,13 +177,18 @@ class OwningAutoGuide(AutoGuide):
         """
         check_options(self, state_dict, "")
         own = self.state_dict()
-        fits = {name: _fits(name, value, own) for name, value in state_dict.items()}
-        wrong_names = strict and (own.keys() != fits.keys())
+        fitting = {
+            name: own[name]
+            for name, value in state_dict.items()
+            # Options have any length.
+            if name in own
+            and (name.endswith(KEY) or getattr(value, "shape", None) == own[name].shape)
+        }
+        wrong_shapes = [name for name in state_dict if name in own and name not in fitting]
         with naming("state_dict", state_dict):
-            if wrong_names or not all(fit for name, fit in fits.items() if name in own):
+            if wrong_shapes or (strict and own.keys() != state_dict.keys()):
                 # Torch raises the error, and can load current values only.
-                kept = {name: own[name] if fit else state_dict[name] for name, fit in fits.items()}
-                super().load_state_dict(kept, strict)
+                super().load_state_dict({**state_dict, **fitting}, strict)
             return super().load_state_dict(state_dict, strict, assign)
 
     def make_plates(
@@ -253,9 +258,3 @@ def _add_model_sum(guide: Any, state: dict[str, Any], prefix: str, metadata: Any
 def _take_model_sum(guide: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     saved, own = state.pop(f"{prefix}{MODEL_SUM}", None), _model_sum(guide)
     guide._model_sums = None if saved is None or own is None else (saved, own)
-
-
-def _fits(name: str, value: Any, own: Mapping[str, Any]) -> bool:
-    """Whether the shape of an entry fits; options may have any length."""
-    shape = getattr(value, "shape", None)
-    return name in own and (name.endswith(KEY) or shape == own[name].shape)

@@ -210,10 +210,14 @@ class _SiteRecorder(ValuesWithoutDraws):
         value: Tensor = msg["value"]
         if value.is_leaf and value.is_floating_point():
             value.requires_grad_()  # a model may differentiate by its parameters
-        shape, plates = list(value.shape), tuple(_plate_of(frame) for frame in frames)
-        for plate in plates:
-            shape[plate.dim - msg["fn"].event_dim] = plate.size
-        site, use = _describe(name, torch.Size(shape), msg["fn"], plates=plates), SiteUse(name)
+        shape, plates = list(value.shape), list[Plate]()
+        for frame in frames:
+            size = frame.full_size or frame.size  # the number of all examples
+            subsample_size = frame.size if size != frame.size else None
+            plates.append(Plate(frame.name, size, frame.dim, subsample_size))
+            shape[frame.dim - msg["fn"].event_dim] = size
+        site = _describe(name, torch.Size(shape), msg["fn"], plates=tuple(plates))
+        use = SiteUse(name)
         self.found[name] = FoundSite(site, msg["fn"], None, use)
         msg["value"] = self.counted[name] = CountedWeight(value, use)
 
@@ -221,13 +225,6 @@ class _SiteRecorder(ValuesWithoutDraws):
 def _describe(name: str, shape: torch.Size, prior: Any, **further: Any) -> LatentSite:
     scale = _scale_of(prior)
     return LatentSite(name, shape, prior.event_dim, prior.support, prior_scale=scale, **further)
-
-
-def _plate_of(frame: Any) -> Plate:
-    """Return a plate from a frame of Pyro's stack; its size is the number of all examples."""
-    if frame.full_size in (None, frame.size):
-        return Plate(frame.name, frame.size, frame.dim)
-    return Plate(frame.name, frame.full_size, frame.dim, frame.size)
 
 
 def _scale_of(prior: Any) -> float | None:

@@ -45,7 +45,18 @@ def to_net(self: Any, draw: Mapping[str, Tensor] | None = None) -> nn.Module:
             f"{brief(model)} with {len(found)} of them. Make the guide of a `Classifier`, a `Regressor` "
             "or a module around one net."
         )
-    return plain_net(found[0], self.median() if draw is None else draw)
+    values = self.median() if draw is None else draw
+    memo: dict[int, Any] = {}  # values that need no copy
+    for module in found[0].modules():
+        starts = vars(module).get("initial_values", {}).values()
+        buffers = map(module.get_buffer, _prior_buffers(module))
+        memo |= {id(value): value for value in (*starts, *buffers)}
+    copied: nn.Module = copy.deepcopy(found[0], memo)
+    made: dict[Any, nn.Parameter] = {}
+    parameters = [(module, _parameters_of(module, made, values)) for module in copied.modules()]
+    for module, own in parameters:
+        _make_plain(module, own)
+    return copied
 
 
 def _outermost(module: Any) -> list[nn.Module]:
@@ -198,24 +209,6 @@ def sample_functions(self: Any, num_samples: Count) -> SampledFunctions:
 
 
 _ADDED = ("initial_values", "parameter_names", "frozen_parameters")
-
-
-def plain_net(net: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a Bayesian net whose sites are parameters with given values.
-
-    The copy shares no memory with the net or its original.
-    """
-    memo: dict[int, Any] = {}  # values that need no copy
-    for module in net.modules():
-        starts = vars(module).get("initial_values", {}).values()
-        buffers = map(module.get_buffer, _prior_buffers(module))
-        memo |= {id(value): value for value in (*starts, *buffers)}
-    copied: nn.Module = copy.deepcopy(net, memo)
-    made: dict[Any, nn.Parameter] = {}
-    parameters = [(module, _parameters_of(module, made, values)) for module in copied.modules()]
-    for module, own in parameters:
-        _make_plain(module, own)
-    return copied
 
 
 def _prior_buffers(module: nn.Module) -> list[str]:
