@@ -75,6 +75,12 @@ def _refuse(site: str) -> Never:
     )
 
 
+def prior_of(module: PyroModule, attribute: str) -> Any:
+    """Return the prior of a declared site, at the median of its scale if that is another site."""
+    prior = declared_samples(module)[attribute]
+    return prior if hasattr(prior, "sample") else getattr(prior, "at_median", prior)(module)
+
+
 def check_in_pass(module: PyroModule, name: str) -> None:
     """Raise a ``RuntimeError`` unless a pass defines the draw of a random parameter."""
     if not can_sample(module, name):
@@ -100,9 +106,7 @@ class RandomModule(PyroModule):
         """Return an attribute; a random parameter outside of passes is a tensor without values."""
         if name not in declared_samples(self) or can_sample(self, name):
             return super().__getattr__(name)
-        prior = declared_samples(self)[name]
-        if not hasattr(prior, "sample"):
-            prior = getattr(prior, "at_median", prior)(self)
+        prior = prior_of(self, name)
         return UnsampledParameter(declared_name(self, name), prior.shape(), example_of(prior))
 
     def __setattr__(self, name: str, value: Any) -> None:

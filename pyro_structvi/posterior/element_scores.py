@@ -72,7 +72,7 @@ def laplace_variances(
         Variances by site, for sites with real support.
 
     Raises:
-        ValueError: If a number is not at least 1, or the observed site is ambiguous.
+        ValueError: If the observed site is ambiguous.
         RuntimeError: If :func:`torch.func.vmap` cannot vectorize the model.
 
     Example:
@@ -141,13 +141,10 @@ def largest(variances: Mapping[str, Tensor], size: Count) -> dict[str, Tensor]:
 
     Args:
         variances: Variances by site, or any other scores.
-        size: Number of elements.
+        size: Number of elements, at most all.
 
     Returns:
         Masks by site, for :class:`~pyro_structvi.SubnetworkGuide`.
-
-    Raises:
-        ValueError: If the size is not from 1 to the number of elements.
 
     Example:
         >>> largest({"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0]])}, size=2)

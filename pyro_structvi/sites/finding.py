@@ -25,7 +25,7 @@ from pyro_structvi._pyro import ONE_THREAD, declared_name, declared_samples, out
 from pyro_structvi.linalg.matrices import shrink
 from pyro_structvi.nn.conversion import layout_of, parametrized
 from pyro_structvi.nn.likelihood import Likelihood
-from pyro_structvi.nn.random_module import buffers_that_change
+from pyro_structvi.nn.random_module import buffers_that_change, prior_of
 from pyro_structvi.sites.family import InitLocFn
 from pyro_structvi.sites.latent_site import LatentSite, Plate, bijection_at
 from pyro_structvi.weights.placeholders import CountedWeight
@@ -63,11 +63,10 @@ def find_declared_sites(model: Any) -> dict[str, FoundSite]:
     for module in model.modules():
         if not isinstance(module, PyroModule):
             continue
-        for attribute, prior in declared_samples(module).items():
-            if getattr(prior, "is_tied", False):  # another module's site
+        for attribute, given in declared_samples(module).items():
+            if getattr(given, "is_tied", False):  # another module's site
                 continue
-            if not hasattr(prior, "sample"):
-                prior = getattr(prior, "at_median", prior)(module)
+            prior = prior_of(module, attribute)
             if isinstance(prior, Tensor):  # a deterministic function of other sites
                 continue
             name = declared_name(module, attribute)

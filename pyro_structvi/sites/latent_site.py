@@ -17,7 +17,6 @@ class Plate:
     """A vectorized plate around a site.
 
     Attributes:
-        name: Its name.
         size: Its size, without subsampling.
         dim: Its batch dimension, counted from the right.
         subsample_size: The number of examples in one pass of a subsampled plate.

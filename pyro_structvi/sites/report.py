@@ -192,8 +192,8 @@ class MemoryEstimate:
             weight, and a shared posterior of several sites has a separate name.
         parameter_bytes: The bytes of all parameters and constants.
         training_bytes: The bytes of parameters and constants, gradients and Adam's two moments, without
-            intermediate results of a step such as activations, and without two further moments of
-            ``StructuredAdam`` for each number of the noise of a correlated posterior.
+            activations, and without two further moments of ``StructuredAdam`` for each number of the
+            noise of a correlated posterior.
     """
 
     parameters: dict[str, int]
