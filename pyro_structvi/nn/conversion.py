@@ -41,12 +41,11 @@ from pyro_structvi.nn.random_module import (
     refuse_outside,
     sample_every_site,
 )
-from pyro_structvi.nn.rank_one import RankOne, RankOneLayer
-from pyro_structvi.nn.walsh_hadamard import WalshHadamard, WalshHadamardLayer
+from pyro_structvi.nn.rank_one import FactorLayer, RankOne
+from pyro_structvi.nn.walsh_hadamard import WalshHadamard
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_FACTOR_LAYERS = (RankOneLayer, WalshHadamardLayer)
 
 
 class PointEstimateWarning(UserWarning):
@@ -116,7 +115,7 @@ def bayesianize(
     replaced = {  # with priors of the layers
         id(parameter)
         for module in net.modules()
-        if id(module) in converted or isinstance(module, _FACTOR_LAYERS)
+        if id(module) in converted or isinstance(module, FactorLayer)
         for parameter in module.parameters()
     }
     priors, points = _find_priors(net, prior, normalization, replaced)
@@ -407,7 +406,7 @@ def _copy_with_sites(
 def _leave_fast_path(bayes_net: PyroModule) -> None:
     """Let encoders call their layers: in evaluation mode torch applies the weights of the layers."""
     for module in bayes_net.modules():
-        if not any(isinstance(part, _FACTOR_LAYERS) for part in module.modules()):
+        if not any(isinstance(part, FactorLayer) for part in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0

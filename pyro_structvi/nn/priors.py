@@ -108,18 +108,16 @@ class HierarchicalScale(CheckedFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        text = (
+            "`prior` must be a distribution over positive numbers, such as `dist.HalfCauchy(1.0)`, but "
+            f"got {brief(self.prior)}"
+        )
         if not isinstance(self.prior, torch.distributions.Distribution):
-            raise TypeError(
-                "`prior` must be a distribution over positive numbers, such as "
-                f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)}."
-            )
+            raise TypeError(f"{text}.")
         support = base_of(self.prior).support
         lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
         if support.is_discrete or not bool((lower >= 0).all()):
-            raise ValueError(
-                "`prior` must be a distribution over positive numbers, such as "
-                f"`dist.HalfCauchy(1.0)`, but got {brief(self.prior)} over {self.prior.support}."
-            )
+            raise ValueError(f"{text} over {self.prior.support}.")
 
 
 Prior = (

@@ -1,6 +1,5 @@
 """Layers whose weight is a point estimate scaled by random numbers for inputs and outputs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -36,18 +35,31 @@ def _to_channels(factor: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     return factor.reshape(*factor.shape[:-1], *before, factor.shape[-1], *after)
 
 
-def apply_to_batch(
-    function: Callable[[Tensor], Tensor], x: Tensor, channels: int, channel_dim: int
-) -> Tensor:
-    """Call a function of a batch with ``x``, a batch or a single example."""
-    check("x", x, Tensor)
-    if x.dim() < -channel_dim or x.shape[channel_dim] != channels:
-        raise ValueError(
-            f"`x` must have {channels} channels in its dimension {channel_dim}, but got the shape "
-            f"{shape_text(x.shape)}."
-        )
-    with naming("x", x):
-        return function(x.unsqueeze(0)).squeeze(0) if x.dim() == -channel_dim else function(x)
+class FactorLayer:
+    """Base of the layers with factored weights, which take a batch of inputs or a single one."""
+
+    bias: Any
+    channels: int
+    channel_dim: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to a batch of inputs, or to a single one."""
+        check("x", x, Tensor)
+        if x.dim() < -self.channel_dim or x.shape[self.channel_dim] != self.channels:
+            raise ValueError(
+                f"`x` must have {self.channels} channels in its dimension {self.channel_dim}, but got "
+                f"the shape {shape_text(x.shape)}."
+            )
+        is_single = x.dim() == -self.channel_dim
+        with naming("x", x):
+            outputs = self._without_bias(x.unsqueeze(0) if is_single else x)
+            if self.bias is not None:
+                outputs = shift_channels(outputs, self.bias, self.channel_dim)
+        return outputs.squeeze(0) if is_single else outputs
+
+    def _without_bias(self, x: Tensor) -> Tensor:
+        """Apply the weight to a batch."""
+        raise NotImplementedError
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -56,7 +68,7 @@ def is_plain(layer: nn.Module) -> bool:
     return "weight" in names <= {"weight", "bias"} and not forward_hooks(layer)
 
 
-class RankOneLayer:
+class RankOneLayer(FactorLayer):
     """Base of the rank-1 layers.
 
     Attributes:
@@ -67,7 +79,6 @@ class RankOneLayer:
     """
 
     weight: Any
-    bias: Any
     input_scale: Any
     output_scale: Any
 
@@ -89,16 +100,9 @@ class RankOneLayer:
                 initial = torch.where(torch.rand_like(initial) < 0.5, initial, -initial)
             self.initial_values[name] = initial
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to a batch of inputs, or to a single one."""
-        return apply_to_batch(self._forward_batch, x, self.channels, self.channel_dim)
-
-    def _forward_batch(self, x: Tensor) -> Tensor:
+    def _without_bias(self, x: Tensor) -> Tensor:
         hidden = self._apply_weight(scale_channels(x, self.input_scale, self.channel_dim))
-        outputs = scale_channels(hidden, self.output_scale, self.channel_dim)
-        if self.bias is None:
-            return outputs
-        return shift_channels(outputs, self.bias, self.channel_dim)
+        return scale_channels(hidden, self.output_scale, self.channel_dim)
 
     def _apply_weight(self, x: Tensor) -> Tensor:
         raise NotImplementedError

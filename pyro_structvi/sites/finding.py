@@ -138,12 +138,13 @@ def find_sites_by_running(
         # Another pass may use unused sites in a checkpoint as well.
         if takes_checkpoints and use.count == 0:
             use.eager_reason = CHECKPOINT
-        is_local = any(plate.name in recorder.observed_plates for plate in found.site.plates)
-        found.site = replace(found.site, is_local=is_local)
+        further: dict[str, Any] = {
+            "is_local": any(each.name in recorder.observed_plates for each in found.site.plates)
+        }
         if name in declared:
             found.is_declared, found.initial = True, declared[name].initial
-            layout = {key: getattr(declared[name].site, key) for key in LAYOUT}
-            found.site = replace(found.site, **layout)
+            further |= {key: getattr(declared[name].site, key) for key in LAYOUT}
+        found.site = replace(found.site, **further)
     return recorder.found
 
 
